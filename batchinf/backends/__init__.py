@@ -1,0 +1,1 @@
+"""Where replicas run: one file a backend, all with the interface of `local`."""

@@ -1,0 +1,159 @@
+"""Starts, watches and ends replicas as processes of this host."""
+
+import contextlib
+import os
+import pathlib
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import psutil
+
+from batchinf.channel import Channel
+from batchinf.records import Command, Event, Launch
+
+_PORTS_A_REPLICA = 40
+_FIRST_PORT = 20_000
+
+
+@dataclass(slots=True)
+class LocalReplica:
+    """A running replica: its process, and the channel to it. `log_start`: where its lines begin in its log."""
+
+    launch: Launch
+    process: "subprocess.Popen[bytes]"
+    channel: Channel
+    log: pathlib.Path
+    log_start: int
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pid(self) -> int:
+        """The replica's process id, which is its process group's and its session's too."""
+        return self.process.pid
+
+    def send(self, message: Command) -> None:
+        """Give a command."""
+        self.channel.send(message)
+
+    def has_ended(self) -> bool:
+        """Whether the replica's own process is gone."""
+        return self.process.poll() is not None
+
+    def lifetime_s(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self.started
+
+    def kill(self) -> None:
+        """End the whole process group and wait until it is gone."""
+        end_process_group(self.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        self.channel.close()
+
+
+class LocalBackend:
+    """One interface for each kind of place to run in: `start`, `poll`, `end`."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def start(self, launch: Launch, log: pathlib.Path, environment: Mapping[str, str]) -> LocalReplica:
+        """Start a replica in a session of its own, its output appended to `log`."""
+        ours, theirs = socket.socketpair()
+        # The package may be run from a source tree that is not installed: a replica must find the same one.
+        root = str(pathlib.Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        with theirs, log.open("ab") as output:
+            log_start = output.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchinf.replica", str(theirs.fileno()), launch.incarnation],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        channel = Channel(ours, launch.incarnation)
+        channel.send(launch)
+        replica = LocalReplica(launch, process, channel, log, log_start)
+        self._selector.register(channel, selectors.EVENT_READ, replica)
+        return replica
+
+    def poll(self, wait_s: float) -> list[tuple[LocalReplica, Event]]:
+        """What replicas have said, after at most `wait_s` seconds."""
+        events: list[tuple[LocalReplica, Event]] = []
+        if not self._selector.get_map():
+            time.sleep(wait_s)
+            return events
+        for key, _ in self._selector.select(wait_s):
+            replica: LocalReplica = key.data
+            events.extend((replica, event) for event in replica.channel.receive(0))
+            if replica.channel.is_closed:
+                self._forget(replica)
+        return events
+
+    def end(self, replica: LocalReplica) -> None:
+        """Kill what is left of a replica and forget it."""
+        self._forget(replica)
+        replica.kill()
+
+    def _forget(self, replica: LocalReplica) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(replica.channel)
+
+
+def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: int) -> dict[str, str]:
+    """What a replica's environment says before vLLM or torch is imported in it.
+
+    Values that the user has set are left alone, save the devices.
+    """
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, num_cpus)),
+        "RAYON_NUM_THREADS": str(max(1, min(8, num_cpus))),
+        "TOKENIZERS_PARALLELISM": "true",
+        "VLLM_NO_USAGE_STATS": "1",
+        # vLLM 0.26 picks ports at random and two replicas can race for one: each gets a range of its own.
+        "VLLM_PORT": str(_FIRST_PORT + os.getpid() % 500 * _PORTS_A_REPLICA + replica * _PORTS_A_REPLICA),
+        # Socket files are left behind in it, and their paths have a limit of 107 bytes.
+        "VLLM_RPC_BASE_PATH": "/tmp",
+    }
+    if not slot_devices:
+        wanted |= {
+            # The engine core in the replica's own process: starts in a tenth of the time.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    chosen = {name: value for name, value in wanted.items() if name not in os.environ}
+    if slot_devices:
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(slot_devices)
+    return chosen
+
+
+def end_process_group(group: int, wait_s: float = 10.0) -> None:
+    """SIGKILL a process group and wait until no live process is left in it."""
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+        if not any(True for _ in members(group)):
+            return
+        time.sleep(0.02)
+
+
+def members(group: int) -> list[int]:
+    """Process ids of the live members of a process group; zombies do not count."""
+    found = []
+    for process in psutil.process_iter(["pid", "status"]):
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+                found.append(process.pid)
+    return found

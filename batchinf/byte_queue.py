@@ -1,0 +1,78 @@
+"""A queue between two threads that is bounded in bytes and in items."""
+
+import threading
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class ByteQueue(Generic[Item]):
+    """First in, first out. `put` waits for room, `offer` never does; a single item may exceed the bound."""
+
+    def __init__(self, max_items: int, max_bytes: int) -> None:
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._items: deque[tuple[Item, int]] = deque()
+        self._num_bytes = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `put` would wait."""
+        return len(self._items) >= self._max_items or self._num_bytes >= self._max_bytes
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Item, num_bytes: int) -> bool:
+        """Append, after waiting for room. False, with the item left out, once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or not self.is_full)
+            if self._is_closed:
+                return False
+            self._append(item, num_bytes)
+        return True
+
+    def offer(self, item: Item, num_bytes: int) -> None:
+        """Append at once, over the bound if need be: for a producer that must not wait and looks at `is_full`."""
+        with self._changed:
+            self._append(item, num_bytes)
+
+    def _append(self, item: Item, num_bytes: int) -> None:
+        self._items.append((item, num_bytes))
+        self._num_bytes += num_bytes
+        self._changed.notify_all()
+
+    def take(
+        self, max_items: int, wait_s: float = 0.0, min_items: int = 1, max_bytes: int | None = None
+    ) -> list[Item]:
+        """Up to `max_items` or a little more than `max_bytes`, after waiting up to `wait_s` s for `min_items`."""
+        with self._changed:
+            if wait_s and len(self._items) < min_items:
+                self._changed.wait_for(lambda: self._is_closed or len(self._items) >= min_items, wait_s)
+            taken: list[Item] = []
+            num_bytes = 0
+            while self._items and len(taken) < max_items and (max_bytes is None or num_bytes < max_bytes):
+                item, size = self._items.popleft()
+                taken.append(item)
+                num_bytes += size
+            if taken:
+                self._num_bytes -= num_bytes
+                self._changed.notify_all()
+            return taken
+
+    def close(self) -> None:
+        """Let nobody wait any longer; what is in the queue can still be taken."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def wait_until_room(self, wait_s: float) -> float:
+        """Wait at most `wait_s` seconds for room; the seconds waited."""
+        started = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or not self.is_full, wait_s)
+        return time.monotonic() - started

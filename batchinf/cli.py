@@ -1,0 +1,126 @@
+"""The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
+
+import json
+import sys
+import traceback
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from batchinf import __version__
+from batchinf.errors import BatchinfError, Interrupted, UserError
+
+if TYPE_CHECKING:
+    from batchinf.spec_file import SpecFile
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Offline batch inference with vLLM: a job spec in, Parquet with logprobs out, resumable.",
+)
+
+SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the spec; may be repeated.")
+]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder.")]
+
+
+@app.command()
+def run(spec: SpecPath, set_: Overrides = None) -> None:
+    """Run a job, or go on with one that was interrupted."""
+    from batchinf.epoch import run_job
+    from batchinf.progress import ProgressDisplay
+
+    for line in run_job(_read(spec, set_), ProgressDisplay()).lines():
+        print(line)
+
+
+@app.command()
+def validate(
+    spec: SpecPath,
+    set_: Overrides = None,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Rendered prompts to show.")] = 2,
+) -> None:
+    """Check spec, input, columns, model and prompts, without an engine or a GPU."""
+    from batchinf.validation import validation_report
+
+    for line in validation_report(_read(spec, set_), num_rows):
+        print(line)
+
+
+@app.command()
+def status(out: Out) -> None:
+    """Say how a job stands, live, dead or done, from its files alone."""
+    from batchinf.look import status_lines
+
+    for line in status_lines(out):
+        print(line)
+
+
+@app.command()
+def head(
+    out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5
+) -> None:
+    """Show the first finished rows, as JSON lines, while the job runs or after."""
+    from batchinf.look import head_rows
+
+    for row in head_rows(out, num_rows):
+        print(json.dumps(row, ensure_ascii=False, default=str))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a job spec, for editors."""
+    from batchinf.spec_file import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"batchinf {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _read(path: str, overrides: list[str] | None) -> "SpecFile":
+    from batchinf.engine import engine_argument_names
+    from batchinf.spec_file import check_engine_arguments, read_spec
+
+    file = read_spec(path, overrides or ())
+    if file.spec.scripted is None:
+        check_engine_arguments(file, engine_argument_names())
+    return file
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    try:
+        app()
+    except BatchinfError as error:
+        prefix = "" if isinstance(error, Interrupted) else "error: "
+        print(f"{prefix}{error}", file=sys.stderr)
+        if isinstance(error, Interrupted):
+            print("run the same command again to go on", file=sys.stderr)
+        elif not isinstance(error, UserError) and error.exit_code == 1:
+            traceback.print_exc()
+        sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"error: {_words(error)}", file=sys.stderr)
+        sys.exit(UserError.exit_code)
+    sys.exit(0)
+
+
+def _words(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{(error.strerror or str(error)).lower()}"

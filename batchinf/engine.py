@@ -1,0 +1,152 @@
+"""The engine that a worker drives: the protocol, and a deterministic scripted one that needs no model.
+
+`vllm_engine` holds the real one. Both take `Request`s and give finished `Completion`s of exactly the same types.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import pathlib
+import time
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from batchinf import __version__, faults
+from batchinf.errors import RequestRefused, RowError
+from batchinf.records import Completion, EngineInfo, EngineStats, Request, TokenLogprobs
+from batchinf.spec import ScriptedSpec
+
+
+class Engine(Protocol):
+    """Continuous batching: requests are added at any time, finished ones come out of any step. One thread only."""
+
+    info: EngineInfo
+
+    def warm_up(self, request: Request) -> None:
+        """Compile what the job's own shapes need, by running requests like this one through."""
+
+    def add(self, request: Request) -> None:
+        """Take a request. Raises RequestRefused, with the engine unharmed, or EngineDeadError."""
+
+    def step(self) -> list[Completion]:
+        """Run one step and return what finished in it, in any order. Raises EngineDeadError.
+
+        Requests that were cut short (aborted) never come out: see `num_unfinished`.
+        """
+
+    def num_unfinished(self) -> int:
+        """Requests that were added and have not come out."""
+
+    def stats(self) -> EngineStats:
+        """A look at the engine's queues; cheap."""
+
+    def close(self) -> None:
+        """Free the devices."""
+
+
+@functools.cache
+def engine_argument_names() -> frozenset[str] | None:
+    """Names of the installed vLLM's EngineArgs, or None where vLLM is not installed.
+
+    Read from the source: importing vLLM takes 7 s and would make a typo in a spec slow to see.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return None
+    path = pathlib.Path(found.submodule_search_locations[0], "engine", "arg_utils.py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+            return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+    return None
+
+
+class ScriptedEngine:
+    """Outputs are a function of prompt, seed and sampling alone: any two runs agree, however they are batched."""
+
+    def __init__(self, script: ScriptedSpec, vocab_size: int, eos_token_id: int) -> None:
+        time.sleep(script.start_s)
+        self._script = script
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, list[Completion]] = {}
+        self._num_running = 0
+        self._step = 0
+        self.info = EngineInfo(
+            max_model_len=script.max_model_len,
+            max_num_seqs=script.max_num_seqs,
+            vocab_size=vocab_size,
+            device="none",
+            versions={"batchinf": __version__, "engine": "scripted"},
+        )
+
+    def warm_up(self, request: Request) -> None:
+        """Nothing to compile."""
+
+    def add(self, request: Request) -> None:
+        """See `Engine.add`."""
+        if len(request.prompt_token_ids) >= self._script.max_model_len:
+            raise RequestRefused(RowError("prompt_too_long", f"got {len(request.prompt_token_ids)} tokens"))
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        """See `Engine.step`. A request of m tokens comes out m steps after it was let in."""
+        faults.point("engine.step")
+        if self._script.step_s:
+            time.sleep(self._script.step_s)
+        while self._waiting and self._num_running < self._script.max_num_seqs:
+            completion = self.complete(self._waiting.popleft())
+            self._running.setdefault(self._step + len(completion.token_ids), []).append(completion)
+            self._num_running += 1
+        self._step += 1
+        finished = self._running.pop(self._step, [])
+        self._num_running -= len(finished)
+        return finished
+
+    def complete(self, request: Request) -> Completion:
+        """What the script answers to a request."""
+        prompt = np.asarray(request.prompt_token_ids, np.int32)
+        key = hashlib.blake2b(prompt.tobytes(), digest_size=8, salt=str(request.seed or 0)[-16:].encode()).digest()
+        random = np.random.Generator(np.random.SFC64(int.from_bytes(key, "little")))
+        length = request.max_tokens
+        if self._script.vary_lengths:
+            length = int(random.integers(max(1, request.sampling.min_tokens), length + 1))
+        stops = length < request.max_tokens
+        token_ids = random.integers(0, self._vocab_size, length, dtype=np.int32)
+        if stops:
+            token_ids[-1] = self._eos_token_id
+        logprobs = self._logprobs(random, token_ids, request.sampling.logprobs)
+        prompt_logprobs = self._logprobs(random, prompt[1:], request.sampling.prompt_logprobs)
+        return Completion(
+            request=request,
+            token_ids=token_ids,
+            finish_reason="stop" if stops else "length",
+            cumulative_logprob=None if logprobs is None else float(logprobs.logprobs[:, 0].sum(dtype=np.float64)),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _logprobs(self, random: np.random.Generator, token_ids: np.ndarray, k: int | None) -> TokenLogprobs | None:
+        if k is None:
+            return None
+        n = len(token_ids)
+        top = random.integers(0, self._vocab_size, (n, k + 1), dtype=np.int32)
+        top[:, 0] = token_ids
+        logprobs = np.negative(random.random((n, k + 1), dtype=np.float32))
+        np.cumsum(logprobs, axis=1, out=logprobs)
+        return TokenLogprobs(top, logprobs, random.integers(1, 50, n, dtype=np.int32))
+
+    def num_unfinished(self) -> int:
+        """See `Engine.num_unfinished`."""
+        return len(self._waiting) + self._num_running
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        return EngineStats(num_running=self._num_running, num_waiting=len(self._waiting))
+
+    def close(self) -> None:
+        """Nothing to free."""

@@ -1,0 +1,206 @@
+"""One life of a coordinator, from the lock to the last line: open, recover, run what is left, finish."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batchinf.coordinator import Committed, Coordinator
+from batchinf.errors import ErrorRateExceeded
+from batchinf.fleet import Fleet
+from batchinf.job import Job, check_drift, new_header, open_job
+from batchinf.lock import JobLock
+from batchinf.manifest import Header, Manifest, State, read_state
+from batchinf.placement import Slot, check_free, own_cpus, place, visible_devices
+from batchinf.progress import ProgressDisplay
+from batchinf.records import Launch
+from batchinf.recovery import end_process_groups, recover
+from batchinf.shards import Extent, Pending, total_shards
+from batchinf.spec_file import SpecFile, dump_spec
+from batchinf.status import count, duration
+from batchinf.storage import Folder
+
+FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a finished job comes to; the closing lines."""
+
+    folder: str
+    num_rows: int
+    num_errors: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_parts: int
+    num_bytes: int
+    device_s: float
+    was_done: bool
+
+    def lines(self) -> list[str]:
+        """For people."""
+        verb = "was already done" if self.was_done else "done"
+        return [
+            f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
+            f"{count(self.num_prompt_tokens)} prompt and {count(self.num_output_tokens)} output tokens",
+            f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
+            f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
+        ]
+
+
+def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
+    """Run a job, or what is left of it.
+
+    Raises UserError, Interrupted, or ErrorRateExceeded once all is done but too much of it errors.
+    """
+    folder = Folder(file.spec.output.path)
+    state = read_state(folder) if folder.exists("manifest") else None
+    if state is not None and state.is_done:
+        check_drift(open_job(file), state.header)
+        return _finished(file, state, was_done=True)
+    folder.make(*FOLDERS)
+    lock = JobLock(folder)
+    epoch = lock.acquire(lambda: _last_epoch(folder), on_wait=display.say)
+    try:
+        _run_epoch(file, folder, lock, epoch, display)
+    finally:
+        display.close()
+        lock.release()
+    done = read_state(folder)
+    assert done is not None
+    return _finished(file, done, was_done=False)
+
+
+def _run_epoch(file: SpecFile, folder: Folder, lock: JobLock, epoch: int, display: ProgressDisplay) -> None:
+    state = read_state(folder)
+    display.say("opening model and input")
+    job = open_job(file)
+    if state is not None:
+        check_drift(job, state.header)
+        end_process_groups(state)
+    slots = place(job.spec, visible_devices(), own_cpus())
+    check_free(job.spec, slots)
+    manifest = Manifest(folder, epoch, lock)
+    if state is None:
+        state = _begin(job, manifest, len(slots))
+    found = recover(job, state.extents, state, manifest)
+    manifest.event("epoch", epoch=epoch, adopted=len(found.adopted), lost=list(found.lost))
+    manifest.commit()
+    for shard in found.lost:
+        display.say(f"warning: part {shard} is gone or altered; its rows run again")
+    _say_what(job, state, slots, display)
+    if not state.committed.all():
+        _run_rest(job, state, manifest, lock, slots, epoch, display)
+    manifest.done()
+    manifest.commit()
+    manifest.close()
+    _tidy(folder)
+
+
+def _last_epoch(folder: Folder) -> int:
+    state = read_state(folder)
+    return state.last_epoch if state is not None else 0
+
+
+def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
+    header, extent = new_header(job, num_replicas)
+    job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
+    manifest.header(header)
+    manifest.extent(extent, job.source.fingerprint)
+    manifest.commit()
+    state = read_state(job.folder)
+    assert state is not None
+    return state
+
+
+def _run_rest(
+    job: Job,
+    state: State,
+    manifest: Manifest,
+    lock: JobLock,
+    slots: list[Slot],
+    epoch: int,
+    display: ProgressDisplay,
+) -> None:
+    fleet = Fleet(
+        slots,
+        job.spec.sampling.n,
+        launcher(job, state.header),
+        epoch,
+        job.folder.path("logs"),
+        job.spec.max_restarts,
+        job.spec.stall_timeout_s,
+    )
+    committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
+    num_shards = total_shards(state.extents)
+    num_rows = job.source.num_rows * job.spec.sampling.n
+    pending = Pending(state.extents, state.committed)
+    Coordinator(job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed).run()
+
+
+def launcher(job: Job, header: Header) -> Callable[[Slot, str], Launch]:
+    """What each new incarnation of a replica is told."""
+    spec = job.spec.model_dump_json()
+    metadata = {
+        "batchinf.job_id": header.job_id,
+        "batchinf.fingerprint": header.fingerprint,
+        "batchinf.model": job.model.name,
+        "batchinf.model_commit": job.model.commit or job.model.fingerprint,
+    }
+
+    def launch(slot: Slot, incarnation: str) -> Launch:
+        return Launch(
+            slot.replica,
+            incarnation,
+            os.fspath(job.folder.root),
+            spec,
+            job.model.path,
+            job.model.tokenizer,
+            job.model.commit,
+            metadata,
+            slot.cpus if not slot.devices else (),
+        )
+
+    return launch
+
+
+def _say_what(job: Job, state: State, slots: list[Slot], display: ProgressDisplay) -> None:
+    sampling = ", ".join(
+        f"{name} {getattr(job.spec.sampling, name)}" + ("" if origin == "spec" else f" ({origin})")
+        for name, origin in job.origins.items()
+    )
+    display.say(f"sampling: {sampling}")
+    done, shards = int(state.committed.sum()), len(state.committed)
+    display.say(
+        f"{job.source.num_rows:,} rows in {shards:,} shards, {done:,} of them done; {len(slots)} replica(s) on "
+        + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else "this machine's processor")
+    )
+
+
+def _tidy(folder: Folder) -> None:
+    """Work in progress is empty once the job is done."""
+    for name in ("staging", "journal"):
+        shutil.rmtree(folder.path(name), ignore_errors=True)
+        folder.make(name)
+
+
+def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
+    summary = Summary(
+        folder=file.spec.output.path,
+        num_rows=state.num_rows,
+        num_errors=state.num_errors,
+        num_prompt_tokens=state.num_prompt_tokens,
+        num_output_tokens=state.num_output_tokens,
+        num_parts=len(state.parts),
+        num_bytes=state.num_bytes,
+        device_s=state.device_s,
+        was_done=was_done,
+    )
+    rate = summary.num_errors / max(1, summary.num_rows)
+    if rate > file.spec.max_error_rate:
+        raise ErrorRateExceeded(
+            "\n".join(summary.lines())
+            + f"\n{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
+            "see the columns error_type and error_message"
+        )
+    return summary

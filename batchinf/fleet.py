@@ -1,0 +1,314 @@
+"""The replicas of a job: started, watched, restarted with back-off, given up, ended; and which shards each holds."""
+
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from batchinf.backends.local import LocalBackend, LocalReplica, engine_environment
+from batchinf.placement import Slot
+from batchinf.records import (
+    Assign,
+    Command,
+    EngineInfo,
+    EngineStats,
+    Event,
+    Failed,
+    Launch,
+    Phase,
+    Progress,
+    Ready,
+    Revoke,
+    Revoked,
+    Shard,
+    ShardBegun,
+    Stopped,
+)
+from batchinf.status import ReplicaStatus
+from batchinf.worker import window
+
+_BACK_OFF_S = 1.0
+_MAX_BACK_OFF_S = 30.0
+_LOG_TAIL_BYTES = 64 << 10
+_NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())
+
+
+@dataclass(slots=True)
+class Member:
+    """One place for a replica, over all of its incarnations.
+
+    shards: what the running incarnation holds and has not closed, in the order in which it was given them.
+    failures: ends in a row without a finished row between them.
+    """
+
+    slot: Slot
+    requests_per_row: int
+    replica: LocalReplica | None = None
+    state: str = "waiting"
+    shards: dict[int, Shard] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    revoking: set[int] = field(default_factory=set)
+    info: EngineInfo | None = None
+    progress: Progress = _NOTHING
+    closed_rows: int = 0
+    failures: int = 0
+    restarts: int = 0
+    start_at: float = 0.0
+    is_given_up: bool = False
+    is_stopping: bool = False
+    failed: Failed | None = None
+    steps_changed_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its engine is up and takes rows."""
+        return self.replica is not None and self.info is not None
+
+    @property
+    def outstanding_rows(self) -> int:
+        """Requests assigned and not finished, as far as it has said."""
+        finished = max(0, self.progress.num_rows - self.closed_rows)
+        held = sum(shard.num_rows for index, shard in self.shards.items() if index not in self.revoking)
+        return max(0, held * self.requests_per_row - finished)
+
+    @property
+    def window_rows(self) -> int:
+        """Rows that its engine's window holds."""
+        return window(self.info.max_num_seqs) if self.info is not None else 0
+
+    @property
+    def unbegun(self) -> tuple[int, ...]:
+        """Shards that can still be taken back, oldest first."""
+        return tuple(index for index in self.shards if index not in self.begun and index not in self.revoking)
+
+    def status(self) -> ReplicaStatus:
+        """For `status.json`."""
+        engine = self.progress.engine
+        return ReplicaStatus(
+            self.slot.replica,
+            self.state,
+            self.slot.devices,
+            self.progress.in_flight,
+            engine.num_running,
+            engine.num_waiting,
+            engine.kv_cache_usage,
+            self.restarts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An incarnation that is over: its shards have to be handed out again."""
+
+    member: Member
+    incarnation: str
+    lifetime_s: float
+    shards: tuple[Shard, ...]
+    cause: str
+    was_asked: bool
+
+
+class Fleet:
+    """All members. `launch(member_index, incarnation) -> Launch` tells what a new incarnation is to be."""
+
+    def __init__(
+        self,
+        slots: Iterable[Slot],
+        requests_per_row: int,
+        launch: Callable[[Slot, str], Launch],
+        epoch: int,
+        logs: pathlib.Path,
+        max_restarts: int,
+        stall_timeout_s: float,
+    ) -> None:
+        self.members = [Member(slot, requests_per_row) for slot in slots]
+        self._launch = launch
+        self._epoch = epoch
+        self._logs = logs
+        self._max_restarts = max_restarts
+        self._stall_timeout_s = stall_timeout_s
+        self._backend = LocalBackend()
+        self._num_incarnations = 0
+        self._spent = (0, 0)
+
+    def start_due(self) -> list[Member]:
+        """Start every member whose time has come; those that were started.
+
+        On devices the first goes alone until its engine is up: it fills the cache of compiled graphs, which several
+        would otherwise write at once.
+        """
+        started: list[Member] = []
+        for member in self.members:
+            if member.replica is None and not member.is_given_up and time.monotonic() >= member.start_at:
+                if member.slot.devices and started + [m for m in self.members if m.replica] and not self._any_was_up():
+                    break
+                self._start(member)
+                started.append(member)
+        return started
+
+    def _any_was_up(self) -> bool:
+        return any(member.info is not None for member in self.members)
+
+    def _start(self, member: Member) -> None:
+        self._num_incarnations += 1
+        incarnation = f"{self._epoch:06d}.{self._num_incarnations:04d}"
+        member.replica = self._backend.start(
+            self._launch(member.slot, incarnation),
+            self._logs / f"replica-{member.slot.replica}.log",
+            engine_environment(member.slot.devices, len(member.slot.cpus), member.slot.replica),
+        )
+        member.state, member.info, member.failed = "starting", None, None
+        member.progress, member.closed_rows = _NOTHING, 0
+        member.steps_changed_at = time.monotonic()
+
+    def poll(self, wait_s: float) -> list[tuple[Member, Event]]:
+        """What replicas have said, after at most `wait_s` seconds; the members are brought up to date first."""
+        by_replica = {id(member.replica): member for member in self.members if member.replica is not None}
+        events = []
+        for replica, event in self._backend.poll(wait_s):
+            member = by_replica.get(id(replica))
+            if member is not None:
+                _update(member, event)
+                events.append((member, event))
+        return events
+
+    def reap(self) -> list[Ended]:
+        """End, with all their processes, the replicas that have died or made no step for too long."""
+        ended = []
+        for member in self.members:
+            if member.replica is None:
+                continue
+            if member.replica.has_ended():
+                ended.append(self._end(member, self._cause(member)))
+            elif self._is_stalled(member):
+                ended.append(self._end(member, f"no step for {self._stall_timeout_s:g} s (stall_timeout_s)"))
+        return ended
+
+    def _is_stalled(self, member: Member) -> bool:
+        if not member.is_running or not member.progress.in_flight:
+            member.steps_changed_at = time.monotonic()
+        return time.monotonic() - member.steps_changed_at > self._stall_timeout_s
+
+    def _end(self, member: Member, cause: str) -> Ended:
+        replica = member.replica
+        assert replica is not None
+        # A last word may still be in the channel of a process that is gone.
+        for event in replica.channel.receive(0):
+            _update(member, event)
+        cause = cause if member.failed is None else member.failed.cause
+        lifetime_s = replica.lifetime_s()
+        self._backend.end(replica)
+        self._spent = (
+            self._spent[0] + member.progress.num_prompt_tokens,
+            self._spent[1] + member.progress.num_output_tokens,
+        )
+        was_asked = member.is_stopping
+        ended = Ended(
+            member, replica.launch.incarnation, lifetime_s, tuple(member.shards.values()), cause, was_asked
+        )
+        self._schedule_restart(member)
+        return ended
+
+    def _schedule_restart(self, member: Member) -> None:
+        was_up = member.info is not None
+        is_hopeless = not was_up and member.failed is not None and member.failed.exit_code == 2
+        member.failures = 1 if member.progress.num_rows else member.failures + 1
+        member.is_given_up = member.is_stopping or is_hopeless or member.failures > self._max_restarts
+        member.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** (member.failures - 1))
+        member.state = "ended" if member.is_stopping else "given up" if member.is_given_up else "restarting"
+        member.restarts += 0 if member.is_given_up else 1
+        member.replica = None
+        member.progress = _NOTHING
+        member.shards.clear()
+        member.begun.clear()
+        member.revoking.clear()
+
+    def _cause(self, member: Member) -> str:
+        assert member.replica is not None
+        code = member.replica.process.returncode
+        words = last_error(member.replica.log, member.replica.log_start)
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return f"ended with {how}" + (f"; its log ends: {words}" if words else "")
+
+    def assign(self, member: Member, shards: Iterable[Shard], attempts: int) -> None:
+        """Give shards to a member."""
+        given = tuple(shards)
+        member.shards.update((shard.index, shard) for shard in given)
+        self._send(member, Assign(given, attempts))
+
+    def _send(self, member: Member, message: Command) -> None:
+        if member.replica is not None:
+            member.replica.send(message)
+
+    def revoke(self, member: Member, shards: Iterable[int]) -> None:
+        """Ask for shards back; a `Revoked` event says which of them the member had not begun."""
+        member.revoking.update(shards)
+        self._send(member, Revoke(tuple(sorted(member.revoking))))
+
+    def stop(self, command: Command) -> None:
+        """Tell every member to stop, and start none again."""
+        for member in self.members:
+            member.is_stopping = True
+            member.is_given_up = member.replica is None or member.is_given_up
+            self._send(member, command)
+
+    def kill(self) -> list[Ended]:
+        """End every replica at once."""
+        return [self._end(member, "ended by the coordinator") for member in self.members if member.replica is not None]
+
+    @property
+    def num_live(self) -> int:
+        """Replicas whose process runs."""
+        return sum(member.replica is not None for member in self.members)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether every member was given up."""
+        return all(member.is_given_up for member in self.members)
+
+    def num_tokens(self) -> tuple[int, int]:
+        """Prompt and output tokens of finished requests since the coordinator started."""
+        return (
+            self._spent[0] + sum(member.progress.num_prompt_tokens for member in self.members),
+            self._spent[1] + sum(member.progress.num_output_tokens for member in self.members),
+        )
+
+
+def _update(member: Member, event: Event) -> None:
+    match event:
+        case Phase(name):
+            member.state = name
+        case Ready(engine, _):
+            member.info, member.state = engine, "running"
+            member.steps_changed_at = time.monotonic()
+        case Progress():
+            if event.steps != member.progress.steps or not event.in_flight:
+                member.steps_changed_at = time.monotonic()
+            member.progress = event
+        case ShardBegun(shard):
+            member.begun.add(shard)
+        case Revoked(shards):
+            for index in shards:
+                member.begun.discard(index)
+        case Failed():
+            member.failed = event
+        case Stopped():
+            member.state = "ended"
+
+
+_ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
+_NO_CAUSE = ("Engine core initialization failed", "EngineCore failed to start", "See root cause above")
+
+
+def last_error(log: pathlib.Path, start: int = 0) -> str:
+    """The last error that a replica's log names after byte `start`, leaving out those that point at another one."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, log.stat().st_size - _LOG_TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    found = [match.group(1).strip() for line in text.splitlines() if (match := _ERROR_LINE.search(line))]
+    telling = [line for line in found if not any(words in line for words in _NO_CAUSE)]
+    return telling[-1] if telling else ""

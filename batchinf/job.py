@@ -1,0 +1,111 @@
+"""A job as it is opened: spec, model, input and output folder together, and whether they are still the same job."""
+
+import datetime
+import json
+import pathlib
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from batchinf.errors import DriftError
+from batchinf.manifest import FORMAT_VERSION, Header
+from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
+from batchinf.prompt import check_columns
+from batchinf.shards import Extent, choose_rows_per_shard
+from batchinf.source import InputLocation, Source, open_source
+from batchinf.spec import JobSpec, fields, fingerprint
+from batchinf.spec_file import SpecFile
+from batchinf.storage import Folder
+
+SOURCE_FOLDER = "source"
+# A guess at a sample's length where nothing says more; it only steers how large a part is.
+_LIKELY_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the user asked for, resolved. `spec` has its sampling filled in; `origins` says where each value is from.
+
+    identity: all that a resume must find unchanged, as flat JSON values by dotted name.
+    """
+
+    spec: JobSpec
+    origins: dict[str, str]
+    folder: Folder
+    model: Model
+    source: Source
+    identity: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that stand for the identity."""
+        return fingerprint(self.identity)
+
+
+def open_job(file: SpecFile, cache: pathlib.Path | None = None) -> Job:
+    """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run."""
+    folder = Folder(file.spec.output.path)
+    model = resolve(file.spec.model)
+    sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
+    spec = file.spec.model_copy(update={"sampling": sampling})
+    source = open_input(spec, cache or folder.path(SOURCE_FOLDER))
+    check_columns(spec, source.schema.names)
+    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
+    # Through JSON and back, so that it compares equal to what the manifest gives.
+    return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)))
+
+
+def open_input(spec: JobSpec, cache: pathlib.Path) -> Source:
+    """The job's source; what its first pass finds is kept in `cache`."""
+    where = spec.input
+    return open_source(InputLocation(where.path, where.format, where.split, where.revision, where.name), cache)
+
+
+def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
+    """What is written once, at a job's first start: its identity, and how its rows are cut."""
+    rows_per_shard = job.spec.output.rows_per_shard
+    if rows_per_shard == "auto":
+        rows_per_shard = choose_rows_per_shard(
+            job.source.num_rows, num_replicas, estimated_bytes_per_row(job.spec)
+        )
+    header = Header(
+        format_version=FORMAT_VERSION,
+        job_id=uuid.uuid4().hex,
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        identity=job.identity,
+        fingerprint=job.fingerprint,
+        layout={"rows_per_shard": rows_per_shard},
+        spec=job.spec.model_dump(mode="json"),
+    )
+    return header, Extent(start=0, num_rows=job.source.num_rows, rows_per_shard=rows_per_shard, first_shard=0)
+
+
+def estimated_bytes_per_row(spec: JobSpec) -> int:
+    """A guess at a row's size in Parquet: 5 bytes for each stored id with its logprob, 4 for a token's text."""
+    stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
+    tokens = min(spec.sampling.max_tokens or _LIKELY_TOKENS, 4 * _LIKELY_TOKENS)
+    return spec.sampling.n * (100 + tokens * (6 + 5 * stored))
+
+
+def check_drift(job: Job, header: Header) -> None:
+    """Raise DriftError, with each difference on a line, where the folder's job is not this one."""
+    if header.fingerprint == job.fingerprint:
+        return
+    names = sorted(header.identity.keys() | job.identity.keys())
+    lines = [
+        f"  {name}: the job has {_show(header.identity, name)}, now it is {_show(job.identity, name)}"
+        for name in names
+        if header.identity.get(name) != job.identity.get(name)
+    ]
+    raise DriftError(
+        f"{job.folder.root} holds a job that began with other settings:\n"
+        + "\n".join(lines)
+        + "\nput these back as they were to go on with it, or give the new job another output.path"
+    )
+
+
+def _show(identity: dict[str, Any], name: str) -> str:
+    if name not in identity:
+        return "nothing"
+    meaning = {"model": "a model with content ", "input": "an input with content "}.get(name, "")
+    return meaning + json.dumps(identity[name], ensure_ascii=False)

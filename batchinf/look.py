@@ -1,0 +1,110 @@
+"""Looking at a job from outside, from its files alone: how it stands, and its first finished rows."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinf.errors import OutputError
+from batchinf.job import SOURCE_FOLDER, open_input
+from batchinf.journal import Journal
+from batchinf.lock import LOCK, Holder, judge
+from batchinf.manifest import State, read_state
+from batchinf.parts import part_name
+from batchinf.shards import total_rows, total_shards
+from batchinf.spec import JobSpec
+from batchinf.status import JobStatus, count, describe, duration, read_status
+from batchinf.storage import Folder
+from batchinf.tasks import get_task
+
+_SHARDS_TO_LOOK_AT = 1000
+
+
+def status_lines(out: str) -> list[str]:
+    """How a job stands, for people."""
+    folder, state = _open(out)
+    spec = JobSpec.model_validate(state.header.spec)
+    num_rows, num_shards = total_rows(state.extents) * spec.sampling.n, total_shards(state.extents)
+    snapshot = read_status(folder)
+    lines = [
+        f"{out}: {_stands(folder, state, snapshot)}",
+        f"model {spec.model.name}, task {spec.task}, begun {state.header.created_at}, "
+        f"{state.last_epoch} start(s), {duration(state.device_s)} of device time in ended replicas",
+        f"committed: {state.num_rows:,} of {num_rows:,} rows in {len(state.parts):,} of {num_shards:,} parts, "
+        f"{state.num_errors:,} errors, {state.num_bytes / 2**20:,.1f} MiB, "
+        f"{count(state.num_prompt_tokens)} prompt and {count(state.num_output_tokens)} output tokens",
+    ]
+    if snapshot is not None and not state.is_done:
+        lines.append(f"{duration(time.time() - snapshot.updated_at)} ago: {describe(snapshot)}")
+        lines.extend(
+            f"  replica {replica.replica}: {replica.state}, {replica.in_flight} requests in the engine, "
+            f"{replica.num_running} running, KV cache {replica.kv_cache_usage:.0%}, {replica.restarts} restarts"
+            for replica in snapshot.replicas
+        )
+    return lines
+
+
+def _stands(folder: Folder, state: State, snapshot: JobStatus | None) -> str:
+    if state.is_done:
+        return "done"
+    holder = Holder.decode(folder.read(LOCK)) if folder.exists(LOCK) else None
+    if holder is not None and judge(holder) != "dead":
+        doing = snapshot.state if snapshot is not None else "starting"
+        return f"{doing}, by {holder} since {holder.since}"
+    return "stopped before its end; run the same command again to go on"
+
+
+def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
+    """The first `num_rows` finished rows as Python values, in the order of the shards."""
+    folder, state = _open(out)
+    rows: list[dict[str, Any]] = []
+    for table in _finished_tables(folder, state):
+        rows.extend(table.slice(0, num_rows - len(rows)).to_pylist())
+        if len(rows) >= num_rows:
+            break
+    return rows
+
+
+def _finished_tables(folder: Folder, state: State) -> Iterator[pa.Table]:
+    journalled = None
+    for shard in range(min(total_shards(state.extents), _SHARDS_TO_LOOK_AT)):
+        if shard in state.parts:
+            file = pq.ParquetFile(folder.path(f"parts/{part_name(shard)}"))
+            yield from (file.read_row_group(index) for index in range(file.num_row_groups))
+        else:
+            journalled = journalled or _Journalled(folder, state)
+            yield journalled.rows(shard)
+
+
+class _Journalled:
+    """Finished rows that are in no part yet."""
+
+    def __init__(self, folder: Folder, state: State) -> None:
+        self._spec = JobSpec.model_validate(state.header.spec)
+        self._task = get_task(self._spec)
+        self._journal = Journal(folder, "look", self._task.result_schema)
+        self._source = open_input(self._spec, folder.path(SOURCE_FOLDER))
+        wanted = [self._spec.input.id_column, *self._spec.output.keep_columns]
+        self._columns = list(dict.fromkeys(name for name in wanted if name is not None))
+
+    def rows(self, shard: int) -> pa.Table:
+        """The journal's results of one shard, as output rows."""
+        tables = [segment.table() for segment in self._journal.recover(shard).segments]
+        results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
+        results = results.sort_by([("row_index", "ascending"), ("request_index", "ascending")])
+        indices = list(dict.fromkeys(results["row_index"].to_pylist()))
+        if not self._columns:
+            return self._task.reduce(None, results)
+        columns = [self._source.read_columns(index, index + 1, self._columns) for index in indices]
+        empty = self._source.read_columns(0, 0, self._columns)
+        return self._task.reduce(pa.concat_tables(columns or [empty]), results)
+
+
+def _open(out: str) -> tuple[Folder, State]:
+    folder = Folder(out)
+    state = read_state(folder) if folder.exists("manifest") else None
+    if state is None:
+        raise OutputError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
+    return folder, state

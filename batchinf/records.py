@@ -1,0 +1,261 @@
+"""What crosses the boundaries between modules: shards, requests, completions, and the messages of a replica.
+
+All are frozen. Arrays are numpy, never nested Python lists: a token with its top 20 is 172 bytes here, and about
+1,960 as Python objects.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinf.errors import RowError
+from batchinf.spec import SamplingSpec
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rows `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the shard."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A row made ready for an engine: its token ids, or why there are none."""
+
+    row_index: int
+    token_ids: list[int]
+    text: str | None
+    error: RowError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What goes into an engine. `(row_index, request_index)` is its name within the job."""
+
+    row_index: int
+    request_index: int
+    prompt_token_ids: list[int]
+    sampling: SamplingSpec
+    max_tokens: int
+    seed: int | None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """`(row_index, request_index)`."""
+        return self.row_index, self.request_index
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of a run of tokens, in the order of the engine.
+
+    token_ids: int32 [num_tokens, k + 1], the token itself first, then ranks 1 to k (the token may stand twice).
+    logprobs: float32 [num_tokens, k + 1], natural logarithms.
+    ranks: int32 [num_tokens], the token's own rank, from 1.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    ranks: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What comes out of an engine, finished.
+
+    token_ids: int32 [num_output_tokens].
+    finish_reason: `stop`, `length` or `repetition`; never a cut-short output.
+    stop_reason: the stop string or token id that ended it; None for the end-of-sequence token.
+    text: only where the engine itself had to decode (stop strings); else it is decoded later, in batches.
+    prompt_logprobs: [num_prompt_tokens - 1, k + 1]: the first token has none.
+    """
+
+    request: Request
+    token_ids: IntArray
+    finish_reason: str
+    stop_reason: int | str | None = None
+    text: str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One finished request, ready to be stored: a completion with its text, or an error.
+
+    A row is finished when it has `num_requests` results. Text that was produced stays beside an error.
+    """
+
+    prompt: Prompt
+    request_index: int
+    num_requests: int
+    completion: Completion | None
+    text: str | None
+    error: RowError | None
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine says of itself; it goes into the manifest and into each part's metadata."""
+
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    device: str
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One look at a running engine."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A Parquet file that holds one whole shard.
+
+    file: its name in `staging/` or, once published, what it will be in `parts/`.
+    digest: xxh3-128 of its bytes.
+    """
+
+    shard: int
+    file: str
+    num_rows: int
+    num_errors: int
+    num_bytes: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """To a replica, first of all: who it is and what job it works on.
+
+    spec: the resolved JobSpec as JSON. revision: the commit, where model_path is a hub id. metadata: what each part's Parquet metadata carries beside the versions.
+    cpus: the processor cores it may use; empty means all that it inherited.
+    """
+
+    replica: int
+    incarnation: str
+    folder: str
+    spec: str
+    model_path: str
+    tokenizer_path: str
+    revision: str | None
+    metadata: dict[str, str]
+    cpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """To a replica: run these shards after those that you have. `attempts` is the number of the try, from 1."""
+
+    shards: tuple[Shard, ...]
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """To a replica: give back those of these shards that you have not begun."""
+
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To a replica: journal, admit nothing more, finish what can be finished in `drain_s` seconds, and end."""
+
+    drain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """From a replica: what it is doing before the first row."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From a replica: the engine is up."""
+
+    engine: EngineInfo
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """From a replica, about once a second: totals since it started. `steps` shows that the engine is alive."""
+
+    num_rows: int
+    num_errors: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    steps: int
+    in_flight: int
+    stalled_by_disk_s: float
+    engine: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBegun:
+    """From a replica: a shard's first rows are on their way; `num_recovered` requests came from the journal."""
+
+    shard: int
+    num_recovered: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardClosed:
+    """From a replica: a shard is whole in `staging/`."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """From a replica: these shards were given back, untouched."""
+
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From a replica, its last words: why it ends. `cause` is a line that a user can act on."""
+
+    error_type: str
+    cause: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """From a replica: it has journalled what it had and ends."""
+
+
+Command = Assign | Revoke | Stop
+Event = Phase | Ready | Progress | ShardBegun | ShardClosed | Revoked | Failed | Stopped

@@ -1,0 +1,89 @@
+"""What an earlier life of the job left behind: processes to end, parts to adopt, files to sweep.
+
+Only names of our own pattern are touched. Nothing here can lose a row: what is not adopted is run again.
+"""
+
+import os
+import signal
+from dataclasses import dataclass
+
+from batchinf import journal
+from batchinf.job import Job
+from batchinf.lock import Holder, process_start
+from batchinf.manifest import Manifest, ProcessGroup, State
+from batchinf.parts import parse_part_name, parse_staging_name, part_name, verify_part
+from batchinf.shards import Extent, shard_at, total_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What was found. Shards by index."""
+
+    adopted: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+def end_process_groups(state: State) -> int:
+    """End what runs on of earlier epochs on this host; the number of groups that were still there."""
+    return sum(_end(group) for group in state.process_groups if _is_ours(group))
+
+
+def _is_ours(group: ProcessGroup) -> bool:
+    me = Holder.this_process()
+    return group.host == me.host and group.boot_id == me.boot_id
+
+
+def _end(group: ProcessGroup) -> bool:
+    # A process id is not used again while a group of that number has members; a leader that started at another time
+    # is a stranger.
+    started = process_start(group.pgid)
+    if started is not None and started != group.pid_start_time:
+        return False
+    try:
+        os.killpg(group.pgid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> Recovered:
+    """Bring folder and manifest together again; the manifest's new lines are committed by the caller."""
+    folder = job.folder
+    for name in ("parts", "staging", "journal", "manifest", "source"):
+        folder.sweep(name)
+    lost = _check_parts(job, state)
+    adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
+    for shard in journal.list_shards(folder):
+        if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard]):
+            journal.drop(folder, shard)
+    return Recovered(tuple(adopted), tuple(lost))
+
+
+def _check_parts(job: Job, state: State) -> list[int]:
+    """Committed parts that are gone or of another size count as not committed: their shards run again."""
+    sizes = job.folder.sizes("parts")
+    lost = [shard for shard, part in state.parts.items() if sizes.get(part_name(shard)) != part.num_bytes]
+    for shard in lost:
+        state.forget(shard)
+    return lost
+
+
+def _adopt(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest, where: str) -> list[int]:
+    """Commit whole parts that were written but not yet named by the manifest; delete the others."""
+    adopted = []
+    for name in job.folder.list(where):
+        index = parse_part_name(name) if where == "parts" else parse_staging_name(name)
+        if index is None or (where == "parts" and index in state.parts):
+            continue
+        part = None
+        if index < total_shards(extents) and index not in state.parts:
+            part = verify_part(job.folder, f"{where}/{name}", shard_at(extents, index), job.fingerprint, deep=True)
+        if part is None:
+            job.folder.delete(f"{where}/{name}")
+            continue
+        if where == "staging":
+            job.folder.publish(f"staging/{name}", f"parts/{part_name(index)}")
+        manifest.part(part)
+        state.note(part)
+        adopted.append(index)
+    return adopted

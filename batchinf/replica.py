@@ -1,0 +1,204 @@
+"""The process around a worker: processor cores, signals, messages, last words.
+
+Started as `python -m batchinf.replica FD INCARNATION` in a session of its own, with its standard output and error
+going to its log and one end of a socket pair as FD. It never outlives its coordinator: when the channel closes, the
+whole process group ends, engine processes included (vLLM's would otherwise keep the device's memory).
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+from batchinf import __version__, faults
+from batchinf.byte_queue import ByteQueue
+from batchinf.channel import Channel
+from batchinf.detokenizer import Detokenizer
+from batchinf.engine import Engine, ScriptedEngine
+from batchinf.errors import BatchinfError, EngineDeadError
+from batchinf.feeder import FailedRow, Feeder, Pending
+from batchinf.job import SOURCE_FOLDER, open_input
+from batchinf.journal import Journal
+from batchinf.parts import OpenShard, write_part
+from batchinf.prompt import PromptBuilder, load_tokenizer
+from batchinf.records import Assign, Failed, Launch, Part, Phase, Ready, Request, Revoke, Shard, Stop, Stopped
+from batchinf.source import Source
+from batchinf.spec import JobSpec
+from batchinf.storage import Folder
+from batchinf.tasks import Task, get_task
+from batchinf.worker import Worker, window
+from batchinf.writer import Finished, Writer
+
+_PROGRESS_S = 1.0
+# Prompts that wait for the engine, and results that wait for the disk.
+_READY_BYTES = 64 << 20
+_FINISHED_BYTES = 256 << 20
+
+
+class Replica:
+    """One incarnation of a replica: everything between the channel and the engine."""
+
+    def __init__(self, launch: Launch, channel: Channel) -> None:
+        self._launch = launch
+        self._channel = channel
+        self._spec = JobSpec.model_validate_json(launch.spec)
+        self._folder = Folder(launch.folder)
+        self._worker: Worker | None = None
+        self._feeder: Feeder | None = None
+        self._early: list[Assign | Revoke] = []
+        self._stop: Stop | None = None
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Start the engine, work until stopped, say so."""
+        started = time.monotonic()
+        self._channel.send(Phase("loading the tokenizer and opening the input"))
+        tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
+        source = open_input(self._spec, self._folder.path(SOURCE_FOLDER))
+        self._channel.send(Phase("starting the engine"))
+        engine = self._start_engine(tokenizer)
+        try:
+            task = get_task(self._spec)
+            self._channel.send(Phase("compiling kernels for the job's shapes"))
+            engine.warm_up(warm_up_request(self._spec))
+            worker, feeder = self._assemble(engine, task, source, tokenizer)
+            self._channel.send(Ready(engine.info, round(time.monotonic() - started, 3)))
+            self._begin(worker, feeder)
+            worker.run()
+            self._channel.send(worker.progress())
+        finally:
+            with contextlib.suppress(Exception):
+                engine.close()
+        self._channel.send(Stopped())
+
+    def _start_engine(self, tokenizer: object) -> Engine:
+        if self._spec.scripted is not None:
+            size = len(tokenizer)  # type: ignore[arg-type]
+            return ScriptedEngine(self._spec.scripted, size, getattr(tokenizer, "eos_token_id", None) or 0)
+        from batchinf.vllm_engine import VllmEngine
+
+        launch = self._launch
+        return VllmEngine(self._spec, launch.model_path, launch.tokenizer_path, launch.revision)
+
+    def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:
+        spec, emit = self._spec, self._channel.send
+        info = engine.info
+        ready: ByteQueue[Pending] = ByteQueue(max(16, window(info.max_num_seqs) // 2), _READY_BYTES)
+        finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
+        journal = Journal(self._folder, self._launch.incarnation, task.result_schema)
+        versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
+        metadata = {**self._launch.metadata, **versions, "batchinf.device": info.device}
+
+        def write(shard: OpenShard) -> Part:
+            columns = spec.output.keep_columns
+            return write_part(
+                self._folder, shard, source, spec.input.id_column, columns, metadata, self._launch.incarnation
+            )
+
+        def open_shard(shard: Shard) -> OpenShard:
+            opened = OpenShard(shard, task, journal)
+            opened.recover()
+            writer.track(opened)
+            return opened
+
+        writer = Writer(
+            finished, task, Detokenizer(tokenizer), spec.sampling, write, emit, spec.checkpoint_interval_s
+        )
+        feeder = Feeder(
+            source,
+            PromptBuilder(spec, tokenizer, info.vocab_size),
+            task,
+            open_shard,
+            ready,
+            lambda row: finished.offer(row, 0),
+            emit,
+            info.max_model_len,
+        )
+        return Worker(engine, ready, finished, feeder, writer), feeder
+
+    def _begin(self, worker: Worker, feeder: Feeder) -> None:
+        with self._lock:
+            self._worker, self._feeder = worker, feeder
+            for message in self._early:
+                self._give(message)
+            if self._stop is not None:
+                worker.stop(self._stop.drain_s)
+
+    def listen(self) -> None:
+        """Obey the coordinator; end the process group when it is gone. Runs on its own thread."""
+        last_progress = time.monotonic()
+        while True:
+            messages = self._channel.receive(_PROGRESS_S / 4)
+            if self._channel.is_closed:
+                end_group()
+            for message in messages:
+                self._obey(message)
+            if self._worker is not None and time.monotonic() - last_progress >= _PROGRESS_S:
+                self._channel.send(self._worker.progress())
+                last_progress = time.monotonic()
+
+    def _obey(self, message: Assign | Revoke | Stop) -> None:
+        with self._lock:
+            if isinstance(message, Stop):
+                self._stop = message
+                if self._worker is not None:
+                    self._worker.stop(message.drain_s)
+            elif self._feeder is None:
+                self._early.append(message)
+            else:
+                self._give(message)
+
+    def _give(self, message: Assign | Revoke) -> None:
+        assert self._feeder is not None
+        if isinstance(message, Assign):
+            self._feeder.assign(message)
+        else:
+            self._feeder.revoke(message.shards)
+
+
+def warm_up_request(spec: JobSpec) -> Request:
+    """A small request of the job's own shape: same logprobs, seeded where the job samples."""
+    seed = None if spec.sampling.temperature == 0 else 0
+    return Request(-1, 0, [1] * 8, spec.sampling, 4, seed)
+
+
+def end_group() -> None:
+    """End this process and all that it started."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def last_words(error: BaseException) -> Failed:
+    """What a replica says of the exception that ended it."""
+    if isinstance(error, BatchinfError):
+        return Failed(type(error).__name__, str(error), error.exit_code)
+    return Failed(type(error).__name__, f"{type(error).__name__}: {error}", 1)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    # The coordinator decides when to stop and says so: signals to the whole tree must not cut a replica short.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    launch = next(iter(channel.receive(None)))
+    if launch.cpus:
+        os.sched_setaffinity(0, launch.cpus)
+    print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)
+    replica = Replica(launch, channel)
+    threading.Thread(target=replica.listen, name="control", daemon=True).start()
+    try:
+        faults.point("replica.start")
+        replica.run()
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        channel.send(last_words(error))
+        sys.exit(1 if isinstance(error, EngineDeadError) else 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The cuts of a job's rows into shards, what is left of them, and who gets the next: no input, no output.
+
+Everything is arithmetic over a few extents: 100 million rows cost no more memory than ten, but for one byte a shard
+that says whether it is still to be handed out.
+"""
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinf.records import Shard
+
+PART_BYTES = 64 * 2**20
+MAX_ROWS_PER_SHARD = 50_000
+# A replica finishes at least this many shards, so that the last ones to end are a small share of the whole.
+SHARDS_PER_REPLICA = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of rows that is cut on its own; rows that come later are a new extent, and earlier cuts never move.
+
+    The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
+    replicas end together. `start` is a place in the run order, `first_shard` the index of the first shard.
+    """
+
+    start: int
+    num_rows: int
+    rows_per_shard: int
+    first_shard: int
+
+
+def next_extent(extents: Sequence[Extent], num_rows: int, rows_per_shard: int) -> Extent:
+    """The extent of `num_rows` rows that follows these; the first one where there are none."""
+    return Extent(total_rows(extents), num_rows, rows_per_shard, total_shards(extents))
+
+
+def num_shards(extent: Extent) -> int:
+    """Shards in one extent."""
+    coarse_rows, fine = _cuts(extent)
+    return _ceil_div(coarse_rows, extent.rows_per_shard) + _ceil_div(extent.num_rows - coarse_rows, fine)
+
+
+def total_shards(extents: Sequence[Extent]) -> int:
+    """Shards in all extents."""
+    return extents[-1].first_shard + num_shards(extents[-1]) if extents else 0
+
+
+def total_rows(extents: Sequence[Extent]) -> int:
+    """Rows in all extents."""
+    return extents[-1].start + extents[-1].num_rows if extents else 0
+
+
+def shard_at(extents: Sequence[Extent], index: int) -> Shard:
+    """The shard of this index, counted over all extents. Raises IndexError where there is none."""
+    if not 0 <= index < total_shards(extents):
+        raise IndexError(f"got shard {index}; the job has {total_shards(extents)}")
+    extent = extents[bisect.bisect_right(extents, index, key=lambda extent: extent.first_shard) - 1]
+    start, stop = _span(extent, index - extent.first_shard)
+    return Shard(index, extent.start + start, extent.start + stop)
+
+
+def choose_rows_per_shard(num_rows: int, num_replicas: int, estimated_bytes_per_row: float) -> int:
+    """Rows in a shard: for parts of 64 MiB or a little more, at most 50,000, and 16 shards or more a replica."""
+    by_bytes = math.ceil(PART_BYTES / max(estimated_bytes_per_row, 1.0))
+    by_replicas = num_rows // (SHARDS_PER_REPLICA * num_replicas)
+    return max(1, min(by_bytes, MAX_ROWS_PER_SHARD, by_replicas))
+
+
+def _cuts(extent: Extent) -> tuple[int, int]:
+    # Rows that are cut coarsely, and the length of a fine shard.
+    return extent.num_rows - extent.num_rows // 8, max(1, extent.rows_per_shard // 4)
+
+
+def _span(extent: Extent, place: int) -> tuple[int, int]:
+    coarse_rows, fine = _cuts(extent)
+    num_coarse = _ceil_div(coarse_rows, extent.rows_per_shard)
+    if place < num_coarse:
+        start = place * extent.rows_per_shard
+        return start, min(start + extent.rows_per_shard, coarse_rows)
+    start = coarse_rows + (place - num_coarse) * fine
+    return start, min(start + fine, extent.num_rows)
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+class Pending:
+    """The shards that are to be run and that no replica has; the lowest index goes first."""
+
+    def __init__(self, extents: Sequence[Extent], committed: npt.NDArray[np.bool_]) -> None:
+        """committed: bool [total_shards], the shards that are done; it is copied."""
+        self.extents = tuple(extents)
+        self._is_pending = ~committed
+        self._num = int(np.count_nonzero(self._is_pending))
+        self._cursor = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def take(self) -> Shard:
+        """Hand out the next shard. Raises IndexError where none is left."""
+        if not self._num:
+            raise IndexError("no shard is pending")
+        # The cursor never stands behind a pending shard, and argmax stops at the first True: 1 ms for 100 million.
+        self._cursor += int(self._is_pending[self._cursor :].argmax())
+        self._is_pending[self._cursor] = False
+        self._num -= 1
+        return shard_at(self.extents, self._cursor)
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Shards that were handed out are to be run again, or after all; one that is pending stays so."""
+        for index in indices:
+            if not self._is_pending[index]:
+                self._is_pending[index] = True
+                self._num += 1
+                self._cursor = min(self._cursor, index)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What one replica has to do.
+
+    window_rows: the rows that keep its engine full, at least 1. outstanding_rows: handed out and not finished, begun
+    or not. unbegun: shards that it has not begun, oldest first; without those that are being taken back, whose rows
+    `outstanding_rows` leaves out too. is_accepting: it is up and not about to end.
+    """
+
+    replica: int
+    window_rows: int
+    outstanding_rows: int
+    unbegun: tuple[int, ...]
+    is_accepting: bool
+
+
+@dataclass(slots=True)
+class _Load:
+    """A replica's load while a decision is worked out."""
+
+    replica: int
+    window_rows: int
+    rows: int
+    unbegun: list[int]
+    is_accepting: bool
+
+    @classmethod
+    def of(cls, load: ReplicaLoad) -> "_Load":
+        return cls(load.replica, load.window_rows, load.outstanding_rows, list(load.unbegun), load.is_accepting)
+
+    @property
+    def has_room(self) -> bool:
+        # Two windows: one in the engine, one that is on its way when a shard's last long rows leave slots free.
+        return self.is_accepting and (self.rows < 2 * self.window_rows or not self.unbegun)
+
+
+def next_shards(pending: Pending, replicas: Sequence[ReplicaLoad]) -> list[tuple[int, Shard]]:
+    """Hand out shards, as (replica, shard) in the order to send them; they are taken out of `pending`.
+
+    Each accepting replica gets enough to keep its engine full over a shard's edge: two windows of rows, and one shard
+    beyond those that it has begun. Who has the fewest rows outstanding is served first.
+    """
+    loads = [_Load.of(load) for load in replicas]
+    given = []
+    while pending and (hungry := [load for load in loads if load.has_room]):
+        load = min(hungry, key=lambda load: (load.rows, load.replica))
+        shard = pending.take()
+        load.rows += shard.num_rows
+        load.unbegun.append(shard.index)
+        given.append((load.replica, shard))
+    return given
+
+
+def revocations(pending: Pending, replicas: Sequence[ReplicaLoad]) -> dict[int, list[int]]:
+    """The shards to ask back, by replica: nothing is pending, and someone has less than a window to do.
+
+    The newest unbegun shard of whoever has most to do goes first. A shard is asked back only if its owner still has
+    more to do without it than the idle one has: each move makes the loads more equal, so that none goes to and fro.
+    An owner that takes no more work has no such claim.
+    """
+    asked: dict[int, list[int]] = {}
+    if pending:
+        return asked
+    loads = [_Load.of(load) for load in replicas]
+    idle = [load for load in loads if load.is_accepting and load.rows < load.window_rows]
+    for load in sorted(idle, key=lambda load: (load.rows, load.replica)):
+        while load.rows < load.window_rows and (owner := _owner(pending.extents, loads, load)):
+            index = owner.unbegun.pop()
+            num_rows = shard_at(pending.extents, index).num_rows
+            owner.rows -= num_rows
+            load.rows += num_rows
+            asked.setdefault(owner.replica, []).append(index)
+    return asked
+
+
+def _owner(extents: Sequence[Extent], loads: list[_Load], idle: _Load) -> _Load | None:
+    """Who gives its newest unbegun shard to `idle`."""
+
+    def spares(load: _Load) -> bool:
+        if load is idle or not load.unbegun:
+            return False
+        left = load.rows - shard_at(extents, load.unbegun[-1]).num_rows
+        return left > idle.rows or not load.is_accepting
+
+    return max(filter(spares, loads), key=lambda load: (load.rows, -load.replica), default=None)

@@ -1,0 +1,75 @@
+"""What `validate` shows: that spec, input, columns, model and prompts hold together, without an engine or a GPU."""
+
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+from batchinf.job import SOURCE_FOLDER, Job, open_job
+from batchinf.manifest import read_state
+from batchinf.model import check_weights
+from batchinf.prompt import PromptBuilder, load_tokenizer, show
+from batchinf.records import Prompt
+from batchinf.spec_file import SpecFile
+from batchinf.storage import Folder
+
+_MOST_IDS = 16
+
+
+def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
+    """Lines for people, as each check passes. Raises UserError at the first that does not."""
+    folder = Folder(file.spec.output.path)
+    with tempfile.TemporaryDirectory() as scratch:
+        # A job that has begun has its first pass over the input behind it.
+        own = folder.path(SOURCE_FOLDER)
+        job = open_job(file, own if own.is_dir() else pathlib.Path(scratch))
+        yield f"spec {file.path}: good"
+        yield from _model_lines(job)
+        yield from _input_lines(job)
+        yield "sampling: " + ", ".join(
+            f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
+        )
+        yield from _prompt_lines(job, num_rows)
+        yield from _output_lines(job, folder)
+
+
+def _model_lines(job: Job) -> Iterator[str]:
+    check_weights(job.model, job.spec.model.load_format)
+    model = job.model
+    architecture = ", ".join(model.config.get("architectures") or ["of unknown architecture"])
+    where = f"commit {model.commit}" if model.commit else model.path
+    yield f"model {model.name}: {architecture}, {where}, content {model.fingerprint}; weights whole"
+
+
+def _input_lines(job: Job) -> Iterator[str]:
+    source = job.source
+    yield f"input {job.spec.input.path}: {source.num_rows:,} rows, content {source.fingerprint}"
+    yield "columns: " + ", ".join(f"{field.name} {field.type}" for field in source.schema)
+
+
+def _prompt_lines(job: Job, num_rows: int) -> Iterator[str]:
+    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
+    length = job.spec.engine.get("max_model_len") or job.model.max_model_len
+    rows = job.source.read(0, min(num_rows, job.source.num_rows), builder.columns)
+    for prompt in builder.build(rows, length):
+        yield from _one_prompt(tokenizer, prompt)
+
+
+def _one_prompt(tokenizer: object, prompt: Prompt) -> Iterator[str]:
+    if prompt.error is not None:
+        yield f"row {prompt.row_index}: {prompt.error.error_type}: {prompt.error.error_message}"
+        return
+    ids = prompt.token_ids
+    more = "" if len(ids) <= _MOST_IDS else ", …"
+    yield f"row {prompt.row_index}, {len(ids):,} tokens: {show(tokenizer, ids)!r}"
+    yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{more}"
+
+
+def _output_lines(job: Job, folder: Folder) -> Iterator[str]:
+    state = read_state(folder) if folder.exists("manifest") else None
+    if state is None:
+        yield f"output {folder.root}: a new job"
+    elif state.is_done:
+        yield f"output {folder.root}: the job there is done"
+    else:
+        yield f"output {folder.root}: a job with {len(state.parts):,} parts to go on with"

@@ -1,0 +1,438 @@
+"""The one file that imports vLLM: its types, errors, versions and traps end here.
+
+Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ between them is named where it stands.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import os
+import platform
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+import vllm
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import output_processor
+from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from batchinf import __version__, faults
+from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError, SpecError
+from batchinf.records import Completion, EngineInfo, EngineStats, Request, TokenLogprobs
+from batchinf.spec import JobSpec, SamplingSpec
+
+try:
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+except ImportError:  # in no known version; see `install_arrays`
+    LogprobsProcessor = object
+
+# What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
+# every running request with `abort`), which have to be run again.
+FINISHED = frozenset({"stop", "length", "repetition"})
+CUT_SHORT = frozenset({"abort", "error"})
+
+# The first is no ValueError from 0.32 on.
+_REFUSALS = (VLLMValidationError, ValueError, TypeError)
+_DEFAULT_MAX_LOGPROBS = 20
+_WARM_UP_REQUESTS = 8
+_WARM_UP_PROMPT_TOKENS = 32
+_WARM_UP_OUTPUT_TOKENS = 4
+_WATCH_S = 0.2
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL|AUTH")
+# Fields of SamplingSpec that SamplingParams has under the same name; None leaves vLLM's default.
+_SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
+    include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
+
+
+class VllmEngine:
+    """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engine.Engine`."""
+
+    def __init__(self, spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None = None) -> None:
+        environment = _environment()  # before vLLM adds its own
+        arguments = engine_arguments(spec, model_path, tokenizer_path, revision)
+        self._stats = _Stats()
+        install_arrays()
+        try:
+            self._engine: Any = LLMEngine.from_engine_args(
+                EngineArgs(**arguments),
+                usage_context=UsageContext.LLM_CLASS,  # else the batch limits are a server's, not an offline job's
+                stat_loggers=[lambda *_: self._stats],
+            )
+        except Exception as error:
+            raise EngineStartError(f"vLLM could not start: {_first_line(error)}") from error
+        self._stats.replace_others(self._engine)
+        self._watchdog = _Watchdog.over(self._engine.engine_core)
+        self._live: dict[str, Request] = {}
+        self._death: str | None = None
+        self._sampling: SamplingSpec | None = None
+        self._template: Any = None
+        self.info = _info(self._engine.vllm_config, arguments, environment)
+
+    def warm_up(self, request: Request) -> None:
+        """See `Engine.warm_up`. Raises RequestRefused where vLLM would refuse every request of the job."""
+        for number in range(_WARM_UP_REQUESTS):
+            params = self._params(request)
+            params.min_tokens, params.max_tokens = 0, min(request.max_tokens, _WARM_UP_OUTPUT_TOKENS)
+            self._submit(f"warm-up-{number}", request.prompt_token_ids[:_WARM_UP_PROMPT_TOKENS], params)
+        with self._alive("while it warmed up"):
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+            self._engine.reset_prefix_cache()
+
+    def add(self, request: Request) -> None:
+        """See `Engine.add`."""
+        self._check_prompt(request.prompt_token_ids)
+        request_id = f"{request.row_index}-{request.request_index}"
+        self._submit(request_id, request.prompt_token_ids, self._params(request))
+        self._live[request_id] = request
+
+    def step(self) -> list[Completion]:
+        """See `Engine.step`. Returns at once where nothing runs: `LLMEngine.step` would wait for ever."""
+        if self._death:
+            raise EngineDeadError(self._death)
+        if not self._engine.has_unfinished_requests():
+            if self._live:
+                self._death = f"vLLM's engine cut {len(self._live)} requests short"
+                raise EngineDeadError(self._death)
+            return []
+        faults.point("engine.step")
+        with self._alive("in a step"):
+            outputs = self._engine.step()
+        return [self._completion(output) for output in outputs if _is_whole(output)]
+
+    def num_unfinished(self) -> int:
+        """See `Engine.num_unfinished`. What was cut short counts: it has not come out."""
+        return len(self._live)
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`. vLLM counts preemptions with its prefix cache: there are none where that is off."""
+        return self._stats.latest
+
+    def close(self) -> None:
+        """See `Engine.close`. The second time it does nothing."""
+        if self._engine is None:
+            return
+        engine, self._engine, self._death = self._engine, None, "the engine is closed"
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        engine.engine_core.shutdown()
+        if self._watchdog is None:  # it ran in this process: let go of its memory, and let another start
+            del engine
+            cleanup_dist_env_and_memory()
+
+    def _params(self, request: Request) -> Any:
+        """The request's own SamplingParams, as vLLM writes into what it is given; building one costs 30 µs.
+
+        The copy shares with its template only what vLLM either replaces, or extends by the same ids each time.
+        """
+        if request.sampling is not self._sampling:
+            try:
+                self._template = sampling_params(request.sampling)
+            except _REFUSALS as error:
+                raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+            self._sampling = request.sampling
+        if request.sampling.min_tokens > request.max_tokens:  # vLLM checks it only where it builds SamplingParams
+            message = f"got min_tokens={request.sampling.min_tokens} above max_tokens={request.max_tokens}"
+            raise RequestRefused(RowError("invalid_sampling", message))
+        params = copy.copy(self._template)
+        params.max_tokens, params.seed = request.max_tokens, request.seed
+        return params
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        # Python's min and max: 7 µs for a list of 256 ids, numpy's 15. vLLM 0.26 lets negative ids through.
+        limit, size = self.info.max_model_len, self.info.vocab_size
+        if not token_ids:
+            raise RequestRefused(RowError("empty_prompt", "the prompt has no tokens"))
+        if len(token_ids) >= limit:
+            message = f"the prompt has {len(token_ids)} tokens; at most {limit - 1} leave room for one of output"
+            raise RequestRefused(RowError("prompt_too_long", message))
+        if min(token_ids) < 0 or max(token_ids) >= size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+            message = f"got token id {wrong}; the model's vocabulary has {size}"
+            raise RequestRefused(RowError("invalid_token_id", message))
+
+    def _submit(self, request_id: str, token_ids: list[int], params: Any) -> None:
+        if self._death:
+            raise EngineDeadError(self._death)
+        try:
+            with self._alive("when a request was added", harmless=_REFUSALS):
+                self._engine.add_request(request_id=request_id, prompt=tokens_input(token_ids), params=params)
+        except _REFUSALS as error:
+            self._engine.abort_request([request_id])  # it may have come halfway in
+            is_sampling = getattr(error, "parameter", None) in SamplingParams.__struct_fields__
+            raise RequestRefused(RowError("invalid_sampling" if is_sampling else "refused", str(error))) from error
+
+    @contextlib.contextmanager
+    def _alive(self, where: str, harmless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """An engine that raises anything but `harmless` is dead: in this process its batch is lost, else all is."""
+        try:
+            yield
+        except harmless:
+            raise
+        except Exception as error:
+            self._death = f"vLLM's engine died {where}: {_first_line(error)}"
+            raise EngineDeadError(self._death) from error
+
+    def _completion(self, output: Any) -> Completion:
+        request, answer = self._live.pop(output.request_id), output.outputs[0]
+        sampling, num_tokens = request.sampling, len(answer.token_ids)
+        logprobs = _token_logprobs(answer.logprobs, sampling.logprobs, num_tokens)
+        num_scored = len(request.prompt_token_ids) - 1
+        return Completion(
+            request=request,
+            token_ids=np.array(answer.token_ids, np.int32),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            text=answer.text if sampling.stop_strings else None,
+            # From left to right in float64, as vLLM adds them.
+            cumulative_logprob=None if logprobs is None else float(np.cumsum(logprobs.logprobs[:, 0], dtype=float)[-1]),
+            logprobs=logprobs,
+            prompt_logprobs=_token_logprobs(output.prompt_logprobs, sampling.prompt_logprobs, num_scored),
+        )
+
+
+def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
+    """EngineArgs by name: the spec's, and what batchinf chooses where the spec is silent."""
+    model = spec.model
+    given = {
+        "model": model_path,
+        "tokenizer": tokenizer_path,
+        "revision": revision,
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "load_format": model.load_format,
+        "trust_remote_code": model.trust_remote_code,
+        "tensor_parallel_size": spec.parallel.tensor_parallel_size,
+        "pipeline_parallel_size": spec.parallel.pipeline_parallel_size,
+    }
+    known = {field.name for field in dataclasses.fields(EngineArgs)}  # they come and go
+    if unknown := sorted(spec.engine.keys() - known):
+        raise SpecError(f"engine: vLLM {vllm.__version__} has no argument {', '.join(unknown)}")
+    chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
+    arguments = {name: value for name, value in (given | chosen | spec.engine).items() if name in known}
+    wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0)
+    if -1 < arguments.get("max_logprobs", _DEFAULT_MAX_LOGPROBS) < wanted:
+        arguments["max_logprobs"] = wanted
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
+    """No compiling; float32, twice as fast as bfloat16 on most; and whole prompts, if batches are not sized.
+
+    A seeded request whose prompt comes in chunks kills vLLM's engine on a CPU.
+    """
+    dtype = "float32" if spec.model.dtype == "auto" else spec.model.dtype
+    whole = {} if "max_num_batched_tokens" in spec.engine else {"enable_chunked_prefill": False}
+    return {"enforce_eager": True, "dtype": dtype, **whole}
+
+
+def sampling_params(sampling: SamplingSpec) -> Any:
+    """SamplingParams that lack only `max_tokens` and `seed`. vLLM decodes only where it must look for stop strings."""
+    given = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
+    return SamplingParams(
+        **given,
+        stop=list(sampling.stop_strings),
+        stop_token_ids=list(sampling.stop_token_ids),
+        max_tokens=None,
+        detokenize=bool(sampling.stop_strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        flat_logprobs=True,
+        skip_clone=True,  # a shallow copy in place of a deep one, from 0.26 to 0.33
+    )
+
+
+class Rows:
+    """Logprobs of a growing run of tokens. Holds copies, so that it keeps no message of the engine core alive."""
+
+    __slots__ = ("_logprobs", "_ranks", "_token_ids", "_types", "_width")
+
+    def __init__(self, k: int) -> None:
+        self._width = k + 1
+        self._token_ids, self._logprobs, self._ranks = bytearray(), bytearray(), bytearray()
+        self._types: tuple[Any, ...] = (np.int32, np.float32, np.int32)
+
+    def extend(self, token_ids: npt.NDArray[Any], logprobs: npt.NDArray[Any], ranks: npt.NDArray[Any]) -> None:
+        """Take arrays [n, at least k + 1] twice and [n]: wider ones where a neighbour in the batch wants more."""
+        self._types = token_ids.dtype, logprobs.dtype, ranks.dtype
+        self._token_ids += token_ids[:, : self._width].tobytes()
+        self._logprobs += logprobs[:, : self._width].tobytes()
+        self._ranks += ranks.tobytes()
+
+    def arrays(self) -> TokenLogprobs:
+        """All of it, as contiguous arrays."""
+        token_ids, logprobs, ranks = map(np.frombuffer, (self._token_ids, self._logprobs, self._ranks), self._types)
+        return TokenLogprobs(
+            np.array(token_ids, np.int32).reshape(-1, self._width),
+            np.array(logprobs, np.float32).reshape(-1, self._width),
+            np.array(ranks, np.int32),
+        )
+
+
+class ArrayLogprobsProcessor(LogprobsProcessor):
+    """vLLM's keeper of one request's logprobs, with arrays where vLLM makes Python objects of them."""
+
+    @classmethod
+    def from_new_request(cls, tokenizer: Any, request: Any) -> Any:
+        """Ours for requests that want flat logprobs, which all of ours do; vLLM's own for those of others."""
+        params = request.sampling_params
+        if not params.flat_logprobs:
+            return LogprobsProcessor.from_new_request(tokenizer, request)
+        processor = super().from_new_request(None, request)
+        processor.logprobs = None if params.logprobs is None else Rows(params.logprobs)
+        processor.prompt_logprobs = None if params.prompt_logprobs is None else Rows(params.prompt_logprobs)
+        return processor
+
+    def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
+        self.logprobs.extend(*logprobs_lists[:3])
+
+    def _update_prompt_logprobs(self, prompt_logprobs_tensors: Any) -> None:
+        self.prompt_logprobs.extend(*(tensor.numpy() for tensor in prompt_logprobs_tensors[:3]))
+
+
+def install_arrays() -> bool:
+    """Let vLLM keep arrays (0.26 to 0.33); False where it no longer can, and flat logprobs are converted instead."""
+    overridden = ("from_new_request", "update_from_output", "_update_sample_logprobs", "_update_prompt_logprobs")
+    has_seam = all(hasattr(LogprobsProcessor, name) for name in overridden)
+    if has_seam and hasattr(output_processor, "LogprobsProcessor"):
+        output_processor.LogprobsProcessor = ArrayLogprobsProcessor
+    return getattr(output_processor, "LogprobsProcessor", None) is ArrayLogprobsProcessor
+
+
+def _token_logprobs(kept: Any, k: int | None, num_tokens: int) -> TokenLogprobs | None:
+    if k is None:
+        return None
+    rows = kept.arrays() if isinstance(kept, Rows) else _from_flat(kept, k)
+    if not len(rows.token_ids) == len(rows.logprobs) == len(rows.ranks) == num_tokens:
+        message = f"gave {len(rows.token_ids)} rows of logprobs for {num_tokens} tokens"
+        raise BatchinfError(f"vLLM {vllm.__version__} {message}")
+    return rows
+
+
+def _from_flat(flat: Any, k: int) -> TokenLogprobs:
+    """Arrays from vLLM's FlatLogprobs, whose first position is empty where it holds a prompt's."""
+    token_ids, ranks = (np.array(values, np.int32).reshape(-1, k + 1) for values in (flat.token_ids, flat.ranks))
+    return TokenLogprobs(token_ids, np.array(flat.logprobs, np.float32).reshape(-1, k + 1), ranks[:, 0].copy())
+
+
+def _is_whole(output: Any) -> bool:
+    reason = output.outputs[0].finish_reason
+    if reason not in FINISHED | CUT_SHORT:
+        raise BatchinfError(f"vLLM {vllm.__version__} ended a request for an unknown reason, {reason!r}")
+    return reason in FINISHED
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class _Watchdog(threading.Thread):
+    """Ends waits for an EngineCore process that was killed: vLLM 0.26 to 0.33 notices, but never wakes who waits."""
+
+    def __init__(self, resources: Any, outputs: Any, calls: dict[Any, Any]) -> None:
+        super().__init__(name="engine-watchdog", daemon=True)
+        self._resources, self._outputs, self._calls = resources, outputs, calls
+        self._stopped = threading.Event()
+        self.stop = self._stopped.set
+
+    @classmethod
+    def over(cls, client: Any) -> "_Watchdog | None":
+        """One that watches the client of an engine in another process; None where it runs in this one."""
+        names = ("resources", "outputs_queue", "utility_results")
+        if not all(hasattr(client, name) for name in names):
+            return None
+        watchdog = cls(client.resources, client.outputs_queue, client.utility_results)
+        watchdog.start()
+        return watchdog
+
+    def run(self) -> None:
+        """Watch until stopped, or until the engine is dead."""
+        while not self._stopped.wait(_WATCH_S):
+            if self._resources.engine_dead:
+                self._outputs.put_nowait(VllmEngineDeadError())
+                for call in list(self._calls.values()):
+                    call.set_exception(VllmEngineDeadError())
+                return
+
+
+class _Stats(StatLoggerBase):
+    """The scheduler's figures after the latest step. They are declared unstable, so each is read with a default."""
+
+    def __init__(self) -> None:
+        self.latest = EngineStats()
+
+    def replace_others(self, engine: Any) -> None:
+        """Leave out vLLM's statistics of each token and its Prometheus histograms (names of 0.26 to 0.33)."""
+        if hasattr(engine, "logger_manager") and hasattr(engine.output_processor, "log_stats"):
+            engine.logger_manager = self
+            engine.log_stats = engine.output_processor.log_stats = False
+
+    def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+        """Called by vLLM after each step."""
+        last, cache = self.latest, getattr(scheduler_stats, "prefix_cache_stats", None)
+        num_skipped = getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
+        self.latest = EngineStats(
+            num_running=getattr(scheduler_stats, "num_running_reqs", 0),
+            num_waiting=getattr(scheduler_stats, "num_waiting_reqs", 0) + num_skipped,
+            kv_cache_usage=getattr(scheduler_stats, "kv_cache_usage", 0.0),
+            num_preemptions=last.num_preemptions + getattr(cache, "preempted_requests", 0),
+            prefix_cache_queries=last.prefix_cache_queries + getattr(cache, "queries", 0),
+            prefix_cache_hits=last.prefix_cache_hits + getattr(cache, "hits", 0),
+        )
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to log."""
+
+
+def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -> EngineInfo:
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    settings = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "use_v2_model_runner": getattr(config, "use_v2_model_runner", None),
+        # The one asked for: which one vLLM took by itself stands only in its log.
+        "attention_backend": str(getattr(getattr(config, "attention_config", None), "backend", None) or "auto"),
+        # The first is there from 0.26 on, but not always filled.
+        "kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None)
+        or (cache.num_gpu_blocks or 0) * cache.block_size,
+        "engine_arguments": arguments,
+        "environment": environment,
+    }
+    return EngineInfo(
+        max_model_len=model.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        vocab_size=model.hf_text_config.vocab_size,
+        device=current_platform.get_device_name(),
+        versions=_versions(),
+        settings=settings,
+    )
+
+
+def _environment() -> dict[str, str]:
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
+    return {name: "(not recorded)" if _SECRET.search(name) else value for name, value in found.items()}
+
+
+def _versions() -> dict[str, str]:
+    modules = {"vllm": vllm, "torch": torch, "transformers": transformers}
+    versions = {"batchinf": __version__, "python": platform.python_version()}
+    versions |= {name: str(module.__version__) for name, module in modules.items()}
+    if torch.version.cuda:
+        import pynvml
+
+        pynvml.nvmlInit()
+        versions |= {"cuda": torch.version.cuda, "driver": str(pynvml.nvmlSystemGetDriverVersion())}
+    return versions

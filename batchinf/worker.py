@@ -1,0 +1,135 @@
+"""Keeps one engine full across shard edges, from the first assigned row to the last.
+
+Its thread does `add` and `step` and nothing else: the feeder makes requests ready, the writer stores what finishes.
+"""
+
+import time
+
+from batchinf.byte_queue import ByteQueue
+from batchinf.engine import Engine
+from batchinf.errors import EngineDeadError, RequestRefused
+from batchinf.feeder import FailedRow, Feeder, Pending
+from batchinf.records import Completion, Progress, Result
+from batchinf.writer import Finished, Writer
+
+# Requests kept in the engine for each that it can run at once: 1.2 was measured best; twice as many lets the first
+# replica that is up take all of a small job.
+_WINDOW = 1.2
+_IDLE_S = 0.05
+
+
+class Worker:
+    """Drives an engine until it is stopped. `run` blocks; everything else may be called from other threads."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ready: ByteQueue[Pending],
+        finished: ByteQueue[Finished | FailedRow],
+        feeder: Feeder,
+        writer: Writer,
+    ) -> None:
+        self._engine = engine
+        self._ready = ready
+        self._finished = finished
+        self._feeder = feeder
+        self._writer = writer
+        self._window = window(engine.info.max_num_seqs)
+        self._pending: dict[tuple[int, int], Pending] = {}
+        self._deadline: float | None = None
+        self._steps = 0
+        self._stalled_by_disk_s = 0.0
+
+    def stop(self, drain_s: float) -> None:
+        """Journal, admit nothing more, finish what can be finished in `drain_s` seconds, and let `run` return."""
+        deadline = time.monotonic() + drain_s
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+        self._writer.tick_soon()
+        self._feeder.stop()
+
+    def progress(self) -> Progress:
+        """Totals up to now."""
+        totals = self._writer.totals
+        return Progress(
+            num_rows=totals.num_rows,
+            num_errors=totals.num_errors,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_output_tokens=totals.num_output_tokens,
+            steps=self._steps,
+            in_flight=len(self._pending),
+            stalled_by_disk_s=round(self._stalled_by_disk_s, 3),
+            engine=self._engine.stats(),
+        )
+
+    def run(self) -> None:
+        """Work until stopped. Raises EngineDeadError after what had finished is stored; what was live is not."""
+        self._feeder.start()
+        self._writer.start()
+        try:
+            while not self._is_over():
+                self._turn()
+        except EngineDeadError:
+            if self._deadline is None:
+                raise
+            # A signal to the whole process tree ends the engine's own processes too: nothing is left to drain.
+        finally:
+            self._feeder.stop()
+            self._writer.finish()
+        self._raise_from_threads()
+
+    def _is_over(self) -> bool:
+        if self._deadline is None:
+            return False
+        return time.monotonic() >= self._deadline or self._engine.num_unfinished() == 0
+
+    def _turn(self) -> None:
+        self._raise_from_threads()
+        if self._deadline is None:
+            self._admit()
+        if self._engine.num_unfinished():
+            for completion in self._engine.step():
+                self._store(completion)
+            self._steps += 1
+
+    def _admit(self) -> None:
+        num_unfinished = self._engine.num_unfinished()
+        if self._finished.is_full:
+            self._stalled_by_disk_s += self._finished.wait_until_room(0.0 if num_unfinished else _IDLE_S)
+            return
+        idle_s = 0.0 if num_unfinished else _IDLE_S
+        for pending in self._ready.take(max(0, self._window - num_unfinished), idle_s):
+            self._add(pending)
+
+    def _add(self, pending: Pending) -> None:
+        request = pending.request
+        try:
+            self._engine.add(request)
+        except RequestRefused as refusal:
+            index, num_requests = request.request_index, pending.num_requests
+            result = Result(pending.prompt, index, num_requests, None, None, refusal.error, pending.attempts)
+            self._finished.offer(FailedRow(pending.shard, (result,)), 0)
+            return
+        self._pending[request.key] = pending
+
+    def _store(self, completion: Completion) -> None:
+        pending = self._pending.pop(completion.request.key)
+        self._finished.offer(Finished(pending, completion), num_bytes(completion))
+
+    def _raise_from_threads(self) -> None:
+        error = self._feeder.error or self._writer.error
+        if error is not None:
+            raise error
+
+
+def window(max_num_seqs: int) -> int:
+    """Requests to keep in an engine."""
+    return max(2, round(_WINDOW * max_num_seqs))
+
+
+def num_bytes(completion: Completion) -> int:
+    """Memory that a completion holds, near enough to bound a queue."""
+    total = 200 + completion.token_ids.nbytes
+    for logprobs in (completion.logprobs, completion.prompt_logprobs):
+        if logprobs is not None:
+            total += logprobs.token_ids.nbytes + logprobs.logprobs.nbytes + logprobs.ranks.nbytes
+    return total

@@ -1,0 +1,167 @@
+"""From completions to journal and parts: decoding, encoding, ticking and closing shards, off the engine's thread."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from batchinf.byte_queue import ByteQueue
+from batchinf.detokenizer import Detokenizer
+from batchinf.feeder import FailedRow, Pending
+from batchinf.parts import OpenShard
+from batchinf.records import Completion, Event, Part, Result, ShardClosed
+from batchinf.spec import SamplingSpec
+from batchinf.tasks import Task
+
+# Results wait up to this long for company: encoding and decoding cost far less in batches.
+_GATHER_S = 0.1
+_GATHER_ITEMS = 256
+_GATHER_BYTES = 64 << 20
+# What is finished and in no segment yet is journalled early beyond this, so that memory stays bounded.
+_MAX_UNJOURNALLED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A completion, with what its request was pending with."""
+
+    pending: Pending
+    completion: Completion
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has been stored since the worker started; `num_rows` counts results, those from the journal too."""
+
+    num_rows: int = 0
+    num_errors: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class Writer(threading.Thread):
+    """Takes finished requests from a queue; each shard that is whole becomes a staged part."""
+
+    def __init__(
+        self,
+        finished: ByteQueue[Finished | FailedRow],
+        task: Task,
+        detokenizer: Detokenizer,
+        sampling: SamplingSpec,
+        write_part: Callable[[OpenShard], Part],
+        emit: Callable[[Event], None],
+        checkpoint_interval_s: float,
+    ) -> None:
+        super().__init__(name="writer", daemon=True)
+        self._finished = finished
+        self._task = task
+        self._detokenizer = detokenizer
+        self._sampling = sampling
+        self._write_part = write_part
+        self._emit = emit
+        self._interval_s = checkpoint_interval_s
+        self._next_tick = time.monotonic() + checkpoint_interval_s
+        self._open: dict[int, OpenShard] = {}
+        self._lock = threading.Lock()
+        self._closer = ThreadPoolExecutor(1, thread_name_prefix="closer")
+        self._closing: list[Future[None]] = []
+        self._is_stopping = False
+        self.totals = Totals()
+        self.error: BaseException | None = None
+
+    def track(self, shard: OpenShard) -> None:
+        """Know a shard that has begun; one that the journal held whole is closed at once."""
+        with self._lock:
+            self._open[shard.index] = shard
+            self.totals.num_rows += shard.num_results
+
+    def tick_soon(self) -> None:
+        """Journal what is finished without waiting for the interval."""
+        self._next_tick = time.monotonic()
+
+    def finish(self) -> None:
+        """Store all that is in the queue, close what is whole, journal the rest, and end."""
+        self._is_stopping = True
+        self._finished.close()
+        self.join()
+        self._closer.shutdown(wait=True)
+        self._raise_closing()
+
+    def run(self) -> None:
+        """Write until told to finish. An exception is kept for the worker to raise."""
+        try:
+            while self._turn():
+                pass
+            self._tick()
+        except BaseException as error:
+            self.error = error
+
+    def _turn(self) -> bool:
+        wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
+        items = self._finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
+        if items:
+            self._store(items)
+        if time.monotonic() >= self._next_tick or self._unjournalled_bytes() > _MAX_UNJOURNALLED_BYTES:
+            self._tick()
+        self._close_whole()
+        self._raise_closing()
+        return bool(items) or not self._is_stopping
+
+    def _store(self, items: Sequence[Finished | FailedRow]) -> None:
+        finished = [item for item in items if isinstance(item, Finished)]
+        texts = self._detokenizer.decode([item.completion for item in finished], self._sampling)
+        by_shard: dict[int, tuple[OpenShard, list[Result]]] = {}
+        for item, text in zip(finished, texts, strict=True):
+            pending = item.pending
+            result = Result(
+                pending.prompt,
+                pending.request.request_index,
+                pending.num_requests,
+                item.completion,
+                text,
+                None,
+                pending.attempts,
+            )
+            by_shard.setdefault(pending.shard.index, (pending.shard, []))[1].append(result)
+        for row in (item for item in items if isinstance(item, FailedRow)):
+            by_shard.setdefault(row.shard.index, (row.shard, []))[1].extend(row.results)
+        for shard, results in by_shard.values():
+            self.totals.num_rows += shard.add(self._task.encode(results))
+            self._count(results)
+
+    def _count(self, results: Sequence[Result]) -> None:
+        for result in results:
+            if result.completion is not None:
+                self.totals.num_output_tokens += len(result.completion.token_ids)
+                self.totals.num_prompt_tokens += len(result.prompt.token_ids)
+            if result.error is not None:
+                self.totals.num_errors += 1
+
+    def _unjournalled_bytes(self) -> int:
+        with self._lock:
+            return sum(shard.unjournalled_bytes for shard in self._open.values())
+
+    def _tick(self) -> None:
+        with self._lock:
+            shards = list(self._open.values())
+        for shard in shards:
+            shard.tick()
+        self._next_tick = time.monotonic() + self._interval_s
+
+    def _close_whole(self) -> None:
+        with self._lock:
+            whole = [index for index, shard in self._open.items() if shard.is_complete]
+            shards = [self._open.pop(index) for index in whole]
+        self._closing.extend(self._closer.submit(self._close, shard) for shard in shards)
+
+    def _close(self, shard: OpenShard) -> None:
+        part = self._write_part(shard)
+        shard.close()
+        self._emit(ShardClosed(part))
+
+    def _raise_closing(self) -> None:
+        done = [future for future in self._closing if future.done()]
+        self._closing = [future for future in self._closing if not future.done()]
+        for future in done:
+            future.result()

@@ -1,0 +1,123 @@
+"""Models of real shapes with random weights, and prompts of exact lengths: what a benchmark needs and no hub has.
+
+`make_model` writes a folder with config, generation config and a byte-level BPE tokenizer of the shape's own
+vocabulary size, for vLLM's `load_format: dummy`. `make_prompts` writes Parquet rows whose prompts are random text of
+exactly so many tokens in that tokenizer.
+"""
+
+import itertools
+import json
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+_QWEN = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": {
+        **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    },
+    "llama-3.3-70b": {
+        **_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    },
+    "qwen3-8b": {
+        **_QWEN, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    },
+    "qwen3-32b": {
+        **_QWEN, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    },
+    "tiny": {
+        **_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192,
+        "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def make_model(shape: str, folder: pathlib.Path) -> pathlib.Path:
+    """Write a model folder of this shape, without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**SHAPES[shape], "torch_dtype": "bfloat16", "bos_token_id": 256, "eos_token_id": 257}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": 257}))
+    make_tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with exactly `vocab_size` entries, in which each of `words(vocab_size)` is one token.
+
+    Merges: two letters; a space and two letters; those and two letters more.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<bos>", "<eos>"])}
+    merges: list[tuple[str, str]] = []
+
+    def merge(left: str, right: str) -> None:
+        merges.append((left, right))
+        vocabulary[left + right] = len(vocabulary)
+
+    pairs = ["".join(pair) for pair in itertools.product(_LETTERS, repeat=2)]
+    for pair in pairs:
+        merge(pair[0], pair[1])
+    for pair in pairs:
+        merge("Ġ", pair)
+    for left, right in itertools.islice(_whole_words(), vocab_size - len(vocabulary)):
+        merge(f"Ġ{left}", right)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<bos>", "<eos>")])
+    return tokenizer
+
+
+def words(vocab_size: int) -> list[str]:
+    """Words that are one token each when a space stands before them."""
+    num_words = vocab_size - 258 - 2 * len(_LETTERS) ** 2
+    return ["".join(word) for word in itertools.islice(_whole_words(), num_words)]
+
+
+def _whole_words() -> Iterator[tuple[str, str]]:
+    # Merges apply in the order of the alphabet: where the two middle letters come first, the word falls apart.
+    pairs = ["".join(pair) for pair in itertools.product(_LETTERS, repeat=2)]
+    for left, right in itertools.product(pairs, repeat=2):
+        middle = left[1] + right[0]
+        if middle > min(left, right) or middle == left:
+            yield left, right
+
+
+def make_prompts(
+    path: pathlib.Path, shape: str, num_rows: int, num_tokens: int, seed: int = 0, budgets: list[int] | None = None
+) -> pathlib.Path:
+    """Write rows `id`, `prompt` (exactly `num_tokens` tokens) and, if given, `max_tokens`."""
+    vocabulary = words(SHAPES[shape]["vocab_size"])
+    chance = random.Random(seed)
+    prompts = [" " + " ".join(chance.choices(vocabulary, k=num_tokens)) for _ in range(num_rows)]
+    columns: dict[str, Any] = {"id": list(range(num_rows)), "prompt": prompts}
+    if budgets is not None:
+        columns["max_tokens"] = pa.array(budgets, pa.int32())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=2000)
+    return path
