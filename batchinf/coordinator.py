@@ -7,7 +7,7 @@ published and the manifest says so.
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from batchinf import faults
@@ -59,6 +59,7 @@ class Coordinator:
         self._next_status = 0.0
         self._signals: list[int] = []
         self._versions: dict[str, str] = {}
+        self._has_begun = False
 
     def run(self) -> None:
         """Until every shard is committed. Raises Interrupted, EngineStartError, or what ended the last replica."""
@@ -88,18 +89,18 @@ class Coordinator:
         return "running" if any(member.is_running for member in self._fleet.members) else "starting"
 
     def _handle(self, events: list[tuple[Member, Event]]) -> None:
-        parts = []
+        parts: list[tuple[Member, Part]] = []
         for member, event in events:
             match event:
                 case ShardClosed(part) if part.shard in member.shards:
                     member.shards.pop(part.shard)
                     member.closed_rows += part.num_rows
                     member.begun.discard(part.shard)
-                    parts.append(part)
+                    parts.append((member, part))
                 case Revoked(shards):
                     self._take_back(member, shards)
-                case ShardBegun(shard, num_recovered) if num_recovered:
-                    self._manifest.event("recovered", shard=shard, num_requests=num_recovered)
+                case ShardBegun(shard, num_recovered):
+                    self._note_begun(shard, num_recovered)
                 case Ready():
                     self._note_ready(member, event)
                 case _:
@@ -107,23 +108,33 @@ class Coordinator:
         if parts:
             self._commit(parts)
 
+    def _note_begun(self, shard: int, num_recovered: int) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._manifest.event("first_request", shard=shard)
+        if num_recovered:
+            self._manifest.event("recovered", shard=shard, num_requests=num_recovered)
+
     def _take_back(self, member: Member, shards: tuple[int, ...]) -> None:
         back = [index for index in shards if member.shards.pop(index, None) is not None]
         member.revoking.clear()
         self._pending.give_back(back)
 
-    def _commit(self, parts: "list[Part] | tuple[()]") -> None:
+    def _commit(self, parts: Sequence[tuple[Member, Part]]) -> None:
         folder = self._job.folder
         self._lock.check()
-        for part in parts:
+        for member, part in parts:
             faults.point("coordinator.before_publish")
             folder.publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}")
             faults.point("coordinator.after_publish")
-            self._manifest.part(part)
-        self._manifest.commit()
-        for part in parts:
-            drop(folder, part.shard)
+            incarnation = member.replica.launch.incarnation if member.replica is not None else ""
+            self._manifest.part(part, member.slot.replica, incarnation)
             self._committed.add(part)
+        if parts and self._committed.num_shards == self._num_shards:
+            self._manifest.event("all_committed")
+        self._manifest.commit()
+        for _, part in parts:
+            drop(folder, part.shard)
 
     def _assign(self) -> None:
         loads = [_load(index, member) for index, member in enumerate(self._fleet.members) if member.is_running]

@@ -10,7 +10,7 @@ from batchinf.errors import ErrorRateExceeded
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_drift, new_header, open_job
 from batchinf.lock import JobLock
-from batchinf.manifest import Header, Manifest, State, read_state
+from batchinf.manifest import Header, Manifest, State, last_epoch, read_state
 from batchinf.placement import Slot, check_free, own_cpus, place, visible_devices
 from batchinf.progress import ProgressDisplay
 from batchinf.records import Launch
@@ -60,7 +60,7 @@ def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS)
     lock = JobLock(folder)
-    epoch = lock.acquire(lambda: _last_epoch(folder), on_wait=display.say)
+    epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
     try:
         _run_epoch(file, folder, lock, epoch, display)
     finally:
@@ -95,11 +95,6 @@ def _run_epoch(file: SpecFile, folder: Folder, lock: JobLock, epoch: int, displa
     manifest.commit()
     manifest.close()
     _tidy(folder)
-
-
-def _last_epoch(folder: Folder) -> int:
-    state = read_state(folder)
-    return state.last_epoch if state is not None else 0
 
 
 def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:

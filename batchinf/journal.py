@@ -245,13 +245,12 @@ def _check_bytes(shard: int, file: io.FileIO) -> int:
     magic, version, own_shard, num_bytes, num_rows, digest = _HEADER.unpack_from(header)
     if (magic, version, own_shard) != (_MAGIC, _VERSION, shard):
         raise _DamagedError("it is of another format version, or another shard's")
-    if digest_of(file) != (num_bytes, digest):
+    if _digest(file) != (num_bytes, digest):
         raise _DamagedError("its payload is torn or altered")
     return int(num_rows)
 
 
-def digest_of(file: io.FileIO) -> tuple[int, bytes]:
-    """Size in bytes and xxh3-128 of what is left of a file. Holds 1 MiB at a time."""
+def _digest(file: io.FileIO) -> tuple[int, bytes]:
     digest = xxhash.xxh3_128()
     buffer = bytearray(_READ_BYTES)
     total = 0

@@ -1,73 +1,399 @@
-"""stopgap"""
-import json, time, os
-from dataclasses import dataclass, asdict, field
-from typing import Any, NamedTuple
+"""The job's record: what the job is, what is done, what happened; one log for each epoch.
+
+A commit that a crash tears costs nothing but work: a part that no line names is verified and adopted, or run again.
+"""
+
+import dataclasses
+import datetime
+import operator
+import re
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
 import numpy as np
+import numpy.typing as npt
+
 from batchinf import faults
+from batchinf.commit_log import CommitLog, Fields, damage, encode_commits, read_lines
+from batchinf.errors import OutputError
+from batchinf.lock import JobLock
 from batchinf.records import Part
-from batchinf.shards import Extent, total_shards
+from batchinf.shards import Extent, num_shards, total_rows, total_shards
+from batchinf.storage import Folder, reason
+
 FORMAT_VERSION = 1
+NUM_KEPT_EVENTS = 1000
+_FOLDER = "manifest"
+_LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
+_LINES_PER_COMMIT = 1000
+_MAX_LOOKS = 20
+_T = TypeVar("_T")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Header:
-    format_version: int; job_id: str; created_at: str; identity: dict[str, Any]; fingerprint: str; layout: dict[str, Any]; spec: dict[str, Any]
+    """What the job is. identity, layout and spec are JSON values; created_at is UTC in ISO format."""
 
-class ProcessGroup(NamedTuple):
-    incarnation: str; host: str; boot_id: str; pgid: int; pid_start_time: int
+    format_version: int
+    job_id: str
+    created_at: str
+    identity: dict[str, Any]
+    fingerprint: str
+    layout: dict[str, Any]
+    spec: dict[str, Any]
+
+
+class PartLine(NamedTuple):
+    """A committed part, and which replica made it where that is known. About 500 bytes of memory."""
+
+    shard: int
+    file: str
+    num_rows: int
+    num_errors: int
+    num_bytes: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    digest: str
+    replica: int | None = None
+    incarnation: str = ""
+
+    @classmethod
+    def of(cls, part: Part, replica: int | None = None, incarnation: str = "") -> "PartLine":
+        """A part as its line."""
+        return cls(
+            part.shard,
+            part.file,
+            part.num_rows,
+            part.num_errors,
+            part.num_bytes,
+            part.num_prompt_tokens,
+            part.num_output_tokens,
+            part.digest,
+            replica,
+            incarnation,
+        )
+
+
+class EventLine(NamedTuple):
+    """Something that happened, at a UTC time in ISO format."""
+
+    name: str
+    at: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """The processes of one incarnation of a replica, as its `replica_started` event says."""
+
+    replica: int
+    incarnation: str
+    host: str
+    boot_id: str
+    pgid: int
+    pid_start_time: int
+
+
+_PART_FIELDS = operator.itemgetter(*PartLine._fields)
+# What a reader needs of an event; the line's own keys are taken.
+_REQUIRED = {
+    "replica_started": {field.name for field in dataclasses.fields(ProcessGroup)},
+    "replica_ended": {"incarnation", "device_s"},
+}
+_TAKEN = {"kind", "name", "at", "commit", "crc"}
+
 
 class State:
-    def __init__(self):
-        self.header=None; self.extents=[]; self.parts={}; self.is_done=False; self.last_epoch=0; self.device_s=0.0; self.groups={}
-    @property
-    def committed(self):
-        b=np.zeros(total_shards(self.extents),bool)
-        for k in self.parts: b[k]=True
-        return b
-    def forget(self, s): self.parts.pop(s)
-    def note(self, part): self.parts[part.shard]=part
-    @property
-    def process_groups(self): return list(self.groups.values())
-    @property
-    def num_rows(self): return sum(p.num_rows for p in self.parts.values())
-    @property
-    def num_errors(self): return sum(p.num_errors for p in self.parts.values())
-    @property
-    def num_bytes(self): return sum(p.num_bytes for p in self.parts.values())
-    @property
-    def num_prompt_tokens(self): return sum(p.num_prompt_tokens for p in self.parts.values())
-    @property
-    def num_output_tokens(self): return sum(p.num_output_tokens for p in self.parts.values())
+    """What the logs say, all taken together.
 
-def read_state(folder):
-    s=State()
-    for n in folder.list("manifest"):
-        s.last_epoch=int(n[:6])
-        for line in folder.read("manifest/"+n).splitlines():
-            try: d=json.loads(line)
-            except ValueError: continue
-            k=d.pop("kind"); t=d.pop("time",0)
-            if k=="header": s.header=Header(**d)
-            elif k=="extent": d.pop("source"); s.extents.append(Extent(**d))
-            elif k=="part": s.parts[d["shard"]]=Part(**d)
-            elif k=="done": s.is_done=True
-            elif k=="event":
-                if d["name"]=="replica_started": s.groups[d["incarnation"]]=ProcessGroup(d["incarnation"],d["host"],d["boot_id"],d["pgid"],d["pid_start_time"])
-                if d["name"]=="replica_ended": s.groups.pop(d["incarnation"],None); s.device_s+=d["device_s"]
-    return s if s.header else None
+    committed: bool [total_shards(extents)]. parts: by shard. source_fingerprints: one for each extent. events: the
+    last 1,000; event_counts: of all, by name. device_s: sum over all `replica_ended` events. done: the event of the
+    end, None while there is work left. last_epoch: of the last log.
+    """
+
+    def __init__(self) -> None:
+        self._header: Header | None = None
+        self.extents: tuple[Extent, ...] = ()
+        self.source_fingerprints: tuple[str, ...] = ()
+        self.committed: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self.parts: dict[int, PartLine] = {}
+        self.num_rows = self.num_errors = self.num_bytes = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.events: deque[EventLine] = deque(maxlen=NUM_KEPT_EVENTS)
+        self.event_counts: Counter[str] = Counter()
+        self.device_s = 0.0
+        self.done: EventLine | None = None
+        self.last_epoch = 0
+        self._groups: dict[str, ProcessGroup] = {}
+
+    @property
+    def header(self) -> Header:
+        """The latest header; `read_state` gives no state without one."""
+        assert self._header is not None
+        return self._header
+
+    @property
+    def has_header(self) -> bool:
+        """Whether a header was read yet."""
+        return self._header is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the job was said to be done, and no rows came later."""
+        return self.done is not None
+
+    @property
+    def process_groups(self) -> tuple[ProcessGroup, ...]:
+        """Groups that were started and not said to have ended."""
+        return tuple(self._groups.values())
+
+    def note(self, part: Part | PartLine) -> None:
+        """Count a part; a later one of the same shard takes the earlier one's place."""
+        line = part if isinstance(part, PartLine) else PartLine.of(part)
+        self.forget(line.shard)
+        self.committed[line.shard] = True
+        self.parts[line.shard] = line
+        self._count(line, 1)
+
+    def forget(self, shard: int) -> None:
+        """A shard counts as not committed after all; in this object only."""
+        line = self.parts.pop(shard, None)
+        if line is not None:
+            self.committed[shard] = False
+            self._count(line, -1)
+
+    def _count(self, line: PartLine, sign: int) -> None:
+        self.num_rows += sign * line.num_rows
+        self.num_errors += sign * line.num_errors
+        self.num_bytes += sign * line.num_bytes
+        self.num_prompt_tokens += sign * line.num_prompt_tokens
+        self.num_output_tokens += sign * line.num_output_tokens
+
+    def apply(self, fields: Fields) -> None:
+        """Take in a line, passing over unknown kinds. Raises LookupError if it cannot follow those before it."""
+        match fields["kind"]:
+            case "part":
+                line = PartLine(*_PART_FIELDS(fields))
+                self.note(line._replace(incarnation=sys.intern(line.incarnation)))
+            case "event":
+                self._happened(_event(fields))
+            case "header":
+                self._header = _pick(Header, fields)
+            case "extent":
+                self._extend(_pick(Extent, fields), fields["source_fingerprint"])
+            case "done":
+                self.done = _event(fields)
+            case "snapshot":
+                self.device_s, self.event_counts = fields["device_s"], Counter(fields["event_counts"])
+                self._groups = {group["incarnation"]: _pick(ProcessGroup, group) for group in fields["process_groups"]}
+            case "counted_event":
+                self.events.append(_event(fields))
+
+    def _extend(self, extent: Extent, source_fingerprint: str) -> None:
+        if (extent.start, extent.first_shard) != (total_rows(self.extents), total_shards(self.extents)):
+            raise LookupError(f"{extent} does not follow {self.extents}")
+        self.extents += (extent,)
+        self.source_fingerprints += (source_fingerprint,)
+        self.committed = np.concatenate([self.committed, np.zeros(num_shards(extent), dtype=np.bool_)])
+        self.done = None
+
+    def _happened(self, event: EventLine) -> None:
+        self.events.append(event)
+        self.event_counts[event.name] += 1
+        if event.name == "replica_started":
+            self._groups[event.fields["incarnation"]] = _pick(ProcessGroup, event.fields)
+        elif event.name == "replica_ended":
+            self._groups.pop(event.fields["incarnation"], None)
+            self.device_s += event.fields["device_s"]
+
+
+def read_state(folder: Folder) -> State | None:
+    """What the logs say; None where nothing was ever committed. 100,000 parts take about a second.
+
+    Needs no lock: where a compaction deletes a log meanwhile, it begins again. Raises OutputError for damage, and for
+    a newer format.
+    """
+    for _ in range(_MAX_LOOKS):
+        try:
+            return _read_logs(folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise OutputError(f"cannot read {folder.path(_FOLDER)}: {reason(error)}") from error
+    raise OutputError(f"cannot read {folder.path(_FOLDER)}: logs in it cannot be opened")
+
+
+def last_epoch(folder: Folder) -> int:
+    """The greatest epoch that has a log, whole or torn; 0 where there is none."""
+    return max((epoch for epoch, _ in _logs(folder)), default=0)
+
+
+def _logs(folder: Folder) -> list[tuple[int, str]]:
+    # Whatever else lies there is not ours: left alone.
+    matches = [_LOG_NAME.fullmatch(name) for name in folder.list(_FOLDER)]
+    return sorted((int(match[1]), f"{_FOLDER}/{match[0]}") for match in matches if match)
+
+
+def _read_logs(folder: Folder) -> State | None:
+    state, logs = State(), _logs(folder)
+    for _, name in logs:
+        state = _read_log(folder, name, state)
+    if state.has_header:
+        state.last_epoch = logs[-1][0]
+        return state
+    if state.extents or state.parts or state.events:
+        raise damage(folder, logs[0][1], "neither it nor a later log has the job's header")
+    return None
+
+
+def _read_log(folder: Folder, name: str, before: State) -> State:
+    """The state after a log. A snapshot starts afresh; one that was not written to its end counts for nothing."""
+    state, replaced = before, []
+    for number, fields in read_lines(folder, name):
+        try:
+            if fields["kind"] == "snapshot":
+                state, replaced = State(), fields["replaces"]
+            elif fields["kind"] == "snapshot_end":
+                replaced = []
+            _check_version(folder, fields)
+            state.apply(fields)
+        except LookupError as error:
+            raise damage(folder, name, f"line {number} does not follow from those before it") from error
+    if any(not folder.exists(log) for log in replaced):
+        raise damage(folder, name, "its snapshot lacks the end")
+    return before if replaced else state
+
+
+def _check_version(folder: Folder, fields: Fields) -> None:
+    if fields.get("format_version", 0) > FORMAT_VERSION:
+        raise OutputError(
+            f"{folder.root} was written by a newer batchinf, in format version {fields['format_version']}; "
+            f"this one reads up to version {FORMAT_VERSION}: install a newer one"
+        )
+
+
+def _event(fields: Fields) -> EventLine:
+    rest = {name: value for name, value in fields.items() if name not in _TAKEN}
+    return EventLine(fields["name"], fields["at"], rest)
+
+
+def _pick(cls: type[_T], fields: Fields) -> _T:
+    # Of the same format version, a line may yet say more than this reader knows.
+    return cls(*(fields[field.name] for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
+
+
+def _event_line(kind: str, event: EventLine) -> Fields:
+    return {"kind": kind, "name": event.name, "at": event.at, **event.fields}
+
+
+def _extent_line(extent: Extent, source_fingerprint: str) -> Fields:
+    return {"kind": "extent", **dataclasses.asdict(extent), "source_fingerprint": source_fingerprint}
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _snapshot(state: State, replaces: list[str]) -> list[list[Fields]]:
+    """All that the state says, in commits: several, so that damage to a snapshot is never taken for a torn tail."""
+    lines = list(_snapshot_lines(state, replaces))
+    commits = [lines[start : start + _LINES_PER_COMMIT] for start in range(0, len(lines), _LINES_PER_COMMIT)]
+    return [*commits, [{"kind": "snapshot_end"}]]
+
+
+def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
+    groups = [dataclasses.asdict(group) for group in state.process_groups]
+    counts = {"device_s": state.device_s, "event_counts": state.event_counts, "process_groups": groups}
+    yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
+    yield {"kind": "header", **dataclasses.asdict(state.header)}
+    yield from map(_extent_line, state.extents, state.source_fingerprints)
+    for part in state.parts.values():
+        yield {"kind": "part", **part._asdict()}
+    for event in state.events:
+        yield _event_line("counted_event", event)
+    if state.done is not None:
+        yield _event_line("done", state.done)
+
 
 class Manifest:
-    def __init__(self, folder, epoch, lock):
-        self.lock=lock; self.f=open(folder.path(f"manifest/{epoch:06d}.jsonl"),"xb",buffering=0); self.buf=[]
-    def _l(self, **d): self.buf.append(json.dumps({**d,"time":time.time()}).encode()+b"\n")
-    def header(self,h): self._l(kind="header",**asdict(h))
-    def extent(self,e,source): self._l(kind="extent",source=source,**asdict(e))
-    def part(self,p): self._l(kind="part",**asdict(p))
-    def event(self,name,**f): self._l(kind="event",name=name,**f)
-    def done(self,**f): self._l(kind="done",**f)
-    def commit(self):
-        if self.lock: self.lock.check()
-        if not self.buf: return
-        data=b"".join(self.buf); self.buf=[]
-        h=len(data)//2
-        self.f.write(data[:h]); faults.point("manifest.mid_line"); self.f.write(data[h:]); os.fsync(self.f.fileno())
-    def close(self): self.f.close()
+    """The log of one epoch. Lines are buffered until `commit`; nothing else makes them count.
+
+    Opening it creates the log, and folds the earlier ones into it if there are more than one.
+    """
+
+    def __init__(self, folder: Folder, epoch: int, lock: JobLock | None = None) -> None:
+        """lock: must be held whenever something is written; None where no other process can write.
+
+        Raises OutputError if the folder has come to this epoch already, or cannot be written.
+        """
+        self._folder = folder
+        self._lock = lock
+        self._lines: list[Fields] = []
+        name = f"{_FOLDER}/{epoch:06d}.jsonl"
+        try:
+            num_commits = self._create(epoch, name)
+        except OSError as error:
+            raise OutputError(f"cannot create {folder.path(name)}: {reason(error)}") from error
+        self._log = CommitLog(folder, name, num_commits, fault="manifest")
+
+    def _create(self, epoch: int, name: str) -> int:
+        """Create the log, compacting earlier ones; returns the number of commits in it."""
+        earlier = [log for _, log in _logs(self._folder)]
+        state = read_state(self._folder) if len(earlier) > 1 else None
+        commits = _snapshot(state, earlier) if state else []
+        data = encode_commits(commits)
+        self._check_lock()
+        if commits:
+            faults.point("manifest.compact.before_rename")
+        if last_epoch(self._folder) >= epoch or not self._folder.create_exclusive(name, data):
+            raise OutputError(f"another process has begun epoch {epoch} of {self._folder.root}; run this again")
+        if commits:
+            faults.point("manifest.compact.before_delete")
+            for log in earlier:
+                self._folder.delete(log)
+        return len(commits)
+
+    def header(self, header: Header) -> None:
+        """Say what the job is; the last header counts."""
+        self._lines.append({"kind": "header", **dataclasses.asdict(header)})
+
+    def extent(self, extent: Extent, source_fingerprint: str) -> None:
+        """There are these rows to run; a job that was done is done no longer."""
+        self._lines.append(_extent_line(extent, source_fingerprint))
+
+    def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
+        """A shard is done: this published part holds it."""
+        self._lines.append({"kind": "part", **PartLine.of(part, replica, incarnation)._asdict()})
+
+    def event(self, name: str, /, **fields: Any) -> None:
+        """Something happened. `fields` are JSON values.
+
+        A `replica_started` has at least the fields of ProcessGroup, a `replica_ended` incarnation and device_s.
+        """
+        if wrong := (_REQUIRED.get(name, set()) - fields.keys()) | (_TAKEN & fields.keys()):
+            raise ValueError(f"event {name}: these fields are missing, or taken by the line itself: {sorted(wrong)}")
+        self._lines.append(_event_line("event", EventLine(name, _now(), fields)))
+
+    def done(self, **fields: Any) -> None:
+        """Every shard is done."""
+        self._lines.append(_event_line("done", EventLine("done", _now(), fields)))
+
+    def commit(self) -> None:
+        """Make the buffered lines count: durable when this returns, all or none of them.
+
+        Raises LockLost, or OutputError if they cannot be written; then they stay buffered for the next commit.
+        """
+        if self._lines:
+            self._check_lock()
+            self._log.commit(self._lines)
+            self._lines.clear()
+
+    def close(self) -> None:
+        """Close the log; lines that are not committed are dropped."""
+        self._log.close()
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()

@@ -175,12 +175,12 @@ def derive_max_model_len(config: Mapping[str, Any]) -> int | None:
 def _scaled(section: Mapping[str, Any], length: int) -> int:
     rope = section.get("rope_parameters") or section.get("rope_scaling") or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    kinds = {kind.get("rope_type", kind.get("type")): kind for kind in by_layer_type or [rope]}
-    if "longrope" in kinds or "su" in kinds:
+    scalings = [(scaling.get("rope_type", scaling.get("type")), scaling) for scaling in by_layer_type or [rope]]
+    if any(kind in ("longrope", "su") for kind, _ in scalings):
         return int(section.get("original_max_position_embeddings") or length)
     if "gemma3" in section.get("model_type", ""):
         return length
-    factors = [kind.get("factor") for name, kind in kinds.items() if name not in _ROPE_ALREADY_SCALED]
+    factors = [s["factor"] for kind, s in scalings if kind not in _ROPE_ALREADY_SCALED and "factor" in s]
     return int(length * (factors[-1] or 1.0)) if factors else length
 
 

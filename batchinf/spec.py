@@ -34,7 +34,7 @@ def _usable_path(path: str) -> str:
     return path
 
 
-# What vLLM and Arrow hold in 32 bits is bounded here, so that nothing overflows on a device.
+# What vLLM and Arrow hold in 32 bits, and seconds that a clock can wait, are bounded here, so that nothing overflows.
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -236,9 +236,9 @@ class ScriptedSpec(Section):
 
     max_num_seqs: Annotated[Positive, RUNTIME] = 256
     """Requests in one step."""
-    step_s: Annotated[float, Field(ge=0), RUNTIME] = 0.0
+    step_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 0.0
     """Least time of one step."""
-    start_s: Annotated[float, Field(ge=0), RUNTIME] = 0.0
+    start_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 0.0
     """Time that the engine takes to start."""
     max_model_len: Annotated[Positive, IDENTITY] = 2048
     """Longest prompt and output together, in tokens."""
@@ -258,11 +258,11 @@ class JobSpec(Section):
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
     """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
     output: OutputSpec
-    checkpoint_interval_s: Annotated[float, Field(gt=0), RUNTIME] = 10.0
+    checkpoint_interval_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 10.0
     """A crash costs at most this many seconds of finished requests."""
-    drain_timeout_s: Annotated[float, Field(ge=0), RUNTIME] = 20.0
+    drain_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 20.0
     """When stopped on request, how long running requests may take to finish."""
-    stall_timeout_s: Annotated[float, Field(gt=0), RUNTIME] = 900.0
+    stall_timeout_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 900.0
     """A replica whose engine makes no step for so long is ended and started again."""
     max_restarts: Annotated[Whole, RUNTIME] = 3
     """Restarts of one replica without a finished request between them before it is given up."""
@@ -387,10 +387,12 @@ def _in_words(schema: dict[str, Any]) -> str:
     # Null is left out: it says the same as leaving out the field.
     if "anyOf" in schema:
         return ", or ".join(_in_words(choice) for choice in schema["anyOf"] if choice != {"type": "null"})
+    if "const" in schema:
+        return str(schema["const"])
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     if "items" in schema:
         noun, comma, limits = _in_words(schema["items"]).removeprefix("a ").partition(",")
         return f"a list of {noun}s{comma}{limits}"
     limits = " and ".join(f"{word} {schema[key]}" for key, word in _LIMITS.items() if key in schema)
-    return schema.get("const") or _WORDS.get(schema.get("type", ""), "a mapping") + (limits and f", {limits}")
+    return _WORDS.get(schema.get("type", ""), "a mapping") + (limits and f", {limits}")

@@ -29,12 +29,13 @@ MAX_ERRORS = 10
 
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "(?:0|[1-9][0-9]{0,99})"  # any number that means something; longer ones are text
+_OCTAL_OR_HEX = "0o[0-7]{1,99}|0x[0-9a-fA-F]{1,99}"
 _FLOAT = rf"[-+]?(?:\.[0-9]+|{_DIGITS}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 # By tag: what a scalar looks like, and its value.
 _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     "null": (re.compile(r"(?:~|null|Null|NULL|)\Z"), lambda text: None),
     "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), lambda text: text.lower() == "true"),
-    "int": (re.compile(rf"(?:[-+]?{_DIGITS}|0o[0-7]{1, 99}|0x[0-9a-fA-F]{1, 99})\Z"), lambda text: int(text, 0)),
+    "int": (re.compile(rf"(?:[-+]?{_DIGITS}|{_OCTAL_OR_HEX})\Z"), lambda text: int(text, 0)),
     "float": (re.compile(rf"(?:{_FLOAT})\Z"), lambda text: float(re.sub(r"\.(?=[inIN])", "", text))),
     "merge": (re.compile(r"<<\Z"), str),
     "str": (re.compile(""), str),
@@ -90,13 +91,12 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
     known: the names that the installed vLLM has; None where there is none, and then any name passes.
     """
     problems = []
-    public = None if known is None else sorted(name for name in known if not name.startswith("_"))
     for argument in file.spec.engine:
         if argument in ENGINE_ARGUMENTS_ELSEWHERE:
             problems.append(file.line(f"engine.{argument}", f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"))
-        elif public is not None and argument not in public:
+        elif known is not None and (argument not in known or argument.startswith("_")):
             fields = {name: field for name, field in _elsewhere().items() if not field.startswith("engine")}
-            hint = _did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
+            hint = _did_you_mean(argument, known, fields) or "; its EngineArgs have the names"
             problems.append(file.line(f"engine.{argument}", f"no engine argument of the installed vLLM{hint}"))
     if problems:
         raise _joined(problems)
@@ -108,7 +108,7 @@ def dump_spec(spec: JobSpec) -> str:
     for section, name in PATH_FIELDS:
         if data[section][name] is not None:
             data[section][name] = data[section][name].replace("$", "$$")
-    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31))
 
 
 def json_schema() -> dict[str, Any]:
@@ -150,6 +150,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        # Line breaks of YAML 1.1 other than \n come back as \n unless they are escaped.
+        style = '"' if re.search("[\x85\u2028\u2029\ufeff]", text) else "|" if "\n" in text else None
+        return self.represent_scalar(f"{_TAG}str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 class _Reader:
     """Turns YAML into plain values and notes where each field stands."""
@@ -187,7 +195,8 @@ class _Reader:
         self._spend(node, depth, 1 + len(field) + len(node.value))
         tag = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.MappingNode) and tag == "map":
-            return self._mapping(node, field, depth)
+            prefix = f"{field}." if field else ""
+            return {key: self._named(f"{prefix}{key}", *pair, depth) for key, pair in self._pairs(node, depth).items()}
         if isinstance(node, yaml.SequenceNode) and tag == "seq":
             return [self._named(f"{field}[{i}]", item, item, depth) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode) or tag not in _SCALARS or not _SCALARS[tag][0].match(node.value):
@@ -199,10 +208,6 @@ class _Reader:
     def _named(self, field: str, name: yaml.Node, node: yaml.Node, depth: int) -> Any:
         self.places[field] = self._place(name.start_mark)
         return self._value(node, field, depth + 1)
-
-    def _mapping(self, node: yaml.MappingNode, field: str, depth: int) -> dict[str, Any]:
-        prefix = f"{field}." if field else ""
-        return {key: self._named(f"{prefix}{key}", *pair, depth) for key, pair in self._pairs(node, depth).items()}
 
     def _pairs(self, node: yaml.Node, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
         # Own keys win over merged ones (`<<: *base`), and earlier bases over later ones.
@@ -237,8 +242,7 @@ def _read_text(name: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = error.object[: error.start].split(b"\n")
-        where = f"{name}:{len(before)}:{len(before[-1]) + 1}"
-        raise SpecError(f"{where}: not UTF-8; save the file as UTF-8") from None
+        raise SpecError(f"{name}:{len(before)}:{len(before[-1]) + 1}: not UTF-8; save the file as UTF-8") from None
 
 
 def _write_out_model(data: dict[str, Any], places: dict[str, str]) -> None:
@@ -300,7 +304,7 @@ def _line(places: Mapping[str, str], field: str, message: str) -> str:
     written = field
     while written not in places:
         written = re.sub(r"(?:^|\.|\[)[^.\[]*\Z", "", written)
-    return f"{places[written]}: {_clip(field, 200)}: {message}"
+    return ": ".join(filter(None, [places[written], _clip(field, 200), message]))
 
 
 def _joined(lines: Sequence[str]) -> SpecError:
@@ -333,8 +337,8 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
         *section, name = (str(part) for part in details["loc"])
         own = _children(".".join(section))
         return f"unknown field{_did_you_mean(name, own, _elsewhere()) or '.'} Allowed: {', '.join(own)}"
-    if details["type"] == "wrong":
-        return str(details["ctx"]["reason"])
+    if details["type"] in ("wrong", "value_error"):
+        return str(details["ctx"].get("reason") or details["ctx"]["error"])
     doc = field_docs()[field]
     if details["type"] == "missing":
         return f"missing; must be {doc.allowed}. {doc.meaning}"
@@ -358,9 +362,7 @@ def _hint(value: Any, types: set[str]) -> str:
 
 
 def _children(section: str) -> list[str]:
-    prefix = f"{section}." if section else ""
-    names = (name.removeprefix(prefix) for name in field_docs() if name.startswith(prefix))
-    return [name for name in names if "." not in name]
+    return [name for above, _, name in (field.rpartition(".") for field in field_docs()) if above == section]
 
 
 @functools.cache
@@ -383,14 +385,11 @@ def _did_you_mean(name: str, own: Iterable[str], elsewhere: Mapping[str, str]) -
 
 
 def _got(value: Any) -> str:
-    match value:
-        case None:
-            return "nothing (null)"
-        case str():
-            return f"'{_clip(value)}'" if value else "empty text"
-        case bool() | int() | float():
-            return _clip(json.dumps(value))
-    return "a list" if isinstance(value, list) else "a mapping"
+    if isinstance(value, str):
+        return f"'{_clip(value)}'" if value else "empty text"
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "a mapping"
+    return "nothing (null)" if value is None else _clip(json.dumps(value))
 
 
 def _clip(text: str, length: int = 60) -> str:

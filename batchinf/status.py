@@ -111,6 +111,8 @@ def count(number: float) -> str:
 
 def describe(status: JobStatus) -> str:
     """One line: rows, rates, time left, errors, replicas."""
+    if status.state == "done":
+        return f"{status.num_rows_done:,} rows, {status.num_errors:,} errors"
     up = sum(replica.state == "running" for replica in status.replicas)
     parts = [
         f"{status.num_rows_done:,}/{status.num_rows:,} rows",

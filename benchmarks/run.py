@@ -9,6 +9,7 @@ last part committed. Writes results.json and prints a table.
 
 import argparse
 import dataclasses
+import datetime
 import json
 import pathlib
 import shutil
@@ -120,8 +121,8 @@ def from_manifest(out: pathlib.Path) -> dict[str, Any]:
     events = [line for line in lines if line["kind"] == "event"]
     parts = [line for line in lines if line["kind"] == "part"]
     ready = [event for event in events if event["name"] == "ready"]
-    first = min(event["time"] for event in events if event["name"] == "first_request")
-    seconds = max(part["time"] for part in parts) - first
+    at = {event["name"]: datetime.datetime.fromisoformat(event["at"]) for event in events}
+    seconds = (at["all_committed"] - at["first_request"]).total_seconds()
     num_output, num_prompt = (sum(part[name] for part in parts) for name in ("num_output_tokens", "num_prompt_tokens"))
     return {
         "start_s": [event["start_s"] for event in ready],

@@ -4,10 +4,12 @@ import contextlib
 import os
 import pathlib
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ class LocalReplica:
     channel: Channel
     log: pathlib.Path
     log_start: int
+    sockets: pathlib.Path
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -55,6 +58,7 @@ class LocalReplica:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         self.channel.close()
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
 
 class LocalBackend:
@@ -69,6 +73,8 @@ class LocalBackend:
         # The package may be run from a source tree that is not installed: a replica must find the same one.
         root = str(pathlib.Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        # vLLM leaves socket files behind; their paths have a limit of 107 bytes.
+        sockets = pathlib.Path(tempfile.mkdtemp(prefix="batchinf-"))
         with theirs, log.open("ab") as output:
             log_start = output.tell()
             process = subprocess.Popen(
@@ -76,13 +82,19 @@ class LocalBackend:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "PYTHONUNBUFFERED": "1",
+                    "VLLM_RPC_BASE_PATH": str(sockets),
+                    **environment,
+                },
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         channel = Channel(ours, launch.incarnation)
         channel.send(launch)
-        replica = LocalReplica(launch, process, channel, log, log_start)
+        replica = LocalReplica(launch, process, channel, log, log_start, sockets)
         self._selector.register(channel, selectors.EVENT_READ, replica)
         return replica
 
@@ -121,8 +133,6 @@ def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: in
         "VLLM_NO_USAGE_STATS": "1",
         # vLLM 0.26 picks ports at random and two replicas can race for one: each gets a range of its own.
         "VLLM_PORT": str(_FIRST_PORT + os.getpid() % 500 * _PORTS_A_REPLICA + replica * _PORTS_A_REPLICA),
-        # Socket files are left behind in it, and their paths have a limit of 107 bytes.
-        "VLLM_RPC_BASE_PATH": "/tmp",
     }
     if not slot_devices:
         wanted |= {

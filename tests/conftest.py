@@ -1,0 +1,45 @@
+"""The one real engine that the tests share: the sample model on the CPU, in this process."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from batchinf.vllm_engine import VllmEngine
+
+MODEL = Path(__file__).parent.parent / "sample_data" / "tiny-llama"
+
+# Read when vLLM and PyTorch are imported; processes that tests start inherit them.
+for name, value in {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine() -> Iterator["VllmEngine"]:
+    """Started once, after some 10 s of imports. Its job asks for the top 50, more than vLLM allows by default."""
+    pytest.importorskip("vllm")
+    from batchinf.spec import JobSpec, SamplingSpec
+    from batchinf.vllm_engine import VllmEngine
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    spec = JobSpec(
+        model={"name": str(MODEL)},
+        input={"path": "prompts.jsonl"},
+        output={"path": "out"},
+        sampling=SamplingSpec(logprobs=50),
+        engine={"max_model_len": 512},
+    )
+    engine = VllmEngine(spec, str(MODEL), str(MODEL))
+    yield engine
+    engine.close()

@@ -1,0 +1,504 @@
+"""The adapter on real vLLM: held against `LLM.generate`, against transformers, and against an engine that is killed."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MODEL
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from batchinf.detokenizer import Detokenizer
+from batchinf.errors import BatchinfError, EngineDeadError, RequestRefused, RowError, SpecError
+from batchinf.records import Completion, Request
+from batchinf.spec import JobSpec, SamplingSpec
+
+vllm = pytest.importorskip("vllm")
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.v1.engine import FinishReason, output_processor  # noqa: E402
+from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors  # noqa: E402
+
+from batchinf import vllm_engine as adapter  # noqa: E402
+from batchinf.vllm_engine import VllmEngine  # noqa: E402
+
+NUM_PROMPTS = 40
+MAX_TOKENS = 24
+MAX_MODEL_LEN = 512
+GREEDY = SamplingSpec(temperature=0, logprobs=5, prompt_logprobs=3)
+SAMPLED = SamplingSpec(temperature=0.9, top_p=0.95, top_k=50)
+STOPS = ("e", ".", "\n")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What vLLM's own front end makes of the sample prompts."""
+
+    prompts: list[list[int]]
+    greedy: list[Any]
+    stopped: list[Any]
+    stopped_with_text: list[Any]
+    sampled: list[Any]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Reference]:
+    """`LLM.generate` in this process, with vLLM's own defaults for all that the adapter chooses."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    lines = (MODEL.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    spread = [json.loads(line)["prompt"] for line in lines[:: len(lines) // NUM_PROMPTS]][:NUM_PROMPTS]
+    prompts = [tokenizer(prompt).input_ids for prompt in spread]
+    llm = LLM(str(MODEL), dtype="float32", enforce_eager=True, max_model_len=MAX_MODEL_LEN)
+
+    def generate(**params: Any) -> list[Any]:
+        each = [SamplingParams(max_tokens=MAX_TOKENS, seed=seed, **params) for seed in range(len(prompts))]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return list(llm.generate(inputs, each, use_tqdm=False))
+
+    yield Reference(
+        prompts,
+        greedy=generate(temperature=0, logprobs=5, prompt_logprobs=3),
+        stopped=generate(temperature=0, stop=list(STOPS), min_tokens=3),
+        stopped_with_text=generate(temperature=0, stop=list(STOPS), include_stop_str_in_output=True),
+        sampled=generate(temperature=0.9, top_p=0.95, top_k=50),
+    )
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def engine(vllm_engine: VllmEngine) -> Iterator[VllmEngine]:
+    """The shared engine; whatever a test does, it is alive and empty afterwards."""
+    yield vllm_engine
+    assert vllm_engine.num_unfinished() == 0
+    assert len(run(vllm_engine, requests([[5, 6, 7]], SamplingSpec(temperature=0)))) == 1
+
+
+def requests(prompts: Sequence[list[int]], sampling: SamplingSpec, max_tokens: int = MAX_TOKENS) -> list[Request]:
+    """One request for each prompt, seeded with its position where it samples."""
+    is_greedy = sampling.temperature == 0
+    return [
+        Request(row, 0, prompt, sampling, max_tokens, None if is_greedy else row) for row, prompt in enumerate(prompts)
+    ]
+
+
+def run(engine: VllmEngine, given: Sequence[Request]) -> list[Completion]:
+    """Completions in the order of their requests."""
+    for request in given:
+        engine.add(request)
+    assert engine.num_unfinished() == len(given)
+    completions = {}
+    while engine.num_unfinished():
+        completions.update({completion.request.key: completion for completion in engine.step()})
+    assert engine.step() == []
+    return [completions[request.key] for request in given]
+
+
+def assert_same(one: Completion, other: Completion) -> None:
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+    for a, b in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+        if a is None or b is None:
+            assert a is b
+            continue
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.ranks.tolist() == b.ranks.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+def assert_same_outputs(completions: Sequence[Completion], references: Sequence[Any], texts: Sequence[str]) -> None:
+    assert len(completions) == len(references) == NUM_PROMPTS
+    for completion, expected, text in zip(completions, references, texts, strict=True):
+        answer = expected.outputs[0]
+        assert completion.token_ids.tolist() == list(answer.token_ids)
+        assert completion.token_ids.dtype == np.int32
+        assert (completion.finish_reason, completion.stop_reason) == (answer.finish_reason, answer.stop_reason)
+        assert text == answer.text
+
+
+def assert_same_logprobs(rows: Any, expected: list[dict[int, Any]], own: list[int], k: int) -> None:
+    """Arrays against vLLM's dictionaries, which hold a token among the likeliest only once."""
+    n = len(own)
+    assert (rows.token_ids.dtype, rows.logprobs.dtype, rows.ranks.dtype) == (np.int32, np.float32, np.int32)
+    assert rows.token_ids.shape == rows.logprobs.shape == (n, k + 1)
+    assert rows.ranks.shape == (n,)
+    assert all(array.flags.c_contiguous for array in (rows.token_ids, rows.logprobs, rows.ranks))
+    assert rows.token_ids[:, 0].tolist() == own
+    for token_ids, logprobs, rank, position in zip(rows.token_ids, rows.logprobs, rows.ranks, expected, strict=True):
+        assert set(token_ids.tolist()) == set(position)
+        assert rank == position[int(token_ids[0])].rank
+        assert (np.diff(logprobs[1:]) <= 0).all()
+        for token_id, logprob in zip(token_ids.tolist(), logprobs.tolist(), strict=True):
+            assert logprob == pytest.approx(position[token_id].logprob, abs=1e-4)
+
+
+def test_greedy_equals_llm_generate(engine: VllmEngine, reference: Reference) -> None:
+    completions = run(engine, requests(reference.prompts, GREEDY))
+    texts = Detokenizer(AutoTokenizer.from_pretrained(MODEL)).decode(completions, GREEDY)
+    assert_same_outputs(completions, reference.greedy, texts)
+    assert {completion.finish_reason for completion in completions} >= {"length"}
+    for completion, expected in zip(completions, reference.greedy, strict=True):
+        answer = expected.outputs[0]
+        assert completion.text is None
+        assert completion.cumulative_logprob == pytest.approx(answer.cumulative_logprob, abs=1e-4)
+        assert_same_logprobs(completion.logprobs, answer.logprobs, list(answer.token_ids), k=5)
+        own = completion.request.prompt_token_ids[1:]
+        assert_same_logprobs(completion.prompt_logprobs, expected.prompt_logprobs[1:], own, k=3)
+
+
+def test_logprobs_equal_transformers(engine: VllmEngine, reference: Reference) -> None:
+    import torch
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for completion in run(engine, requests(reference.prompts[:8], GREEDY)):
+        prompt = completion.request.prompt_token_ids
+        token_ids = torch.tensor([prompt + completion.token_ids.tolist()])
+        with torch.no_grad():
+            scores = model(token_ids).logits[0].log_softmax(-1).numpy()
+        assert completion.logprobs is not None
+        assert completion.prompt_logprobs is not None
+        prompt_rows = np.take_along_axis(scores[: len(prompt) - 1], completion.prompt_logprobs.token_ids, axis=1)
+        np.testing.assert_allclose(completion.prompt_logprobs.logprobs, prompt_rows, atol=1e-3)
+        rows = np.take_along_axis(scores[len(prompt) - 1 : -1], completion.logprobs.token_ids, axis=1)
+        np.testing.assert_allclose(completion.logprobs.logprobs, rows, atol=1e-3)
+        assert completion.cumulative_logprob == pytest.approx(rows[:, 0].sum(), abs=1e-2)
+
+
+def test_stop_strings_equal_llm_generate(engine: VllmEngine, reference: Reference) -> None:
+    sampling = SamplingSpec(temperature=0, stop=STOPS, min_tokens=3)
+    completions = run(engine, requests(reference.prompts, sampling))
+    assert_same_outputs(completions, reference.stopped, [completion.text or "" for completion in completions])
+    assert {completion.stop_reason for completion in completions} & set(STOPS)
+
+    sampling = SamplingSpec(temperature=0, stop=STOPS, include_stop_str_in_output=True)
+    completions = run(engine, requests(reference.prompts, sampling))
+    assert_same_outputs(completions, reference.stopped_with_text, [completion.text or "" for completion in completions])
+
+
+def test_stop_token_is_kept_and_makes_no_text(engine: VllmEngine, reference: Reference) -> None:
+    greedy = run(engine, requests(reference.prompts[:1], GREEDY))[0]
+    stop = int(greedy.token_ids[5])
+    length = greedy.token_ids.tolist().index(stop) + 1
+    sampling = SamplingSpec(temperature=0, stop_token_ids=(stop,), logprobs=0)
+    completion = run(engine, requests(reference.prompts[:1], sampling))[0]
+    assert completion.token_ids.tolist() == greedy.token_ids[:length].tolist()
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.logprobs is not None
+    assert completion.logprobs.token_ids.shape == (length, 1)
+
+
+def test_seeded_samples_equal_llm_generate_in_any_batch(engine: VllmEngine, reference: Reference) -> None:
+    given = requests(reference.prompts, SAMPLED)
+    together = run(engine, given)
+    texts = Detokenizer(AutoTokenizer.from_pretrained(MODEL)).decode(together, SAMPLED)
+    assert_same_outputs(together, reference.sampled, texts)
+    for one, other in zip(together, reversed(run(engine, given[::-1])), strict=True):
+        assert_same(one, other)
+    for one, request in list(zip(together, given, strict=True))[:6]:
+        assert_same(one, run(engine, [request])[0])
+
+
+def test_samples_of_a_row_differ_by_their_seeds(engine: VllmEngine, reference: Reference) -> None:
+    given = [Request(0, index, reference.prompts[0], SAMPLED, MAX_TOKENS, 1000 + index) for index in range(8)]
+    outputs = [tuple(completion.token_ids.tolist()) for completion in run(engine, given)]
+    assert len(set(outputs)) > 4
+    assert outputs == [tuple(completion.token_ids.tolist()) for completion in run(engine, given)]
+
+
+def test_requests_of_any_shape_share_a_batch(engine: VllmEngine, reference: Reference) -> None:
+    shapes = [
+        SamplingSpec(temperature=0, logprobs=k, prompt_logprobs=prompt_k)
+        for k, prompt_k in ((None, None), (0, None), (50, None), (None, 0), (5, 50), (20, 3))
+    ]
+    given = [Request(row, 0, reference.prompts[row], sampling, 8 + row, None) for row, sampling in enumerate(shapes)]
+    together = run(engine, given)
+    for request, completion in zip(given, together, strict=True):
+        assert len(completion.token_ids) <= request.max_tokens
+        assert_same(completion, run(engine, [request])[0])
+    assert together[2].logprobs is not None
+    assert together[2].logprobs.token_ids.shape[1] == 51
+
+
+def test_prompt_of_one_token_has_no_prompt_logprobs(engine: VllmEngine) -> None:
+    completion = run(engine, requests([[5]], GREEDY))[0]
+    assert completion.prompt_logprobs is not None
+    assert completion.prompt_logprobs.token_ids.shape == (0, 4)
+    assert completion.prompt_logprobs.ranks.shape == (0,)
+
+
+def test_flat_logprobs_are_the_same(engine: VllmEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = requests(reference.prompts[:6], GREEDY)
+    arrays = run(engine, given)
+    monkeypatch.setattr(output_processor, "LogprobsProcessor", LogprobsProcessor)
+    for one, other in zip(arrays, run(engine, given), strict=True):
+        assert_same(one, other)
+        assert one.cumulative_logprob == other.cumulative_logprob
+
+
+def test_vllm_has_the_seam_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert adapter.install_arrays()
+    monkeypatch.delattr(output_processor, "LogprobsProcessor")
+    assert not adapter.install_arrays()
+
+
+def processors(k: int) -> tuple[Any, Any]:
+    """Ours and vLLM's own for the same request."""
+    params = SamplingParams(logprobs=k, prompt_logprobs=k, flat_logprobs=True, detokenize=False)
+    request = types.SimpleNamespace(sampling_params=params)
+    ours = adapter.ArrayLogprobsProcessor.from_new_request(None, request)
+    return ours, LogprobsProcessor.from_new_request(None, request)
+
+
+@pytest.mark.parametrize(("k", "wider"), [(0, 0), (5, 0), (5, 3), (200, 0)])
+def test_several_positions_and_chunks_at_a_time(k: int, wider: int) -> None:
+    """As speculative decoding and prompts in chunks have them; neighbours in a batch may want a larger k."""
+    import torch
+
+    random = np.random.default_rng(k)
+    ours, vllms = processors(k)
+    for num_positions, num_scored in ((0, 7), (0, 3), (1, 0), (4, 0), (1, 0)):
+        shape = (num_positions, k + 1 + wider)
+        lists = LogprobsLists(
+            random.integers(0, 1000, shape, np.int32),
+            -random.random(shape, np.float32),
+            random.integers(1, 9, num_positions),
+        )
+        shape = (num_scored, k + 1)
+        tensors = LogprobsTensors(
+            torch.from_numpy(random.integers(0, 1000, shape, np.int32)),
+            torch.from_numpy(-random.random(shape, np.float32)),
+            torch.from_numpy(random.integers(1, 9, num_scored)),
+        )
+        output = types.SimpleNamespace(
+            new_logprobs=lists if num_positions else None,
+            new_prompt_logprobs_tensors=tensors if num_scored else None,
+            prompt_token_id_logprobs=None,
+        )
+        ours.update_from_output(output)
+        vllms.update_from_output(output)
+        for array in (*lists[:3], *tensors[:3]):
+            array[...] = 0  # what is kept must be a copy
+    for kept, flat, num_tokens in (
+        (ours.logprobs, vllms.logprobs, 6),
+        (ours.prompt_logprobs, vllms.prompt_logprobs, 10),
+    ):
+        arrays, expected = (adapter._token_logprobs(rows, k, num_tokens) for rows in (kept, flat))
+        assert arrays is not None
+        assert expected is not None
+        for name in ("token_ids", "logprobs", "ranks"):
+            one, other = getattr(arrays, name), getattr(expected, name)
+            assert one.dtype == other.dtype
+            assert one.flags.c_contiguous
+            np.testing.assert_array_equal(one, other)
+    total = np.cumsum(adapter._token_logprobs(ours.logprobs, k, 6).logprobs[:, 0], dtype=float)[-1]  # type: ignore[union-attr]
+    assert total == vllms.cumulative_logprob
+    with pytest.raises(BatchinfError, match="6 rows of logprobs for 5 tokens"):
+        adapter._token_logprobs(ours.logprobs, k, 5)
+
+
+def test_finish_reasons_are_those_of_vllm() -> None:
+    assert {str(reason) for reason in FinishReason} == adapter.FINISHED | adapter.CUT_SHORT
+    assert not adapter.FINISHED & adapter.CUT_SHORT
+    for reason in FinishReason:
+        output = types.SimpleNamespace(outputs=[types.SimpleNamespace(finish_reason=str(reason))])
+        assert adapter._is_whole(output) is (str(reason) in ("stop", "length", "repetition"))
+    with pytest.raises(BatchinfError, match="unknown reason, 'bored'"):
+        adapter._is_whole(types.SimpleNamespace(outputs=[types.SimpleNamespace(finish_reason="bored")]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error_type"),
+    [
+        ([], SamplingSpec(), "empty_prompt"),
+        ([5] * MAX_MODEL_LEN, SamplingSpec(), "prompt_too_long"),
+        ([5, -1], SamplingSpec(), "invalid_token_id"),
+        ([5, 1 << 40], SamplingSpec(), "invalid_token_id"),
+        ([5], SamplingSpec(logprobs=51), "invalid_sampling"),
+        ([5], SamplingSpec(prompt_logprobs=51), "invalid_sampling"),
+        ([5], SamplingSpec(min_tokens=MAX_TOKENS + 1), "invalid_sampling"),
+        ([5], SamplingSpec(stop_token_ids=(10**6,)), "invalid_sampling"),
+        ([5], SamplingSpec(repetition_penalty=float("inf")), "invalid_sampling"),
+    ],
+)
+def test_refused_requests_leave_the_engine_unharmed(
+    engine: VllmEngine, prompt: list[int], sampling: SamplingSpec, error_type: str
+) -> None:
+    engine.add(Request(1, 0, [5, 6, 7], SamplingSpec(temperature=0), 4, None))
+    with pytest.raises(RequestRefused) as caught:
+        engine.add(Request(0, 0, prompt, sampling, MAX_TOKENS, 0))
+    assert caught.value.error.error_type == error_type
+    assert caught.value.error.error_message
+    assert engine.num_unfinished() == 1
+    while engine.num_unfinished():
+        engine.step()
+
+
+def test_request_refused_halfway_in_leaves_the_engine_unharmed(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(request: object) -> None:
+        raise ValueError("the core will not have it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._engine.engine_core, "add_request", refuse)
+        with pytest.raises(RequestRefused) as caught:
+            engine.add(Request(0, 0, [5], SamplingSpec(), 4, 0))
+    assert caught.value.error == RowError("refused", "the core will not have it")
+    assert engine.step() == []
+
+
+def test_prompt_of_the_greatest_length_runs(engine: VllmEngine) -> None:
+    completion = run(engine, requests([[5] * (MAX_MODEL_LEN - 1)], SamplingSpec(temperature=0)))[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+
+
+def test_warm_up_leaves_nothing_behind(engine: VllmEngine) -> None:
+    sampling = SamplingSpec(temperature=0.7, logprobs=50, prompt_logprobs=2, min_tokens=10, stop="x")
+    engine.warm_up(Request(-1, 0, [1] * 8, sampling, 12, seed=0))
+    assert engine.num_unfinished() == 0
+    assert engine.step() == []
+    with pytest.raises(RequestRefused):
+        engine.warm_up(Request(-1, 0, [1] * 8, SamplingSpec(logprobs=51), 12, seed=0))
+
+
+def test_stats_follow_the_engine(engine: VllmEngine, reference: Reference) -> None:
+    before = engine.stats()
+    longest = max(reference.prompts, key=len)
+    assert len(longest) > 128  # a block of the KV cache on a CPU
+    for request in requests([longest] * 4, SamplingSpec(temperature=0)):
+        engine.add(request)
+    engine.step()
+    during = engine.stats()
+    assert during.num_running == 4
+    assert 0 < during.kv_cache_usage < 1
+    while engine.num_unfinished():
+        engine.step()
+    after = engine.stats()
+    assert (after.num_running, after.num_waiting) == (0, 0)
+    assert after.prefix_cache_queries - before.prefix_cache_queries == 4 * len(longest)
+    assert after.prefix_cache_hits > before.prefix_cache_hits
+
+
+def test_info_says_what_ran(engine: VllmEngine) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    info = engine.info
+    assert (info.max_model_len, info.vocab_size, info.device) == (MAX_MODEL_LEN, config["vocab_size"], "cpu")
+    assert info.max_num_seqs > 0
+    assert {"batchinf", "vllm", "torch", "transformers", "python"} <= info.versions.keys()
+    assert info.settings["dtype"] == "float32"
+    assert info.settings["kv_cache_size_tokens"] > MAX_MODEL_LEN
+    assert info.settings["engine_arguments"]["max_logprobs"] == 50
+    json.dumps(info.settings)
+
+
+def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "xyzzy")
+    monkeypatch.setenv("VLLM_PORT", "4321")
+    found = adapter._environment()
+    assert (found["VLLM_API_KEY"], found["VLLM_PORT"]) == ("(not recorded)", "4321")
+
+
+def job(engine_arguments: dict[str, Any], **sampling: Any) -> JobSpec:
+    return JobSpec(
+        model={"name": str(MODEL)},
+        input={"path": "prompts.jsonl"},
+        output={"path": "out"},
+        sampling=SamplingSpec(**sampling),
+        engine=engine_arguments,
+    )
+
+
+def test_engine_arguments_come_from_the_spec() -> None:
+    def arguments(spec: JobSpec) -> dict[str, Any]:
+        return adapter.engine_arguments(spec, "m", "t", None)
+
+    defaults = arguments(job({}))
+    assert (defaults["model"], defaults["tokenizer"], defaults["seed"]) == ("m", "t", 0)
+    assert (defaults["dtype"], defaults["enforce_eager"]) == ("float32", True)
+    assert not {"revision", "max_logprobs", "enable_prefix_caching"} & defaults.keys()
+    assert arguments(job({}, logprobs=21))["max_logprobs"] == 21
+    assert arguments(job({"max_logprobs": -1}, logprobs=21))["max_logprobs"] == -1
+    assert arguments(job({"max_logprobs": 5}, prompt_logprobs=7))["max_logprobs"] == 7
+    assert arguments(job({"seed": 3, "enforce_eager": False}))["enforce_eager"] is False
+    assert "enable_chunked_prefill" not in arguments(job({"max_num_batched_tokens": 64}))
+    with pytest.raises(SpecError, match="no argument max_model_length"):
+        arguments(job({"max_model_length": 5}))
+
+
+def test_exception_in_a_step_is_the_end_of_the_engine(vllm_engine: VllmEngine) -> None:
+    """A seeded request whose prompt comes in chunks kills vLLM's engine on a CPU: free, and real."""
+    engine = VllmEngine(
+        job({"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}), str(MODEL), str(MODEL)
+    )
+    with pytest.raises(EngineDeadError, match="in a step") as caught:
+        run(engine, requests([[5] * 200], SAMPLED))
+    assert caught.value.__cause__ is not None
+    for call in (engine.step, lambda: engine.add(Request(1, 0, [5], SAMPLED, 8, seed=1))):
+        with pytest.raises(EngineDeadError):
+            call()
+    assert engine.num_unfinished() == 1
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.step()
+
+
+KILL = """
+import json, os, signal, sys, time
+from batchinf.errors import EngineDeadError
+from batchinf.records import Request
+from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.vllm_engine import VllmEngine
+
+if __name__ == "__main__":
+    model, name = sys.argv[1:]
+    sampling = SamplingSpec(temperature=0, ignore_eos=True, logprobs=2)
+    spec = JobSpec(model=model, input={"path": "x"}, output={"path": "y"}, engine={"max_model_len": 512})
+    engine = VllmEngine(spec, model, model)
+    engine.warm_up(Request(-1, 0, [1] * 8, sampling, 4, None))
+    for row in range(12):
+        engine.add(Request(row, 0, [5, 6, 7 + row], sampling, 4 if row < 4 else 480, None))
+    completions = []
+    while not completions:
+        completions += engine.step()
+    core = engine._engine.engine_core.resources.engine_manager.processes[0]
+    os.kill(core.pid, getattr(signal, name))
+    started = time.monotonic()
+    try:
+        while time.monotonic() < started + 60:
+            completions += engine.step()
+        error = None
+    except EngineDeadError as caught:
+        error = str(caught)
+    seconds = time.monotonic() - started
+    engine.close()
+    print(json.dumps({
+        "error": error,
+        "seconds": seconds,
+        "completed": sorted([c.request.row_index, len(c.token_ids), c.finish_reason] for c in completions),
+        "num_unfinished": engine.num_unfinished(),
+    }))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_killed_engine_core_is_an_engine_dead_error(name: str) -> None:
+    with tempfile.TemporaryDirectory() as rpc:  # short: the names of sockets have at most 107 characters
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_RPC_BASE_PATH": rpc}
+        command = [sys.executable, "-c", KILL, str(MODEL), name]
+        ended = subprocess.run(
+            command, env=environment, cwd=MODEL.parent.parent, capture_output=True, text=True, timeout=150, check=False
+        )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    said = json.loads(ended.stdout.splitlines()[-1])
+    assert said["error"]
+    assert said["seconds"] < 3
+    assert said["completed"] == [[row, 4, "length"] for row in range(4)]
+    assert said["num_unfinished"] == 8
