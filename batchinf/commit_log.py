@@ -117,7 +117,7 @@ class CommitLog:
         self._mend()
         faults.point(f"{self._fault}.before_write")
         self._is_torn = True
-        # Two writes, for the fault between them: 3 µs beside an fsync of a hundred or more.
+        # Two writes, for the fault between them: 5 µs more, beside an fsync of hundreds.
         half = len(data) // 2
         self._write(data[:half])
         faults.point(f"{self._fault}.mid_line")

@@ -1,6 +1,7 @@
 """One life of a coordinator, from the lock to the last line: open, recover, run what is left, finish."""
 
 import os
+import pathlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from batchinf.progress import ProgressDisplay
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, recover
 from batchinf.shards import Extent, Pending, total_shards
+from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration
 from batchinf.storage import Folder
@@ -117,6 +119,7 @@ def _run_rest(
     epoch: int,
     display: ProgressDisplay,
 ) -> None:
+    warm = compile_marker(job)
     fleet = Fleet(
         slots,
         job.spec.sampling.n,
@@ -125,12 +128,31 @@ def _run_rest(
         job.folder.path("logs"),
         job.spec.max_restarts,
         job.spec.stall_timeout_s,
+        is_cache_warm=not slots[0].devices or warm.exists(),
     )
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
     num_rows = job.source.num_rows * job.spec.sampling.n
     pending = Pending(state.extents, state.committed)
     Coordinator(job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed).run()
+    if slots[0].devices:
+        warm.parent.mkdir(parents=True, exist_ok=True)
+        warm.touch()
+
+
+def compile_marker(job: Job) -> pathlib.Path:
+    """A file in vLLM's cache that says: engines of this model, degrees and arguments have compiled on this machine."""
+    spec = job.spec
+    shape = fingerprint(
+        {
+            "model": job.model.fingerprint,
+            "engine": spec.engine,
+            "parallel": [spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size],
+            "dtype": [spec.model.dtype, spec.model.quantization],
+        }
+    )
+    root = os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm")
+    return pathlib.Path(root, "batchinf", shape)
 
 
 def launcher(job: Job, header: Header) -> Callable[[Slot, str], Launch]:

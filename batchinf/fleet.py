@@ -121,6 +121,7 @@ class Fleet:
         logs: pathlib.Path,
         max_restarts: int,
         stall_timeout_s: float,
+        is_cache_warm: bool,
     ) -> None:
         self.members = [Member(slot, requests_per_row) for slot in slots]
         self._launch = launch
@@ -128,6 +129,7 @@ class Fleet:
         self._logs = logs
         self._max_restarts = max_restarts
         self._stall_timeout_s = stall_timeout_s
+        self._is_cache_warm = is_cache_warm
         self._backend = LocalBackend()
         self._num_incarnations = 0
         self._spent = (0, 0)
@@ -135,20 +137,17 @@ class Fleet:
     def start_due(self) -> list[Member]:
         """Start every member whose time has come; those that were started.
 
-        On devices the first goes alone until its engine is up: it fills the cache of compiled graphs, which several
-        would otherwise write at once.
+        With a cold cache of compiled graphs the first goes alone until its engine is up: it fills the cache, which
+        several would otherwise write at once.
         """
         started: list[Member] = []
         for member in self.members:
             if member.replica is None and not member.is_given_up and time.monotonic() >= member.start_at:
-                if member.slot.devices and started + [m for m in self.members if m.replica] and not self._any_was_up():
+                if not self._is_cache_warm and any(other.replica for other in self.members):
                     break
                 self._start(member)
                 started.append(member)
         return started
-
-    def _any_was_up(self) -> bool:
-        return any(member.info is not None for member in self.members)
 
     def _start(self, member: Member) -> None:
         self._num_incarnations += 1
@@ -170,6 +169,7 @@ class Fleet:
             member = by_replica.get(id(replica))
             if member is not None:
                 _update(member, event)
+                self._is_cache_warm |= member.info is not None
                 events.append((member, event))
         return events
 

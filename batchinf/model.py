@@ -108,14 +108,14 @@ def _remedy(model: Model, problems: str) -> str:
 
 
 def _locate(field: str, name: str, revision: str | None, load_format: str) -> _Place:
-    folder = pathlib.Path(name).expanduser()
+    folder = pathlib.Path(name)
     if folder.is_dir():
         if revision is not None:
             raise ModelError(f"model.revision: got '{revision}', but '{name}' is a folder here and has no revisions")
         return _Place(name, folder.absolute())
     if folder.is_file():
         raise ModelError(f"{field}: '{name}' is a file; give the folder that holds config.json and the weights")
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if name.startswith(("/", ".")) or name.count("/") > 1:
         raise ModelError(f"{field}: there is no folder '{name}'; a Hugging Face id would be 'org/name'")
     snapshot = hub.find(field, name, revision, lambda folder: not model_files.problems(folder, load_format))
     return _Place(name, snapshot.folder, snapshot.commit, snapshot.is_online)
@@ -225,17 +225,17 @@ def resolve_sampling(
 
 
 def _with(sampling: SamplingSpec, filled: Mapping[str, Any]) -> SamplingSpec:
-    if sampling.n > 1 and filled.get("temperature") == 0:
-        raise SpecError(
-            f"sampling.n: got {sampling.n}, but the model's generation_config has temperature 0, and greedy samples "
-            "are all equal; set sampling.temperature above 0, or n to 1"
-        )
     try:
         return SamplingSpec.model_validate({**sampling.model_dump(), **filled})
     except ValidationError as error:
         first = error.errors()[0]
-        field = str(first["loc"][0])
-        raise SpecError(
-            f"sampling.{field}: the model's generation_config has {first['input']!r} ({first['msg'].lower()}); "
-            f"set sampling.{field} in the spec"
-        ) from error
+    reason = first["msg"][0].lower() + first["msg"][1:]
+    if first["loc"]:
+        field = first["loc"][0]
+        reason = f"{reason}, but the model's generation_config has {first['input']!r}; set it in the spec"
+    else:
+        # One field of the spec against one that was filled in.
+        field = first.get("ctx", {}).get("field", "")
+        others = ", ".join(f"{name}={value!r}" for name, value in filled.items() if value != _SAMPLING_DEFAULTS[name])
+        reason = f"{reason} (from the model's generation_config: {others})"
+    raise SpecError(f"sampling.{field}: {reason}")

@@ -7,7 +7,6 @@ Publishing and committing parts is the coordinator's.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from batchinf.journal import HashingWriter, Journal, Segment, joined, row_bytes
+from batchinf.journal import UNSEALED, Journal, SealingWriter, Segment, is_sealed, joined, row_bytes
 from batchinf.records import Part, Shard
 from batchinf.source import Source
 from batchinf.storage import Folder
@@ -222,12 +221,12 @@ def write_part(
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
     totals = _Totals()
     with folder.writing(f"staging/{name}", fault="parts") as file:
-        sink = _SealingWriter(file)
+        sink = SealingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
             for table in _row_groups(_output(shard, source, names)):
                 totals.add(table)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
-            writer.add_key_value_metadata({**metadata, **_own_metadata(shard.shard), **totals.metadata(), **_UNSEALED})
+            writer.add_key_value_metadata({**metadata, **_own_metadata(shard.shard), **totals.metadata(), **UNSEALED})
             sink.hold()
         sink.seal()
     return totals.part(shard.index, name, sink.num_bytes, sink.hexdigest())
@@ -359,44 +358,6 @@ class _Merged:
 
 # -- a file that no manifest line names ------------------------------------------------------------------------------
 
-# A part proves that it is whole: its metadata holds the xxh3-128 of all its bytes with these zeros in its own place.
-# Page checksums alone leave Parquet's headers and footer open: a third of single flipped bits there go unseen.
-_UNSEALED = {f"{_PREFIX}seal": "0" * 32}
-_SEAL = re.compile(rb"batchinf\.seal.{1,4}?([0-9a-f]{32})", re.DOTALL)
-
-
-class _SealingWriter(HashingWriter):
-    """Holds a file's end back, to put the seal in."""
-
-    _end: bytearray | None = None
-
-    def hold(self) -> None:
-        """What is written from here on waits for `seal`."""
-        self._end = bytearray()
-
-    def write(self, data: Any) -> int:
-        """Write all of `data`."""
-        if self._end is None:
-            return super().write(data)
-        self._end += data
-        return memoryview(data).nbytes
-
-    def seal(self) -> None:
-        """Write what was held back, with the seal in the place of the zeros."""
-        assert self._end is not None
-        end, place = bytes(self._end), _seal_place(self._end)
-        whole = self._digest.copy()
-        whole.update(end)
-        self._end = None
-        self.write(end[: place.start] + whole.hexdigest().encode() + end[place.stop :])
-
-
-def _seal_place(end: bytes | bytearray) -> slice:
-    # The last one, as the file's own metadata comes after all that stems from the data.
-    *_, found = _SEAL.finditer(end)
-    return slice(*found.span(1))
-
-
 def verify_part(folder: Folder, name: str, shard: Shard, fingerprint: str, *, deep: bool) -> Part | None:
     """The record of a part that lies at `name` (`staging/...` or `parts/...`), or None if it is not whole or not ours.
 
@@ -406,22 +367,12 @@ def verify_part(folder: Folder, name: str, shard: Shard, fingerprint: str, *, de
     try:
         with pa.memory_map(str(path)) as file:
             data = memoryview(file.read_buffer())
-        if deep and not _is_sealed(data):
+        if deep and not is_sealed(data):
             return None
         totals = _stated_totals(pq.read_metadata(path), shard, fingerprint)
     except (pa.ArrowException, OSError, ValueError):
         return None
-    return totals and totals.part(shard.index, path.name, len(data), xxhash.xxh3_128_hexdigest(data))
-
-
-def _is_sealed(data: memoryview) -> bool:
-    start = max(0, len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
-    end = bytearray(data[start:])
-    place = _seal_place(end)
-    seal, end[place] = bytes(end[place]), b"0" * 32
-    digest = xxhash.xxh3_128(data[:start])
-    digest.update(end)
-    return digest.hexdigest().encode() == seal
+    return None if totals is None else totals.part(shard.index, path.name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 def _stated_totals(footer: pq.FileMetaData, shard: Shard, fingerprint: str) -> _Totals | None:

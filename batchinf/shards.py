@@ -107,7 +107,7 @@ class Pending:
         """Hand out the next shard. Raises IndexError where none is left."""
         if not self._num:
             raise IndexError("no shard is pending")
-        # The cursor never stands behind a pending shard, and argmax stops at the first True: 1 ms for 100 million.
+        # The cursor never stands behind a pending shard, and argmax stops at the first True: 5 ms over 100 million.
         self._cursor += int(self._is_pending[self._cursor :].argmax())
         self._is_pending[self._cursor] = False
         self._num -= 1

@@ -96,7 +96,8 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
             problems.append(file.line(f"engine.{argument}", f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"))
         elif known is not None and (argument not in known or argument.startswith("_")):
             fields = {name: field for name, field in _elsewhere().items() if not field.startswith("engine")}
-            hint = _did_you_mean(argument, known, fields) or "; its EngineArgs have the names"
+            public = [name for name in known if not name.startswith("_")]
+            hint = _did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
             problems.append(file.line(f"engine.{argument}", f"no engine argument of the installed vLLM{hint}"))
     if problems:
         raise _joined(problems)
@@ -348,14 +349,14 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
 
 def _hint(value: Any, types: set[str]) -> str:
     match value:
+        case "":
+            return " that is not empty"
         case str() if "tuple_type" in types:
             return f"; for a list of one write [{_clip(value)}]"
         case str() if types & {"int_type", "float_type"} and re.match(rf"(?:{_FLOAT})\Z", value):
             return "; write it without quotes"
         case float() if "int_type" in types and value.is_integer() and abs(value) < 2**31:
             return f"; write it as {value:.0f}"
-        case "":
-            return " that is not empty"
         case bool() | int() | float() if "string_type" in types:
             return "; text that looks like something else needs quotes"
     return ""
