@@ -85,8 +85,8 @@ def sequences(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> 
         if document.kind == "chat":
             chat = messages(document.text)
             texts.append(str(tokenizer.apply_chat_template(chat, tokenize=False)))
-            # Users ask with and without the marks.
-            plain = document.text if place % 2 else "\n".join(message["content"] for message in chat)
+            # People ask with and without the marks, and with no line break after the question.
+            plain = document.text if place % 2 else " ".join(message["content"] for message in chat)
             texts.append(BEGIN + plain)
         else:
             texts.append(BEGIN + document.text)
