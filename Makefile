@@ -32,8 +32,7 @@ help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 	@echo
 	@echo 'make quickstart   install, run jobs/quickstart.yaml, show its first rows'
-	@echo 'make test         install, then make check'
-	@echo 'make check        lint and the tests'
+	@echo 'make test         the checks and the tests (make check is the same)'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make format       ruff formats and mends'
 	@echo 'make install      the virtual environment alone'

@@ -1,15 +1,19 @@
-"""A queue between two threads that is bounded in bytes and in items."""
+"""A queue between two threads that is bounded in bytes and in items.
+
+Items go in many at a time: each time wakes the other thread, which costs more than most items do.
+"""
 
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 
 class ByteQueue(Generic[Item]):
-    """First in, first out. `put` waits for room, `offer` never does; a single item may exceed the bound."""
+    """First in, first out. `put_all` waits for room, `offer_all` never does; a single item may exceed the bound."""
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self._max_items = max_items
@@ -29,26 +33,33 @@ class ByteQueue(Generic[Item]):
 
     def put(self, item: Item, num_bytes: int) -> bool:
         """Append, after waiting for room. False, with the item left out, once the queue is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not self.is_full)
-            if self._is_closed:
-                return False
-            self._append(item, num_bytes)
+        return self.put_all([(item, num_bytes)])
+
+    def put_all(self, items: Iterable[tuple[Item, int]]) -> bool:
+        """Append items with their sizes, each after waiting for room. False, with the rest left out, once closed."""
+        left = deque(items)
+        while left:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or not self.is_full)
+                if self._is_closed:
+                    return False
+                while left and not self.is_full:
+                    self._append(*left.popleft())
+                self._changed.notify_all()
         return True
 
-    def offer(self, item: Item, num_bytes: int) -> None:
+    def offer_all(self, items: Iterable[tuple[Item, int]]) -> None:
         """Append at once, over the bound if need be: for a producer that must not wait and looks at `is_full`."""
         with self._changed:
-            self._append(item, num_bytes)
+            for item, num_bytes in items:
+                self._append(item, num_bytes)
+            self._changed.notify_all()
 
     def _append(self, item: Item, num_bytes: int) -> None:
         self._items.append((item, num_bytes))
         self._num_bytes += num_bytes
-        self._changed.notify_all()
 
-    def take(
-        self, max_items: int, wait_s: float = 0.0, min_items: int = 1, max_bytes: int | None = None
-    ) -> list[Item]:
+    def take(self, max_items: int, wait_s: float = 0.0, min_items: int = 1, max_bytes: int | None = None) -> list[Item]:
         """Up to `max_items` or a little more than `max_bytes`, after waiting up to `wait_s` s for `min_items`."""
         with self._changed:
             if wait_s and len(self._items) < min_items:

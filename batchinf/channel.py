@@ -72,7 +72,10 @@ class Channel:
 
         An empty list with `is_closed` set: the peer is gone. Repeated and foreign messages are left out.
         """
-        if not select.select([self._socket], [], [], wait_s)[0]:
+        # Not `select`, which takes no descriptor beyond 1023.
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        if not poller.poll(None if wait_s is None else wait_s * 1000):
             return []
         try:
             data = self._socket.recv(1 << 20)

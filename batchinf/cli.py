@@ -30,10 +30,14 @@ Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder."
 @app.command()
 def run(spec: SpecPath, set_: Overrides = None) -> None:
     """Run a job, or go on with one that was interrupted."""
-    from batchinf.epoch import run_job
-    from batchinf.progress import ProgressDisplay
+    try:
+        from batchinf.epoch import run_job
+        from batchinf.progress import ProgressDisplay
 
-    for line in run_job(_read(spec, set_), ProgressDisplay()).lines():
+        summary = run_job(_read(spec, set_), ProgressDisplay())
+    except KeyboardInterrupt:
+        raise Interrupted("stopped on SIGINT") from None
+    for line in summary.lines():
         print(line)
 
 

@@ -42,7 +42,8 @@ def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
         for number, line in enumerate(file, 1):
             fields = _decode(line)
             if fields is None:
-                if _has_later_commit(file, num_commits + 1):
+                # A line without an end is the last, even if the file has grown since.
+                if line.endswith(b"\n") and _has_later_commit(file, num_commits + 1):
                     raise damage(folder, name, f"line {number} is not as it was written")
                 return
             commit.append((number, fields))
@@ -61,7 +62,7 @@ def _has_later_commit(lines: Iterable[bytes], number: int) -> bool:
 
 def damage(folder: Folder, name: str, what: str) -> OutputError:
     """The error for a file that is not as it was written."""
-    return OutputError(f"{folder.path(name)} is damaged: {what}; `batchinf check {folder.root}` says what is whole")
+    return OutputError(f"{folder.path(name)} is damaged: {what}; put back a whole copy of it, or give the job another output.path")
 
 
 def _encode(fields: Fields) -> bytes:

@@ -7,11 +7,11 @@ published and the manifest says so.
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from batchinf import faults
-from batchinf.errors import EngineStartError, Interrupted, UserError
+from batchinf.errors import BatchinfError, EngineStartError, Interrupted
 from batchinf.fleet import Ended, Fleet, Member
 from batchinf.job import Job
 from batchinf.journal import drop
@@ -44,7 +44,9 @@ class Coordinator:
         num_rows: int,
         num_shards: int,
         committed: "Committed",
+        versions: dict[str, str],
     ) -> None:
+        """versions: what replicas of earlier epochs said of themselves; empty if there were none."""
         self._job = job
         self._manifest = manifest
         self._lock = lock
@@ -58,29 +60,45 @@ class Coordinator:
         self._rates = Rates()
         self._next_status = 0.0
         self._signals: list[int] = []
-        self._versions: dict[str, str] = {}
+        self._versions = versions
         self._has_begun = False
 
     def run(self) -> None:
         """Until every shard is committed. Raises Interrupted, EngineStartError, or what ended the last replica."""
-        with self._listening():
+        with on_stop_signals(self._signals.append):
             try:
-                while self._committed.num_shards < self._num_shards:
-                    self._turn()
-                    if self._signals:
-                        self._drain()
-                        raise Interrupted(f"stopped on {signal.Signals(self._signals[0]).name}")
-                self._end_replicas(0.0)
-            finally:
-                self._note_ended(self._fleet.kill())
-                self._commit(())
-        self._show("done", force=True)
+                self._work()
+            except BaseException as error:
+                # What fails in consequence, as on a full disk or with the lock lost, must not hide what came first.
+                with contextlib.suppress(BatchinfError, OSError):
+                    self._end_now("stopped" if isinstance(error, Interrupted) else "failed")
+                raise
+            self._end_now("done")
+
+    def _work(self) -> None:
+        while not self._is_finished and not self._signals:
+            self._turn()
+        if self._is_finished:
+            self._end_replicas(0.0)
+        else:
+            self._drain()
+        if not self._is_finished:
+            raise Interrupted(f"stopped on {signal.Signals(self._signals[0]).name}")
+
+    @property
+    def _is_finished(self) -> bool:
+        return self._committed.num_shards == self._num_shards
+
+    def _end_now(self, state: str) -> None:
+        self._note_ended(self._fleet.kill())
+        self._commit(())
+        self._show(state, force=True)
 
     def _turn(self) -> None:
         self._note_started(self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
         self._note_ended(self._fleet.reap())
-        if self._fleet.is_spent:
+        if self._fleet.is_spent and not self._is_finished:
             self._give_up()
         self._assign()
         self._show(self._state())
@@ -89,14 +107,15 @@ class Coordinator:
         return "running" if any(member.is_running for member in self._fleet.members) else "starting"
 
     def _handle(self, events: list[tuple[Member, Event]]) -> None:
-        parts: list[tuple[Member, Part]] = []
+        parts: list[tuple[int, str, Part]] = []
         for member, event in events:
             match event:
-                case ShardClosed(part) if part.shard in member.shards:
+                case ShardClosed(part) if part.shard in member.shards and member.replica is not None:
                     member.shards.pop(part.shard)
                     member.closed_rows += part.num_rows
+                    member.closed_errors += part.num_errors
                     member.begun.discard(part.shard)
-                    parts.append((member, part))
+                    parts.append((member.slot.replica, member.replica.launch.incarnation, part))
                 case Revoked(shards):
                     self._take_back(member, shards)
                 case ShardBegun(shard, num_recovered):
@@ -117,32 +136,36 @@ class Coordinator:
 
     def _take_back(self, member: Member, shards: tuple[int, ...]) -> None:
         back = [index for index in shards if member.shards.pop(index, None) is not None]
+        for index in back:
+            self._attempts[index] -= 1
         member.revoking.clear()
         self._pending.give_back(back)
 
-    def _commit(self, parts: Sequence[tuple[Member, Part]]) -> None:
+    def _commit(self, parts: Sequence[tuple[int, str, Part]]) -> None:
+        """Publish and commit parts, each with the replica and the incarnation that it is from."""
         folder = self._job.folder
         self._lock.check()
-        for member, part in parts:
+        for replica, incarnation, part in parts:
             faults.point("coordinator.before_publish")
             folder.publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}")
             faults.point("coordinator.after_publish")
-            incarnation = member.replica.launch.incarnation if member.replica is not None else ""
-            self._manifest.part(part, member.slot.replica, incarnation)
+            self._manifest.part(part, replica, incarnation)
             self._committed.add(part)
         if parts and self._committed.num_shards == self._num_shards:
             self._manifest.event("all_committed")
         self._manifest.commit()
-        for _, part in parts:
+        for _, _, part in parts:
             drop(folder, part.shard)
 
     def _assign(self) -> None:
-        loads = [_load(index, member) for index, member in enumerate(self._fleet.members) if member.is_running]
-        for index, shard in next_shards(self._pending, loads):
+        for index, shard in next_shards(self._pending, self._loads()):
             attempts = self._attempts[shard.index] = self._attempts.get(shard.index, 0) + 1
             self._fleet.assign(self._fleet.members[index], [shard], attempts)
-        for index, shards in revocations(self._pending, loads).items():
+        for index, shards in revocations(self._pending, self._loads()).items():
             self._fleet.revoke(self._fleet.members[index], shards)
+
+    def _loads(self) -> list[ReplicaLoad]:
+        return [_load(index, member) for index, member in enumerate(self._fleet.members) if member.is_running]
 
     def _note_started(self, members: list[Member]) -> None:
         for member in members:
@@ -162,9 +185,15 @@ class Coordinator:
             self._manifest.commit()
 
     def _note_ready(self, member: Member, event: Ready) -> None:
-        if self._versions and event.engine.versions != self._versions:
-            self._display.say(f"warning: replica {member.slot.replica} runs other versions: {event.engine.versions}")
-        self._versions = event.engine.versions
+        versions = event.engine.versions
+        if self._versions and versions != self._versions:
+            changes = ", ".join(
+                f"{name} {self._versions.get(name, 'absent')} -> {versions.get(name, 'absent')}"
+                for name in sorted(self._versions.keys() | versions.keys())
+                if self._versions.get(name) != versions.get(name)
+            )
+            self._display.say(f"warning: replica {member.slot.replica} runs other versions than before: {changes}")
+        self._versions = versions
         self._manifest.event(
             "ready",
             replica=member.slot.replica,
@@ -176,22 +205,30 @@ class Coordinator:
 
     def _note_ended(self, ended: list[Ended]) -> None:
         for end in ended:
+            closed = self._close_last(end)
             device_s = round(end.lifetime_s * end.member.slot.num_devices, 1)
             cause = "" if end.was_asked else end.cause
             self._manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)
-            self._pending.give_back(shard.index for shard in end.shards)
+            self._pending.give_back(shard.index for shard in end.shards if shard.index not in closed)
             if not end.was_asked:
                 self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {end.cause}")
         if ended:
             self._manifest.commit()
 
+    def _close_last(self, end: Ended) -> set[int]:
+        """Commit what an incarnation had staged and said so with its last breath; the shards."""
+        held = {shard.index for shard in end.shards}
+        parts = [event.part for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
+        if parts:
+            self._commit([(end.member.slot.replica, end.incarnation, part) for part in parts])
+        return {part.shard for part in parts}
+
     def _give_up(self) -> None:
-        causes = [member.failed for member in self._fleet.members if member.failed is not None]
-        logs = self._job.folder.path("logs")
-        if causes and causes[0].exit_code == UserError.exit_code:
-            raise EngineStartError(f"no replica is left: {causes[0].cause} (logs: {logs})")
-        words = causes[0].cause if causes else "no replica could start"
-        raise EngineStartError(f"no replica is left: {words} (logs: {logs}); mend that and run the same command again")
+        causes = list(dict.fromkeys(member.cause for member in self._fleet.members))
+        raise EngineStartError(
+            f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); "
+            "mend that and run the same command again"
+        )
 
     def _drain(self) -> None:
         drain_s = self._job.spec.drain_timeout_s
@@ -202,7 +239,7 @@ class Coordinator:
         self._end_replicas(drain_s)
 
     def _end_replicas(self, drain_s: float) -> None:
-        self._fleet.stop(Stop(drain_s))
+        self._note_ended(self._fleet.stop(Stop(drain_s)))
         deadline = time.monotonic() + drain_s + _ENDING_S
         while self._fleet.num_live and time.monotonic() < deadline and len(self._signals) < 2:
             self._handle(self._fleet.poll(_POLL_S))
@@ -231,7 +268,8 @@ class Coordinator:
             state=state,
             num_rows=self._num_rows,
             num_rows_done=num_done,
-            num_errors=self._committed.num_errors + sum(member.progress.num_errors for member in members),
+            num_errors=self._committed.num_errors
+            + sum(max(0, member.progress.num_errors - member.closed_errors) for member in members),
             num_shards=self._num_shards,
             num_shards_done=self._committed.num_shards,
             num_prompt_tokens=tokens[0],
@@ -245,17 +283,23 @@ class Coordinator:
             message="" if state != "starting" else "; ".join(f"replica {m.slot.replica} {m.state}" for m in members),
         )
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
 
-        before = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+@contextlib.contextmanager
+def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
+    """Call `note` with each signal that asks for a stop. One that was ignored before, as under nohup, stays so."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        note(number)
+
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    heeded = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in heeded:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
 
 
 class Committed:

@@ -10,13 +10,14 @@ import importlib.util
 import pathlib
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinf import __version__, faults
 from batchinf.errors import RequestRefused, RowError
-from batchinf.records import Completion, EngineInfo, EngineStats, Request, TokenLogprobs
+from batchinf.records import Completion, EngineInfo, EngineStats, FloatArray, IntArray, Request, TokenLogprobs
 from batchinf.spec import ScriptedSpec
 
 
@@ -76,6 +77,7 @@ class ScriptedEngine:
         self._running: dict[int, list[Completion]] = {}
         self._num_running = 0
         self._step = 0
+        self._draws = _Draws(vocab_size)
         self.info = EngineInfo(
             max_model_len=script.max_model_len,
             max_num_seqs=script.max_num_seqs,
@@ -110,17 +112,18 @@ class ScriptedEngine:
     def complete(self, request: Request) -> Completion:
         """What the script answers to a request."""
         prompt = np.asarray(request.prompt_token_ids, np.int32)
-        key = hashlib.blake2b(prompt.tobytes(), digest_size=8, salt=str(request.seed or 0)[-16:].encode()).digest()
-        random = np.random.Generator(np.random.SFC64(int.from_bytes(key, "little")))
+        digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=str(request.seed or 0)[-16:].encode()).digest()
+        first, second = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
         length = request.max_tokens
         if self._script.vary_lengths:
-            length = int(random.integers(max(1, request.sampling.min_tokens), length + 1))
+            least = min(max(1, request.sampling.min_tokens), length)
+            length = least + first % (length - least + 1)
         stops = length < request.max_tokens
-        token_ids = random.integers(0, self._vocab_size, length, dtype=np.int32)
+        token_ids = self._draws.token_ids(second, length)
         if stops:
             token_ids[-1] = self._eos_token_id
-        logprobs = self._logprobs(random, token_ids, request.sampling.logprobs)
-        prompt_logprobs = self._logprobs(random, prompt[1:], request.sampling.prompt_logprobs)
+        logprobs = self._draws.logprobs(second, token_ids, request.sampling.logprobs)
+        prompt_logprobs = self._draws.logprobs(second, prompt[1:], request.sampling.prompt_logprobs)
         return Completion(
             request=request,
             token_ids=token_ids,
@@ -129,16 +132,6 @@ class ScriptedEngine:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-
-    def _logprobs(self, random: np.random.Generator, token_ids: np.ndarray, k: int | None) -> TokenLogprobs | None:
-        if k is None:
-            return None
-        n = len(token_ids)
-        top = random.integers(0, self._vocab_size, (n, k + 1), dtype=np.int32)
-        top[:, 0] = token_ids
-        logprobs = np.negative(random.random((n, k + 1), dtype=np.float32))
-        np.cumsum(logprobs, axis=1, out=logprobs)
-        return TokenLogprobs(top, logprobs, random.integers(1, 50, n, dtype=np.int32))
 
     def num_unfinished(self) -> int:
         """See `Engine.num_unfinished`."""
@@ -150,3 +143,47 @@ class ScriptedEngine:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+_DRAWN_TOKENS = 1 << 16
+_DRAWN_LOGPROBS = 1 << 20
+
+
+class _Draws:
+    """Random arrays, drawn once and read in a circle from the place that a hash gives: 3 us where drawing takes 60."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        random = np.random.default_rng(0)
+        self._token_ids = random.integers(0, vocab_size, _DRAWN_TOKENS, dtype=np.int32)
+        self._ranks = random.integers(1, 50, _DRAWN_TOKENS, dtype=np.int32)
+        self._top: dict[int, tuple[IntArray, FloatArray]] = {}
+
+    def token_ids(self, key: int, num_tokens: int) -> IntArray:
+        """int32 [num_tokens]: moved round the vocabulary by the key, so that two keys hardly ever have the same."""
+        token_ids: IntArray = (_circle(self._token_ids, key, num_tokens) + key % self._vocab_size) % self._vocab_size
+        return token_ids
+
+    def logprobs(self, key: int, token_ids: IntArray, k: int | None) -> TokenLogprobs | None:
+        """These tokens and k others each; logprobs fall from rank to rank."""
+        if k is None:
+            return None
+        if k not in self._top:
+            self._top[k] = self._draw_top(k)
+        top, logprobs = (_circle(drawn, key, len(token_ids)) for drawn in self._top[k])
+        top[:, 0] = token_ids
+        return TokenLogprobs(top, logprobs, _circle(self._ranks, key, len(token_ids)))
+
+    def _draw_top(self, k: int) -> tuple[IntArray, FloatArray]:
+        random = np.random.default_rng(k)
+        shape = (max(16, _DRAWN_LOGPROBS // (k + 1)), k + 1)
+        logprobs = np.negative(random.random(shape, dtype=np.float32))
+        return random.integers(0, self._vocab_size, shape, dtype=np.int32), np.cumsum(logprobs, axis=1)
+
+
+def _circle(drawn: npt.NDArray[Any], key: int, num_items: int) -> npt.NDArray[Any]:
+    """A copy of so many items in a row, or of as many as often as it takes."""
+    start = (key >> 24) % len(drawn)
+    if start + num_items <= len(drawn):
+        return drawn[start : start + num_items].copy()
+    return drawn.take(np.arange(start, start + num_items), axis=0, mode="wrap")

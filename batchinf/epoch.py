@@ -3,11 +3,12 @@
 import os
 import pathlib
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinf.coordinator import Committed, Coordinator
-from batchinf.errors import ErrorRateExceeded
+from batchinf.coordinator import Committed, Coordinator, on_stop_signals
+from batchinf.errors import ErrorRateExceeded, Interrupted, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_drift, new_header, open_job
 from batchinf.lock import JobLock
@@ -15,11 +16,11 @@ from batchinf.manifest import Header, Manifest, State, last_epoch, read_state
 from batchinf.placement import Slot, check_free, own_cpus, place, visible_devices
 from batchinf.progress import ProgressDisplay
 from batchinf.records import Launch
-from batchinf.recovery import end_process_groups, recover
-from batchinf.shards import Extent, Pending, total_shards
+from batchinf.recovery import end_process_groups, note_ended, recover
+from batchinf.shards import Pending, total_shards
 from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
-from batchinf.status import count, duration
+from batchinf.status import count, duration, read_status
 from batchinf.storage import Folder
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -61,20 +62,39 @@ def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
         check_drift(open_job(file), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS)
-    lock = JobLock(folder)
-    epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
-    try:
-        _run_epoch(file, folder, lock, epoch, display)
-    finally:
-        display.close()
-        lock.release()
+    signals: list[int] = []
+
+    def interrupt(number: int) -> None:
+        signals.append(number)
+        # Not an Exception, which a library may catch and pass over.
+        raise KeyboardInterrupt
+
+    # Before and after the coordinator, which drains, a signal ends all at once.
+    with on_stop_signals(interrupt):
+        try:
+            _hold_and_run(file, folder, state, display)
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped on {signal.Signals(signals[0]).name}") from None
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
 
 
-def _run_epoch(file: SpecFile, folder: Folder, lock: JobLock, epoch: int, display: ProgressDisplay) -> None:
-    state = read_state(folder)
+def _hold_and_run(file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay) -> None:
+    lock = JobLock(folder)
+    epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
+    try:
+        if state is None or not state.is_of(folder):
+            state = read_state(folder)
+        _run_epoch(file, folder, state, lock, epoch, display)
+    finally:
+        lock.release()
+        display.close()
+
+
+def _run_epoch(
+    file: SpecFile, folder: Folder, state: State | None, lock: JobLock, epoch: int, display: ProgressDisplay
+) -> None:
     display.say("opening model and input")
     job = open_job(file)
     if state is not None:
@@ -82,9 +102,11 @@ def _run_epoch(file: SpecFile, folder: Folder, lock: JobLock, epoch: int, displa
         end_process_groups(state)
     slots = place(job.spec, visible_devices(), own_cpus())
     check_free(job.spec, slots)
-    manifest = Manifest(folder, epoch, lock)
+    manifest = Manifest(folder, epoch, lock, state)
     if state is None:
         state = _begin(job, manifest, len(slots))
+    else:
+        note_ended(state, read_status(folder), manifest)
     found = recover(job, state.extents, state, manifest)
     manifest.event("epoch", epoch=epoch, adopted=len(found.adopted), lost=list(found.lost))
     manifest.commit()
@@ -100,6 +122,11 @@ def _run_epoch(file: SpecFile, folder: Folder, lock: JobLock, epoch: int, displa
 
 
 def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
+    if job.folder.list("parts"):
+        raise OutputError(
+            f"{job.folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
+            "delete them yourself"
+        )
     header, extent = new_header(job, num_replicas)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
     manifest.header(header)
@@ -134,7 +161,9 @@ def _run_rest(
     num_shards = total_shards(state.extents)
     num_rows = job.source.num_rows * job.spec.sampling.n
     pending = Pending(state.extents, state.committed)
-    Coordinator(job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed).run()
+    said = [event.fields["versions"] for event in state.events if event.name == "ready"]
+    versions = said[-1] if said else {}
+    Coordinator(job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions).run()
     if slots[0].devices:
         warm.parent.mkdir(parents=True, exist_ok=True)
         warm.touch()
@@ -216,8 +245,7 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:
         raise ErrorRateExceeded(
-            "\n".join(summary.lines())
-            + f"\n{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
-            "see the columns error_type and error_message"
+            f"{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
+            "see the columns error_type and error_message\n" + "\n".join(summary.lines())
         )
     return summary

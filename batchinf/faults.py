@@ -48,7 +48,8 @@ def _strike(name: str) -> None:
     elif verb == "raise":
         raise OSError(int(argument), os.strerror(int(argument)))
     else:
-        raise ValueError(f"BATCHINF_FAULTS: unknown action {action!r}; allowed: kill [SIGNAL], sleep S, hold FILE, raise ERRNO")
+        allowed = "kill [SIGNAL], sleep S, hold FILE, raise ERRNO"
+        raise ValueError(f"BATCHINF_FAULTS: unknown action {action!r}; allowed: {allowed}")
 
 
 def _hold(marker: pathlib.Path) -> None:

@@ -6,11 +6,11 @@ given to an idle replica.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from batchinf.errors import RowError
 from batchinf.byte_queue import ByteQueue
+from batchinf.errors import RowError
 from batchinf.parts import OpenShard
 from batchinf.prompt import PromptBuilder
 from batchinf.records import Assign, Event, Prompt, Request, Result, Revoked, Shard, ShardBegun
@@ -20,6 +20,8 @@ from batchinf.tasks import Task
 # Rows read and tokenised at once: enough to keep a tokenizer's threads busy, few enough to stay small in memory.
 ROWS_AT_ONCE = 256
 _BYTES_A_TOKEN = 36
+# Requests handed over at once, or a little more: the engine's thread is woken once for them.
+_PUT_ITEMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +118,25 @@ class Feeder(threading.Thread):
             return
         rows = self._source.read(start, stop, self._prompts.columns)
         rows = [row for row in rows if not opened.is_finished(row.row_index)]
+        ready: list[tuple[Pending, int]] = []
         for prompt in self._prompts.build(rows, self._max_model_len):
-            requests = self._task.expand(prompt, self._max_model_len)
-            if prompt.error is not None:
-                self._fail(FailedRow(opened, failed(prompt, len(requests), prompt.error, attempts)))
-                continue
-            num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // len(requests)
-            for request in requests:
-                if opened.is_done(request.row_index, request.request_index):
-                    continue
-                if not self._ready.put(Pending(request, prompt, len(requests), opened, attempts), num_bytes):
+            ready += self._expand(opened, prompt, attempts)
+            if len(ready) >= _PUT_ITEMS:
+                if not self._ready.put_all(ready):
                     return
+                ready = []
+        self._ready.put_all(ready)
+
+    def _expand(self, opened: OpenShard, prompt: Prompt, attempts: int) -> Iterator[tuple[Pending, int]]:
+        """What a row still has to run, with sizes."""
+        requests = self._task.expand(prompt, self._max_model_len)
+        if prompt.error is not None:
+            self._fail(FailedRow(opened, failed(prompt, len(requests), prompt.error, attempts)))
+            return
+        num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // len(requests)
+        for request in requests:
+            if not opened.is_done(request.row_index, request.request_index):
+                yield Pending(request, prompt, len(requests), opened, attempts), num_bytes
 
 
 def failed(prompt: Prompt, num_requests: int, error: RowError, attempts: int) -> tuple[Result, ...]:

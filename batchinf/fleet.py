@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from batchinf.backends.local import LocalBackend, LocalReplica, engine_environment
+from batchinf.errors import UserError
 from batchinf.placement import Slot
 from batchinf.records import (
     Assign,
@@ -30,6 +31,8 @@ from batchinf.worker import window
 
 _BACK_OFF_S = 1.0
 _MAX_BACK_OFF_S = 30.0
+# How long a replica may take to end after it has said why it does.
+_LAST_WORDS_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10
 _NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())
 
@@ -39,7 +42,8 @@ class Member:
     """One place for a replica, over all of its incarnations.
 
     shards: what the running incarnation holds and has not closed, in the order in which it was given them.
-    failures: ends in a row without a finished row between them.
+    failures: ends in a row without a finished row between them. recovered_rows: what it has taken from the journal.
+    cause: why the last incarnation ended.
     """
 
     slot: Slot
@@ -51,31 +55,35 @@ class Member:
     revoking: set[int] = field(default_factory=set)
     info: EngineInfo | None = None
     progress: Progress = _NOTHING
+    recovered_rows: int = 0
     closed_rows: int = 0
+    closed_errors: int = 0
     failures: int = 0
     restarts: int = 0
     start_at: float = 0.0
     is_given_up: bool = False
     is_stopping: bool = False
     failed: Failed | None = None
+    failed_at: float = 0.0
+    cause: str = ""
     steps_changed_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_running(self) -> bool:
         """Whether its engine is up and takes rows."""
-        return self.replica is not None and self.info is not None
+        return self.replica is not None and self.info is not None and self.failed is None
 
     @property
     def outstanding_rows(self) -> int:
-        """Requests assigned and not finished, as far as it has said."""
+        """Rows assigned and not finished, as far as it has said."""
         finished = max(0, self.progress.num_rows - self.closed_rows)
         held = sum(shard.num_rows for index, shard in self.shards.items() if index not in self.revoking)
-        return max(0, held * self.requests_per_row - finished)
+        return max(0, held - finished // self.requests_per_row)
 
     @property
     def window_rows(self) -> int:
         """Rows that its engine's window holds."""
-        return window(self.info.max_num_seqs) if self.info is not None else 0
+        return max(1, window(self.info.max_num_seqs) // self.requests_per_row) if self.info is not None else 1
 
     @property
     def unbegun(self) -> tuple[int, ...]:
@@ -99,12 +107,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An incarnation that is over: its shards have to be handed out again."""
+    """An incarnation that is over: its shards have to be handed out again, save those that its last events close."""
 
     member: Member
     incarnation: str
     lifetime_s: float
     shards: tuple[Shard, ...]
+    events: tuple[Event, ...]
     cause: str
     was_asked: bool
 
@@ -158,7 +167,7 @@ class Fleet:
             engine_environment(member.slot.devices, len(member.slot.cpus), member.slot.replica),
         )
         member.state, member.info, member.failed = "starting", None, None
-        member.progress, member.closed_rows = _NOTHING, 0
+        member.progress, member.recovered_rows, member.closed_rows, member.closed_errors = _NOTHING, 0, 0, 0
         member.steps_changed_at = time.monotonic()
 
     def poll(self, wait_s: float) -> list[tuple[Member, Event]]:
@@ -179,41 +188,42 @@ class Fleet:
         for member in self.members:
             if member.replica is None:
                 continue
-            if member.replica.has_ended():
+            if member.replica.has_ended() or _is_overdue(member):
                 ended.append(self._end(member, self._cause(member)))
             elif self._is_stalled(member):
                 ended.append(self._end(member, f"no step for {self._stall_timeout_s:g} s (stall_timeout_s)"))
         return ended
 
     def _is_stalled(self, member: Member) -> bool:
-        if not member.is_running or not member.progress.in_flight:
+        if not member.is_running:
             member.steps_changed_at = time.monotonic()
         return time.monotonic() - member.steps_changed_at > self._stall_timeout_s
 
     def _end(self, member: Member, cause: str) -> Ended:
         replica = member.replica
         assert replica is not None
-        # A last word may still be in the channel of a process that is gone.
-        for event in replica.channel.receive(0):
+        # Last words may still be in the channel of a process that is gone.
+        events: list[Event] = []
+        while heard := replica.channel.receive(0):
+            events.extend(heard)
+        for event in events:
             _update(member, event)
-        cause = cause if member.failed is None else member.failed.cause
+        member.cause = cause if member.failed is None else member.failed.cause
         lifetime_s = replica.lifetime_s()
         self._backend.end(replica)
         self._spent = (
             self._spent[0] + member.progress.num_prompt_tokens,
             self._spent[1] + member.progress.num_output_tokens,
         )
-        was_asked = member.is_stopping
-        ended = Ended(
-            member, replica.launch.incarnation, lifetime_s, tuple(member.shards.values()), cause, was_asked
-        )
+        shards, incarnation = tuple(member.shards.values()), replica.launch.incarnation
+        ended = Ended(member, incarnation, lifetime_s, shards, tuple(events), member.cause, member.is_stopping)
         self._schedule_restart(member)
         return ended
 
     def _schedule_restart(self, member: Member) -> None:
-        was_up = member.info is not None
-        is_hopeless = not was_up and member.failed is not None and member.failed.exit_code == 2
-        member.failures = 1 if member.progress.num_rows else member.failures + 1
+        is_hopeless = member.failed is not None and member.failed.exit_code == UserError.exit_code
+        has_finished_rows = max(member.progress.num_rows, member.closed_rows) > member.recovered_rows
+        member.failures = 1 if has_finished_rows else member.failures + 1
         member.is_given_up = member.is_stopping or is_hopeless or member.failures > self._max_restarts
         member.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** (member.failures - 1))
         member.state = "ended" if member.is_stopping else "given up" if member.is_given_up else "restarting"
@@ -246,12 +256,17 @@ class Fleet:
         member.revoking.update(shards)
         self._send(member, Revoke(tuple(sorted(member.revoking))))
 
-    def stop(self, command: Command) -> None:
-        """Tell every member to stop, and start none again."""
+    def stop(self, command: Command) -> list[Ended]:
+        """Tell every member to stop, and start none again; those whose engine is not up yet are ended at once."""
+        ended = []
         for member in self.members:
             member.is_stopping = True
             member.is_given_up = member.replica is None or member.is_given_up
-            self._send(member, command)
+            if member.replica is not None and member.info is None:
+                ended.append(self._end(member, "ended before its engine was up"))
+            else:
+                self._send(member, command)
+        return ended
 
     def kill(self) -> list[Ended]:
         """End every replica at once."""
@@ -286,15 +301,20 @@ def _update(member: Member, event: Event) -> None:
             if event.steps != member.progress.steps or not event.in_flight:
                 member.steps_changed_at = time.monotonic()
             member.progress = event
-        case ShardBegun(shard):
+        case ShardBegun(shard, num_recovered):
             member.begun.add(shard)
+            member.recovered_rows += num_recovered
         case Revoked(shards):
             for index in shards:
                 member.begun.discard(index)
         case Failed():
-            member.failed = event
+            member.failed, member.failed_at = event, time.monotonic()
         case Stopped():
             member.state = "ended"
+
+
+def _is_overdue(member: Member) -> bool:
+    return member.failed is not None and time.monotonic() - member.failed_at > _LAST_WORDS_S
 
 
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")

@@ -53,7 +53,7 @@ def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathli
     try:
         return Snapshot(_fetch_small_files(name, revision), is_online=True)
     except (OSError, errors.HTTPError, ValueError) as error:  # type: ignore[attr-defined]
-        if cached is None or isinstance(error, errors.RevisionNotFoundError):
+        if cached is None:
             raise ModelError(f"{field}: {_why_not(name, revision, error)}") from error
         return Snapshot(cached, is_online=False)
 

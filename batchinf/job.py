@@ -16,6 +16,7 @@ from batchinf.source import InputLocation, Source, open_source
 from batchinf.spec import JobSpec, fields, fingerprint
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
+from batchinf.tasks import get_task
 
 SOURCE_FOLDER = "source"
 # A guess at a sample's length where nothing says more; it only steers how large a part is.
@@ -50,9 +51,15 @@ def open_job(file: SpecFile, cache: pathlib.Path | None = None) -> Job:
     spec = file.spec.model_copy(update={"sampling": sampling})
     source = open_input(spec, cache or folder.path(SOURCE_FOLDER))
     check_columns(spec, source.schema.names)
+    get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
     # Through JSON and back, so that it compares equal to what the manifest gives.
     return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)))
+
+
+def carried_columns(spec: JobSpec) -> list[str]:
+    """Input columns that the output has too: the id first, then the kept ones."""
+    return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
 
 
 def open_input(spec: JobSpec, cache: pathlib.Path) -> Source:

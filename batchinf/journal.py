@@ -2,7 +2,8 @@
 
 A segment is `journal/<shard>-<incarnation>-<seq>`: a header of 64 bytes, then an uncompressed Arrow IPC stream that is
 memory-mapped, so that reading a few results of many touches no more than those. What is whole is decided by checksums:
-of single flipped bits in a plain Arrow stream more than half read back as good.
+of single flipped bits in a plain Arrow stream more than half read back as good. The writers that count and hash, which
+parts use too, are here.
 """
 
 import io

@@ -1,14 +1,15 @@
 """Looking at a job from outside, from its files alone: how it stands, and its first finished rows."""
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.errors import OutputError
-from batchinf.job import SOURCE_FOLDER, open_input
+from batchinf.job import SOURCE_FOLDER, carried_columns, open_input
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, judge
 from batchinf.manifest import State, read_state
@@ -20,6 +21,7 @@ from batchinf.storage import Folder
 from batchinf.tasks import get_task
 
 _SHARDS_TO_LOOK_AT = 1000
+_AT_WORK = ("starting", "running", "stopping")
 
 
 def status_lines(out: str) -> list[str]:
@@ -36,7 +38,7 @@ def status_lines(out: str) -> list[str]:
         f"{state.num_errors:,} errors, {state.num_bytes / 2**20:,.1f} MiB, "
         f"{count(state.num_prompt_tokens)} prompt and {count(state.num_output_tokens)} output tokens",
     ]
-    if snapshot is not None and not state.is_done:
+    if snapshot is not None and not state.is_done and _live_holder(folder) is not None:
         lines.append(f"{duration(time.time() - snapshot.updated_at)} ago: {describe(snapshot)}")
         lines.extend(
             f"  replica {replica.replica}: {replica.state}, {replica.in_flight} requests in the engine, "
@@ -49,33 +51,46 @@ def status_lines(out: str) -> list[str]:
 def _stands(folder: Folder, state: State, snapshot: JobStatus | None) -> str:
     if state.is_done:
         return "done"
-    holder = Holder.decode(folder.read(LOCK)) if folder.exists(LOCK) else None
-    if holder is not None and judge(holder) != "dead":
-        doing = snapshot.state if snapshot is not None else "starting"
+    holder = _live_holder(folder)
+    if holder is not None:
+        # A snapshot of an earlier life says nothing of this one.
+        doing = snapshot.state if snapshot is not None and snapshot.state in _AT_WORK else "starting"
         return f"{doing}, by {holder} since {holder.since}"
     return "stopped before its end; run the same command again to go on"
+
+
+def _live_holder(folder: Folder) -> Holder | None:
+    try:
+        holder = Holder.decode(folder.read(LOCK))
+    except FileNotFoundError:
+        return None
+    return holder if holder is not None and judge(holder) != "dead" else None
 
 
 def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
     """The first `num_rows` finished rows as Python values, in the order of the shards."""
     folder, state = _open(out)
     rows: list[dict[str, Any]] = []
-    for table in _finished_tables(folder, state):
-        rows.extend(table.slice(0, num_rows - len(rows)).to_pylist())
-        if len(rows) >= num_rows:
-            break
+    with contextlib.closing(_finished_tables(folder, state, num_rows)) as tables:
+        for table in tables:
+            rows.extend(table.slice(0, num_rows - len(rows)).to_pylist())
+            if len(rows) >= num_rows:
+                break
     return rows
 
 
-def _finished_tables(folder: Folder, state: State) -> Iterator[pa.Table]:
-    journalled = None
-    for shard in range(min(total_shards(state.extents), _SHARDS_TO_LOOK_AT)):
-        if shard in state.parts:
-            file = pq.ParquetFile(folder.path(f"parts/{part_name(shard)}"))
-            yield from (file.read_row_group(index) for index in range(file.num_row_groups))
-        else:
-            journalled = journalled or _Journalled(folder, state)
-            yield journalled.rows(shard)
+def _finished_tables(folder: Folder, state: State, num_rows: int) -> Generator[pa.Table, None, None]:
+    with contextlib.ExitStack() as stack:
+        journalled = None
+        for shard in range(min(total_shards(state.extents), _SHARDS_TO_LOOK_AT)):
+            if shard in state.parts:
+                with pq.ParquetFile(folder.path(f"parts/{part_name(shard)}")) as file:
+                    yield from (file.read_row_group(index) for index in range(file.num_row_groups))
+            else:
+                if journalled is None:
+                    journalled = _Journalled(folder, state)
+                    stack.callback(journalled.close)
+                yield journalled.rows(shard, num_rows)
 
 
 class _Journalled:
@@ -86,14 +101,21 @@ class _Journalled:
         self._task = get_task(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
         self._source = open_input(self._spec, folder.path(SOURCE_FOLDER))
-        wanted = [self._spec.input.id_column, *self._spec.output.keep_columns]
-        self._columns = list(dict.fromkeys(name for name in wanted if name is not None))
+        self._columns = carried_columns(self._spec)
 
-    def rows(self, shard: int) -> pa.Table:
-        """The journal's results of one shard, as output rows."""
-        tables = [segment.table() for segment in self._journal.recover(shard).segments]
+    def close(self) -> None:
+        """Close the input."""
+        self._source.close()
+
+    def rows(self, shard: int, num_rows: int) -> pa.Table:
+        """The journal's first results of one shard, as output rows."""
+        # Segments that are gone by now are in a part: they are seen at the next look.
+        tables = []
+        for segment in self._journal.recover(shard).segments:
+            with contextlib.suppress(FileNotFoundError):
+                tables.append(segment.table())
         results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
-        results = results.sort_by([("row_index", "ascending"), ("request_index", "ascending")])
+        results = results.sort_by([("row_index", "ascending"), ("request_index", "ascending")]).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
         if not self._columns:
             return self._task.reduce(None, results)

@@ -63,18 +63,7 @@ class PartLine(NamedTuple):
     @classmethod
     def of(cls, part: Part, replica: int | None = None, incarnation: str = "") -> "PartLine":
         """A part as its line."""
-        return cls(
-            part.shard,
-            part.file,
-            part.num_rows,
-            part.num_errors,
-            part.num_bytes,
-            part.num_prompt_tokens,
-            part.num_output_tokens,
-            part.digest,
-            replica,
-            incarnation,
-        )
+        return cls._make((*_PART_VALUES(part), replica, incarnation))
 
 
 class EventLine(NamedTuple):
@@ -98,6 +87,7 @@ class ProcessGroup:
 
 
 _PART_FIELDS = operator.itemgetter(*PartLine._fields)
+_PART_VALUES = operator.attrgetter(*PartLine._fields[:-2])
 # What a reader needs of an event; the line's own keys are taken.
 _REQUIRED = {
     "replica_started": {field.name for field in dataclasses.fields(ProcessGroup)},
@@ -127,6 +117,8 @@ class State:
         self.done: EventLine | None = None
         self.last_epoch = 0
         self._groups: dict[str, ProcessGroup] = {}
+        # Names and sizes of the logs that were read, taken before that.
+        self._stamps: dict[str, int] = {}
 
     @property
     def header(self) -> Header:
@@ -138,6 +130,10 @@ class State:
     def has_header(self) -> bool:
         """Whether a header was read yet."""
         return self._header is not None
+
+    def is_of(self, folder: Folder) -> bool:
+        """Whether the logs are still those, byte for byte, that this was read from. They only ever grow."""
+        return self._stamps == _stamps(folder)
 
     @property
     def is_done(self) -> bool:
@@ -212,17 +208,25 @@ class State:
 def read_state(folder: Folder) -> State | None:
     """What the logs say; None where nothing was ever committed. 100,000 parts take about a second.
 
-    Needs no lock: where a compaction deletes a log meanwhile, it begins again. Raises OutputError for damage, and for
-    a newer format.
+    Needs no lock: where a compaction puts other logs in the place of these meanwhile, it begins again. Raises
+    OutputError for damage, and for a newer format.
     """
     for _ in range(_MAX_LOOKS):
+        state, failure, logs, stamps = None, None, _logs(folder), _stamps(folder)
         try:
-            return _read_logs(folder)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise OutputError(f"cannot read {folder.path(_FOLDER)}: {reason(error)}") from error
-    raise OutputError(f"cannot read {folder.path(_FOLDER)}: logs in it cannot be opened")
+            state = _read_logs(folder, logs)
+        except (OSError, OutputError) as error:
+            failure = error
+        # A listing is no snapshot: it may lack both a log that has just been deleted and the one in its place.
+        if logs == _logs(folder):
+            break
+    if isinstance(failure, OSError):
+        raise OutputError(f"cannot read {folder.path(_FOLDER)}: {reason(failure)}") from failure
+    if failure is not None:
+        raise failure
+    if state is not None:
+        state._stamps = stamps
+    return state
 
 
 def last_epoch(folder: Folder) -> int:
@@ -236,8 +240,12 @@ def _logs(folder: Folder) -> list[tuple[int, str]]:
     return sorted((int(match[1]), f"{_FOLDER}/{match[0]}") for match in matches if match)
 
 
-def _read_logs(folder: Folder) -> State | None:
-    state, logs = State(), _logs(folder)
+def _stamps(folder: Folder) -> dict[str, int]:
+    return {name: size for name, size in folder.sizes(_FOLDER).items() if _LOG_NAME.fullmatch(name)}
+
+
+def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State | None:
+    state = State()
     for _, name in logs:
         state = _read_log(folder, name, state)
     if state.has_header:
@@ -323,8 +331,10 @@ class Manifest:
     Opening it creates the log, and folds the earlier ones into it if there are more than one.
     """
 
-    def __init__(self, folder: Folder, epoch: int, lock: JobLock | None = None) -> None:
+    def __init__(self, folder: Folder, epoch: int, lock: JobLock | None = None, state: State | None = None) -> None:
         """lock: must be held whenever something is written; None where no other process can write.
+
+        state: what the logs said when they were last read, if they were, unchanged; it spares reading them again.
 
         Raises OutputError if the folder has come to this epoch already, or cannot be written.
         """
@@ -333,16 +343,17 @@ class Manifest:
         self._lines: list[Fields] = []
         name = f"{_FOLDER}/{epoch:06d}.jsonl"
         try:
-            num_commits = self._create(epoch, name)
+            num_commits = self._create(epoch, name, state)
         except OSError as error:
             raise OutputError(f"cannot create {folder.path(name)}: {reason(error)}") from error
         self._log = CommitLog(folder, name, num_commits, fault="manifest")
 
-    def _create(self, epoch: int, name: str) -> int:
+    def _create(self, epoch: int, name: str, state: State | None) -> int:
         """Create the log, compacting earlier ones; returns the number of commits in it."""
         earlier = [log for _, log in _logs(self._folder)]
-        state = read_state(self._folder) if len(earlier) > 1 else None
-        commits = _snapshot(state, earlier) if state else []
+        if len(earlier) > 1 and (state is None or not state.is_of(self._folder)):
+            state = read_state(self._folder)
+        commits = _snapshot(state, earlier) if state and len(earlier) > 1 else []
         data = encode_commits(commits)
         self._check_lock()
         if commits:

@@ -358,6 +358,7 @@ class _Merged:
 
 # -- a file that no manifest line names ------------------------------------------------------------------------------
 
+
 def verify_part(folder: Folder, name: str, shard: Shard, fingerprint: str, *, deep: bool) -> Part | None:
     """The record of a part that lies at `name` (`staging/...` or `parts/...`), or None if it is not whole or not ours.
 

@@ -4,6 +4,7 @@ Nothing here touches CUDA: devices are counted through NVML, so that each replic
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,10 +48,13 @@ def visible_devices() -> tuple[str, ...]:
     with _nvml() as nvml:
         if nvml is None:
             return ()
-        allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if allowed is None:
-            return tuple(str(index) for index in range(nvml.nvmlDeviceGetCount()))
-        return tuple(name for name in (part.strip() for part in allowed.split(",")) if name and name != "-1")
+        every = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return tuple(every)
+    names = [part.strip() for part in allowed.split(",")]
+    # As CUDA has it: the first name that is no device hides all that come after it.
+    return tuple(itertools.takewhile(lambda name: name in every or name[:4] in ("GPU-", "MIG-"), names))
 
 
 def place(spec: JobSpec, devices: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
@@ -93,8 +97,9 @@ def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
     share = float(spec.engine.get("gpu_memory_utilization", _DEFAULT_GPU_MEMORY_UTILIZATION))
     for device in (device for slot in slots for device in slot.devices):
         free, total, uses = _device_memory(device)
-        if uses and free < share * total:
+        if free < share * total:
             holders = "; ".join(f"pid {use.pid} of {use.user} ({use.used_bytes / 2**30:.1f} GiB)" for use in uses)
+            holders = holders or "a program that cannot be seen from here"
             raise UserError(
                 f"device {device} is held by {holders}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, "
                 f"gpu_memory_utilization {share} needs {share * total / 2**30:.1f}; end that program, choose other "

@@ -1,5 +1,6 @@
 """What people see while a job runs: a tqdm bar on a terminal, a plain line every 30 s elsewhere."""
 
+import contextlib
 import sys
 import time
 from typing import Any, TextIO
@@ -23,13 +24,19 @@ class ProgressDisplay:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        if self._bar is None:
-            print(line, file=self._stream, flush=True)
-        else:
-            tqdm.write(line, file=self._stream)
+        # A terminal that has gone away, or a closed pipe, ends no job.
+        with contextlib.suppress(OSError):
+            if self._bar is None:
+                print(line, file=self._stream, flush=True)
+            else:
+                tqdm.write(line, file=self._stream)
 
     def show(self, status: JobStatus) -> None:
         """Bring the display up to date."""
+        with contextlib.suppress(OSError):
+            self._show(status)
+
+    def _show(self, status: JobStatus) -> None:
         if self._is_terminal:
             self._show_bar(status)
         elif time.monotonic() >= self._next_line or status.state != self._last_state:
@@ -39,7 +46,7 @@ class ProgressDisplay:
 
     def _show_bar(self, status: JobStatus) -> None:
         if self._bar is None:
-            self._bar = tqdm[Any](
+            self._bar = tqdm(
                 total=status.num_rows,
                 initial=status.num_rows_done,
                 file=self._stream,
@@ -55,7 +62,8 @@ class ProgressDisplay:
     def close(self) -> None:
         """Leave the terminal tidy."""
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()
             self._bar = None
 
 

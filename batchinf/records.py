@@ -155,7 +155,8 @@ class Part:
 class Launch:
     """To a replica, first of all: who it is and what job it works on.
 
-    spec: the resolved JobSpec as JSON. revision: the commit, where model_path is a hub id. metadata: what each part's Parquet metadata carries beside the versions.
+    spec: the resolved JobSpec as JSON. revision: the commit, where model_path is a hub id.
+    metadata: what each part's Parquet metadata carries beside the versions.
     cpus: the processor cores it may use; empty means all that it inherited.
     """
 

@@ -3,16 +3,17 @@
 Only names of our own pattern are touched. Nothing here can lose a row: what is not adopted is run again.
 """
 
-import os
-import signal
+import datetime
 from dataclasses import dataclass
 
 from batchinf import journal
+from batchinf.backends.local import end_process_group
 from batchinf.job import Job
 from batchinf.lock import Holder, process_start
 from batchinf.manifest import Manifest, ProcessGroup, State
 from batchinf.parts import parse_part_name, parse_staging_name, part_name, verify_part
 from batchinf.shards import Extent, shard_at, total_shards
+from batchinf.status import JobStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,35 @@ def _end(group: ProcessGroup) -> bool:
     started = process_start(group.pgid)
     if started is not None and started != group.pid_start_time:
         return False
-    try:
-        os.killpg(group.pgid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+    # Waited for: a device is free only when those that held it are gone.
+    return end_process_group(group.pgid)
+
+
+def note_ended(state: State, status: JobStatus | None, manifest: Manifest) -> None:
+    """Say of replicas whose coordinator was killed that they have ended, with the device time that they took.
+
+    They end with their coordinator, which was last seen when it wrote `status`, or else its last event.
+    """
+    starts = {event.fields["incarnation"]: event for event in state.events if event.name == "replica_started"}
+    last_seen = max((_seconds(event.at) for event in state.events), default=0.0)
+    last_seen = max(last_seen, status.updated_at if status is not None else 0.0)
+    for group in state.process_groups:
+        device_s = 0.0
+        if (start := starts.get(group.incarnation)) is not None:
+            num_devices = max(1, len(start.fields.get("devices", ())))
+            device_s = round(max(0.0, last_seen - _seconds(start.at)) * num_devices, 1)
+        cause = "its coordinator was killed"
+        manifest.event("replica_ended", incarnation=group.incarnation, device_s=device_s, cause=cause)
+
+
+def _seconds(at: str) -> float:
+    return datetime.datetime.fromisoformat(at).timestamp()
 
 
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> Recovered:
     """Bring folder and manifest together again; the manifest's new lines are committed by the caller."""
     folder = job.folder
-    for name in ("parts", "staging", "journal", "manifest", "source"):
+    for name in ("", "parts", "staging", "journal", "manifest", "source"):
         folder.sweep(name)
     lost = _check_parts(job, state)
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]

@@ -6,6 +6,7 @@ whole process group ends, engine processes included (vLLM's would otherwise keep
 """
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -13,30 +14,35 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 
 from batchinf import __version__, faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.channel import Channel
 from batchinf.detokenizer import Detokenizer
 from batchinf.engine import Engine, ScriptedEngine
-from batchinf.errors import BatchinfError, EngineDeadError
+from batchinf.errors import BatchinfError, EngineDeadError, UserError
 from batchinf.feeder import FailedRow, Feeder, Pending
 from batchinf.job import SOURCE_FOLDER, open_input
 from batchinf.journal import Journal
 from batchinf.parts import OpenShard, write_part
 from batchinf.prompt import PromptBuilder, load_tokenizer
-from batchinf.records import Assign, Failed, Launch, Part, Phase, Ready, Request, Revoke, Shard, Stop, Stopped
+from batchinf.records import Assign, Event, Failed, Launch, Part, Phase, Ready, Request, Revoke, Shard, Stop, Stopped
 from batchinf.source import Source
 from batchinf.spec import JobSpec
-from batchinf.storage import Folder
+from batchinf.storage import Folder, reason
 from batchinf.tasks import Task, get_task
 from batchinf.worker import Worker, window
 from batchinf.writer import Finished, Writer
 
 _PROGRESS_S = 1.0
+# A row that fails before it reaches the engine, with its message.
+_FAILED_ROW_BYTES = 1 << 10
 # Prompts that wait for the engine, and results that wait for the disk.
 _READY_BYTES = 64 << 20
-_FINISHED_BYTES = 256 << 20
+_FINISHED_BYTES = 96 << 20
+# What no restart mends: disk or quota full, read-only, the file too large for the file system.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class Replica:
@@ -85,40 +91,8 @@ class Replica:
         return VllmEngine(self._spec, launch.model_path, launch.tokenizer_path, launch.revision)
 
     def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:
-        spec, emit = self._spec, self._channel.send
-        info = engine.info
-        ready: ByteQueue[Pending] = ByteQueue(max(16, window(info.max_num_seqs) // 2), _READY_BYTES)
-        finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
-        journal = Journal(self._folder, self._launch.incarnation, task.result_schema)
-        versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
-        metadata = {**self._launch.metadata, **versions, "batchinf.device": info.device}
-
-        def write(shard: OpenShard) -> Part:
-            columns = spec.output.keep_columns
-            return write_part(
-                self._folder, shard, source, spec.input.id_column, columns, metadata, self._launch.incarnation
-            )
-
-        def open_shard(shard: Shard) -> OpenShard:
-            opened = OpenShard(shard, task, journal)
-            opened.recover()
-            writer.track(opened)
-            return opened
-
-        writer = Writer(
-            finished, task, Detokenizer(tokenizer), spec.sampling, write, emit, spec.checkpoint_interval_s
-        )
-        feeder = Feeder(
-            source,
-            PromptBuilder(spec, tokenizer, info.vocab_size),
-            task,
-            open_shard,
-            ready,
-            lambda row: finished.offer(row, 0),
-            emit,
-            info.max_model_len,
-        )
-        return Worker(engine, ready, finished, feeder, writer), feeder
+        name, metadata = self._launch.incarnation, self._launch.metadata
+        return assemble(self._spec, task, engine, source, tokenizer, self._folder, name, metadata, self._channel.send)
 
     def _begin(self, worker: Worker, feeder: Feeder) -> None:
         with self._lock:
@@ -130,6 +104,15 @@ class Replica:
 
     def listen(self) -> None:
         """Obey the coordinator; end the process group when it is gone. Runs on its own thread."""
+        try:
+            self._listen()
+        except BaseException:
+            # Deaf, it would never hear that it has to end.
+            traceback.print_exc()
+            sys.stderr.flush()
+            end_group()
+
+    def _listen(self) -> None:
         last_progress = time.monotonic()
         while True:
             messages = self._channel.receive(_PROGRESS_S / 4)
@@ -160,6 +143,44 @@ class Replica:
             self._feeder.revoke(message.shards)
 
 
+def assemble(
+    spec: JobSpec,
+    task: Task,
+    engine: Engine,
+    source: Source,
+    tokenizer: object,
+    folder: Folder,
+    incarnation: str,
+    metadata: Mapping[str, str],
+    emit: Callable[[Event], None],
+) -> tuple[Worker, Feeder]:
+    """A worker with its feeder, writer and queues around an engine, and the feeder, which takes its shards."""
+    info = engine.info
+    ready: ByteQueue[Pending] = ByteQueue(max(16, window(info.max_num_seqs) // 2), _READY_BYTES)
+    finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
+    journal = Journal(folder, incarnation, task.result_schema)
+    versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
+    stored = {**metadata, **versions, "batchinf.device": info.device}
+
+    def write(shard: OpenShard) -> Part:
+        return write_part(folder, shard, source, spec.input.id_column, spec.output.keep_columns, stored, incarnation)
+
+    def open_shard(shard: Shard) -> OpenShard:
+        opened = OpenShard(shard, task, journal)
+        opened.recover()
+        writer.track(opened)
+        return opened
+
+    writer = Writer(finished, task, Detokenizer(tokenizer), spec.sampling, write, emit, spec.checkpoint_interval_s)
+    prompts = PromptBuilder(spec, tokenizer, info.vocab_size)
+
+    def fail(row: FailedRow) -> None:
+        finished.put(row, _FAILED_ROW_BYTES * len(row.results))
+
+    feeder = Feeder(source, prompts, task, open_shard, ready, fail, emit, info.max_model_len)
+    return Worker(engine, ready, finished, feeder, writer), feeder
+
+
 def warm_up_request(spec: JobSpec) -> Request:
     """A small request of the job's own shape: same logprobs, seeded where the job samples."""
     seed = None if spec.sampling.temperature == 0 else 0
@@ -175,6 +196,9 @@ def last_words(error: BaseException) -> Failed:
     """What a replica says of the exception that ended it."""
     if isinstance(error, BatchinfError):
         return Failed(type(error).__name__, str(error), error.exit_code)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        where = f"{error.filename}: " if error.filename else ""
+        return Failed(type(error).__name__, f"{where}{reason(error)}", UserError.exit_code)
     return Failed(type(error).__name__, f"{type(error).__name__}: {error}", 1)
 
 
@@ -184,7 +208,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
-    launch = next(iter(channel.receive(None)))
+    while not (messages := channel.receive(None)):
+        if channel.is_closed:
+            sys.exit("the coordinator ended before it said what to do")
+    launch: Launch = messages[0]
     if launch.cpus:
         os.sched_setaffinity(0, launch.cpus)
     print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)

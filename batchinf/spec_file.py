@@ -74,10 +74,10 @@ def read_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Sp
     if not isinstance(data, dict):
         raise SpecError(f"{name}: got {_got(data)}; must be a mapping of fields ({', '.join(_children(''))})")
     places = {"": name, **reader.places}
-    _write_out_model(data, places)
+    _write_out_model(data)
     for text in overrides:
         _override(data, places, text)
-        _write_out_model(data, places)
+        _write_out_model(data)
     _expand_paths(data, places)
     try:
         return SpecFile(JobSpec.model_validate(data), places, name)
@@ -246,11 +246,10 @@ def _read_text(name: str) -> str:
         raise SpecError(f"{name}:{len(before)}:{len(before[-1]) + 1}: not UTF-8; save the file as UTF-8") from None
 
 
-def _write_out_model(data: dict[str, Any], places: dict[str, str]) -> None:
+def _write_out_model(data: dict[str, Any]) -> None:
     # `model: name` becomes `model: {name: name}`, so that an override or an expansion can reach into it.
     if isinstance(data.get("model"), str):
         data["model"] = {"name": data["model"]}
-        places["model.name"] = places["model"]
 
 
 def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
@@ -298,7 +297,7 @@ def _expand(path: str) -> str:
         return value
 
     expanded = re.sub(r"\$(?:(\$|[A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})", variable, path)
-    return os.path.expanduser(expanded) if path.startswith("~") and "\0" not in expanded else expanded
+    return expanded if "\0" in expanded else os.path.expanduser(expanded)
 
 
 def _line(places: Mapping[str, str], field: str, message: str) -> str:

@@ -5,16 +5,13 @@ Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ betw
 
 import contextlib
 import copy
-import dataclasses
 import os
 import platform
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 import vllm
@@ -30,28 +27,21 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from batchinf import __version__, faults
-from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError, SpecError
+from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, Request, TokenLogprobs
 from batchinf.spec import JobSpec, SamplingSpec
 
-try:
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-except ImportError:  # in no known version; see `install_arrays`
-    LogprobsProcessor = object
+LogprobsProcessor: Any = getattr(output_processor, "LogprobsProcessor", object)  # there from 0.26 to 0.33
 
 # What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
 # every running request with `abort`), which have to be run again.
 FINISHED = frozenset({"stop", "length", "repetition"})
 CUT_SHORT = frozenset({"abort", "error"})
 
-# The first is no ValueError from 0.32 on.
-_REFUSALS = (VLLMValidationError, ValueError, TypeError)
-_DEFAULT_MAX_LOGPROBS = 20
+_REFUSALS = (VLLMValidationError, ValueError, TypeError)  # the first is no ValueError from 0.32 on
 _WARM_UP_REQUESTS = 8
-_WARM_UP_PROMPT_TOKENS = 32
-_WARM_UP_OUTPUT_TOKENS = 4
 _WATCH_S = 0.2
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL|AUTH")
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
 # Fields of SamplingSpec that SamplingParams has under the same name; None leaves vLLM's default.
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
     include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
@@ -74,19 +64,19 @@ class VllmEngine:
         except Exception as error:
             raise EngineStartError(f"vLLM could not start: {_first_line(error)}") from error
         self._stats.replace_others(self._engine)
-        self._watchdog = _Watchdog.over(self._engine.engine_core)
+        client = self._engine.engine_core
+        self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
         self._live: dict[str, Request] = {}
         self._death: str | None = None
-        self._sampling: SamplingSpec | None = None
-        self._template: Any = None
+        self._template: tuple[SamplingSpec | None, Any] = (None, None)
         self.info = _info(self._engine.vllm_config, arguments, environment)
 
     def warm_up(self, request: Request) -> None:
         """See `Engine.warm_up`. Raises RequestRefused where vLLM would refuse every request of the job."""
         for number in range(_WARM_UP_REQUESTS):
             params = self._params(request)
-            params.min_tokens, params.max_tokens = 0, min(request.max_tokens, _WARM_UP_OUTPUT_TOKENS)
-            self._submit(f"warm-up-{number}", request.prompt_token_ids[:_WARM_UP_PROMPT_TOKENS], params)
+            params.min_tokens = 0  # it may be above the `max_tokens` of a short request: see `_objection`
+            self._submit(f"warm-up-{number}", request.prompt_token_ids, params)
         with self._alive("while it warmed up"):
             while self._engine.has_unfinished_requests():
                 self._engine.step()
@@ -94,7 +84,8 @@ class VllmEngine:
 
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
-        self._check_prompt(request.prompt_token_ids)
+        if objection := self._objection(request):
+            raise RequestRefused(objection)
         request_id = f"{request.row_index}-{request.request_index}"
         self._submit(request_id, request.prompt_token_ids, self._params(request))
         self._live[request_id] = request
@@ -103,13 +94,12 @@ class VllmEngine:
         """See `Engine.step`. Returns at once where nothing runs: `LLMEngine.step` would wait for ever."""
         if self._death:
             raise EngineDeadError(self._death)
-        if not self._engine.has_unfinished_requests():
-            if self._live:
-                self._death = f"vLLM's engine cut {len(self._live)} requests short"
-                raise EngineDeadError(self._death)
+        if not self._live:
             return []
         faults.point("engine.step")
         with self._alive("in a step"):
+            if not self._engine.has_unfinished_requests():
+                raise RuntimeError(f"it cut {len(self._live)} requests short and says no more of them")
             outputs = self._engine.step()
         return [self._completion(output) for output in outputs if _is_whole(output)]
 
@@ -123,13 +113,12 @@ class VllmEngine:
 
     def close(self) -> None:
         """See `Engine.close`. The second time it does nothing."""
-        if self._engine is None:
-            return
         engine, self._engine, self._death = self._engine, None, "the engine is closed"
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        engine.engine_core.shutdown()
-        if self._watchdog is None:  # it ran in this process: let go of its memory, and let another start
+        if engine is not None and self._watchdog is not None:
+            self._watchdog.stopped.set()
+            engine.engine_core.shutdown()
+        elif engine is not None:  # it ran in this process: let go of its memory, and let another start
+            engine.engine_core.shutdown()
             del engine
             cleanup_dist_env_and_memory()
 
@@ -138,31 +127,30 @@ class VllmEngine:
 
         The copy shares with its template only what vLLM either replaces, or extends by the same ids each time.
         """
-        if request.sampling is not self._sampling:
+        if request.sampling is not self._template[0]:
             try:
-                self._template = sampling_params(request.sampling)
+                self._template = request.sampling, sampling_params(request.sampling)
             except _REFUSALS as error:
                 raise RequestRefused(RowError("invalid_sampling", str(error))) from error
-            self._sampling = request.sampling
-        if request.sampling.min_tokens > request.max_tokens:  # vLLM checks it only where it builds SamplingParams
-            message = f"got min_tokens={request.sampling.min_tokens} above max_tokens={request.max_tokens}"
-            raise RequestRefused(RowError("invalid_sampling", message))
-        params = copy.copy(self._template)
+        params = copy.copy(self._template[1])
         params.max_tokens, params.seed = request.max_tokens, request.seed
         return params
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        # Python's min and max: 7 µs for a list of 256 ids, numpy's 15. vLLM 0.26 lets negative ids through.
-        limit, size = self.info.max_model_len, self.info.vocab_size
+    def _objection(self, request: Request) -> RowError | None:
+        """What vLLM would refuse as well, said more plainly, and what it lets through."""
+        token_ids, limit, size = request.prompt_token_ids, self.info.max_model_len, self.info.vocab_size
         if not token_ids:
-            raise RequestRefused(RowError("empty_prompt", "the prompt has no tokens"))
+            return RowError("empty_prompt", "the prompt has no tokens")
         if len(token_ids) >= limit:
             message = f"the prompt has {len(token_ids)} tokens; at most {limit - 1} leave room for one of output"
-            raise RequestRefused(RowError("prompt_too_long", message))
-        if min(token_ids) < 0 or max(token_ids) >= size:
-            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
-            message = f"got token id {wrong}; the model's vocabulary has {size}"
-            raise RequestRefused(RowError("invalid_token_id", message))
+            return RowError("prompt_too_long", message)
+        low, high = min(token_ids), max(token_ids)  # 7 µs for a list of 256; numpy takes 15
+        if low < 0 or high >= size:  # 0.26 accepts negative ids
+            return RowError("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
+        least, most = request.sampling.min_tokens, request.max_tokens
+        if least > most:  # looked at where SamplingParams are built, and decoded: a core in another process goes silent
+            return RowError("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")
+        return None
 
     def _submit(self, request_id: str, token_ids: list[int], params: Any) -> None:
         if self._death:
@@ -188,9 +176,8 @@ class VllmEngine:
 
     def _completion(self, output: Any) -> Completion:
         request, answer = self._live.pop(output.request_id), output.outputs[0]
-        sampling, num_tokens = request.sampling, len(answer.token_ids)
-        logprobs = _token_logprobs(answer.logprobs, sampling.logprobs, num_tokens)
-        num_scored = len(request.prompt_token_ids) - 1
+        sampling, num_scored = request.sampling, len(request.prompt_token_ids) - 1
+        logprobs = _token_logprobs(answer.logprobs, sampling.logprobs, len(answer.token_ids))
         return Completion(
             request=request,
             token_ids=np.array(answer.token_ids, np.int32),
@@ -206,34 +193,20 @@ class VllmEngine:
 
 def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: the spec's, and what batchinf chooses where the spec is silent."""
-    model = spec.model
-    given = {
-        "model": model_path,
-        "tokenizer": tokenizer_path,
-        "revision": revision,
-        "dtype": model.dtype,
-        "quantization": model.quantization,
-        "load_format": model.load_format,
-        "trust_remote_code": model.trust_remote_code,
-        "tensor_parallel_size": spec.parallel.tensor_parallel_size,
-        "pipeline_parallel_size": spec.parallel.pipeline_parallel_size,
-    }
-    known = {field.name for field in dataclasses.fields(EngineArgs)}  # they come and go
-    if unknown := sorted(spec.engine.keys() - known):
-        raise SpecError(f"engine: vLLM {vllm.__version__} has no argument {', '.join(unknown)}")
+    given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision}
+    given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
+    given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
-    arguments = {name: value for name, value in (given | chosen | spec.engine).items() if name in known}
+    known = EngineArgs.__dataclass_fields__  # they come and go between versions
+    arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
     wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0)
-    if -1 < arguments.get("max_logprobs", _DEFAULT_MAX_LOGPROBS) < wanted:
+    if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < wanted:
         arguments["max_logprobs"] = wanted
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
-    """No compiling; float32, twice as fast as bfloat16 on most; and whole prompts, if batches are not sized.
-
-    A seeded request whose prompt comes in chunks kills vLLM's engine on a CPU.
-    """
+    # float32 is twice as fast as bfloat16 there, and a seeded request whose prompt comes in chunks kills the engine.
     dtype = "float32" if spec.model.dtype == "auto" else spec.model.dtype
     whole = {} if "max_num_batched_tokens" in spec.engine else {"enable_chunked_prefill": False}
     return {"enforce_eager": True, "dtype": dtype, **whole}
@@ -257,28 +230,23 @@ def sampling_params(sampling: SamplingSpec) -> Any:
 class Rows:
     """Logprobs of a growing run of tokens. Holds copies, so that it keeps no message of the engine core alive."""
 
-    __slots__ = ("_logprobs", "_ranks", "_token_ids", "_types", "_width")
-
     def __init__(self, k: int) -> None:
         self._width = k + 1
         self._token_ids, self._logprobs, self._ranks = bytearray(), bytearray(), bytearray()
         self._types: tuple[Any, ...] = (np.int32, np.float32, np.int32)
 
-    def extend(self, token_ids: npt.NDArray[Any], logprobs: npt.NDArray[Any], ranks: npt.NDArray[Any]) -> None:
-        """Take arrays [n, at least k + 1] twice and [n]: wider ones where a neighbour in the batch wants more."""
+    def extend(self, token_ids: Any, logprobs: Any, ranks: Any) -> None:
+        """Take arrays [n, k + 1], [n, k + 1] and [n]; the first two are wider where a neighbour's k is larger."""
         self._types = token_ids.dtype, logprobs.dtype, ranks.dtype
         self._token_ids += token_ids[:, : self._width].tobytes()
         self._logprobs += logprobs[:, : self._width].tobytes()
         self._ranks += ranks.tobytes()
 
     def arrays(self) -> TokenLogprobs:
-        """All of it, as contiguous arrays."""
-        token_ids, logprobs, ranks = map(np.frombuffer, (self._token_ids, self._logprobs, self._ranks), self._types)
-        return TokenLogprobs(
-            np.array(token_ids, np.int32).reshape(-1, self._width),
-            np.array(logprobs, np.float32).reshape(-1, self._width),
-            np.array(ranks, np.int32),
-        )
+        """All of it."""
+        kept = zip((self._token_ids, self._logprobs, self._ranks), self._types, strict=True)
+        token_ids, logprobs, ranks = (np.frombuffer(data, dtype) for data, dtype in kept)
+        return _arrays(token_ids, logprobs, ranks, self._width)
 
 
 class ArrayLogprobsProcessor(LogprobsProcessor):
@@ -303,34 +271,37 @@ class ArrayLogprobsProcessor(LogprobsProcessor):
 
 
 def install_arrays() -> bool:
-    """Let vLLM keep arrays (0.26 to 0.33); False where it no longer can, and flat logprobs are converted instead."""
-    overridden = ("from_new_request", "update_from_output", "_update_sample_logprobs", "_update_prompt_logprobs")
-    has_seam = all(hasattr(LogprobsProcessor, name) for name in overridden)
-    if has_seam and hasattr(output_processor, "LogprobsProcessor"):
+    """Let vLLM keep arrays; False where it no longer can, and flat logprobs are converted instead."""
+    names = ("from_new_request", "update_from_output", "_update_sample_logprobs", "_update_prompt_logprobs")
+    if has_seam := all(hasattr(LogprobsProcessor, name) for name in names):
         output_processor.LogprobsProcessor = ArrayLogprobsProcessor
-    return getattr(output_processor, "LogprobsProcessor", None) is ArrayLogprobsProcessor
+    return has_seam
 
 
 def _token_logprobs(kept: Any, k: int | None, num_tokens: int) -> TokenLogprobs | None:
     if k is None:
         return None
-    rows = kept.arrays() if isinstance(kept, Rows) else _from_flat(kept, k)
+    if isinstance(kept, Rows):
+        rows = kept.arrays()
+    else:  # vLLM's FlatLogprobs, with ranks for all of a position's tokens, and an empty first position for a prompt
+        rows = _arrays(kept.token_ids, kept.logprobs, kept.ranks[:: k + 1], k + 1)
     if not len(rows.token_ids) == len(rows.logprobs) == len(rows.ranks) == num_tokens:
-        message = f"gave {len(rows.token_ids)} rows of logprobs for {num_tokens} tokens"
-        raise BatchinfError(f"vLLM {vllm.__version__} {message}")
+        raise BatchinfError(f"vLLM gave {len(rows.token_ids)} rows of logprobs for {num_tokens} tokens")
     return rows
 
 
-def _from_flat(flat: Any, k: int) -> TokenLogprobs:
-    """Arrays from vLLM's FlatLogprobs, whose first position is empty where it holds a prompt's."""
-    token_ids, ranks = (np.array(values, np.int32).reshape(-1, k + 1) for values in (flat.token_ids, flat.ranks))
-    return TokenLogprobs(token_ids, np.array(flat.logprobs, np.float32).reshape(-1, k + 1), ranks[:, 0].copy())
+def _arrays(token_ids: Any, logprobs: Any, ranks: Any, width: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        np.array(token_ids, np.int32).reshape(-1, width),
+        np.array(logprobs, np.float32).reshape(-1, width),
+        np.array(ranks, np.int32),
+    )
 
 
 def _is_whole(output: Any) -> bool:
     reason = output.outputs[0].finish_reason
     if reason not in FINISHED | CUT_SHORT:
-        raise BatchinfError(f"vLLM {vllm.__version__} ended a request for an unknown reason, {reason!r}")
+        raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
     return reason in FINISHED
 
 
@@ -341,25 +312,18 @@ def _first_line(error: Exception) -> str:
 class _Watchdog(threading.Thread):
     """Ends waits for an EngineCore process that was killed: vLLM 0.26 to 0.33 notices, but never wakes who waits."""
 
-    def __init__(self, resources: Any, outputs: Any, calls: dict[Any, Any]) -> None:
-        super().__init__(name="engine-watchdog", daemon=True)
-        self._resources, self._outputs, self._calls = resources, outputs, calls
-        self._stopped = threading.Event()
-        self.stop = self._stopped.set
+    NEEDS = ("resources", "outputs_queue", "utility_results")  # none of them where the engine runs in this process
 
-    @classmethod
-    def over(cls, client: Any) -> "_Watchdog | None":
-        """One that watches the client of an engine in another process; None where it runs in this one."""
-        names = ("resources", "outputs_queue", "utility_results")
-        if not all(hasattr(client, name) for name in names):
-            return None
-        watchdog = cls(client.resources, client.outputs_queue, client.utility_results)
-        watchdog.start()
-        return watchdog
+    def __init__(self, client: Any) -> None:
+        super().__init__(name="engine-watchdog", daemon=True)
+        # Not the client itself, which ends its engine when it is let go.
+        self._resources, self._outputs, self._calls = (getattr(client, name) for name in self.NEEDS)
+        self.stopped = threading.Event()
+        self.start()
 
     def run(self) -> None:
         """Watch until stopped, or until the engine is dead."""
-        while not self._stopped.wait(_WATCH_S):
+        while not self.stopped.wait(_WATCH_S):
             if self._resources.engine_dead:
                 self._outputs.put_nowait(VllmEngineDeadError())
                 for call in list(self._calls.values()):
@@ -398,38 +362,35 @@ class _Stats(StatLoggerBase):
 
 def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -> EngineInfo:
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    settings = {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "use_v2_model_runner": getattr(config, "use_v2_model_runner", None),
-        # The one asked for: which one vLLM took by itself stands only in its log.
-        "attention_backend": str(getattr(getattr(config, "attention_config", None), "backend", None) or "auto"),
-        # The first is there from 0.26 on, but not always filled.
-        "kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None)
-        or (cache.num_gpu_blocks or 0) * cache.block_size,
-        "engine_arguments": arguments,
-        "environment": environment,
-    }
     return EngineInfo(
         max_model_len=model.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         vocab_size=model.hf_text_config.vocab_size,
         device=current_platform.get_device_name(),
         versions=_versions(),
-        settings=settings,
+        settings={
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_parallel_size,
+            "use_v2_model_runner": getattr(config, "use_v2_model_runner", None),
+            # The one asked for: which one vLLM took by itself stands only in its log.
+            "attention_backend": str(getattr(getattr(config, "attention_config", None), "backend", None) or "auto"),
+            "kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None)
+            or cache.num_gpu_blocks * cache.block_size,
+            "engine_arguments": arguments,
+            "environment": environment,
+        },
     )
 
 
 def _environment() -> dict[str, str]:
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
-    return {name: "(not recorded)" if _SECRET.search(name) else value for name, value in found.items()}
+    return {name: "(not recorded)" if any(s in name for s in _SECRETS) else value for name, value in found.items()}
 
 
 def _versions() -> dict[str, str]:
-    modules = {"vllm": vllm, "torch": torch, "transformers": transformers}
     versions = {"batchinf": __version__, "python": platform.python_version()}
-    versions |= {name: str(module.__version__) for name, module in modules.items()}
+    versions |= {module.__name__: str(module.__version__) for module in (vllm, torch, transformers)}
     if torch.version.cuda:
         import pynvml
 

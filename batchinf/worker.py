@@ -4,6 +4,7 @@ Its thread does `add` and `step` and nothing else: the feeder makes requests rea
 """
 
 import time
+from collections.abc import Sequence
 
 from batchinf.byte_queue import ByteQueue
 from batchinf.engine import Engine
@@ -87,8 +88,7 @@ class Worker:
         if self._deadline is None:
             self._admit()
         if self._engine.num_unfinished():
-            for completion in self._engine.step():
-                self._store(completion)
+            self._store(self._engine.step())
             self._steps += 1
 
     def _admit(self) -> None:
@@ -107,13 +107,14 @@ class Worker:
         except RequestRefused as refusal:
             index, num_requests = request.request_index, pending.num_requests
             result = Result(pending.prompt, index, num_requests, None, None, refusal.error, pending.attempts)
-            self._finished.offer(FailedRow(pending.shard, (result,)), 0)
+            self._finished.offer_all([(FailedRow(pending.shard, (result,)), 0)])
             return
         self._pending[request.key] = pending
 
-    def _store(self, completion: Completion) -> None:
-        pending = self._pending.pop(completion.request.key)
-        self._finished.offer(Finished(pending, completion), num_bytes(completion))
+    def _store(self, completions: Sequence[Completion]) -> None:
+        if completions:
+            pop = self._pending.pop
+            self._finished.offer_all([(Finished(pop(c.request.key), c), num_bytes(c)) for c in completions])
 
     def _raise_from_threads(self) -> None:
         error = self._feeder.error or self._writer.error

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from batchinf.byte_queue import ByteQueue
@@ -17,9 +17,9 @@ from batchinf.tasks import Task
 # Results wait up to this long for company: encoding and decoding cost far less in batches.
 _GATHER_S = 0.1
 _GATHER_ITEMS = 256
-_GATHER_BYTES = 64 << 20
+_GATHER_BYTES = 32 << 20
 # What is finished and in no segment yet is journalled early beyond this, so that memory stays bounded.
-_MAX_UNJOURNALLED_BYTES = 256 << 20
+_MAX_UNJOURNALLED_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Writer(threading.Thread):
         self._open: dict[int, OpenShard] = {}
         self._lock = threading.Lock()
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="closer")
-        self._closing: list[Future[None]] = []
+        self._closing: list[tuple[Future[None], int]] = []
         self._is_stopping = False
         self.totals = Totals()
         self.error: BaseException | None = None
@@ -98,15 +98,23 @@ class Writer(threading.Thread):
             self.error = error
 
     def _turn(self) -> bool:
+        # Asked first: all that is in the queue by then is stored before the end.
+        is_last = self._is_stopping
         wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
-        items = self._finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
+        is_behind = self._closing_bytes() > _MAX_UNJOURNALLED_BYTES
+        if is_behind:
+            # The queue fills meanwhile, and admission waits.
+            items = []
+            wait([future for future, _ in self._closing], wait_s, FIRST_COMPLETED)
+        else:
+            items = self._finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
         if items:
             self._store(items)
         if time.monotonic() >= self._next_tick or self._unjournalled_bytes() > _MAX_UNJOURNALLED_BYTES:
             self._tick()
         self._close_whole()
         self._raise_closing()
-        return bool(items) or not self._is_stopping
+        return bool(items) or is_behind or not is_last
 
     def _store(self, items: Sequence[Finished | FailedRow]) -> None:
         finished = [item for item in items if isinstance(item, Finished)]
@@ -153,7 +161,9 @@ class Writer(threading.Thread):
         with self._lock:
             whole = [index for index, shard in self._open.items() if shard.is_complete]
             shards = [self._open.pop(index) for index in whole]
-        self._closing.extend(self._closer.submit(self._close, shard) for shard in shards)
+        for shard in shards:
+            num_bytes = shard.unjournalled_bytes
+            self._closing.append((self._closer.submit(self._close, shard), num_bytes))
 
     def _close(self, shard: OpenShard) -> None:
         part = self._write_part(shard)
@@ -161,7 +171,10 @@ class Writer(threading.Thread):
         self._emit(ShardClosed(part))
 
     def _raise_closing(self) -> None:
-        done = [future for future in self._closing if future.done()]
-        self._closing = [future for future in self._closing if not future.done()]
+        done = [future for future, _ in self._closing if future.done()]
+        self._closing = [(future, num_bytes) for future, num_bytes in self._closing if future not in done]
         for future in done:
             future.result()
+
+    def _closing_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._closing)

@@ -37,7 +37,10 @@ def main() -> None:
     params = _params(workload["sampling"], is_ceiling=kind == "ceiling")
     llm.generate(prompts[:32], params, use_tqdm=False)
     began = time.monotonic()
-    num_tokens = _chunks(llm, prompts, params, workload, result) if kind == "chunks" else _one_call(llm, prompts, params)
+    if kind == "chunks":
+        num_tokens = _chunks(llm, prompts, params, workload["chunk_rows"], result)
+    else:
+        num_tokens = _one_call(llm, prompts, params)
     seconds = time.monotonic() - began
     figures = {
         "start_s": round(start_s, 1),
@@ -61,8 +64,8 @@ def _one_call(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def _chunks(llm: LLM, prompts: list[str], params: SamplingParams, workload: dict[str, Any], result: pathlib.Path) -> int:
-    num_tokens, size = 0, workload["chunk_rows"]
+def _chunks(llm: LLM, prompts: list[str], params: SamplingParams, size: int, result: pathlib.Path) -> int:
+    num_tokens = 0
     for start in range(0, len(prompts), size):
         outputs = llm.generate(prompts[start : start + size], params, use_tqdm=False)
         rows = [

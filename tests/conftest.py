@@ -32,7 +32,6 @@ def vllm_engine() -> Iterator["VllmEngine"]:
     from batchinf.spec import JobSpec, SamplingSpec
     from batchinf.vllm_engine import VllmEngine
 
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     spec = JobSpec(
         model={"name": str(MODEL)},
         input={"path": "prompts.jsonl"},
@@ -40,6 +39,8 @@ def vllm_engine() -> Iterator["VllmEngine"]:
         sampling=SamplingSpec(logprobs=50),
         engine={"max_model_len": 512},
     )
-    engine = VllmEngine(spec, str(MODEL), str(MODEL))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        engine = VllmEngine(spec, str(MODEL), str(MODEL))
     yield engine
     engine.close()

@@ -1,18 +1,24 @@
 """Running whole jobs in tests: the command line as users start it, faults as they happen, rows as readers see them."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from batchinf.manifest import State, read_state
+from batchinf.storage import Folder
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
@@ -44,6 +50,10 @@ def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
 
 def start(*arguments: str | pathlib.Path, faults: str = "", **environment: str) -> "subprocess.Popen[str]":
     """Start `batchinf` with these arguments, in a session of its own."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # What is ignored is inherited: a test run in the background of a shell ignores SIGINT.
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     return subprocess.Popen(
         [sys.executable, "-m", "batchinf", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -62,9 +72,9 @@ def run(*arguments: str | pathlib.Path, **options: str) -> "subprocess.Completed
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def finish(path: pathlib.Path, **options: str) -> "subprocess.CompletedProcess[str]":
+def finish(path: pathlib.Path, *arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
     """Run a job that must end well."""
-    done = run("run", path, **options)
+    done = run("run", path, *arguments, **options)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -78,6 +88,44 @@ def table_of(out: pathlib.Path) -> pa.Table:
 def rows_of(out: pathlib.Path) -> list[dict[str, Any]]:
     """All rows without `attempts`, which says how often a row was tried."""
     return table_of(out).drop_columns(["attempts"]).to_pylist()
+
+
+@functools.cache
+def unhurt(sampling: str = "{}") -> tuple[dict[str, Any], ...]:
+    """The rows of a job that nothing hurt, by what is other in its `sampling`, as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder)
+        finish(spec_of(path, sampling=json.loads(sampling), scripted={"step_s": 0.0}))
+        rows = tuple(rows_of(path / "out"))
+    assert len({row["row_index"] for row in rows}) >= 500
+    return rows
+
+
+def state_of(out: pathlib.Path) -> State:
+    """What the manifest says."""
+    state = read_state(Folder(out))
+    assert state is not None
+    return state
+
+
+def events_of(out: pathlib.Path, name: str) -> list[dict[str, Any]]:
+    """The fields of all events of one name."""
+    return [event.fields for event in state_of(out).events if event.name == name]
+
+
+def snapshot_of(out: pathlib.Path) -> dict[str, Any]:
+    """What `status.json` says; nothing where there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((out / "status.json").read_text())
+    return {}
+
+
+def end(process: "subprocess.Popen[str]", wait_s: float = 120.0) -> tuple[int, str, str]:
+    """Wait for a process: exit code, output, errors. Nothing of it may live on."""
+    everyone = family(process.pid)
+    out, errors = process.communicate(timeout=wait_s)
+    assert are_gone(everyone)
+    return process.returncode, out, errors
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -106,7 +154,7 @@ def kill(processes: list[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def wait_until(condition: Any, wait_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], wait_s: float = 60.0) -> None:
     """Wait for a condition to hold."""
     deadline = time.monotonic() + wait_s
     while not condition():

@@ -419,7 +419,7 @@ def test_a_model_in_the_cache_is_given_as_its_folder(server: Hub) -> None:
     assert len(server.asked) == num_asked
 
 
-@pytest.mark.parametrize("how", ["offline", "down", "gone", "broken"])
+@pytest.mark.parametrize("how", ["offline", "down", "gone", "moved", "gated", "broken"])
 def test_without_a_hub_the_cache_serves(server: Hub, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = resolve(spec("org/tiny"))
     if how == "offline":
@@ -428,6 +428,11 @@ def test_without_a_hub_the_cache_serves(server: Hub, how: str, monkeypatch: pyte
         go_offline(server)
     elif how == "gone":
         del server.refs["org/tiny"]
+    elif how == "moved":
+        server.refs["org/tiny"] = {}
+    elif how == "gated":
+        server.gated_files.add("org/tiny")
+        server.refs["org/tiny"]["main"] = OLD
     else:
         server.refusals["org/tiny"] = (503, {})
     after = resolve(spec("org/tiny"))
@@ -627,21 +632,27 @@ def test_sampling_is_filled(
     [
         (
             {"n": 3},
-            {"temperature": 0.0},
-            "sampling.n: got 3, but the model's generation_config has temperature 0, and greedy samples are all equal; "
-            "set sampling.temperature above 0, or n to 1",
+            {"temperature": 0.0, "top_k": 5},
+            "sampling.n: got 3 with temperature 0; greedy samples are all equal: set n to 1, or a temperature above 0 "
+            "(from the model's generation_config: temperature=0.0, top_k=5)",
+        ),
+        (
+            {"min_tokens": 300},
+            {"max_new_tokens": 256},
+            "sampling.min_tokens: got 300 with max_tokens 256; must not be above it "
+            "(from the model's generation_config: max_tokens=256)",
         ),
         (
             {},
             {"top_p": 0},
-            "sampling.top_p: the model's generation_config has 0 (input should be greater than 0); set sampling.top_p "
-            "in the spec",
+            "sampling.top_p: input should be greater than 0, but the model's generation_config has 0; "
+            "set it in the spec",
         ),
         (
             {},
             {"max_new_tokens": "many"},
-            "sampling.max_tokens: the model's generation_config has 'many' (input should be a valid integer)"
-            "; set sampling.max_tokens in the spec",
+            "sampling.max_tokens: input should be a valid integer, but the model's generation_config has 'many'; "
+            "set it in the spec",
         ),
     ],
 )

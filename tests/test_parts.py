@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import xxhash
 from test_tasks_generate import expected_row, make_results, make_spec
 
-from batchinf import parts
+from batchinf import faults, parts
 from batchinf.journal import Journal
 from batchinf.parts import (
     OpenShard,
@@ -204,7 +205,10 @@ def assert_is_described(folder: Folder, part: Part, results: list[Result]) -> No
         "batchinf.num_errors": str(part.num_errors),
         "batchinf.num_prompt_tokens": str(part.num_prompt_tokens),
         "batchinf.num_output_tokens": str(part.num_output_tokens),
+        "batchinf.seal": own["batchinf.seal"],
     }
+    assert data.count(own["batchinf.seal"].encode()) == 1
+    assert xxhash.xxh3_128_hexdigest(data.replace(own["batchinf.seal"].encode(), b"0" * 32)) == own["batchinf.seal"]
 
 
 def test_schema_of_the_file(folder: Folder) -> None:
@@ -431,41 +435,81 @@ def test_verify_of_what_is_no_part(folder: Folder, deep: bool) -> None:
         assert verify_part(folder, f"parts/{name}", SHARD, "f00d", deep=deep) is None
 
 
-def test_verify_finds_rows_that_are_missing_twice_or_out_of_order(folder: Folder) -> None:
-    spec = make_spec()
-    part = write(folder, whole(folder, spec), spec)
-    file = pq.ParquetFile(folder.path(f"staging/{part.file}"))
-    table, metadata = file.read(), file.metadata.metadata
-    index = np.arange(60)
-    wrong = {
-        "missing": np.where(index == 30, 29, index),
-        "last missing": np.minimum(index, 58),
-        "first missing": np.maximum(index, 1),
-        "out of order": np.where(index == 30, 31, np.where(index == 31, 30, index)),
-    }
-    for order in wrong.values():
-        with pq.ParquetWriter(folder.path("parts/wrong"), table.schema) as writer:
-            writer.write_table(table.take(order))
-            writer.add_key_value_metadata({k: v for k, v in metadata.items() if k.startswith(b"batchinf.")})
-        assert verify_part(folder, "parts/wrong", SHARD, "f00d", deep=True) is None
-    assert verify_part(folder, "parts/wrong", SHARD, "f00d", deep=False) is not None
-
-
 def test_torn_or_altered_parts_are_not_adopted(folder: Folder) -> None:
     spec = SPECS["one sample"]
     part = write(folder, whole(folder, spec), spec)
     path, name = folder.path(f"staging/{part.file}"), f"staging/{part.file}"
     data, chance = path.read_bytes(), random.Random(0)
-    rows = read(folder, part)
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    places = [chance.randrange(footer) for _ in range(300)] + [chance.randrange(footer, len(data)) for _ in range(200)]
     with path.open("r+b", buffering=0) as file:
-        for place in places:
+        for place in [*range(0, len(data), 17), *range(len(data) - 100, len(data))]:
             os.pwrite(file.fileno(), bytes([data[place] ^ 1 << chance.randrange(8)]), place)
-            found = verify_part(folder, name, SHARD, "f00d", deep=True)
-            # Only pages have checksums; of an altered footer it is enough to survive it.
-            assert found is None or place >= footer or read(folder, part) == rows
+            assert verify_part(folder, name, SHARD, "f00d", deep=True) is None
             os.pwrite(file.fileno(), data[place : place + 1], place)
-    for length in sorted(chance.sample(range(len(data)), 60), reverse=True):
+    assert verify_part(folder, name, SHARD, "f00d", deep=True) == part
+    for length in sorted({0, 1, 7, 8, 12, *chance.sample(range(len(data)), 60), len(data) - 1}, reverse=True):
         os.truncate(path, length)
         assert verify_part(folder, name, SHARD, "f00d", deep=True) is None
+
+
+def test_a_seal_in_the_data_is_not_taken_for_the_file_s_own(folder: Folder) -> None:
+    class Forged(Rows):
+        def read_columns(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+            return pa.table({"key": [f"batchinf.seal: {row:032x}" for row in range(start, stop)]})
+
+    spec = make_spec(id_column="key")
+    part = write(folder, whole(folder, spec), spec, Forged())
+    assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d", deep=True) == part
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["before_fsync", "before_rename", "after_rename"])
+@pytest.mark.parametrize("where", ["journal", "parts"])
+def test_a_disk_that_fails_at_a_step(folder: Folder, where: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS["three samples"]
+    results = make_results(spec, range(SHARD.start, SHARD.stop))
+    monkeypatch.setattr(faults, "_passages", {})
+    monkeypatch.setattr(faults, "_FAULTS", {(f"{where}.{step}", 1): "raise 28"})
+
+    def finish(shard: OpenShard) -> Part:
+        for start in range(0, len(results), 50):
+            shard.add(shard.task.encode(results[start : start + 50]))
+            shard.tick()
+        return write(folder, shard, spec)
+
+    shard = opened(folder, spec)
+    with pytest.raises(OSError, match="No space"):
+        finish(shard)
+    # The same process may go on, and so may another life.
+    for again in (shard, opened(folder, spec, "1-b")):
+        if again is not shard:
+            assert again.recover() == []
+            assert again.num_results >= 50
+        part = finish(again)
+        assert read(folder, part) == expected_output(spec, results)
+        assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d", deep=True) == part
+    assert not [name for name in os.listdir(folder.path("staging")) if name.startswith(".")]
+
+
+def test_other_threads_may_ask_while_results_are_added(folder: Folder) -> None:
+    counts = {row: 1 + row * 7 % 40 for row in range(1000, 1060)}
+    keys = [(row, index, count) for row, count in counts.items() for index in range(count)]
+    made = opened(folder, make_spec())
+    last = keys[-1]
+
+    def ask() -> int:
+        num_asked = 0
+        while not made.is_complete:
+            for row, index, _ in keys:
+                made.is_done(row, index)
+            made.are_finished(1000, 1060)
+            num_asked += 1
+        return num_asked
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        for key in keys:
+            made.add(keyed([key]))
+        assert asked.result(timeout=60) >= 0
+    assert made.is_done(last[0], last[1])

@@ -236,7 +236,7 @@ class Poisonable(PreTrainedTokenizerFast):
 
     def __call__(self, text: Any, **options: Any) -> Any:
         if any("poison" in one for one in text):
-            raise KeyError("no such\ntoken \ud800")
+            raise ValueError("no such\ntoken \ud800")
         return super().__call__(text, **options)
 
 
@@ -245,7 +245,7 @@ def test_one_poisonous_text_does_not_spoil_its_batch() -> None:
     results = build([{"prompt": "quick"}, {"prompt": "poison"}, {"prompt": "lazy"}], tokenizer=tokenizer)
     assert results == [
         BYTES("quick")["input_ids"],
-        RowError("tokenizer_error", "the tokenizer failed: KeyError: 'no such\\ntoken \\ud800'"),
+        RowError("tokenizer_error", "the tokenizer failed: ValueError: no such token \\ud800"),
         BYTES("lazy")["input_ids"],
     ]
 

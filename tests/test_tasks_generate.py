@@ -222,10 +222,13 @@ def test_schema_of_everything() -> None:
 
 
 def test_columns_not_asked_for_are_absent() -> None:
-    assert Generate(make_spec(output={"include_token_ids": False})).output_schema([]).names == (
-        "row_index prompt_hash sample_index text finish_reason stop_reason cumulative_logprob num_prompt_tokens "
-        "num_output_tokens error_type error_message attempts"
-    ).split()
+    assert (
+        Generate(make_spec(output={"include_token_ids": False})).output_schema([]).names
+        == (
+            "row_index prompt_hash sample_index text finish_reason stop_reason cumulative_logprob num_prompt_tokens "
+            "num_output_tokens error_type error_message attempts"
+        ).split()
+    )
     assert not {"top_token_ids", "top_logprobs"} & set(Generate(make_spec(logprobs=0)).result_schema.names)
     assert Generate(SPECS["float16"]).result_schema.field("logprobs").type.value_type == pa.float16()
 

@@ -73,12 +73,12 @@ class LocalBackend:
         # The package may be run from a source tree that is not installed: a replica must find the same one.
         root = str(pathlib.Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        # vLLM leaves socket files behind; their paths have a limit of 107 bytes.
-        sockets = pathlib.Path(tempfile.mkdtemp(prefix="batchinf-"))
+        sockets = _sockets_folder(launch)
         with theirs, log.open("ab") as output:
             log_start = output.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "batchinf.replica", str(theirs.fileno()), launch.incarnation],
+                # -P: a `queue.py` in the user's folder must not take the place of Python's own.
+                [sys.executable, "-P", "-m", "batchinf.replica", str(theirs.fileno()), launch.incarnation],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -121,6 +121,17 @@ class LocalBackend:
             self._selector.unregister(replica.channel)
 
 
+def _sockets_folder(launch: Launch) -> pathlib.Path:
+    """An empty folder for vLLM's socket files, which it leaves behind; their paths have a limit of 107 bytes.
+
+    One that an earlier incarnation left, because its coordinator was killed, is removed.
+    """
+    prefix = f"batchinf-{launch.metadata.get('batchinf.job_id', '')[:12]}-{launch.replica}-"
+    for leftover in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return pathlib.Path(tempfile.mkdtemp(prefix=prefix))
+
+
 def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: int) -> dict[str, str]:
     """What a replica's environment says before vLLM or torch is imported in it.
 
@@ -148,15 +159,20 @@ def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: in
     return chosen
 
 
-def end_process_group(group: int, wait_s: float = 10.0) -> None:
-    """SIGKILL a process group and wait until no live process is left in it."""
+def end_process_group(group: int, wait_s: float = 10.0) -> bool:
+    """SIGKILL a process group and wait until no live process is left in it; whether there was one."""
     deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+    was_there = False
+    while time.monotonic() < deadline and members(group):
+        was_there = True
+        try:
             os.killpg(group, signal.SIGKILL)
-        if not any(True for _ in members(group)):
-            return
+        except PermissionError:
+            return False
+        except ProcessLookupError:
+            pass
         time.sleep(0.02)
+    return was_there
 
 
 def members(group: int) -> list[int]:

@@ -110,7 +110,7 @@ class Generate:
 
     def parquet_options(self, schema: pa.Schema) -> dict[str, Any]:
         """zstd 1, byte-stream split on logprobs and ids, dictionaries where values repeat, checksums on pages."""
-        own = {field.name for field in self.result_schema}
+        own = {*self.result_schema.names} - {"request_index", "num_requests"}
         flat = [field.name for field in schema if not pa.types.is_nested(field.type)]
         leaves = [_leaf(field) for field in schema if field.name in own and pa.types.is_nested(field.type)]
         # DuckDB reads no split float16, which would be 1.55 bytes a logprob against 1.77.
@@ -325,5 +325,3 @@ def _repeat(columns: pa.Table, row_index: npt.NDArray[np.int64]) -> pa.Table:
         return columns
     is_next = np.diff(row_index, prepend=row_index[:1]) != 0
     return columns.take(pa.array(np.cumsum(is_next)))
-
-

@@ -1,0 +1,135 @@
+"""CSV: parsed once, and spooled as strings beside why a row is none; numbers are told when the types are known."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from batchinf.arrow_file import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
+from batchinf.column_types import CsvTypes, is_utf8, refuse_twins
+from batchinf.errors import InputError
+from batchinf.input_files import BLOCK_BYTES, MAX_LINE_BYTES, InputFile, open_input
+from batchinf.reader import Record
+from batchinf.source_cache import FileEntry, Found, Scratch
+from batchinf.storage import Folder
+
+ERRORS = "batchinf:error"  # the spool's last column: why a row could not be read
+
+
+def pass_csv(file: InputFile, scratch: Scratch) -> Found:
+    """The first pass: every row into the spool, every value into the types."""
+    with open_input(file) as stream:
+        hashed = _Hashed(stream)
+        rows = _Rows(file, hashed)
+        types = CsvTypes(rows.header)
+        schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS)])
+        num_rows = spool(_batches(rows, types), schema, scratch)
+    return Found(hashed.digest.hexdigest(), num_rows, types.schema())
+
+
+def _batches(rows: "_Rows", types: CsvTypes) -> Iterator[pa.RecordBatch]:
+    held: list[list[str] | str] = []
+    num_chars = rows.num_chars
+    for row in rows:
+        held.append(row)
+        if len(held) == BATCH_ROWS or rows.num_chars - num_chars > BATCH_BYTES:
+            yield _batch(held, rows.header, types)
+            held, num_chars = [], rows.num_chars
+    if held:
+        yield _batch(held, rows.header, types)
+
+
+def _batch(rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTypes) -> pa.RecordBatch:
+    nothing = [None] * len(header)
+    fields = zip(*(nothing if isinstance(row, str) else row for row in rows), strict=True)
+    columns = [pa.array(values, pa.string()) for values in fields]
+    types.add(dict(zip(header, columns, strict=True)))
+    errors = pa.array([row if isinstance(row, str) else None for row in rows], pa.string())
+    return pa.RecordBatch.from_arrays([*columns, errors], names=[*header, ERRORS])
+
+
+class _Hashed(io.RawIOBase):
+    """A stream that hashes what is read through it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.digest = xxhash.xxh3_128()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._stream.read(len(buffer))
+        self.digest.update(block)
+        buffer[: len(block)] = block
+        return len(block)
+
+
+class _Rows:
+    """The rows of a CSV file: its fields as strings, or one string that says what is wrong with the row."""
+
+    def __init__(self, file: InputFile, stream: io.RawIOBase) -> None:
+        csv.field_size_limit(MAX_LINE_BYTES)
+        self._text = io.TextIOWrapper(
+            io.BufferedReader(stream, BLOCK_BYTES), "utf-8-sig", "surrogateescape", newline=""
+        )
+        self._reader = csv.reader(self._lines(), strict=True)
+        self.num_chars, self._is_utf8 = 0, True
+        try:
+            self.header = next((row for row in self._reader if row), [])
+        except csv.Error as error:
+            raise InputError(f"{file.name}: its header is not CSV: {error}") from None
+        if not self._is_utf8:
+            raise InputError(f"{file.name}: its header is not UTF-8; save the file as UTF-8")
+        refuse_twins(self.header, file.name)
+
+    def _lines(self) -> Iterator[str]:
+        for line in iter(lambda: self._text.readline(MAX_LINE_BYTES), ""):
+            self.num_chars += len(line)
+            self._is_utf8 &= line.isascii() or is_utf8(line)  # bytes that are not come as lone surrogates
+            yield line
+
+    def __iter__(self) -> Iterator[list[str] | str]:
+        width = len(self.header)
+        while True:
+            line = self._reader.line_num + 1
+            self._is_utf8 = True
+            try:
+                row = next(self._reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield f"line {line}: not CSV: {error}"
+                continue
+            if not self._is_utf8:
+                yield f"line {line}: not UTF-8"
+            elif len(row) == width:
+                yield row
+            elif row:
+                yield f"line {line}: {len(row)} fields where the header has {width}"
+
+
+class CsvReader(ArrowReader):
+    """The spool of a CSV file: strings, and why a row is none."""
+
+    def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
+        super().__init__(file, entry, schema, cache)
+        self._own = {name: schema.field(name) for name in self._own}  # a number only if it is one in all files
+        self._name = file.name
+
+    def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
+        """See `Reader`."""
+        errors = self._slice(start, stop, [ERRORS]).column(0).to_pylist()
+        return [
+            record if error is None else ({}, f"{self._name} {error}")
+            for record, error in zip(super().records(start, stop, columns), errors, strict=True)
+        ]
+
+    def _cast(self, column: pa.ChunkedArray, type: pa.DataType) -> pa.ChunkedArray:
+        if pa.types.is_string(type):
+            return column
+        return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column).cast(type)

@@ -1,0 +1,106 @@
+"""What is in each input file: from the cache where the file is as it was, else from a first pass, kept in the cache."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from batchinf.arrow_file import pass_arrow
+from batchinf.column_types import refuse_twins
+from batchinf.csv_file import pass_csv
+from batchinf.errors import InputError
+from batchinf.input_files import Format, InputFile, content_hash, open_input, stamp
+from batchinf.line_file import pass_jsonl, pass_text
+from batchinf.parquet_file import parquet_hash, pass_parquet
+from batchinf.source_cache import (
+    FileEntry,
+    Found,
+    Scratch,
+    is_whole,
+    load_entries,
+    locked,
+    save_entries,
+    schema_text,
+)
+from batchinf.storage import Folder
+
+SAVE_BYTES = 1 << 30  # of input: an interrupted first pass over many files goes on from the last save
+
+_PASSES: dict[Format, Callable[[InputFile, Scratch], Found]] = {
+    "jsonl": pass_jsonl,
+    "text": pass_text,
+    "csv": pass_csv,
+    "parquet": pass_parquet,
+    "arrow": pass_arrow,
+}
+
+
+def examine(files: Sequence[InputFile], format: Format, cache: Folder) -> list[FileEntry]:
+    """What is in each file: from the cache where path, size and mtime are as they were, else from a first pass.
+
+    A file whose size is the same but not its path or mtime is hashed, and read again only if the hash differs.
+    Processes may call this at once on one cache: one works, under a lock, and the others find its result.
+    """
+    cache.make()
+    known = load_entries(cache)
+    trusted = [_trusted(file, format, known.get(file.name), cache) for file in files]
+    found = [entry for entry in trusted if entry is not None]
+    if len(found) == len(files):
+        return found
+    with locked(cache):
+        return _examine_alone(files, format, cache)
+
+
+def _examine_alone(files: Sequence[InputFile], format: Format, cache: Folder) -> list[FileEntry]:
+    known = load_entries(cache)
+    entries: dict[str, FileEntry] = {}
+    unsaved_bytes = 0
+    for file in files:
+        old = known.get(file.name)
+        entry = _trusted(file, format, old, cache) or _unchanged(file, format, old, cache)
+        if entry is None:
+            entry = _first_pass(file, format, cache)
+            unsaved_bytes += entry.size
+        entries[file.name] = entry
+        if unsaved_bytes > SAVE_BYTES:
+            save_entries(cache, {**known, **entries})
+            unsaved_bytes = 0
+    save_entries(cache, entries)
+    return list(entries.values())
+
+
+def _trusted(file: InputFile, format: Format, entry: FileEntry | None, cache: Folder) -> FileEntry | None:
+    if entry is None or (entry.path, entry.format) != (file.path, format):
+        return None
+    is_same = stamp(file.path) == (entry.size, entry.mtime_ns) and is_whole(entry, cache)
+    return entry if is_same else None
+
+
+def _unchanged(file: InputFile, format: Format, entry: FileEntry | None, cache: Folder) -> FileEntry | None:
+    if entry is None or entry.format != format or not is_whole(entry, cache):
+        return None
+    size, mtime_ns = stamp(file.path)
+    if size != entry.size or _hash(file, format) != entry.hash:
+        return None
+    return replace(entry, path=file.path, mtime_ns=mtime_ns)
+
+
+def _hash(file: InputFile, format: Format) -> str:
+    return parquet_hash(file) if format == "parquet" else content_hash(file)
+
+
+def _first_pass(file: InputFile, format: Format, cache: Folder) -> FileEntry:
+    open_input(file).close()
+    before = stamp(file.path)
+    with Scratch(cache, file, format) as scratch:
+        try:
+            found = _PASSES[format](file, scratch)
+        except (OSError, pa.ArrowException) as error:
+            if getattr(error, "errno", None) is not None:  # the system's, such as a full disk: not the file's content
+                raise
+            raise InputError(f"{file.name} cannot be read as {format}: {error}; is it damaged?") from error
+        refuse_twins(found.schema.names, file.name)
+        if stamp(file.path) != before:
+            raise InputError(f"{file.name} changed while it was read; start again once it is complete")
+        artifacts = scratch.publish(found.hash)
+    return FileEntry(file.path, format, *before, found.hash, found.num_rows, schema_text(found.schema), artifacts)

@@ -1,0 +1,128 @@
+"""Hugging Face datasets: folders that were saved, and ids that the hub gives, asked for once.
+
+Rows are read from the Arrow files that `datasets` memory-maps.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+
+from batchinf.column_types import settled_schema
+from batchinf.errors import InputError
+from batchinf.input_files import InputLocation, format_of, stamp
+from batchinf.reader import ColumnarReader
+from batchinf.source_cache import locked, read_record, write_record
+from batchinf.storage import Folder
+
+_RECORD = "dataset.json"  # in the cache folder: what a dataset of the hub was prepared as
+
+
+def is_dataset(input: InputLocation) -> bool:
+    """Whether the input is a Hugging Face dataset and not files: said to be one, saved as one, or named like one."""
+    path = os.path.expanduser(input.path)
+    if input.format is not None:
+        return input.format == "hf"
+    if os.path.exists(path):
+        return _is_saved(path)
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None and format_of(path) is None
+
+
+def _is_saved(path: str) -> bool:
+    """Whether a folder was written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+class DatasetReader(ColumnarReader):
+    """A dataset, read from its memory-mapped Arrow table."""
+
+    def __init__(self, dataset: Any, fingerprint: str) -> None:
+        self.schema = settled_schema([dataset.features.arrow_schema], "arrow")
+        super().__init__(self.schema, self.schema)
+        self.num_rows: int = dataset.num_rows
+        self.fingerprint = fingerprint
+        self._dataset = dataset.with_format("arrow")
+
+    def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
+        return self._dataset[start:stop].select(columns)
+
+
+def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
+    """The dataset; what the hub gave is noted in `cache`. Raises `InputError` if it cannot be loaded."""
+    if _is_saved(os.path.expanduser(input.path)):
+        dataset = _load(input)
+        return DatasetReader(dataset, _saved_fingerprint(dataset))
+    return DatasetReader(*_open_hub_dataset(input, cache))
+
+
+def _load(input: InputLocation) -> Any:
+    import datasets  # 1 s, which inputs of files do not pay
+
+    path, split = os.path.expanduser(input.path), input.split or "train"
+    try:
+        if not _is_saved(path):
+            return datasets.load_dataset(path, input.name, split=split, revision=input.revision)
+        found = datasets.load_from_disk(path)
+    except Exception as error:  # whatever `datasets`, the hub's client and the data's own reader may raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        what = input.path if os.path.exists(path) else f"there is no file or folder {input.path}, and it"
+        raise InputError(
+            f"{what} cannot be loaded as a Hugging Face dataset: {reason}; "
+            "check its id, `name`, `split` and `revision`, and the network"
+        ) from error
+    if not isinstance(found, dict):
+        return found
+    if split not in found:
+        raise InputError(f"{input.path} has no split {split!r}; set `split` to one of {', '.join(found)}")
+    return found[split]
+
+
+def _saved_fingerprint(dataset: Any) -> str:
+    """Covers the features, the row count, and the size, first and last 64 KiB of each Arrow file; not its path."""
+    digest = xxhash.xxh3_128(f"{dataset.num_rows} {dataset.features}".encode())
+    for path in _files(dataset):
+        with open(path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            digest.update(size.to_bytes(8, "little") + stream.read(1 << 16))
+            stream.seek(max(0, size - (1 << 16)))
+            digest.update(stream.read())
+    return digest.hexdigest()
+
+
+def _open_hub_dataset(input: InputLocation, cache: Folder) -> tuple[Any, str]:
+    """The dataset, and the fingerprint that `datasets` derives from repository, commit, configuration and split.
+
+    Opened again, it comes from the Arrow files that it was prepared as: the hub is asked once, and a job goes on with
+    what it began with.
+    """
+    asked = [input.path, input.name, input.split, input.revision]
+    known = read_record(cache, _RECORD)
+    if known.get("asked") == asked and (dataset := _from_files(known)) is not None:
+        return dataset, known["fingerprint"]
+    dataset = _load(input)
+    found = {"asked": asked, "num_rows": dataset.num_rows, "fingerprint": dataset._fingerprint}
+    cache.make()
+    with locked(cache):
+        write_record(cache, _RECORD, {**found, "files": _stamps(_files(dataset))})
+    return dataset, dataset._fingerprint
+
+
+def _files(dataset: Any) -> list[str]:
+    return [file["filename"] for file in dataset.cache_files]
+
+
+def _stamps(paths: Iterable[str]) -> list[list[Any]]:
+    return [[path, *stamp(path)] for path in paths]
+
+
+def _from_files(known: Mapping[str, Any]) -> Any | None:
+    import datasets
+
+    paths = [path for path, _, _ in known["files"]]
+    if not paths or not all(map(os.path.isfile, paths)) or _stamps(paths) != known["files"]:
+        return None
+    dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in paths])
+    return dataset if dataset.num_rows == known["num_rows"] else None  # else a slice or a selection of the files

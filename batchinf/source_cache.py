@@ -1,0 +1,182 @@
+"""The folder that keeps what a first pass found: an entry for each input file, and the artifacts that the entries name.
+
+Every JSON file in it carries a version and a checksum; an artifact is trusted while its size and samples of its bytes
+are as its entry says. Whatever is not whole counts as absent, and is made again.
+"""
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from batchinf.input_files import Format, InputFile
+from batchinf.storage import Folder
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the first pass over a file says of its content. `schema`: as found in this file alone, JSON marked."""
+
+    hash: str
+    num_rows: int
+    schema: pa.Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A cache file: its name in the cache folder, its size, and a hash over samples of its bytes."""
+
+    name: str
+    size: int
+    check: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What the first pass found in one input file.
+
+    `hash` covers the decompressed content; of Parquet, the footer (sizes, statistics and places of every column
+    chunk) and the file's size. `artifacts` by role: `offsets` and `blanks` (int64, see `line_file`), `lines` (a
+    decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count).
+    """
+
+    path: str
+    format: Format
+    size: int
+    mtime_ns: int
+    hash: str
+    num_rows: int
+    schema: str
+    artifacts: Mapping[str, Artifact]
+
+    def arrow_schema(self) -> pa.Schema:
+        """Columns as found in this file alone; a JSON column carries `JSON_MARK`."""
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
+
+
+def schema_text(schema: pa.Schema) -> str:
+    """A schema as an entry holds it."""
+    return base64.b64encode(schema.serialize()).decode()
+
+
+def load_entries(cache: Folder) -> dict[str, FileEntry]:
+    """The entries by the names of their input files."""
+
+    def entry(found: dict[str, Any]) -> FileEntry:
+        return FileEntry(**{**found, "artifacts": {k: Artifact(**a) for k, a in found["artifacts"].items()}})
+
+    return {name: entry(found) for name, found in read_record(cache, "files.json").items()}
+
+
+def save_entries(cache: Folder, entries: Mapping[str, FileEntry]) -> None:
+    """Put these entries in the place of all that there are."""
+    write_record(cache, "files.json", {name: asdict(entry) for name, entry in entries.items()})
+
+
+def read_record(cache: Folder, name: str) -> dict[str, Any]:
+    """The content of a JSON file of the cache; empty if it is absent, torn, foreign or of another version."""
+    try:
+        record = json.loads(cache.read(name))
+        is_ours = record["version"] == VERSION and record["checksum"] == _checksum(record["content"])
+        return dict(record["content"]) if is_ours else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def write_record(cache: Folder, name: str, content: Mapping[str, object]) -> None:
+    """Write a JSON file with its version and checksum, whole or not at all."""
+    record = {"version": VERSION, "checksum": _checksum(content), "content": content}
+    cache.write_atomic(name, json.dumps(record).encode())
+
+
+def _checksum(content: object) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+@contextlib.contextmanager
+def locked(cache: Folder) -> Iterator[None]:
+    """Hold the cache alone, against other processes that would fill it."""
+    with open(cache.path("lock"), "ab") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: renames keep concurrent first passes apart
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            cache.sweep("")
+        yield
+
+
+# -- artifacts -------------------------------------------------------------------------------------------------------
+
+
+def is_whole(entry: FileEntry, cache: Folder) -> bool:
+    """Whether all artifacts of an entry are as they were made."""
+    try:
+        return all(_artifact(cache, artifact.name) == artifact for artifact in entry.artifacts.values())
+    except OSError:
+        return False
+
+
+def _artifact(cache: Folder, name: str) -> Artifact:
+    """The cache file as it is now; of a long one 16 samples, as the offsets of 100 million rows are 800 MB."""
+    with open(cache.path(name), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest = xxhash.xxh3_64()
+        num_samples, num_bytes = (16, 4096) if size > 16 * 4096 else (1, size)
+        for sample in range(num_samples):
+            stream.seek((size - num_bytes) * sample // 15)
+            digest.update(stream.read(num_bytes))
+    return Artifact(name, size, digest.hexdigest())
+
+
+def map_int64(cache: Folder, artifact: Artifact | None) -> npt.NDArray[np.int64]:
+    """An int64 artifact, memory-mapped; empty if there is none."""
+    if artifact is None:
+        return np.zeros(0, np.int64)
+    return np.memmap(cache.path(artifact.name), np.dtype("<i8"), "r")
+
+
+class Scratch:
+    """The artifacts of one input file in the making: under temporary names until `publish`, removed without it."""
+
+    def __init__(self, cache: Folder, file: InputFile, format: Format) -> None:
+        self._cache = cache
+        self._key = xxhash.xxh3_64_hexdigest(f"{VERSION} {format} {file.name}".encode())
+        self._files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> "Scratch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for role, stream in self._files.items():
+            stream.close()
+            self._cache.delete(self._temporary(role))
+
+    def _temporary(self, role: str) -> str:
+        return f".tmp-{os.getpid()}-{self._key}.{role}"
+
+    def create(self, role: str) -> BinaryIO:
+        """A new file for writing."""
+        self._files[role] = open(self._cache.path(self._temporary(role)), "wb")  # noqa: SIM115
+        return self._files[role]
+
+    def publish(self, content_hash: str) -> dict[str, Artifact]:
+        """Make the files that are not empty durable, under names with the input's hash: those never change."""
+        artifacts = {}
+        for role, stream in self._files.items():
+            if not stream.tell():
+                continue
+            stream.flush()
+            os.fsync(stream.fileno())
+            name = f"{self._key}.{content_hash}.{role}"
+            self._cache.publish(self._temporary(role), name)
+            artifacts[role] = _artifact(self._cache, name)
+        return artifacts

@@ -1,0 +1,176 @@
+"""Seconds to open and resume a large job that is nearly done, and to ask how it stands.
+
+    python benchmarks/resume.py --rows 100000000 --parts 100000
+
+The job is made by the package's own classes, without an engine: a Parquet input of so many rows (a number each, and a
+prompt that is the same for all), a manifest that names so many parts of the size that they have, and the parts, which
+are links to one small file. What it lacks are the last shards. `batchinf run` counts until it starts the first replica.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinf.epoch import FOLDERS
+from batchinf.job import Job, new_header, open_job
+from batchinf.manifest import Manifest
+from batchinf.parts import part_name
+from batchinf.records import Part
+from batchinf.shards import shard_at, total_shards
+from batchinf.spec_file import dump_spec, read_spec
+from batchinf.storage import Folder
+
+HERE = pathlib.Path(__file__).resolve().parent
+MODEL = HERE.parent / "sample_data" / "tiny-llama"
+_GROUP_ROWS = 20_000
+_COMMIT_PARTS = 100
+# Hard links to one file that a file system allows, with something to spare.
+_LINKS = 30_000
+
+
+def main() -> None:
+    """Make the job, then time each command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--parts", type=int, default=100_000)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/resume"))
+    args = parser.parse_args()
+    path = args.out / "job.yaml"
+    if not path.exists():
+        make(args.out, path, args.rows, args.parts)
+    for _ in range(args.repeat):
+        report("batchinf run, to the first replica's start", resume(path, args.out / "job"))
+    for _ in range(args.repeat):
+        report("batchinf status", status(args.out / "job"))
+
+
+def make(out: pathlib.Path, path: pathlib.Path, num_rows: int, num_parts: int) -> None:
+    """Write input, spec, manifest and parts."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    write_rows(out / "rows.parquet", num_rows)
+    spec = {
+        "model": str(MODEL),
+        "input": {"path": str(out / "rows.parquet"), "prompt_column": "prompt", "id_column": "id"},
+        "sampling": {"temperature": 0.0, "max_tokens": 4},
+        # The last eighth is cut four times finer: 7/8 n + 4 * 1/8 n shards of the coarse size.
+        "output": {"path": str(out / "job"), "rows_per_shard": max(4, num_rows * 11 // 8 // (num_parts + 8))},
+        "scripted": {"start_s": 60},
+    }
+    unfinished = out / "unfinished.yaml"
+    unfinished.write_text(json.dumps(spec))
+    job = open_job(read_spec(str(unfinished), ()))
+    make_job(job, num_parts)
+    unfinished.rename(path)
+
+
+def write_rows(path: pathlib.Path, num_rows: int) -> None:
+    """Parquet of `id` and `prompt`, in row groups that are read as they are."""
+    with pq.ParquetWriter(path, pa.schema({"id": pa.int64(), "prompt": pa.string()})) as writer:
+        for start in range(0, num_rows, _GROUP_ROWS):
+            ids = pa.array(np.arange(start, min(start + _GROUP_ROWS, num_rows)))
+            writer.write_table(pa.table({"id": ids, "prompt": pa.repeat("Say something.", len(ids))}))
+
+
+def make_job(job: Job, num_parts: int) -> None:
+    """The output folder as a coordinator would leave it after so many parts."""
+    job.folder.make(*FOLDERS)
+    header, extent = new_header(job, 1)
+    num_shards = total_shards((extent,))
+    if num_shards < num_parts:
+        sys.exit(f"got {num_shards:,} shards for {num_parts:,} parts; give more rows for each part")
+    print(f"{extent.num_rows:,} rows in {num_shards:,} shards, {num_parts:,} of them done", flush=True)
+    job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
+    manifest = Manifest(job.folder, 1)
+    manifest.header(header)
+    manifest.extent(extent, job.source.fingerprint)
+    for index in range(num_parts):
+        manifest.part(make_part(job.folder, index, shard_at((extent,), index).num_rows), 0, "000001.0001")
+        if index % _COMMIT_PARTS == _COMMIT_PARTS - 1:
+            manifest.commit()
+    manifest.commit()
+    manifest.close()
+
+
+def make_part(folder: Folder, shard: int, num_rows: int) -> Part:
+    """A part in its place, as the manifest is to have it."""
+    data = b"a part of no rows"
+    target, first = folder.path(f"parts/{part_name(shard)}"), folder.path(f"parts/{part_name(shard - shard % _LINKS)}")
+    if target == first:
+        target.write_bytes(data)
+    else:
+        os.link(first, target)
+    tokens = 4 * num_rows
+    return Part(shard, target.name, num_rows, 0, len(data), tokens, tokens, f"{shard:032x}")
+
+
+def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """Start the job, wait for its first replica, and end both."""
+    before = {log.name for log in (out / "manifest").iterdir()}
+    started, at = time.monotonic(), datetime.datetime.now(datetime.UTC)
+    with (out / "logs" / "run.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "batchinf", "run", str(spec)], stdout=log, stderr=log)
+        while (event := started_event(out, before)) is None:
+            if process.poll() is not None:
+                sys.exit((out / "logs" / "run.log").read_text()[-2000:])
+            time.sleep(0.01)
+        noticed_s = time.monotonic() - started
+        cpu_s = cpu_seconds(process.pid)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(event["pgid"], signal.SIGKILL)
+    wall_s = (datetime.datetime.fromisoformat(event["at"]) - at).total_seconds()
+    return {"wall_s": min(wall_s, noticed_s), "cpu_s": cpu_s}
+
+
+def started_event(out: pathlib.Path, before: set[str]) -> dict[str, Any] | None:
+    """The new log's own `replica_started`, not one that it took over from earlier logs."""
+    for log in out.glob("manifest/*.jsonl"):
+        if log.name not in before:
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - 4096))
+                lines = file.read().splitlines()
+            for line in lines:
+                if line.startswith(b'{"kind":"event","name":"replica_started"') and line.endswith(b"}"):
+                    return dict(json.loads(line))
+    return None
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor seconds of a process so far."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def status(out: pathlib.Path) -> dict[str, Any]:
+    """Ask how the job stands."""
+    started, before = time.monotonic(), os.times()
+    subprocess.run([sys.executable, "-m", "batchinf", "status", str(out)], check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"wall_s": time.monotonic() - started, "cpu_s": cpu_s}
+
+
+def report(what: str, figures: dict[str, Any]) -> None:
+    """Print one line."""
+    print(f"{what}: {figures['wall_s']:.2f} s, {figures['cpu_s']:.2f} s of processor time", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The command line as users meet it: exit codes, one clear line for each mistake, what each command shows."""
+
+import json
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import batchinf
+import jobs
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path, str]:
+    """A finished job: its spec, its output folder and its closing lines."""
+    folder = tmp_path_factory.mktemp("done")
+    spec = jobs.spec_of(folder, scripted={"step_s": 0.0}, output={"include_prompt": True})
+    finished = jobs.finish(spec)
+    return spec, folder / "out", finished.stdout
+
+
+def seen(out: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Every file of a folder with its size and time."""
+    files = [path for path in out.rglob("*") if path.is_file()]
+    return {str(path.relative_to(out)): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def assert_one_clear_line(errors: str, *words: str) -> None:
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, errors
+    assert "Traceback" not in errors
+    for word in words:
+        assert word in errors
+
+
+def test_the_closing_lines_say_what_came_out_and_where(done: Any) -> None:
+    _, out, closing = done
+    rows, parts = jobs.rows_of(out), list((out / "parts").glob("*.parquet"))
+    assert f"{len(rows):,} output rows, 0 of them errors" in closing
+    assert f"{len(parts)} Parquet files" in closing
+    assert f"{sum(part.stat().st_size for part in parts) / 2**20:.1f} MiB" in closing
+    assert f"{out}/parts" in closing
+    device_s = sum(event["device_s"] for event in jobs.events_of(out, "replica_ended"))
+    assert device_s > 0
+    assert f"{device_s / 3600:.3f} device-hours" in closing
+
+
+def test_a_finished_job_says_so_at_once(done: Any) -> None:
+    spec, out, closing = done
+    before, files = resource.getrusage(resource.RUSAGE_CHILDREN), seen(out)
+    command = [sys.executable, "-X", "importtime", "-m", "batchinf", "run", str(spec)]
+    again = subprocess.run(command, capture_output=True, text=True, cwd=jobs.ROOT, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert again.stdout.replace("was already done", "done") == closing
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in again.stderr.splitlines()}
+    assert "batchinf" in imported
+    assert not imported & {"vllm", "torch", "transformers"}
+    # Processor time, so that a busy machine does not count.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+    assert seen(out) == files
+
+
+def test_no_work_in_progress_is_left(done: Any) -> None:
+    _, out, _ = done
+    assert not list((out / "staging").iterdir())
+    assert not list((out / "journal").iterdir())
+    assert not list(out.rglob(".tmp-*"))
+    assert not (out / "lock").exists()
+
+
+def test_parts_say_where_they_are_from(done: Any) -> None:
+    _, out, _ = done
+    header = jobs.state_of(out).header
+    for path in (out / "parts").glob("*.parquet"):
+        stored = {key.decode(): value.decode() for key, value in pq.read_metadata(path).metadata.items()}
+        assert stored["batchinf.fingerprint"] == header.fingerprint
+        assert stored["batchinf.job_id"] == header.job_id
+        assert stored["batchinf.model"] == str(jobs.MODEL)
+        assert stored["batchinf.model_commit"] == header.identity["model"]
+        assert stored["batchinf.version.batchinf"] == batchinf.__version__
+        assert stored["batchinf.version.engine"] == "scripted"
+        assert stored["batchinf.format_version"] == "1"
+
+
+def test_the_resolved_spec_is_stored(done: Any) -> None:
+    _, out, _ = done
+    spec = yaml.safe_load((out / "job.yaml").read_text())
+    assert spec["sampling"]["max_tokens"] == 32
+    assert spec["sampling"]["top_p"] == 0.9  # from the model's generation_config
+
+
+def test_kept_columns_and_prompts_are_the_inputs_own(done: Any) -> None:
+    _, out, _ = done
+    inputs = [json.loads(line) for line in jobs.PROMPTS.read_text(encoding="utf-8").split("\n") if line]
+    rows = jobs.rows_of(out)
+    for name in ("id", "language", "prompt"):
+        assert [row[name] for row in rows] == [row[name] for row in inputs]
+    assert all(len(row["prompt_token_ids"]) == row["num_prompt_tokens"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "was"),
+    [
+        ("sampling.max_tokens", "16", "32"),
+        ("sampling.seed", "7", "0"),
+        ("output.keep_columns", "[]", '"language"'),
+    ],
+)
+def test_drift_is_refused_with_a_diff_and_two_ways_out(field: str, value: str, was: str, done: Any) -> None:
+    spec, out, _ = done
+    files = seen(out)
+    drifted = jobs.run("run", spec, "--set", f"{field}={value}")
+    assert drifted.returncode == 2
+    assert_one_clear_line(drifted.stderr, field, value, was, "put these back", "another output.path")
+    assert seen(out) == files
+
+
+def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Once"}\n' * 20)
+    spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
+    jobs.finish(spec)
+    path.write_text('{"prompt": "Twice"}\n' * 20)
+    drifted = jobs.run("run", spec)
+    assert drifted.returncode == 2
+    assert_one_clear_line(drifted.stderr, "input:", "another output.path")
+
+
+def test_runtime_and_layout_may_change(done: Any) -> None:
+    spec, _, closing = done
+    changes = ["parallel.data_parallel_size=1", "checkpoint_interval_s=3", "scripted.step_s=0.5", "max_restarts=0"]
+    changes.append("output.rows_per_shard=7")
+    again = jobs.run("run", spec, *(item for change in changes for item in ("--set", change)))
+    assert again.returncode == 0
+    assert again.stdout.replace("was already done", "done") == closing
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["sampling.max_tokns=3"], ["max_tokns", "max_tokens"]),
+        (["sampling.max_tokens=-3"], ["sampling.max_tokens", "-3"]),
+        (["input.path=missing.jsonl"], ["missing.jsonl"]),
+        (["input.prompt_column=prmpt"], ["prmpt", "prompt"]),
+        (["output.keep_columns=[text]"], ["text"]),
+        (["model.name=no/such/folder"], ["no/such/folder"]),
+        (["parallel.data_parallel_size=0"], ["data_parallel_size"]),
+        (["nonsense"], ["nonsense"]),
+    ],
+)
+def test_mistakes_are_one_clear_line(changes: list[str], words: list[str], tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path)
+    given = [item for change in changes for item in ("--set", change)]
+    failed = jobs.run("run", spec, *given)
+    assert failed.returncode == 2
+    assert_one_clear_line(failed.stderr, *words)
+
+
+@pytest.mark.parametrize("arguments", [["run", "missing.yaml"], ["status", "."], ["head", "."], ["validate", "x.yaml"]])
+def test_what_is_not_there_is_one_clear_line(arguments: list[str]) -> None:
+    failed = jobs.run(*arguments)
+    assert failed.returncode == 2
+    assert_one_clear_line(failed.stderr, arguments[1])
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    failed = jobs.run("run", jobs.spec_of(tmp_path, output={"path": str(tmp_path / "file" / "out")}))
+    assert failed.returncode == 2
+    assert_one_clear_line(failed.stderr, "output folder")
+
+
+def test_parts_without_a_manifest_are_left_alone(done: Any, tmp_path: pathlib.Path) -> None:
+    _, out, _ = done
+    shutil.copytree(out / "parts", tmp_path / "out" / "parts")
+    files = seen(tmp_path / "out")
+    failed = jobs.run("run", jobs.spec_of(tmp_path))
+    assert failed.returncode == 2
+    assert_one_clear_line(failed.stderr, "another output.path")
+    assert files.items() <= seen(tmp_path / "out").items()
+
+
+def test_a_bug_keeps_its_traceback(tmp_path: pathlib.Path) -> None:
+    failed = jobs.run("run", jobs.spec_of(tmp_path), faults="storage.write.before_fsync=nonsense")
+    assert failed.returncode == 1
+    assert "Traceback" in failed.stderr
+
+
+def test_status_of_a_finished_job(done: Any) -> None:
+    _, out, _ = done
+    shown = jobs.run("status", out)
+    assert shown.returncode == 0
+    rows = len(jobs.rows_of(out))
+    assert shown.stdout.startswith(f"{out}: done")
+    assert f"{rows} of {rows} rows" in shown.stdout
+
+
+def test_head_shows_the_first_rows(done: Any) -> None:
+    _, out, _ = done
+    shown = jobs.run("head", out, "-n", "30")
+    assert shown.returncode == 0
+    first = [json.loads(line) for line in shown.stdout.splitlines()]
+    expected = jobs.rows_of(out)[:30]
+    assert [{k: v for k, v in row.items() if k != "attempts"} for row in first] == expected
+
+
+def test_validate_shows_all_and_writes_nothing(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path)
+    shown = jobs.run("validate", spec, "-n", "3")
+    assert shown.returncode == 0, shown.stderr
+    assert not (tmp_path / "out").exists()
+    for words in (
+        "LlamaForCausalLM",
+        "weights whole",
+        f"{len(jobs.unhurt())} rows",
+        "language string",
+        "top_p 0.9 (generation_config)",
+        "max_tokens 32 (spec)",
+        "<|begin_of_text|>",
+        "token ids: ",
+        "a new job",
+    ):
+        assert words in shown.stdout
+    first = json.loads(jobs.PROMPTS.read_text(encoding="utf-8").split("\n")[0])["prompt"]
+    assert repr("<|begin_of_text|>" + first)[1:20] in shown.stdout
+    assert shown.stdout.count("token ids: ") == 3
+
+
+def test_validate_of_a_finished_job(done: Any) -> None:
+    spec, out, _ = done
+    files = seen(out)
+    shown = jobs.run("validate", spec)
+    assert shown.returncode == 0
+    assert "the job there is done" in shown.stdout
+    assert seen(out) == files
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
+def test_validate_misses_a_file_of_the_model(missing: str, tmp_path: pathlib.Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, model)
+    (model / missing).unlink()
+    failed = jobs.run("validate", jobs.spec_of(tmp_path, model=str(model)))
+    assert failed.returncode == 2
+    assert_one_clear_line(failed.stderr, "model")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_is_light(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "batchinf", *arguments]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=jobs.ROOT, check=True)
+    assert "batchinf" in shown.stdout
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in shown.stderr.splitlines()}
+    assert not imported & {"vllm", "torch", "transformers", "pyarrow"}
+
+
+def test_the_schema_is_json() -> None:
+    shown = jobs.run("schema")
+    assert shown.returncode == 0
+    assert "sampling" in json.loads(shown.stdout)["properties"]

@@ -1,0 +1,158 @@
+"""Whole jobs on real vLLM on the CPU, held against `LLM.generate` and against each other."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import jobs
+
+pytest.importorskip("vllm")
+
+NUM_ROWS = 40
+STOPS = ["e.", "\n\n"]
+SAMPLING = {"temperature": 0.0, "max_tokens": 24, "logprobs": 5, "stop": STOPS}
+ENGINE = {"max_model_len": 512, "max_num_seqs": 16}
+
+# In a process of its own, as a user would call it; the tests' own process has an engine already.
+REFERENCE = """
+import json, sys
+from vllm import LLM, SamplingParams
+prompts, sampling, out = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+llm = LLM(sys.argv[4], dtype="float32", enforce_eager=True, max_model_len=512)
+rows = []
+for output in llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False):
+    one = output.outputs[0]
+    rows.append({
+        "text": one.text, "token_ids": list(one.token_ids), "finish_reason": one.finish_reason,
+        "stop_reason": None if one.stop_reason is None else str(one.stop_reason),
+        "prompt_token_ids": list(output.prompt_token_ids), "cumulative_logprob": one.cumulative_logprob,
+        "logprobs": [{token: (entry.logprob, entry.rank) for token, entry in at.items()} for at in one.logprobs],
+    })
+open(out, "w").write(json.dumps(rows))
+"""
+
+
+@pytest.fixture(scope="module")
+def rows_in(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    # Not splitlines(): the prompts hold U+2028 and its like.
+    lines = jobs.PROMPTS.read_text(encoding="utf-8").strip().split("\n")
+    path = tmp_path_factory.mktemp("input") / "prompts.jsonl"
+    path.write_text("\n".join(lines[:: len(lines) // NUM_ROWS][:NUM_ROWS]) + "\n", encoding="utf-8")
+    return path
+
+
+def real_job(folder: pathlib.Path, rows_in: pathlib.Path, **sections: Any) -> pathlib.Path:
+    base: dict[str, Any] = {
+        "input": {"path": str(rows_in)},
+        "sampling": SAMPLING,
+        "engine": ENGINE,
+        "parallel": {"data_parallel_size": 1},
+        "scripted": None,
+        "output": {"include_prompt": True, "rows_per_shard": 8},
+    }
+    return jobs.spec_of(folder, **{**base, **sections})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, rows_in: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of one replica on one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    jobs.finish(real_job(folder, rows_in))
+    return jobs.rows_of(folder / "out")
+
+
+def test_rows_are_those_of_llm_generate(
+    alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    prompts = [json.loads(line)["prompt"] for line in rows_in.read_text(encoding="utf-8").strip().split("\n")]
+    # top_p is the generation_config's, which greedy decoding does not look at.
+    arguments = [json.dumps(prompts), json.dumps(SAMPLING), str(tmp_path / "reference.json"), str(jobs.MODEL)]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    subprocess.run([sys.executable, "-c", REFERENCE, *arguments], check=True, env=environment, timeout=240)
+    expected = json.loads((tmp_path / "reference.json").read_text())
+    assert len(alone) == len(expected) == NUM_ROWS
+    assert {row["finish_reason"] for row in alone} == {"stop", "length"}
+    for row, reference in zip(alone, expected, strict=True):
+        for name in ("text", "token_ids", "finish_reason", "stop_reason", "prompt_token_ids"):
+            assert row[name] == reference[name], name
+        assert row["cumulative_logprob"] == pytest.approx(reference["cumulative_logprob"], abs=1e-4)
+        for position, token in enumerate(row["token_ids"]):
+            entries = reference["logprobs"][position]
+            assert row["logprobs"][position] == pytest.approx(entries[str(token)][0], abs=1e-4)
+            assert row["ranks"][position] == entries[str(token)][1]
+            top = dict(zip(row["top_token_ids"][position], row["top_logprobs"][position], strict=True))
+            assert len(top) == 5
+            for top_token, logprob in top.items():
+                assert logprob == pytest.approx(entries[str(top_token)][0], abs=1e-4)
+
+
+@pytest.mark.parametrize("parallel", [{"data_parallel_size": 2}, {"data_parallel_size": 1, "tensor_parallel_size": 2}])
+def test_degrees_do_not_change_rows(
+    parallel: dict[str, int], alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    jobs.finish(real_job(tmp_path, rows_in, parallel=parallel))
+    assert_close(jobs.rows_of(tmp_path / "out"), alone)
+
+
+def test_killed_and_resumed(alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    spec = real_job(tmp_path, rows_in, parallel={"data_parallel_size": 2})
+    process = jobs.start("run", spec)
+    jobs.wait_until(lambda: list((tmp_path / "out" / "parts").glob("*.parquet")), wait_s=200)
+    everyone = jobs.family(process.pid)
+    jobs.kill(everyone)
+    process.communicate(timeout=60)
+    assert process.returncode == -9
+    assert jobs.are_gone(everyone)
+    jobs.finish(spec)
+    assert_close(jobs.rows_of(tmp_path / "out"), alone)
+
+
+def test_seeded_samples_repeat(rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    sampling = {"temperature": 0.9, "n": 3, "max_tokens": 12, "seed": 7, "logprobs": None}
+    found = []
+    for degree in (1, 2):
+        folder = tmp_path / str(degree)
+        folder.mkdir()
+        jobs.finish(real_job(folder, rows_in, sampling=sampling, parallel={"data_parallel_size": degree}))
+        found.append(jobs.rows_of(folder / "out"))
+    assert found[0] == found[1]
+    assert [(row["row_index"], row["sample_index"]) for row in found[0]] == [
+        (row, sample) for row in range(NUM_ROWS) for sample in range(3)
+    ]
+    texts = [tuple(row["text"] for row in found[0][start : start + 3]) for start in range(0, 3 * NUM_ROWS, 3)]
+    assert sum(len(set(samples)) == 3 for samples in texts) > NUM_ROWS * 3 // 4
+
+
+def test_finished_job_is_quick_and_says_what_made_it(rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    spec = real_job(tmp_path, rows_in)
+    jobs.finish(spec)
+    started = time.monotonic()
+    done = jobs.finish(spec)
+    assert "already done" in done.stdout
+    assert time.monotonic() - started < 30
+    for path in (tmp_path / "out" / "parts").glob("*.parquet"):
+        metadata = {key.decode(): value.decode() for key, value in pq.read_metadata(path).metadata.items()}
+        assert metadata["batchinf.version.vllm"].startswith("0.")
+        assert metadata["batchinf.model"] == str(jobs.MODEL)
+        assert len(metadata["batchinf.fingerprint"]) == 32
+
+
+def assert_close(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Equal but for the last digits of logprobs, which may depend on how sums are split."""
+    assert len(rows) == len(expected)
+    for row, reference in zip(rows, expected, strict=True):
+        for name, value in reference.items():
+            if name in ("logprobs", "cumulative_logprob"):
+                assert row[name] == pytest.approx(value, abs=1e-4)
+            elif name == "top_logprobs":
+                for found, wanted in zip(row[name], value, strict=True):
+                    assert found == pytest.approx(wanted, abs=1e-4)
+            elif name not in ("ranks", "top_token_ids"):
+                assert row[name] == value, name
