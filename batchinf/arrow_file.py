@@ -4,6 +4,7 @@ Artifacts: `rows`, the spool, an Arrow IPC file of small batches; `batches`, the
 (or of the input itself) and then the number of rows.
 """
 
+import mmap
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -17,6 +18,7 @@ from batchinf.source_cache import FileEntry, Found, Scratch, map_int64
 from batchinf.storage import Folder
 
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a spool
+MAPPED_BYTES = 16 << 20  # that are read of a map before its pages are let go
 
 _BYTES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
@@ -104,8 +106,10 @@ class ArrowReader(ColumnarReader):
         super().__init__(schema, entry.arrow_schema())
         rows = entry.artifacts.get("rows")
         self._firsts = map_int64(cache, entry.artifacts["batches"])
-        self._mapped = pa.memory_map(str(cache.path(rows.name)) if rows else file.path)
-        self._reader = pa.ipc.open_file(self._mapped)
+        with open(cache.path(rows.name) if rows else file.path, "rb") as opened:
+            self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        self._reader = pa.ipc.open_file(pa.py_buffer(self._mapped))
+        self._num_touched_bytes = 0
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
         schema = pa.schema([self._reader.schema.field(name) for name in columns])
@@ -113,8 +117,17 @@ class ArrowReader(ColumnarReader):
             self._reader.get_batch(i).select(columns).slice(first, last - first)
             for i, first, last in spans(self._firsts, start, stop)
         ]
-        return pa.Table.from_batches(batches, schema)
+        table = pa.Table.from_batches(batches, schema)
+        self._let_go(table.nbytes)
+        return table
+
+    def _let_go(self, num_bytes: int) -> None:
+        """Pages that were read count as this process's memory until the kernel runs short, or is told."""
+        self._num_touched_bytes += num_bytes
+        if self._num_touched_bytes > MAPPED_BYTES:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+            self._num_touched_bytes = 0
 
     def close(self) -> None:
-        """See `Reader`."""
-        self._mapped.close()
+        """See `Reader`. The map ends with the last table that needs it."""
+        del self._reader, self._mapped

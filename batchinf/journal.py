@@ -6,7 +6,9 @@ of single flipped bits in a plain Arrow stream more than half read back as good.
 parts use too, are here.
 """
 
+import ctypes
 import io
+import mmap
 import os
 import re
 import struct
@@ -21,6 +23,7 @@ import xxhash
 
 from batchinf.storage import Folder
 
+_libc = ctypes.CDLL(None)
 _FOLDER = "journal"
 _NAME = re.compile(r"(?P<shard>\d{6,})-(?P<incarnation>[A-Za-z0-9._-]+)-(?P<seq>\d{5,})")
 _INCARNATION = re.compile(r"[A-Za-z0-9._-]+")
@@ -48,13 +51,15 @@ class Segment:
         self.num_rows = num_rows
         self._path = folder.path(f"{_FOLDER}/{name}")
         self._table: pa.Table | None = None
+        self._mapped: pa.Buffer | None = None
 
     def table(self) -> pa.Table:
         """All results, in the order in which they were written, memory-mapped."""
         if self._table is None:
             # The map outlives the file that it was made from, as long as a table needs it.
             with pa.memory_map(os.fspath(self._path)) as file:
-                payload = file.read_buffer().slice(_HEADER_BYTES)
+                self._mapped = file.read_buffer()
+            payload = self._mapped.slice(_HEADER_BYTES)
             self._table = pa.ipc.open_stream(pa.BufferReader(payload)).read_all()
         return self._table
 
@@ -66,9 +71,15 @@ class Segment:
         )
         return row_index, request_index, num_requests
 
+    def let_go(self) -> None:
+        """Give back the pages that were read, which count as this process's memory; a table maps them again."""
+        if self._mapped is not None:
+            # Python's own map, which knows madvise, keeps a descriptor open for each.
+            _libc.madvise(ctypes.c_void_p(self._mapped.address), ctypes.c_size_t(self._mapped.size), mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Unmap the file once no table needs it; a later look maps it again."""
-        self._table = None
+        self._table = self._mapped = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,6 +294,8 @@ def _output(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[
             start, stop = start + starts[first], stop + starts[first]
             own = None if columns is None else columns.slice(rows[start] - first, rows[stop - 1] - rows[start] + 1)
             yield shard.task.reduce(own, merged.take(start, stop))
+            for segment in shard.segments:
+                segment.let_go()
 
 
 def _blocks(shard: Shard, source: Source, names: Sequence[str]) -> Iterator[tuple[int, int, pa.Table | None]]:

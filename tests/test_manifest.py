@@ -87,11 +87,11 @@ def state_of(folder: Folder) -> State:
 
 
 def view(state: State | None) -> dict[str, Any] | None:
-    """All that a state says, for comparisons; not the epoch."""
+    """All that a state says, for comparisons; not the epoch, nor which logs it was read from."""
     if state is None:
         return None
     values = {**vars(state), "committed": state.committed.tolist(), "parts": dict(sorted(state.parts.items()))}
-    return {name: copy.copy(value) for name, value in values.items() if name != "last_epoch"}
+    return {name: copy.copy(value) for name, value in values.items() if name not in ("last_epoch", "_stamps")}
 
 
 def logs(folder: Folder) -> list[str]:

@@ -117,9 +117,8 @@ def test_killed_at_random_moments(tmp_path: pathlib.Path) -> None:
         if process is None:
             process = jobs.start("run", spec, *slow)
         victim = chance.choice(VICTIMS)
-        # Half of them while things start, half at work.
-        is_early = chance.random() < 0.5
-        jobs.wait_until(lambda run=process, early=is_early: early or _is_up(run), 60)
+        moment = chance.choice(("opening", "starting", "working"))
+        jobs.wait_until(lambda run=process, until=moment: has_come_to(until, run, tmp_path / "out"))
         time.sleep(chance.uniform(0.0, 0.6))
         assert process.poll() is None, f"seed {seed}: {process.communicate()}"
         if victim == "replica" and not jobs.replicas_of(process.pid):
@@ -140,5 +139,11 @@ def test_killed_at_random_moments(tmp_path: pathlib.Path) -> None:
     assert not list((tmp_path / "out").rglob(".tmp-*"))
 
 
-def _is_up(process: "subprocess.Popen[str]") -> bool:
-    return bool(jobs.replicas_of(process.pid)) or process.poll() is not None
+def has_come_to(moment: str, process: "subprocess.Popen[str]", out: pathlib.Path) -> bool:
+    """Whether a life of the job is opened, starts its replicas, or works; or is over."""
+    if moment == "opening" or process.poll() is not None:
+        return True
+    snapshot = jobs.snapshot_of(out)
+    is_at_work = snapshot.get("state") == "running" and any(replica["in_flight"] for replica in snapshot["replicas"])
+    is_own = snapshot.get("updated_at", 0.0) > psutil.Process(process.pid).create_time()
+    return is_at_work and is_own if moment == "working" else bool(jobs.replicas_of(process.pid))

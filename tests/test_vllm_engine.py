@@ -18,7 +18,7 @@ from conftest import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinf.detokenizer import Detokenizer
-from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
+from batchinf.errors import BatchinfError, EngineStartError, RequestRefused, RowError
 from batchinf.records import Completion, Request
 from batchinf.spec import JobSpec, SamplingSpec
 
