@@ -63,7 +63,9 @@ class ByteQueue(Generic[Item]):
         """Up to `max_items` or a little more than `max_bytes`, after waiting up to `wait_s` s for `min_items`."""
         with self._changed:
             if wait_s and len(self._items) < min_items:
-                self._changed.wait_for(lambda: self._is_closed or len(self._items) >= min_items, wait_s)
+                # A full queue gets no more company.
+                is_due = lambda: self._is_closed or len(self._items) >= min_items or self.is_full  # noqa: E731
+                self._changed.wait_for(is_due, wait_s)
             taken: list[Item] = []
             num_bytes = 0
             while self._items and len(taken) < max_items and (max_bytes is None or num_bytes < max_bytes):

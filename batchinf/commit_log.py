@@ -62,7 +62,8 @@ def _has_later_commit(lines: Iterable[bytes], number: int) -> bool:
 
 def damage(folder: Folder, name: str, what: str) -> OutputError:
     """The error for a file that is not as it was written."""
-    return OutputError(f"{folder.path(name)} is damaged: {what}; put back a whole copy of it, or give the job another output.path")
+    remedy = "put back a whole copy of it, or give the job another output.path"
+    return OutputError(f"{folder.path(name)} is damaged: {what}; {remedy}")
 
 
 def _encode(fields: Fields) -> bytes:

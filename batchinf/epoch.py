@@ -84,9 +84,7 @@ def _hold_and_run(file: SpecFile, folder: Folder, state: State | None, display: 
     lock = JobLock(folder)
     epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
     try:
-        if state is None or not state.is_of(folder):
-            state = read_state(folder)
-        _run_epoch(file, folder, state, lock, epoch, display)
+        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display)
     finally:
         lock.release()
         display.close()

@@ -117,8 +117,7 @@ class State:
         self.done: EventLine | None = None
         self.last_epoch = 0
         self._groups: dict[str, ProcessGroup] = {}
-        # Names and sizes of the logs that were read, taken before that.
-        self._stamps: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}  # of the logs, before they were read
 
     @property
     def header(self) -> Header:
@@ -130,10 +129,6 @@ class State:
     def has_header(self) -> bool:
         """Whether a header was read yet."""
         return self._header is not None
-
-    def is_of(self, folder: Folder) -> bool:
-        """Whether the logs are still those, byte for byte, that this was read from. They only ever grow."""
-        return self._stamps == _stamps(folder)
 
     @property
     def is_done(self) -> bool:
@@ -205,14 +200,16 @@ class State:
             self.device_s += event.fields["device_s"]
 
 
-def read_state(folder: Folder) -> State | None:
+def read_state(folder: Folder, known: State | None = None) -> State | None:
     """What the logs say; None where nothing was ever committed. 100,000 parts take about a second.
 
-    Needs no lock: where a compaction puts other logs in the place of these meanwhile, it begins again. Raises
-    OutputError for damage, and for a newer format.
+    known: of an earlier call; it is given back if the logs, which only grow, have the same sizes. Needs no lock: where
+    a compaction has put other logs in their place, it begins again. Raises OutputError for damage and a newer format.
     """
     for _ in range(_MAX_LOOKS):
-        state, failure, logs, stamps = None, None, _logs(folder), _stamps(folder)
+        state, failure, logs, sizes = None, None, _logs(folder), folder.sizes(_FOLDER)
+        if known is not None and known._sizes == sizes:
+            return known
         try:
             state = _read_logs(folder, logs)
         except (OSError, OutputError) as error:
@@ -225,7 +222,7 @@ def read_state(folder: Folder) -> State | None:
     if failure is not None:
         raise failure
     if state is not None:
-        state._stamps = stamps
+        state._sizes = sizes
     return state
 
 
@@ -238,10 +235,6 @@ def _logs(folder: Folder) -> list[tuple[int, str]]:
     # Whatever else lies there is not ours: left alone.
     matches = [_LOG_NAME.fullmatch(name) for name in folder.list(_FOLDER)]
     return sorted((int(match[1]), f"{_FOLDER}/{match[0]}") for match in matches if match)
-
-
-def _stamps(folder: Folder) -> dict[str, int]:
-    return {name: size for name, size in folder.sizes(_FOLDER).items() if _LOG_NAME.fullmatch(name)}
 
 
 def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State | None:
@@ -332,9 +325,7 @@ class Manifest:
     """
 
     def __init__(self, folder: Folder, epoch: int, lock: JobLock | None = None, state: State | None = None) -> None:
-        """lock: must be held whenever something is written; None where no other process can write.
-
-        state: what the logs said when they were last read, if they were, unchanged; it spares reading them again.
+        """lock: must be held whenever something is written; None where no other process can write. state: as read.
 
         Raises OutputError if the folder has come to this epoch already, or cannot be written.
         """
@@ -351,9 +342,8 @@ class Manifest:
     def _create(self, epoch: int, name: str, state: State | None) -> int:
         """Create the log, compacting earlier ones; returns the number of commits in it."""
         earlier = [log for _, log in _logs(self._folder)]
-        if len(earlier) > 1 and (state is None or not state.is_of(self._folder)):
-            state = read_state(self._folder)
-        commits = _snapshot(state, earlier) if state and len(earlier) > 1 else []
+        state = read_state(self._folder, state) if len(earlier) > 1 else None
+        commits = _snapshot(state, earlier) if state else []
         data = encode_commits(commits)
         self._check_lock()
         if commits:

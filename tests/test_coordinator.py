@@ -166,11 +166,11 @@ def test_a_second_signal_stops_at_once(stuck: dict[str, Any]) -> None:
 
 def test_under_nohup_a_hangup_is_passed_over(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.005})
-    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-m", "batchinf", "run", str(spec)]
+    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-P", "-m", "batchinf", "run", str(spec)]
     # In a folder whose modules have the names of Python's own.
     for name in ("queue.py", "json.py", "tokenizers.py"):
         (tmp_path / name).write_text("raise RuntimeError('this is not the module that was asked for')")
-    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT), "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT)}
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

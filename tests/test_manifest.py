@@ -91,7 +91,7 @@ def view(state: State | None) -> dict[str, Any] | None:
     if state is None:
         return None
     values = {**vars(state), "committed": state.committed.tolist(), "parts": dict(sorted(state.parts.items()))}
-    return {name: copy.copy(value) for name, value in values.items() if name not in ("last_epoch", "_stamps")}
+    return {name: copy.copy(value) for name, value in values.items() if name not in ("last_epoch", "_sizes")}
 
 
 def logs(folder: Folder) -> list[str]:

@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 
-import jobs
 import yaml
+
+import jobs
 
 README = (jobs.ROOT / "README.md").read_text(encoding="utf-8")
 

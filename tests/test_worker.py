@@ -4,7 +4,6 @@ import errno
 import json
 import pathlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +15,11 @@ import jobs
 from batchinf import faults, replica, writer
 from batchinf.engine import ScriptedEngine
 from batchinf.errors import EngineDeadError, InputError, RequestRefused, RowError
+from batchinf.feeder import FailedRow, failed
 from batchinf.job import open_input
 from batchinf.journal import Journal
 from batchinf.prompt import load_tokenizer
-from batchinf.records import Assign, Completion, Event, Request, Revoked, Shard, ShardBegun, ShardClosed
+from batchinf.records import Assign, Completion, Event, Prompt, Request, Revoked, Shard, ShardBegun, ShardClosed
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder
 from batchinf.tasks import get_task
@@ -278,12 +278,17 @@ def test_admission_waits_for_parts_that_are_slow_to_write(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "_FINISHED_BYTES", 4_000)
-    monkeypatch.setattr(writer, "_MAX_UNJOURNALLED_BYTES", 10_000)
+    monkeypatch.setattr(writer, "_MAX_UNJOURNALLED_BYTES", 4_000)
     fault("parts.before_fsync:1=sleep 0.7,parts.before_fsync:2=sleep 0.7")
     one = bench()
+    closing: list[int] = []
+    step = one.engine.step
+    one.engine.step = lambda: (closing.append(one.worker._writer._closing_bytes()), step())[1]  # type: ignore[method-assign]
     one.assign(*evenly(NUM_ROWS, 10))
     one.run(NUM_ROWS // 10)
     assert one.worker.progress().stalled_by_disk_s > 0.3
+    # Beyond the bound goes at most what was in the queue.
+    assert 4_000 < max(closing) < 9_000
     assert len(one.rows()) == NUM_ROWS
 
 
@@ -424,16 +429,26 @@ def test_an_engine_that_dies_of_the_stop_is_no_error(bench: Callable[..., Bench]
     assert one.error is None
 
 
-def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(
-    bench: Callable[..., Bench], fault: Callable[[str], None]
-) -> None:
-    # The last results come while a segment is being written, and the end right after them.
-    fault(",".join(f"journal.before_fsync:{n}=sleep 0.2" for n in range(1, 9)))
+def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: Callable[..., Bench]) -> None:
+    # The last result and the end come together, right after the writer has found its queue empty.
     one = bench()
-    [shard] = one.assign((0, NUM_ROWS))
-    one.start()
-    time.sleep(0.15)
-    one.stop(drain_s=20.0)
-    kept = {(row["row_index"], row["request_index"]) for row in one.journalled(shard)}
-    if not one.of(ShardClosed):
-        assert kept == set(one.engine.added)
+    store, queue = one.worker._writer, one.worker._finished
+    opened = one.feeder._open_shard(Shard(0, 0, 1))
+    prompt = Prompt(0, [], None, RowError("empty_prompt", "it is empty"))
+    row, take = FailedRow(opened, failed(prompt, 1, prompt.error, 1)), queue.take
+    ending: list[threading.Thread] = []
+
+    def take_and_end(*arguments: Any) -> list[Any]:
+        taken = take(*arguments)
+        if not ending:
+            queue.put(row, 0)
+            ending.append(threading.Thread(target=store.finish))
+            ending[0].start()
+            jobs.wait_until(lambda: store._is_stopping)
+        return taken
+
+    queue.take = take_and_end  # type: ignore[method-assign]
+    store.start()
+    store.join()
+    ending[0].join()
+    assert [row["error_type"] for row in one.rows()] == ["empty_prompt"]
