@@ -90,7 +90,9 @@ def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
 def estimated_bytes_per_row(spec: JobSpec) -> int:
     """A guess at a row's size in Parquet: 5 bytes for each stored id with its logprob, 4 for a token's text."""
     stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
-    tokens = min(spec.sampling.max_tokens or _LIKELY_TOKENS, 4 * _LIKELY_TOKENS)
+    tokens = spec.sampling.max_tokens or _LIKELY_TOKENS
+    # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.
+    tokens = min(tokens, 4 * _LIKELY_TOKENS) + max(0, tokens - 4 * _LIKELY_TOKENS) // 4
     return spec.sampling.n * (100 + tokens * (6 + 5 * stored))
 
 

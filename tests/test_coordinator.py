@@ -1,5 +1,6 @@
 """Replicas that fail, hang or lag, requests to stop, a full disk: what becomes of the job, and of its rows."""
 
+import gc
 import io
 import json
 import os
@@ -373,13 +374,14 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
 def test_restarts_leave_no_open_file_and_no_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     backend = LocalBackend()
+    gc.collect()  # what other tests have left open must not be closed in between
     before = psutil.Process().num_fds()
     for number in range(8):
         replica = backend.start(launch_of(tmp_path, f"000001.{number:04d}"), tmp_path / "log", {})
         assert replica.sockets.is_dir()
         backend.end(replica)
         assert not psutil.pid_exists(replica.pid)
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before
     assert backend.poll(0) == []
     # What a coordinator that was killed has left is removed at the next start.
     abandoned = backend.start(launch_of(tmp_path), tmp_path / "log", {})
