@@ -208,7 +208,7 @@ class Fleet:
             events.extend(heard)
         for event in events:
             _update(member, event)
-        member.cause = cause if member.failed is None else member.failed.cause
+        member.cause = cause if member.failed is None else told_cause(member.failed.cause, replica)
         lifetime_s = replica.lifetime_s()
         self._backend.end(replica)
         self._spent = (
@@ -319,6 +319,12 @@ def _is_overdue(member: Member) -> bool:
 
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
 _NO_CAUSE = ("Engine core initialization failed", "EngineCore failed to start", "See root cause above")
+
+
+def told_cause(words: str, replica: LocalReplica) -> str:
+    """A replica's last words; where they only point at another error, what its log names as that."""
+    found = last_error(replica.log, replica.log_start) if any(hint in words for hint in _NO_CAUSE) else ""
+    return f"{words}; its log says: {found}" if found else words
 
 
 def last_error(log: pathlib.Path, start: int = 0) -> str:

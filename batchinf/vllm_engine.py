@@ -62,7 +62,7 @@ class VllmEngine:
                 stat_loggers=[lambda *_: self._stats],
             )
         except Exception as error:
-            raise EngineStartError(f"vLLM could not start: {_first_line(error)}") from error
+            raise EngineStartError(f"vLLM could not start: {_one_line(error)}") from error
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
@@ -171,7 +171,7 @@ class VllmEngine:
         except harmless:
             raise
         except Exception as error:
-            self._death = f"vLLM's engine died {where}: {_first_line(error)}"
+            self._death = f"vLLM's engine died {where}: {_one_line(error)}"
             raise EngineDeadError(self._death) from error
 
     def _completion(self, output: Any) -> Completion:
@@ -305,8 +305,9 @@ def _is_whole(output: Any) -> bool:
     return reason in FINISHED
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _one_line(error: Exception) -> str:
+    # Not the first of several lines alone: pydantic's says only how many errors there are.
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 class _Watchdog(threading.Thread):

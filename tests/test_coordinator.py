@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 import jobs
 from batchinf.backends.local import LocalBackend, LocalReplica
 from batchinf.channel import Channel
-from batchinf.fleet import Fleet, last_error
+from batchinf.fleet import Fleet, last_error, told_cause
 from batchinf.journal import Journal
 from batchinf.look import head_rows
 from batchinf.placement import Slot
@@ -475,3 +476,18 @@ def test_a_plain_line_for_each_state_and_each_half_minute() -> None:
     display.show(status_with(state="done"))
     lines = stream.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["starting", "running", "done", "done"]
+
+
+def test_words_that_point_elsewhere_are_followed(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "replica-0.log"
+    log.write_text(
+        "(EngineCore pid=7) ValueError: an earlier life's trouble\n"
+        "(EngineCore pid=9) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    start = len(log.read_text().partition("\n")[0]) + 1
+    replica = types.SimpleNamespace(log=log, log_start=start)
+    words = "vLLM could not start: RuntimeError: Engine core initialization failed. See root cause above."
+    told = told_cause(words, replica)
+    assert told.endswith("its log says: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert told_cause("a plain cause", replica) == "a plain cause"
