@@ -77,11 +77,12 @@ class Kills:
         """All of it."""
         started = time.monotonic()
         process = self._start()
-        self._wait("both at work", lambda: self._at_work(process) == self._replicas)
-        self._hurt(process, "an engine core", engine_core(self._replica_of(process, 0)))
-        self._wait("at work again", lambda: self._at_work(process) == self._replicas and self._ended() >= 1)
-        self._hurt(process, "a replica's own process", self._replica_of(process, self._replicas - 1))
-        self._wait("at work again", lambda: self._at_work(process) == self._replicas and self._ended() >= 2)
+        self._wait("all at work", lambda: self._are_at_work(process, 0))
+        self._hurt(process, "an engine core", engine_core(self._replicas_of(process)[0]))
+        self._wait("all at work again", lambda: self._are_at_work(process, 1))
+        # The oldest: it has not been hurt yet.
+        self._hurt(process, "a replica's own process", self._replicas_of(process)[0])
+        self._wait("all at work again", lambda: self._are_at_work(process, 2))
         self._hurt(process, "the coordinator", psutil.Process(process.pid))
         process.wait(60)
         self._note("after the coordinator's death", process.returncode)
@@ -122,24 +123,23 @@ class Kills:
             return {}
         return found
 
-    def _at_work(self, process: "subprocess.Popen[bytes]") -> int:
+    def _are_at_work(self, process: "subprocess.Popen[bytes]", num_deaths: int) -> bool:
         if process.poll() is not None:
             raise SystemExit(f"the job ended too early, with {process.returncode}; give it more --rows")
         for one in psutil.Process(process.pid).children(recursive=True):
             self._ever[one.pid] = one
-        replicas = self._status().get("replicas", [])
-        return sum(replica["state"] == "running" and replica["in_flight"] > 0 for replica in replicas)
+        names = [event["name"] for event in self._events()]
+        is_up = names.count("replica_ended") == num_deaths and names.count("ready") == num_deaths + self._replicas
+        return is_up and all(replica["in_flight"] for replica in self._status().get("replicas", []))
 
     def _events(self) -> list[dict[str, Any]]:
         lines = [json.loads(line) for log in sorted((self._job / "manifest").glob("*.jsonl")) for line in log.open()]
         return [line for line in lines if line["kind"] in ("event", "counted_event")]
 
-    def _ended(self) -> int:
-        return sum(event["name"] == "replica_ended" for event in self._events())
-
-    def _replica_of(self, process: "subprocess.Popen[bytes]", index: int) -> psutil.Process:
+    def _replicas_of(self, process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+        """The oldest first."""
         own = [one for one in psutil.Process(process.pid).children() if "batchinf.replica" in one.cmdline()]
-        return sorted(own, key=lambda one: one.create_time())[index]
+        return sorted(own, key=lambda one: one.create_time())
 
     def _hurt(self, process: "subprocess.Popen[bytes]", what: str, victim: psutil.Process) -> None:
         print(
