@@ -358,7 +358,7 @@ def _is_overdue(member: Member) -> bool:
 
 
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
-_NO_CAUSE = ("Engine core initialization failed", "EngineCore failed to start", "See root cause above")
+_NO_CAUSE = ("Engine core initialization failed", "EngineCore failed to start", "See root cause above", "See stack trace (above)")
 
 
 def told_cause(words: str, replica: LocalReplica) -> str:

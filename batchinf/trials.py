@@ -76,7 +76,12 @@ class Trials:
     def _keep(self, case: Case, end: Ended) -> None:
         incarnation, cause = end.incarnation, end.cause[:_LONGEST_CAUSE]
         self._manifest.event(
-            "death", kept_as=f"{_CASE}{case.origin}", incarnation=incarnation, cause=cause, **case.fields()
+            "death",
+            kept_as=f"{_CASE}{case.origin}",
+            incarnation=incarnation,
+            cause=cause,
+            was_killed=end.was_killed,
+            **case.fields(),
         )
 
     def _hand_over(self) -> None:
