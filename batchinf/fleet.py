@@ -28,7 +28,6 @@ from batchinf.records import (
     ShardBegun,
     Stopped,
     Trial,
-    Tried,
 )
 from batchinf.status import ReplicaStatus
 from batchinf.worker import window
@@ -48,8 +47,7 @@ class Member:
     """One place for a replica, over all of its incarnations.
 
     shards: what the running incarnation holds and has not closed, in the order in which it was given them.
-    failures: ends in a row without a finished row between them. has_tried: a row on trial came out well.
-    recovered_rows: what it has taken from the journal.
+    failures: ends in a row without a finished row between them. recovered_rows: what it has taken from the journal.
     cause: why the last incarnation ended.
     """
 
@@ -66,7 +64,6 @@ class Member:
     closed_rows: int = 0
     closed_errors: int = 0
     failures: int = 0
-    has_tried: bool = False
     restarts: int = 0
     start_at: float = 0.0
     is_given_up: bool = False
@@ -180,7 +177,7 @@ class Fleet:
             self._logs / f"replica-{member.slot.replica}.log",
             engine_environment(member.slot.devices, len(member.slot.cpus), member.slot.replica),
         )
-        member.state, member.info, member.failed, member.has_tried = "starting", None, None, False
+        member.state, member.info, member.failed = "starting", None, None
         member.progress, member.recovered_rows, member.closed_rows, member.closed_errors = _NOTHING, 0, 0, 0
         member.steps_changed_at = time.monotonic()
 
@@ -245,7 +242,7 @@ class Fleet:
     def _schedule_restart(self, member: Member) -> None:
         is_hopeless = member.failed is not None and member.failed.exit_code == UserError.exit_code
         has_finished_rows = max(member.progress.num_rows, member.closed_rows) > member.recovered_rows
-        member.failures = 1 if has_finished_rows or member.has_tried else member.failures + 1
+        member.failures = 1 if has_finished_rows else member.failures + 1
         member.is_given_up = member.is_stopping or is_hopeless or member.failures > self._max_restarts
         member.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** (member.failures - 1))
         member.state = "ended" if member.is_stopping else "given up" if member.is_given_up else "restarting"
@@ -345,8 +342,6 @@ def _update(member: Member, event: Event) -> None:
         case Revoked(shards):
             for index in shards:
                 member.begun.discard(index)
-        case Tried():
-            member.has_tried = True
         case Failed():
             member.failed, member.failed_at = event, time.monotonic()
         case Stopped():
@@ -358,7 +353,12 @@ def _is_overdue(member: Member) -> bool:
 
 
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
-_NO_CAUSE = ("Engine core initialization failed", "EngineCore failed to start", "See root cause above", "See stack trace (above)")
+_NO_CAUSE = (
+    "Engine core initialization failed",
+    "EngineCore failed to start",
+    "See root cause above",
+    "See stack trace (above)",
+)
 
 
 def told_cause(words: str, replica: LocalReplica) -> str:

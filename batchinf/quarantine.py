@@ -2,8 +2,9 @@
 
 First death: all that was in the engine is run again, once. Second: who was there both times is accused. Those whose
 prompts had not been run yet are probed one by one, a token each, which costs no restart until the one is found; the
-others are run half by half. So a row that kills at its prompt costs 3 restarts, any other at most log2(window) + 2,
-and one more where a signal from outside ended the engine: a row is condemned only if it was alone each time.
+others are run half by half. A row is condemned if the engine died with it alone; where that says little, because a
+signal from outside ended the engine, or a probe was not the first thing in it, only if that happens twice. So a row
+that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from outside.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ class Case:
     origin: the incarnation that died first. shards: those that stay with the replica, as the suspects are in them.
     suspects: rows that were in the engine at every death so far. accused: what is left to try of those, in the order
     to try it; later: what is to be tried thereafter. is_found: a row was condemned since the last full run.
-    doubted: the row that was alone in the engine when a signal from outside ended it.
+    doubted: the row that was alone in the engine at the last death, which may have had another reason.
     """
 
     origin: str
@@ -60,21 +61,22 @@ class Case:
             return tuple((row,) for row in self.accused)
         return (self.accused[: max(1, len(self.accused) // 2)],) if self.stage == "halve" else ()
 
-    def died(self, flight: Sequence[InFlight], is_outside: bool) -> tuple["Case", int | None]:
-        """After one more death with this in the engine: the case, and the row that did it, once that is certain."""
+    def died(self, flight: Sequence[InFlight], is_fresh: bool, is_outside: bool) -> tuple["Case", int | None]:
+        """After one more death with this in the engine: the case, and the row that did it, once that is certain.
+
+        is_fresh: nothing had come out of this incarnation's engine. is_outside: a signal from outside ended it.
+        """
         case = replace(self, num_deaths=self.num_deaths + 1)
         there = _rows(flight)
         if self.stage == "replay":
-            case = case._accuse(flight)
-            # Alone there, the second time: no trial could say more.
-            row = there[0] if case.is_on_trial and len(there) == 1 and not is_outside else None
-            return (case, None) if row is None else (case._condemn(row), row)
+            return case._accuse(flight), None
         tried = {row for group in self.groups for row in group}
         live = tuple(row for row in there if row in tried)
         if len(live) > 1:
             return replace(case, accused=live, later=()), None
-        if not live or (is_outside and self.doubted != live[0]):
-            # Nothing was in it, or somebody else ended it: the same again, that row first.
+        is_certain = not is_outside and (is_fresh or self.stage == "halve")
+        if not live or (not is_certain and self.doubted != live[0]):
+            # The same again, that row first.
             rest = tuple(row for row in self.accused if row not in live)
             accused = live + rest if self.stage == "probe" else live or self.accused
             return replace(case, accused=accused, doubted=live[0] if live else None), None
@@ -136,14 +138,23 @@ class Quarantine:
         return next((case for case in self._cases.values() if case.replica == replica), None)
 
     def died(
-        self, replica: int, incarnation: str, shards: Iterable[Shard], flight: Sequence[InFlight], is_outside: bool
+        self,
+        replica: int,
+        incarnation: str,
+        shards: Iterable[Shard],
+        flight: Sequence[InFlight],
+        is_fresh: bool = True,
+        is_outside: bool = False,
     ) -> tuple[Case, int | None]:
-        """After a death of a replica that held these shards: its case, and the row that is condemned by it."""
+        """After a death of a replica that held these shards: its case, and the row that is condemned by it.
+
+        is_fresh, is_outside: see `Case.died`.
+        """
         case, row = self.of(replica), None
         if case is None:
             case = Case(incarnation, replica, (), _rows(flight))
         else:
-            case, row = case.died(flight, is_outside)
+            case, row = case.died(flight, is_fresh, is_outside)
         rows = _rows(flight)
         hit = [shard.index for shard in shards if any(shard.start <= row < shard.stop for row in rows)]
         case = replace(case, shards=tuple(sorted({*case.shards, *hit})))

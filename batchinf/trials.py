@@ -30,6 +30,8 @@ class Trials:
         self._manifest = manifest
         self._quarantine = Quarantine(cases, condemned)
         self._given: dict[int, tuple[str, str]] = {}
+        self._tried_in: set[str] = set()  # incarnations out of whose engine a trial came well
+        self._num_tried: dict[int, int] = {}  # probes that went well since the last row was condemned
         for case in cases:
             for shard in case.shards:
                 if state.committed[shard]:
@@ -55,15 +57,18 @@ class Trials:
         if not end.flight:
             self._hand_over()
             return ""
-        case, row = self._quarantine.died(
-            end.member.slot.replica, end.incarnation, end.shards, end.flight, end.was_killed
-        )
+        replica = end.member.slot.replica
+        is_fresh = end.incarnation not in self._tried_in
+        case, row = self._quarantine.died(replica, end.incarnation, end.shards, end.flight, is_fresh, end.was_killed)
         self._keep(case, end)
         if row is not None:
             message = f"the engine died whenever this row was in it: {end.cause}"[:_LONGEST_CAUSE]
             self._quarantine.condemned[row] = message
             self._manifest.event("condemned", kept_as=f"{_CONDEMNED}{row}", row_index=row, message=message)
             said = f"row {row} kills the engine: it becomes an error row"
+            # An engine that condemns row after row, and does nothing well between them, is broken itself.
+            if self._num_tried.pop(replica, 0):
+                self._fleet.excuse(end.member)
         elif case.is_on_trial:
             # The search makes headway with each death, until one row is left.
             self._fleet.excuse(end.member)
@@ -111,6 +116,11 @@ class Trials:
 
     def survived(self, member: Member, rows: Iterable[int]) -> None:
         """A member's engine came well out of a trial of these rows."""
+        case = self._quarantine.of(member.slot.replica)
+        if case is not None and member.replica is not None:
+            self._tried_in.add(member.replica.launch.incarnation)
+            if case.stage == "probe":
+                self._num_tried[case.replica] = self._num_tried.get(case.replica, 0) + 1
         self._quarantine.survived(member.slot.replica, rows)
 
     def forget(self, shard: int) -> None:

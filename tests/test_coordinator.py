@@ -260,11 +260,11 @@ def test_a_replica_that_dies_of_what_it_recovers_is_given_up(tmp_path: pathlib.P
     jobs.wait_until(lambda: num_journalled(out))
     jobs.kill(jobs.family(process.pid))
     process.communicate()
-    # Time for it to say how much it has, before it dies.
-    failed = jobs.run("run", spec, "--set", "max_restarts=1", faults="engine.step:2=sleep 3,engine.step:3=kill")
+    # Time for it to say how much it has, before it dies. The search for a row that is to blame ends, too.
+    failed = jobs.run("run", spec, "--set", "max_restarts=1", faults="engine.step:2=sleep 1.5,engine.step:3=kill")
     assert failed.returncode == 2
     assert "signal 9" in error_line(failed.stderr)
-    assert len(jobs.events_of(out, "recovered")) == 2
+    assert 2 <= len(jobs.events_of(out, "recovered")) < 20
 
 
 def test_an_engine_that_makes_no_step_is_started_again(tmp_path: pathlib.Path) -> None:
