@@ -73,6 +73,21 @@ def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows
 
 
 @app.command()
+def check(
+    out: Out,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not sizes and footers alone.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Move what is damaged aside, so that the next run makes it anew.")
+    ] = False,
+) -> None:
+    """Say whether the parts, the manifest and the journal are whole, and what is wrong; live, dead or done."""
+    from batchinf.check import check_lines
+
+    for line in check_lines(out, is_deep=deep, repair=repair):
+        print(line)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
     from batchinf.spec_file import json_schema

@@ -56,6 +56,15 @@ def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
                 commit = []
 
 
+def whole_lines(folder: Folder, name: str) -> Iterator[Fields]:
+    """The fields of each line that is as it was written, whatever stands around it; for the repair of damage."""
+    with folder.path(name).open("rb") as file:
+        for line in file:
+            if (fields := _decode(line)) is not None:
+                fields.pop("commit", None)
+                yield fields
+
+
 def _has_later_commit(lines: Iterable[bytes], number: int) -> bool:
     return any((fields := _decode(line)) and fields.get("commit", 0) > number for line in lines)
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from batchinf import journal
 from batchinf.coordinator import Committed, Coordinator, on_stop_signals
 from batchinf.errors import ErrorRateExceeded, Interrupted, OutputError
 from batchinf.fleet import Fleet
@@ -15,6 +16,7 @@ from batchinf.lock import JobLock
 from batchinf.manifest import Header, Manifest, State, last_epoch, read_state
 from batchinf.placement import Slot, check_free, own_cpus, place, visible_devices
 from batchinf.progress import ProgressDisplay
+from batchinf.proof import changed_parts
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
 from batchinf.shards import Pending, total_shards
@@ -25,6 +27,7 @@ from batchinf.storage import Folder
 from batchinf.trials import Trials
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
+_LOST_TO_NAME = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
     """
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
-    if state is not None and state.is_done:
+    if state is not None and state.is_done and not changed_parts(folder, state):
         check_drift(open_job(file), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS)
@@ -107,10 +110,12 @@ def _run_epoch(
     else:
         note_ended(state, read_status(folder), manifest)
     found = recover(job, state.extents, state, manifest)
-    manifest.event("epoch", epoch=epoch, adopted=len(found.adopted), lost=list(found.lost))
+    manifest.event("epoch", epoch=epoch, job_id=state.header.job_id, adopted=len(found.adopted), lost=list(found.lost))
     manifest.commit()
-    for shard in found.lost:
+    for shard in found.lost[:_LOST_TO_NAME]:
         display.say(f"warning: part {shard} is gone or altered; its rows run again")
+    if len(found.lost) > _LOST_TO_NAME:
+        display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
     _say_what(job, state, slots, display)
     if not state.committed.all():
         _run_rest(job, state, manifest, lock, slots, epoch, display)
@@ -126,6 +131,9 @@ def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
             f"{job.folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
             "delete them yourself"
         )
+    # Results of a job that no manifest describes are nobody's.
+    for shard in journal.list_shards(job.folder):
+        journal.drop(job.folder, shard)
     header, extent = new_header(job, num_replicas)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
     manifest.header(header)

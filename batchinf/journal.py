@@ -258,10 +258,15 @@ class SealingWriter(HashingWriter):
 def is_sealed(data: memoryview) -> bool:
     """Whether a Parquet file's bytes are those that were sealed. Raises ValueError where there is no seal."""
     start = max(0, len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
-    end = bytearray(data[start:])
+    return footer_is_sealed(xxhash.xxh3_128(data[:start]), bytes(data[start:]))
+
+
+def footer_is_sealed(digest: "xxhash.xxh3_128", footer: bytes) -> bool:
+    """The same of a file that is read piece by piece. digest: of what stands before the footer; it is left as it is."""
+    end = bytearray(footer)
     place = _seal_place(end)
     seal, end[place] = bytes(end[place]), UNSEALED["batchinf.seal"].encode()
-    digest = xxhash.xxh3_128(data[:start])
+    digest = digest.copy()
     digest.update(end)
     return digest.hexdigest().encode() == seal
 

@@ -20,7 +20,7 @@ from batchinf import faults
 from batchinf.commit_log import CommitLog, Fields, damage, encode_commits, read_lines
 from batchinf.errors import OutputError
 from batchinf.lock import JobLock
-from batchinf.records import Part
+from batchinf.records import Part, ProcessGroup
 from batchinf.shards import Extent, num_shards, total_rows, total_shards
 from batchinf.storage import Folder, reason
 
@@ -74,24 +74,13 @@ class EventLine(NamedTuple):
     fields: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessGroup:
-    """The processes of one incarnation of a replica, as its `replica_started` event says."""
-
-    replica: int
-    incarnation: str
-    host: str
-    boot_id: str
-    pgid: int
-    pid_start_time: int
-
-
 _PART_FIELDS = operator.itemgetter(*PartLine._fields)
 _PART_VALUES = operator.attrgetter(*PartLine._fields[:-2])
 # What a reader needs of an event; the line's own keys are taken.
 _REQUIRED = {
     "replica_started": {field.name for field in dataclasses.fields(ProcessGroup)},
     "replica_ended": {"incarnation", "device_s"},
+    "lost": {"shards"},
 }
 _TAKEN = {"kind", "name", "at", "commit", "crc"}
 
@@ -206,6 +195,10 @@ class State:
         elif event.name == "replica_ended":
             self._groups.pop(event.fields["incarnation"], None)
             self.device_s += event.fields["device_s"]
+        elif event.name == "lost":
+            self.done = None
+            for shard in event.fields["shards"]:
+                self.forget(shard)
 
 
 def read_state(folder: Folder, known: State | None = None) -> State | None:
@@ -215,7 +208,7 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
     a compaction has put other logs in their place, it begins again. Raises OutputError for damage and a newer format.
     """
     for _ in range(_MAX_LOOKS):
-        state, failure, logs, sizes = None, None, _logs(folder), folder.sizes(_FOLDER)
+        state, failure, logs, sizes = None, None, list_logs(folder), folder.sizes(_FOLDER)
         if known is not None and known._sizes == sizes:
             return known
         try:
@@ -223,7 +216,7 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
         except (OSError, OutputError) as error:
             failure = error
         # A listing is no snapshot: it may lack both a log that has just been deleted and the one in its place.
-        if logs == _logs(folder):
+        if logs == list_logs(folder):
             break
     if isinstance(failure, OSError):
         raise OutputError(f"cannot read {folder.path(_FOLDER)}: {reason(failure)}") from failure
@@ -236,10 +229,11 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
 
 def last_epoch(folder: Folder) -> int:
     """The greatest epoch that has a log, whole or torn; 0 where there is none."""
-    return max((epoch for epoch, _ in _logs(folder)), default=0)
+    return max((epoch for epoch, _ in list_logs(folder)), default=0)
 
 
-def _logs(folder: Folder) -> list[tuple[int, str]]:
+def list_logs(folder: Folder) -> list[tuple[int, str]]:
+    """The logs by epoch: (epoch, name in the output folder)."""
     # Whatever else lies there is not ours: left alone.
     matches = [_LOG_NAME.fullmatch(name) for name in folder.list(_FOLDER)]
     return sorted((int(match[1]), f"{_FOLDER}/{match[0]}") for match in matches if match)
@@ -260,13 +254,17 @@ def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State | None:
 def _read_log(folder: Folder, name: str, before: State) -> State:
     """The state after a log. A snapshot starts afresh; one that was not written to its end counts for nothing."""
     state, replaced = before, []
+    owner = before.header.job_id if before.has_header else None
     for number, fields in read_lines(folder, name):
+        owner = owner or fields.get("job_id")
+        if fields.get("job_id", owner) != owner:
+            raise damage(folder, name, f"it is a log of another job, {fields['job_id']}")
         try:
             if fields["kind"] == "snapshot":
                 state, replaced = State(), fields["replaces"]
             elif fields["kind"] == "snapshot_end":
                 replaced = []
-            _check_version(folder, fields)
+            check_version(folder, fields)
             state.apply(fields)
         except LookupError as error:
             raise damage(folder, name, f"line {number} does not follow from those before it") from error
@@ -275,7 +273,8 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
     return before if replaced else state
 
 
-def _check_version(folder: Folder, fields: Fields) -> None:
+def check_version(folder: Folder, fields: Fields) -> None:
+    """Raise OutputError for a line of a later format version."""
     if fields.get("format_version", 0) > FORMAT_VERSION:
         raise OutputError(
             f"{folder.root} was written by a newer batchinf, in format version {fields['format_version']}; "
@@ -305,7 +304,7 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _snapshot(state: State, replaces: list[str]) -> list[list[Fields]]:
+def snapshot_commits(state: State, replaces: list[str]) -> list[list[Fields]]:
     """All that the state says, in commits: several, so that damage to a snapshot is never taken for a torn tail."""
     lines = list(_snapshot_lines(state, replaces))
     commits = [lines[start : start + _LINES_PER_COMMIT] for start in range(0, len(lines), _LINES_PER_COMMIT)]
@@ -351,9 +350,9 @@ class Manifest:
 
     def _create(self, epoch: int, name: str, state: State | None) -> int:
         """Create the log, compacting earlier ones; returns the number of commits in it."""
-        earlier = [log for _, log in _logs(self._folder)]
+        earlier = [log for _, log in list_logs(self._folder)]
         state = read_state(self._folder, state) if len(earlier) > 1 else None
-        commits = _snapshot(state, earlier) if state else []
+        commits = snapshot_commits(state, earlier) if state else []
         data = encode_commits(commits)
         self._check_lock()
         if commits:
@@ -381,8 +380,9 @@ class Manifest:
     def event(self, name: str, /, **fields: Any) -> None:
         """Something happened. `fields` are JSON values.
 
-        A `replica_started` has at least the fields of ProcessGroup, a `replica_ended` incarnation and device_s. One
-        with `kept_as` stays in `State.kept` under that name, until the next with the same, or a `forgotten` one.
+        A `replica_started` has at least the fields of ProcessGroup, a `replica_ended` incarnation and device_s; the
+        `shards` of a `lost` count as not committed from here on, and the job as not done. One with `kept_as` stays in
+        `State.kept` under that name, until the next with the same, or a `forgotten` one.
         """
         if wrong := (_REQUIRED.get(name, set()) - fields.keys()) | (_TAKEN & fields.keys()):
             raise ValueError(f"event {name}: these fields are missing, or taken by the line itself: {sorted(wrong)}")

@@ -286,5 +286,17 @@ class Stopped:
     """From a replica: it has journalled what it had and ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """The processes of one incarnation of a replica, as its `replica_started` event says."""
+
+    replica: int
+    incarnation: str
+    host: str
+    boot_id: str
+    pgid: int
+    pid_start_time: int
+
+
 Command = Assign | Trial | Revoke | Stop
 Event = Phase | Ready | Progress | ShardBegun | ShardClosed | Revoked | Tried | Failed | Stopped

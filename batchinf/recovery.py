@@ -10,8 +10,10 @@ from batchinf import journal
 from batchinf.backends.local import end_process_group
 from batchinf.job import Job
 from batchinf.lock import Holder, process_start
-from batchinf.manifest import Manifest, ProcessGroup, State
+from batchinf.manifest import Manifest, State
 from batchinf.parts import parse_part_name, parse_staging_name, part_name, verify_part
+from batchinf.proof import changed_parts, job_of
+from batchinf.records import ProcessGroup
 from batchinf.shards import Extent, shard_at, total_shards
 from batchinf.status import JobStatus
 
@@ -70,7 +72,7 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
     folder = job.folder
     for name in ("", "parts", "staging", "journal", "manifest", "source"):
         folder.sweep(name)
-    lost = _check_parts(job, state)
+    lost = _check_parts(job, state, manifest)
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
     for shard in journal.list_shards(folder):
         if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard]):
@@ -78,12 +80,14 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
     return Recovered(tuple(adopted), tuple(lost))
 
 
-def _check_parts(job: Job, state: State) -> list[int]:
-    """Committed parts that are gone or of another size count as not committed: their shards run again."""
-    sizes = job.folder.sizes("parts")
-    lost = [shard for shard, part in state.parts.items() if sizes.get(part_name(shard)) != part.num_bytes]
+def _check_parts(job: Job, state: State, manifest: Manifest) -> list[int]:
+    """Committed parts that are gone or are other ones count as not committed: their shards run again."""
+    lost = changed_parts(job.folder, state)
     for shard in lost:
         state.forget(shard)
+    if lost:
+        # Before the lines of those that are adopted: what comes later counts.
+        manifest.event("lost", shards=lost)
     return lost
 
 
@@ -97,7 +101,7 @@ def _adopt(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manife
         part = None
         if index < total_shards(extents) and index not in state.parts:
             part = verify_part(job.folder, f"{where}/{name}", shard_at(extents, index), job.fingerprint, deep=True)
-        if part is None:
+        if part is None or job_of(job.folder, f"{where}/{name}") != state.header.job_id:
             job.folder.delete(f"{where}/{name}")
             continue
         if where == "staging":

@@ -20,9 +20,9 @@ MAX_LINES = 400
 ORDER = """
     errors faults storage spec records model_files hub model input_files source_cache column_types reader arrow_file
     csv_file line_file parquet_file hf_dataset first_pass source prompt detokenizer tasks.* placement shards engine
-    vllm_engine journal parts byte_queue flight feeder writer worker commit_log lock manifest quarantine spec_file
-    status channel job replica backends.* fleet trials progress coordinator recovery epoch look validation cli
-    __main__
+    vllm_engine journal parts byte_queue flight feeder writer worker commit_log lock manifest proof salvage
+    quarantine spec_file status channel job replica backends.* fleet trials progress coordinator recovery epoch look
+    check validation cli __main__
 """.split()
 VLLM_ADAPTER = "vllm_engine"
 

@@ -23,12 +23,11 @@ from batchinf.manifest import (
     Header,
     Manifest,
     PartLine,
-    ProcessGroup,
     State,
     last_epoch,
     read_state,
 )
-from batchinf.records import Part
+from batchinf.records import Part, ProcessGroup
 from batchinf.shards import Extent, next_extent, total_shards
 from batchinf.storage import Folder
 
