@@ -210,8 +210,13 @@ class Coordinator:
             cause = "" if end.was_asked else end.cause
             self._manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)
             self._pending.give_back(shard.index for shard in end.shards if shard.index not in closed)
+            if (step := end.lowered) is not None:
+                self._manifest.event(
+                    "oom_step_down", replica=end.member.slot.replica, incarnation=end.incarnation, **step.fields()
+                )
             if not end.was_asked:
-                self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {end.cause}")
+                cause = end.cause if end.out_of_memory is None else end.out_of_memory.words
+                self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {cause}")
         if ended:
             self._manifest.commit()
 

@@ -100,8 +100,8 @@ class State:
     """What the logs say, all taken together.
 
     committed: bool [total_shards(extents)]. parts: by shard. source_fingerprints: one for each extent. events: the
-    last 1,000; event_counts: of all, by name. device_s: sum over all `replica_ended` events. done: the event of the
-    end, None while there is work left. last_epoch: of the last log.
+    last 1,000; event_counts: of all, by name. device_s: sum over all `replica_ended` events. lowered: the fields of the
+    last `oom_step_down`. done: the event of the end, None while there is work left. last_epoch: of the last log.
     """
 
     def __init__(self) -> None:
@@ -114,6 +114,7 @@ class State:
         self.events: deque[EventLine] = deque(maxlen=NUM_KEPT_EVENTS)
         self.event_counts: Counter[str] = Counter()
         self.device_s = 0.0
+        self.lowered: dict[str, Any] = {}
         self.done: EventLine | None = None
         self.last_epoch = 0
         self._groups: dict[str, ProcessGroup] = {}
@@ -124,11 +125,6 @@ class State:
         """The latest header; `read_state` gives no state without one."""
         assert self._header is not None
         return self._header
-
-    @property
-    def has_header(self) -> bool:
-        """Whether a header was read yet."""
-        return self._header is not None
 
     @property
     def is_done(self) -> bool:
@@ -178,6 +174,7 @@ class State:
                 self.done = _event(fields)
             case "snapshot":
                 self.device_s, self.event_counts = fields["device_s"], Counter(fields["event_counts"])
+                self.lowered = fields.get("lowered", {})
                 self._groups = {group["incarnation"]: _pick(ProcessGroup, group) for group in fields["process_groups"]}
             case "counted_event":
                 self.events.append(_event(fields))
@@ -198,6 +195,8 @@ class State:
         elif event.name == "replica_ended":
             self._groups.pop(event.fields["incarnation"], None)
             self.device_s += event.fields["device_s"]
+        elif event.name == "oom_step_down":
+            self.lowered = event.fields
 
 
 def read_state(folder: Folder, known: State | None = None) -> State | None:
@@ -241,7 +240,7 @@ def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State | None:
     state = State()
     for _, name in logs:
         state = _read_log(folder, name, state)
-    if state.has_header:
+    if state._header is not None:
         state.last_epoch = logs[-1][0]
         return state
     if state.extents or state.parts or state.events:
@@ -307,7 +306,7 @@ def _snapshot(state: State, replaces: list[str]) -> list[list[Fields]]:
 def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     groups = [dataclasses.asdict(group) for group in state.process_groups]
     counts = {"device_s": state.device_s, "event_counts": state.event_counts, "process_groups": groups}
-    yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
+    yield {"kind": "snapshot", "at": _now(), "replaces": replaces, "lowered": state.lowered, **counts}
     yield {"kind": "header", **dataclasses.asdict(state.header)}
     yield from map(_extent_line, state.extents, state.source_fingerprints)
     for part in state.parts.values():
