@@ -3,6 +3,7 @@
 They are the job's, not a replica's: a replica that starts later takes the lowered ones too.
 """
 
+import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,7 +63,7 @@ class EngineSettings:
         self._fit = fit
         self._lowered = dict(lowered or {})
         self._generation = 0
-        self._launched: dict[str, int] = {}
+        self._launched: dict[str, tuple[int, dict[str, Any]]] = {}
         self._failed_starts: dict[int, int] = {}
 
     @property
@@ -72,18 +73,19 @@ class EngineSettings:
 
     def launch_spec(self, incarnation: str) -> str:
         """The job's spec as JSON, as this incarnation is to have it."""
-        self._launched[incarnation] = self._generation
+        self._launched[incarnation] = self._generation, self.engine
         return self._spec.model_copy(update={"engine": self.engine}).model_dump_json()
 
     def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
         """Lower the settings, if that can help; each incarnation once, after its end. was_up: it had started."""
-        words = explain(cause, self.engine, self._fit, self._spec.model.name)
+        generation, engine = self._launched.pop(incarnation, (self._generation, self.engine))
+        words = explain(cause, engine, self._fit, pathlib.Path(self._spec.model.name).name)
         self._failed_starts[replica] = 0 if was_up else self._failed_starts.get(replica, 0) + 1
         if self._spec.on_oom == "fail":
             return Verdict("given up", f"{words} (on_oom is fail)")
         if self._failed_starts[replica] >= _MOST_STARTS:
             return Verdict("given up", f"{words}{self._tried()}")
-        if self._launched.pop(incarnation, self._generation) < self._generation:
+        if generation < self._generation:
             return Verdict("again", f"{_head(words)}; starting again with the lowered {_show(self._lowered)}")
         step = step_down(self.engine, cause, self._fit)
         if step is None:

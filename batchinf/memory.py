@@ -300,7 +300,7 @@ def _mlp(config: Mapping[str, Any], family: str, hidden: int) -> int:
 
 def gib(num_bytes: float) -> str:
     """A size for people."""
-    return f"{num_bytes / GIB:,.1f} GiB"
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def needs_lines(fit: Fit, gpu_memory_utilization: float) -> list[str]:

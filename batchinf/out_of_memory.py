@@ -4,6 +4,7 @@ The texts are those of vLLM 0.26 and 0.32 and of torch 2.11 and 2.13. A process 
 memory says nothing, and is not recognised.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -143,7 +144,9 @@ def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[s
         case "free":
             return _to_what_is_free(now, cause, fit)
         case "cache" | "length":
-            return _smaller_batches(engine, now, fit) if fit.fits(share) is not False else None
+            # A cache whose size is given, as it always is on a CPU, does not grow when something else shrinks.
+            is_given = fit.device_bytes is None or now.keys() & {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
+            return None if is_given or fit.fits(share) is False else _smaller_batches(engine, now, fit)
         case "start":
             smaller = (_smaller_batches(engine, now, fit) or {}) | (_smaller_pool(now, cause, fit) or {})
             return smaller or None
@@ -159,7 +162,7 @@ def _to_what_is_free(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> di
         return None
     # A hundredth less, since the figures are rounded.
     share = int(cause.free_bytes / cause.total_bytes * 100 - 1) / 100
-    least = fit.least_utilization()
+    least = replace(fit, device_bytes=cause.total_bytes).least_utilization()
     is_enough = share >= (_LEAST_SHARE if least is None else least)
     return {"gpu_memory_utilization": share} if is_enough and share < now["gpu_memory_utilization"] else None
 
@@ -232,18 +235,14 @@ def _figures(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str
         figures.append(f"{gib(cause.available_bytes)} were left for it")
     asker = "vLLM asked for" if cause.kind == "free" else "the allocation that failed was of"
     if cause.asked_bytes is not None:
-        figures.append(f"{asker} {_exact(cause.asked_bytes)}")
+        figures.append(f"{asker} {gib(cause.asked_bytes)}")
     if cause.free_bytes is not None:
-        figures.append(f"{_exact(cause.free_bytes)} were free")
+        figures.append(f"{gib(cause.free_bytes)} were free")
     if device_bytes:
         share = now["gpu_memory_utilization"]
         figures.append(f"the device has {gib(device_bytes)}, of which gpu_memory_utilization {share:g} is "
                        f"{gib(device_bytes * share)}")  # fmt: skip
     return figures or [cause.words]
-
-
-def _exact(num_bytes: int) -> str:
-    return gib(num_bytes) if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _changes(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit) -> list[str]:
@@ -264,7 +263,10 @@ def _changes(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit) -> list[st
 
 def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str]:
     """More of the device, or more devices: free on a resume."""
-    changes = []
+    changes: list[str] = []
+    if fit.device_bytes is None and cause.needed_bytes is not None:
+        space = math.ceil(cause.needed_bytes / GIB)
+        return [f"set the environment variable VLLM_CPU_KVCACHE_SPACE to {space} (GiB), which sizes the cache on a CPU"]
     share, least = now["gpu_memory_utilization"], fit.least_utilization(_RESERVE_BYTES)
     if cause.kind == "length" and fit.device_bytes and cause.needed_bytes and cause.available_bytes is not None:
         # vLLM's own figures have the activations in them.
@@ -272,16 +274,24 @@ def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str
         least = max(least or 0.0, int((share + missing) * 100 + 2) / 100)
     if cause.kind != "load" and least is not None and share < least <= 0.97:
         changes.append(f"raise engine.gpu_memory_utilization to {least:g}")
-    if degree := _least_degree(now, fit):
+    if degree := _least_degree(cause, now, fit):
         changes.append(f"set parallel.tensor_parallel_size to {degree}")
     return changes
 
 
-def _least_degree(now: Mapping[str, Any], fit: Fit) -> int | None:
+def _would_fit(changed: Fit, fit: Fit, cause: OutOfMemory, now: Mapping[str, Any]) -> bool:
+    """Whether the weights and one sequence would fit, by vLLM's own figure of what was left where it gave one."""
+    before, after, sequence = fit.weight_bytes, changed.weight_bytes, changed.sequence_bytes
+    if cause.available_bytes is None or before is None or after is None or sequence is None:
+        return bool(changed.fits(now["gpu_memory_utilization"], _RESERVE_BYTES))
+    return sequence <= cause.available_bytes + before - after
+
+
+def _least_degree(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> int | None:
     """The next tensor-parallel size, doubling, at which weights and one sequence fit; None if none does."""
     degree = fit.tensor_parallel_size * 2
     while degree <= _MOST_DEGREE:
-        if replace(fit, tensor_parallel_size=degree).fits(now["gpu_memory_utilization"], _RESERVE_BYTES):
+        if _would_fit(replace(fit, tensor_parallel_size=degree), fit, cause, now):
             return degree
         degree *= 2
     return None
@@ -298,10 +308,10 @@ def _new_job(cause: OutOfMemory, engine: Mapping[str, Any], now: Mapping[str, An
     cache = fit.needs.kv_cache
     if cache is not None and cache.item_bytes == 2 and not engine.get("kv_cache_dtype"):
         smaller = replace(fit, needs=replace(fit.needs, kv_cache=replace(cache, item_bytes=1)))
-        if smaller.fits(share, _RESERVE_BYTES) and not fit.fits(share, _RESERVE_BYTES):
+        if _would_fit(smaller, fit, cause, now) and not _would_fit(fit, fit, cause, now):
             choices.append("engine.kv_cache_dtype fp8")
     if fit.needs.weight_bytes is not None and cache is not None:
         smaller = replace(fit, needs=replace(fit.needs, weight_bytes=fit.needs.weight_bytes // 2))
-        if smaller.fits(share, _RESERVE_BYTES) and not fit.fits(share, _RESERVE_BYTES):
+        if _would_fit(smaller, fit, cause, now) and not _would_fit(fit, fit, cause, now):
             choices.append("model.quantization fp8, where the weights are not quantized yet")
     return [f"begin a new job, with another output.path, with {' or '.join(choices)}"] if choices else []
