@@ -55,7 +55,8 @@ TORCH = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.42 GiB. GPU 0 has a total capacity of 79.18 GiB "
     "of which 985.06 MiB is free. Including non-PyTorch memory, this process has 78.21 GiB memory in use. Of the "
     "allocated memory 76.90 GiB is allocated by PyTorch, and 301.02 MiB is reserved by PyTorch but unallocated. If "
-    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+    "fragmentation."
 )
 LOAD = (
     "(EngineCore pid=9) ERROR 11-21 [gpu_model_runner.py:5147] Failed to load model - not enough GPU memory. Try "
