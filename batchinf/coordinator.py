@@ -229,9 +229,15 @@ class Coordinator:
             suspicion = self._trials.note_death(end)
             held = self._trials.shards | closed
             self._pending.give_back(shard.index for shard in end.shards if shard.index not in held)
+            if (step := end.lowered) is not None:
+                replica, kept_as = end.member.slot.replica, "oom_step_down"
+                self._manifest.event(
+                    kept_as, kept_as=kept_as, replica=replica, incarnation=end.incarnation, **step.fields()
+                )
             if not end.was_asked:
+                cause = end.cause if end.out_of_memory is None else end.out_of_memory.words
                 more = f"; {suspicion}" if suspicion else ""
-                self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {end.cause}{more}")
+                self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {cause}{more}")
         if ended:
             self._manifest.commit()
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from batchinf import journal
 from batchinf.coordinator import Committed, Coordinator, on_stop_signals
+from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, Interrupted, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_drift, new_header, open_job
 from batchinf.lock import JobLock
 from batchinf.manifest import Header, Manifest, State, last_epoch, read_state
-from batchinf.placement import Slot, check_free, own_cpus, place, visible_devices
+from batchinf.memory import fit_of
+from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.progress import ProgressDisplay
 from batchinf.proof import changed_parts
 from batchinf.records import Launch
@@ -103,7 +105,8 @@ def _run_epoch(
         check_drift(job, state.header)
         end_process_groups(state)
     slots = place(job.spec, visible_devices(), own_cpus())
-    check_free(job.spec, slots)
+    settings = _engine_settings(job, slots, state, display)
+    check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
     manifest = Manifest(folder, epoch, lock, state)
     if state is None:
         state = _begin(job, manifest, len(slots))
@@ -118,11 +121,21 @@ def _run_epoch(
         display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
     _say_what(job, state, slots, display)
     if not state.committed.all():
-        _run_rest(job, state, manifest, lock, slots, epoch, display)
+        _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
     manifest.done()
     manifest.commit()
     manifest.close()
     _tidy(folder)
+
+
+def _engine_settings(job: Job, slots: list[Slot], state: State | None, display: ProgressDisplay) -> EngineSettings:
+    """The spec's engine arguments, and those that were lowered when memory ran out in an earlier epoch."""
+    device_bytes, device_name = device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
+    lowered = kept(job.spec, state.lowered) if state is not None else {}
+    if lowered:
+        shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
+        display.say(f"going on with {shown}, as memory ran out before; give another value in the spec to change that")
+    return EngineSettings(job.spec, fit_of(job.model, job.spec, device_bytes, device_name), lowered)
 
 
 def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
@@ -152,17 +165,19 @@ def _run_rest(
     slots: list[Slot],
     epoch: int,
     display: ProgressDisplay,
+    settings: EngineSettings,
 ) -> None:
     warm = compile_marker(job)
     fleet = Fleet(
         slots,
         job.spec.sampling.n,
-        launcher(job, state.header),
+        launcher(job, state.header, settings),
         epoch,
         job.folder.path("logs"),
         job.spec.max_restarts,
         job.spec.stall_timeout_s,
         is_cache_warm=not slots[0].devices or warm.exists(),
+        settings=settings,
     )
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
@@ -193,9 +208,8 @@ def compile_marker(job: Job) -> pathlib.Path:
     return pathlib.Path(root, "batchinf", shape)
 
 
-def launcher(job: Job, header: Header) -> Callable[[Slot, str], Launch]:
+def launcher(job: Job, header: Header, settings: EngineSettings) -> Callable[[Slot, str], Launch]:
     """What each new incarnation of a replica is told."""
-    spec = job.spec.model_dump_json()
     metadata = {
         "batchinf.job_id": header.job_id,
         "batchinf.fingerprint": header.fingerprint,
@@ -208,7 +222,7 @@ def launcher(job: Job, header: Header) -> Callable[[Slot, str], Launch]:
             slot.replica,
             incarnation,
             os.fspath(job.folder.root),
-            spec,
+            settings.launch_spec(incarnation),
             job.model.path,
             job.model.tokenizer,
             job.model.commit,

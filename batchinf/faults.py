@@ -2,8 +2,9 @@
 
 `BATCHINF_FAULTS="parts.before_rename:3=kill,journal.write=sleep 5"` kills the process with SIGKILL at the third
 passage of `parts.before_rename`, and sleeps 5 s at the first of `journal.write`; `:*` is every passage. `die` is what a
-dying engine raises. `hold FILE` writes the process id to
-FILE and stands still until FILE is deleted, so that a test can kill whom it likes at that very moment.
+dying engine raises. `hold FILE` writes the process id to FILE and stands still until FILE is deleted, so that a test
+can kill whom it likes at that very moment. `oom KIND` fails as an engine does whose memory runs out, in vLLM's words:
+KIND is free, cache, length or start at the start, or step.
 `BATCHINF_FAULTS_ONCE=FOLDER` makes each fault strike once over all processes and restarts: a file in FOLDER remembers.
 """
 
@@ -12,8 +13,24 @@ import pathlib
 import signal
 import time
 
-from batchinf.errors import EngineDeadError
+from batchinf.errors import EngineDeadError, EngineStartError
 
+# What vLLM 0.32 and torch say, on a device of 80 GiB.
+_TORCH = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
+    "of which 1.05 GiB is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
+)
+_OUT_OF_MEMORY = {
+    "free": "ValueError: Free memory on device cuda:0 (64.25/79.11 GiB) on startup is less than desired GPU memory "
+    "utilization (0.92, 72.78 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
+    "cache": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+    "initializing the engine (this flag also controls CPU memory reservation on the CPU backend, despite its name).",
+    "length": "ValueError: To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is "
+    "needed, which is larger than the available KV cache memory (9.5 GiB). Based on the available memory, the "
+    "estimated maximum model length is 77824. Try increasing `gpu_memory_utilization` (which also controls CPU memory)",
+    "start": _TORCH,
+    "step": _TORCH,
+}
 _passages: dict[str, int] = {}
 
 
@@ -52,10 +69,14 @@ def _strike(name: str) -> None:
         _hold(pathlib.Path(argument))
     elif verb == "die":
         raise EngineDeadError(f"the fault {name} ended the engine")
+    elif verb == "oom":
+        if argument == "step":
+            raise EngineDeadError(f"vLLM's engine died in a step: {_OUT_OF_MEMORY[argument]}")
+        raise EngineStartError(f"vLLM could not start: {_OUT_OF_MEMORY[argument]}")
     elif verb == "raise":
         raise OSError(int(argument), os.strerror(int(argument)))
     else:
-        allowed = "kill [SIGNAL], sleep S, hold FILE, raise ERRNO, die"
+        allowed = "kill [SIGNAL], sleep S, hold FILE, raise ERRNO, die, oom KIND"
         raise ValueError(f"BATCHINF_FAULTS: unknown action {action!r}; allowed: {allowed}")
 
 

@@ -1,15 +1,16 @@
 """The replicas of a job: started, watched, restarted with back-off, given up, ended; and which shards each holds."""
 
 import pathlib
-import re
 import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from batchinf.backends.local import LocalBackend, LocalReplica, engine_environment
+from batchinf.engine_settings import EngineSettings, Lowered, Verdict
 from batchinf.errors import EngineDeadError, UserError
 from batchinf.flight import InFlight
+from batchinf.out_of_memory import recognise
 from batchinf.placement import Slot
 from batchinf.records import (
     Assign,
@@ -29,6 +30,7 @@ from batchinf.records import (
     Stopped,
     Trial,
 )
+from batchinf.replica_log import last_error, log_errors, points_elsewhere, told_cause
 from batchinf.status import ReplicaStatus
 from batchinf.worker import window
 
@@ -116,6 +118,7 @@ class Ended:
 
     flight: what was in its engine, where a row may have been the cause of its death. was_killed: by a signal from
     outside, as far as can be told.
+    out_of_memory: why it died, and what becomes of its replica; None if memory had not run out.
     """
 
     member: Member
@@ -127,6 +130,12 @@ class Ended:
     was_asked: bool
     flight: tuple[InFlight, ...]
     was_killed: bool
+    out_of_memory: Verdict | None = None
+
+    @property
+    def lowered(self) -> Lowered | None:
+        """The step down that followed from its end, if one did."""
+        return None if self.out_of_memory is None else self.out_of_memory.step
 
 
 class Fleet:
@@ -142,7 +151,9 @@ class Fleet:
         max_restarts: int,
         stall_timeout_s: float,
         is_cache_warm: bool,
+        settings: EngineSettings | None = None,
     ) -> None:
+        """settings: what `launch` takes its engine arguments from; they are lowered where memory runs out."""
         self.members = [Member(slot, requests_per_row) for slot in slots]
         self._launch = launch
         self._epoch = epoch
@@ -150,6 +161,7 @@ class Fleet:
         self._max_restarts = max_restarts
         self._stall_timeout_s = stall_timeout_s
         self._is_cache_warm = is_cache_warm
+        self._settings = settings
         self._backend = LocalBackend()
         self._num_incarnations = 0
         self._spent = (0, 0)
@@ -223,28 +235,52 @@ class Fleet:
         lifetime_s, was_asked = replica.lifetime_s(), member.is_stopping or is_own_doing
         code = replica.process.poll()
         self._backend.end(replica)
-        # Anything but the engine's death is no row's doing.
-        is_death = not was_asked and (member.failed is None or member.failed.error_type == EngineDeadError.__name__)
-        flight = tuple(replica.flight.in_flight()) if is_death else ()
-        replica.flight.close()
         self._spent = (
             self._spent[0] + member.progress.num_prompt_tokens,
             self._spent[1] + member.progress.num_output_tokens,
         )
         shards, incarnation = tuple(member.shards.values()), replica.launch.incarnation
         was_killed = member.failed.was_killed if member.failed is not None else code in _FROM_OUTSIDE
+        verdict = self._judge(member, replica)
+        # Anything but the engine's death is no row's doing; nor is that, where lower settings may mend it.
+        is_death = not was_asked and (member.failed is None or member.failed.error_type == EngineDeadError.__name__)
+        is_death = is_death and (verdict is None or verdict.action == "died")
+        flight = tuple(replica.flight.in_flight()) if is_death else ()
+        replica.flight.close()
         ended = Ended(
-            member, incarnation, lifetime_s, shards, tuple(events), member.cause, was_asked, flight, was_killed
+            member, incarnation, lifetime_s, shards, tuple(events), member.cause, was_asked, flight, was_killed, verdict
         )
-        self._schedule_restart(member)
+        if verdict is not None:
+            member.cause = verdict.words
+        self._schedule_restart(member, verdict)
         return ended
 
-    def _schedule_restart(self, member: Member) -> None:
+    def _judge(self, member: Member, replica: LocalReplica) -> Verdict | None:
+        """What becomes of a replica whose memory ran out; None where that is not why it ended."""
+        code = replica.process.returncode
+        # A process that was killed, or made no step, has not said why; an earlier error in its log is not the cause.
+        if self._settings is None or member.is_stopping or (member.failed is None and code in (None, -signal.SIGKILL)):
+            return None
+        words = [member.cause]
+        if member.failed is None or points_elsewhere(member.failed.cause):
+            words += log_errors(replica.log, replica.log_start)
+        was_up = member.info is not None
+        failure = recognise("\n".join(words), was_up=was_up)
+        if failure is None:
+            return None
+        return self._settings.judge(member.slot.replica, replica.launch.incarnation, failure, was_up=was_up)
+
+    def _schedule_restart(self, member: Member, verdict: Verdict | None) -> None:
+        starts_lower = verdict is not None and verdict.action == "again"
         is_hopeless = member.failed is not None and member.failed.exit_code == UserError.exit_code
-        has_finished_rows = max(member.progress.num_rows, member.closed_rows) > member.recovered_rows
-        member.failures = 1 if has_finished_rows else member.failures + 1
-        member.is_given_up = member.is_stopping or is_hopeless or member.failures > self._max_restarts
-        member.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** (member.failures - 1))
+        if verdict is not None:
+            is_hopeless = verdict.action == "given up"
+        if not starts_lower:
+            has_finished_rows = max(member.progress.num_rows, member.closed_rows) > member.recovered_rows
+            member.failures = 1 if has_finished_rows else member.failures + 1
+            is_hopeless |= member.failures > self._max_restarts
+        member.is_given_up = member.is_stopping or is_hopeless
+        member.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** max(0, member.failures - 1))
         member.state = "ended" if member.is_stopping else "given up" if member.is_given_up else "restarting"
         member.restarts += 0 if member.is_given_up else 1
         member.replica = None
@@ -350,31 +386,3 @@ def _update(member: Member, event: Event) -> None:
 
 def _is_overdue(member: Member) -> bool:
     return member.failed is not None and time.monotonic() - member.failed_at > _LAST_WORDS_S
-
-
-_ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
-_NO_CAUSE = (
-    "Engine core initialization failed",
-    "EngineCore failed to start",
-    "See root cause above",
-    "See stack trace (above)",
-)
-
-
-def told_cause(words: str, replica: LocalReplica) -> str:
-    """A replica's last words; where they only point at another error, what its log names as that."""
-    found = last_error(replica.log, replica.log_start) if any(hint in words for hint in _NO_CAUSE) else ""
-    return f"{words}; its log says: {found}" if found else words
-
-
-def last_error(log: pathlib.Path, start: int = 0) -> str:
-    """The last error that a replica's log names after byte `start`, leaving out those that point at another one."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(start, log.stat().st_size - _LOG_TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    found = [match.group(1).strip() for line in text.splitlines() if (match := _ERROR_LINE.search(line))]
-    telling = [line for line in found if not any(words in line for words in _NO_CAUSE)]
-    return telling[-1] if telling else ""

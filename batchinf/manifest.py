@@ -122,6 +122,11 @@ class State:
         return self._header is not None
 
     @property
+    def lowered(self) -> Fields:
+        """The fields of the last `oom_step_down`; none if there was none."""
+        return self.kept["oom_step_down"].fields if "oom_step_down" in self.kept else {}
+
+    @property
     def is_done(self) -> bool:
         """Whether the job was said to be done, and no rows came later."""
         return self.done is not None

@@ -160,6 +160,12 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield config
 
 
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of a config that speaks of the text model's layers; the config itself where none does."""
+    layered = (section for section in _sections(config) if {"num_hidden_layers", "n_layer"} & section.keys())
+    return next(layered, config)
+
+
 def derive_max_model_len(config: Mapping[str, Any]) -> int | None:
     """The model's longest sequence in tokens, as vLLM 0.32 derives it from config.json; None if it does not say.
 

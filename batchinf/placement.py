@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 
 from batchinf.errors import SpecError, UserError
+from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION
 from batchinf.spec import JobSpec
 
 CPU_REPLICAS = 2
-_DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def own_cpus() -> tuple[int, ...]:
 
 def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
     """Raise UserError where another program holds the memory that a replica is going to ask for."""
-    share = float(spec.engine.get("gpu_memory_utilization", _DEFAULT_GPU_MEMORY_UTILIZATION))
+    share = float(spec.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
     for device in (device for slot in slots for device in slot.devices):
         free, total, uses = _device_memory(device)
         if free < share * total:
@@ -107,16 +107,28 @@ def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
             )
 
 
+def device_size(device: str) -> tuple[int | None, str]:
+    """A device's memory in bytes, None where NVML does not say, and its name."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return None, ""
+        try:
+            handle = _handle(nvml, device)
+            return int(nvml.nvmlDeviceGetMemoryInfo(handle).total), str(nvml.nvmlDeviceGetName(handle))
+        except nvml.NVMLError:
+            return None, ""
+
+
+def _handle(nvml: Any, device: str) -> Any:
+    return nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else nvml.nvmlDeviceGetHandleByUUID(device)
+
+
 def _device_memory(device: str) -> tuple[int, int, list[DeviceUse]]:
     with _nvml() as nvml:
         if nvml is None:
             return 0, 0, []
         try:
-            handle = (
-                nvml.nvmlDeviceGetHandleByIndex(int(device))
-                if device.isdigit()
-                else nvml.nvmlDeviceGetHandleByUUID(device)
-            )
+            handle = _handle(nvml, device)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         except nvml.NVMLError:

@@ -266,6 +266,8 @@ class JobSpec(Section):
     """A replica whose engine makes no step for so long is ended and started again."""
     max_restarts: Annotated[Whole, RUNTIME] = 3
     """Restarts of one replica without a finished request between them before it is given up."""
+    on_oom: Annotated[Literal["step_down", "fail"], RUNTIME] = "step_down"
+    """When memory runs out: start the engine again with lower batch limits and share of the memory, or give up."""
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
     """Share of error rows above which a finished job exits with 3."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None

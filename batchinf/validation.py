@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from batchinf.job import SOURCE_FOLDER, Job, open_job
 from batchinf.manifest import read_state
+from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
+from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer, show
 from batchinf.records import Prompt
 from batchinf.spec_file import SpecFile
@@ -38,6 +40,10 @@ def _model_lines(job: Job) -> Iterator[str]:
     architecture = ", ".join(model.config.get("architectures") or ["of unknown architecture"])
     where = f"commit {model.commit}" if model.commit else model.path
     yield f"model {model.name}: {architecture}, {where}, content {model.fingerprint}; weights whole"
+    # The first of the devices, which are taken to be alike.
+    device_bytes, device_name = next((device_size(device) for device in visible_devices()), (None, ""))
+    share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
+    yield from needs_lines(fit_of(model, job.spec, device_bytes, device_name), float(share))
 
 
 def _input_lines(job: Job) -> Iterator[str]:

@@ -160,7 +160,7 @@ def test_a_held_device_is_named_with_its_holder(device: str, monkeypatch: pytest
     words = str(raised.value)
     assert f"device {device} is held by pid {os.getpid()} of {getpass.getuser()} (20.0 GiB)" in words
     assert "60.0 of 80.0 GiB are free" in words
-    assert "0.9 needs 72.0" in words
+    assert "0.92 needs 73.6" in words
 
 
 def test_a_holder_that_cannot_be_seen_holds_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
