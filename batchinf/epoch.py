@@ -7,8 +7,9 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from batchinf import failures, non_finite
 from batchinf.coordinator import Committed, Coordinator, on_stop_signals
-from batchinf.errors import ErrorRateExceeded, Interrupted, OutputError
+from batchinf.errors import ErrorRateExceeded, HopelessJob, Interrupted, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_drift, new_header, open_job
 from batchinf.lock import JobLock
@@ -37,6 +38,8 @@ class Summary:
     num_output_tokens: int
     num_parts: int
     num_bytes: int
+    num_nan_rows: int
+    num_inf_rows: int
     device_s: float
     was_done: bool
 
@@ -48,6 +51,7 @@ class Summary:
             f"{count(self.num_prompt_tokens)} prompt and {count(self.num_output_tokens)} output tokens",
             f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
+            *non_finite.lines(self.num_nan_rows, self.num_inf_rows),
         ]
 
 
@@ -112,7 +116,12 @@ def _run_epoch(
         display.say(f"warning: part {shard} is gone or altered; its rows run again")
     _say_what(job, state, slots, display)
     if not state.committed.all():
-        _run_rest(job, state, manifest, lock, slots, epoch, display)
+        try:
+            _run_rest(job, state, manifest, lock, slots, epoch, display)
+        except HopelessJob as error:
+            state = read_state(folder)
+            assert state is not None
+            raise HopelessJob("\n".join([str(error), *failures.report(job, state)])) from None
     manifest.done()
     manifest.commit()
     manifest.close()
@@ -237,6 +246,8 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
         num_output_tokens=state.num_output_tokens,
         num_parts=len(state.parts),
         num_bytes=state.num_bytes,
+        num_nan_rows=sum(part.num_nan_rows for part in state.parts.values()),
+        num_inf_rows=sum(part.num_inf_rows for part in state.parts.values()),
         device_s=state.device_s,
         was_done=was_done,
     )
@@ -244,6 +255,7 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
     if rate > file.spec.max_error_rate:
         raise ErrorRateExceeded(
             f"{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
-            "see the columns error_type and error_message\n" + "\n".join(summary.lines())
+            "see the columns error_type and error_message\n"
+            + "\n".join([*failures.lines(failures.commonest(Folder(summary.folder), state)), *summary.lines()])
         )
     return summary

@@ -32,7 +32,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Totals:
-    """What has been stored since the worker started; `num_rows` counts results, those from the journal too."""
+    """What has been stored since the worker started. Of results and errors, those from the journal count too."""
 
     num_rows: int = 0
     num_errors: int = 0
@@ -75,6 +75,7 @@ class Writer(threading.Thread):
         with self._lock:
             self._open[shard.index] = shard
             self.totals.num_rows += shard.num_results
+            self.totals.num_errors += shard.num_recovered_errors
 
     def tick_soon(self) -> None:
         """Journal what is finished without waiting for the interval."""
