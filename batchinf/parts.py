@@ -143,10 +143,14 @@ class OpenShard:
         """Journal what is in no segment yet, and forget it."""
         if not self.fresh:
             return None
-        segment = self._journal.write(self.index, pa.Table.from_batches(self.fresh))
+        segment = self.secure()
         self.segments.append(segment)
         self.fresh, self.unjournalled_bytes = [], 0
         return segment
+
+    def secure(self) -> Segment:
+        """Journal what is in no segment yet, and keep it: while the part of a whole shard is being written."""
+        return self._journal.write(self.index, pa.Table.from_batches(self.fresh, self.task.result_schema))
 
     def close(self) -> None:
         """Unmap the segments and let go of what is in memory."""
@@ -236,10 +240,7 @@ def write_part(
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over output rows. num_prompt_tokens: of the rows that an engine answered.
-
-    num_nan_rows, num_inf_rows: rows with such a number among their logprobs.
-    """
+    """Sums over output rows. num_prompt_tokens: of the rows that an engine answered."""
 
     num_rows: int = 0
     num_errors: int = 0
@@ -393,6 +394,6 @@ def _stated_totals(footer: pq.FileMetaData, shard: Shard, fingerprint: str) -> _
     expected = {**_own_metadata(shard), f"{_PREFIX}fingerprint": fingerprint}
     if any(own.get(key) != value for key, value in expected.items()):
         return None
-    # A part of an earlier version may lack a count that was added since; it has always had its number of rows.
+    # A part of an earlier version may lack a count that was added since.
     totals = _Totals(**{field.name: int(own.get(f"{_PREFIX}{field.name}", 0)) for field in fields(_Totals)})
     return totals if totals.num_rows == footer.num_rows else None
