@@ -229,7 +229,7 @@ class Soak:
             jobs.kill(everyone[-1:])
         elif kind == "everything":
             jobs.kill(self._chance.sample(everyone, len(everyone)))
-        elif not replicas or (kind == "two replicas" and len(replicas) < 2):
+        elif not replicas or (kind == "two replicas" and len(replicas) < 2) or has_trial(out):
             return False
         elif kind == "two replicas":
             jobs.kill(self._chance.sample(replicas, 2))
@@ -341,6 +341,16 @@ class Soak:
 def keys_of(table: pa.Table) -> Counter[tuple[int, int]]:
     """How often each (row_index, sample_index) is there."""
     return Counter(zip(table["row_index"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
+
+
+def has_trial(out: pathlib.Path) -> bool:
+    """Whether rows are run apart, as a replica has died twice with them in its engine.
+
+    No hand from outside may make them guilty by two deaths in a row; by one more each time they are tried it would.
+    """
+    state = jobs.read_state(jobs.Folder(out))
+    kept = state.kept.values() if state is not None else ()
+    return any(event.fields.get("accused") for event in kept)
 
 
 def is_held_by(pid: int, out: pathlib.Path) -> bool:
