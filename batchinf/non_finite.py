@@ -24,7 +24,7 @@ def _is_floating(item: pa.DataType) -> bool:
 def count_rows(table: pa.Table, names: Sequence[str]) -> tuple[int, int]:
     """Rows with a NaN, and rows with an infinity, in any of these columns.
 
-    Where all is finite it costs 0.2 ns a float32, 1.5 a float16: at top 20 a thousandth of a core's time for a token.
+    Where all is finite it costs 0.2 ns a float32, 1.5 a float16: at top 20 and 190,000 tokens a second 0.1 % of a core.
     """
     has_nan, has_inf = np.zeros(table.num_rows, np.bool_), np.zeros(table.num_rows, np.bool_)
     for name in names:
