@@ -22,6 +22,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
     for kind in (
         records.Launch,
         records.Assign,
+        records.Trial,
         records.Revoke,
         records.Stop,
         records.Phase,
@@ -30,6 +31,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
         records.ShardBegun,
         records.ShardClosed,
         records.Revoked,
+        records.Tried,
         records.Failed,
         records.Stopped,
     )

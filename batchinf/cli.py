@@ -64,9 +64,7 @@ def status(out: Out) -> None:
 
 
 @app.command()
-def head(
-    out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5
-) -> None:
+def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5) -> None:
     """Show the first finished rows, as JSON lines, while the job runs or after."""
     from batchinf.look import head_rows
 

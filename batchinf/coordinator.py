@@ -7,7 +7,7 @@ published and the manifest says so.
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 from batchinf import faults
@@ -20,9 +20,10 @@ from batchinf.lock import Holder, JobLock, process_start
 from batchinf.manifest import Manifest
 from batchinf.parts import part_name
 from batchinf.progress import ProgressDisplay
-from batchinf.records import Event, Part, Ready, Revoked, ShardBegun, ShardClosed, Stop
+from batchinf.records import Event, Part, Ready, Revoked, Shard, ShardBegun, ShardClosed, Stop, Tried
 from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations
 from batchinf.status import JobStatus, Rates, write_status
+from batchinf.trials import Trials
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
@@ -46,6 +47,7 @@ class Coordinator:
         num_shards: int,
         committed: "Committed",
         versions: dict[str, str],
+        trials: Trials,
     ) -> None:
         """versions: what replicas of earlier epochs said of themselves; empty if there were none."""
         self._job = job
@@ -57,6 +59,7 @@ class Coordinator:
         self._num_rows = num_rows
         self._num_shards = num_shards
         self._committed = committed
+        self._trials = trials
         self._attempts: dict[int, int] = {}
         self._rates = Rates()
         self._next_status = 0.0
@@ -128,6 +131,8 @@ class Coordinator:
                     self._note_begun(shard, num_recovered)
                 case Ready():
                     self._note_ready(member, event)
+                case Tried(rows):
+                    self._trials.survived(member, rows)
                 case _:
                     pass
         if parts:
@@ -157,6 +162,7 @@ class Coordinator:
             faults.point("coordinator.after_publish")
             self._manifest.part(part, replica, incarnation)
             self._committed.add(part)
+            self._trials.forget(part.shard)
         if parts and self._committed.num_shards == self._num_shards:
             self._manifest.event("all_committed")
         self._manifest.commit()
@@ -164,14 +170,25 @@ class Coordinator:
             drop(folder, part.shard)
 
     def _assign(self) -> None:
+        self._trials.give(self._next_attempt)
         for index, shard in next_shards(self._pending, self._loads()):
-            attempts = self._attempts[shard.index] = self._attempts.get(shard.index, 0) + 1
-            self._fleet.assign(self._fleet.members[index], [shard], attempts)
+            condemned = self._trials.condemned_in(shard)
+            self._fleet.assign(self._fleet.members[index], [shard], self._next_attempt([shard]), condemned)
         for index, shards in revocations(self._pending, self._loads()).items():
             self._fleet.revoke(self._fleet.members[index], shards)
 
     def _loads(self) -> list[ReplicaLoad]:
-        return [_load(index, member) for index, member in enumerate(self._fleet.members) if member.is_running]
+        return [self._load(index, member) for index, member in enumerate(self._fleet.members) if member.is_running]
+
+    def _load(self, index: int, member: Member) -> ReplicaLoad:
+        is_accepting = not member.is_stopping and not self._trials.is_on_trial(member)
+        return ReplicaLoad(index, member.window_rows, member.outstanding_rows, member.unbegun, is_accepting)
+
+    def _next_attempt(self, shards: Iterable[Shard]) -> int:
+        """The number of the try that begins now for these shards: the greatest of theirs."""
+        for shard in shards:
+            self._attempts[shard.index] = self._attempts.get(shard.index, 0) + 1
+        return max(self._attempts[shard.index] for shard in shards)
 
     def _note_started(self, members: list[Member]) -> None:
         for member in members:
@@ -215,9 +232,12 @@ class Coordinator:
             device_s = round(end.lifetime_s * end.member.slot.num_devices, 1)
             cause = "" if end.was_asked else end.cause
             self._manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)
-            self._pending.give_back(shard.index for shard in end.shards if shard.index not in closed)
+            suspicion = self._trials.note_death(end)
+            held = self._trials.shards | closed
+            self._pending.give_back(shard.index for shard in end.shards if shard.index not in held)
             if not end.was_asked:
-                self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {end.cause}")
+                more = f"; {suspicion}" if suspicion else ""
+                self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {end.cause}{more}")
         if ended:
             self._manifest.commit()
 
@@ -339,7 +359,3 @@ class Committed:
         self.num_shards += 1
         self.num_rows += part.num_rows
         self.num_errors += part.num_errors
-
-
-def _load(index: int, member: Member) -> ReplicaLoad:
-    return ReplicaLoad(index, member.window_rows, member.outstanding_rows, member.unbegun, not member.is_stopping)

@@ -38,6 +38,9 @@ class Engine(Protocol):
         Requests that were cut short (aborted) never come out: see `num_unfinished`.
         """
 
+    def begun(self) -> list[Request]:
+        """Requests whose first token came in the last step: their prompts did the engine no harm."""
+
     def num_unfinished(self) -> int:
         """Requests that were added and have not come out."""
 
@@ -75,6 +78,7 @@ class ScriptedEngine:
         self._eos_token_id = eos_token_id
         self._waiting: deque[Request] = deque()
         self._running: dict[int, list[Completion]] = {}
+        self._begun: list[Request] = []
         self._num_running = 0
         self._step = 0
         self._draws = _Draws(vocab_size)
@@ -100,12 +104,17 @@ class ScriptedEngine:
         faults.point("engine.step")
         if self._script.step_s:
             time.sleep(self._script.step_s)
+        self._begun = []
         while self._waiting and self._num_running < self._script.max_num_seqs:
+            faults.point("engine.prompt", self._waiting[0].row_index)
             completion = self.complete(self._waiting.popleft())
+            self._begun.append(completion.request)
             self._running.setdefault(self._step + len(completion.token_ids), []).append(completion)
             self._num_running += 1
         self._step += 1
         finished = self._running.pop(self._step, [])
+        for completion in finished:
+            faults.point("engine.output", completion.request.row_index)
         self._num_running -= len(finished)
         return finished
 
@@ -132,6 +141,10 @@ class ScriptedEngine:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def begun(self) -> list[Request]:
+        """See `Engine.begun`."""
+        return self._begun
 
     def num_unfinished(self) -> int:
         """See `Engine.num_unfinished`."""

@@ -23,6 +23,7 @@ from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
 from batchinf.storage import Folder
+from batchinf.trials import Trials
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 
@@ -168,9 +169,11 @@ def _run_rest(
     num_shards = total_shards(state.extents)
     num_rows = job.source.num_rows * job.spec.sampling.n
     pending = Pending(state.extents, state.committed)
+    trials = Trials(state.extents, state, fleet, manifest)
+    pending.withhold(trials.shards)
     said = [event.fields["versions"] for event in state.events if event.name == "ready"]
     versions = said[-1] if said else {}
-    Coordinator(job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions).run()
+    Coordinator(job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions, trials).run()
     if slots[0].devices:
         warm.parent.mkdir(parents=True, exist_ok=True)
         warm.touch()

@@ -72,7 +72,14 @@ class Interrupted(BatchinfError):
 
 
 class EngineDeadError(BatchinfError):
-    """The engine died under its replica; what was in it has to be run again."""
+    """The engine died under its replica; what was in it has to be run again.
+
+    was_killed: a signal from outside ended one of its processes, as far as can be told.
+    """
+
+    def __init__(self, message: str, was_killed: bool = False) -> None:
+        super().__init__(message)
+        self.was_killed = was_killed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Named points at which a test can hurt the process that passes them; nothing happens unless one is asked for.
 
 `BATCHINF_FAULTS="parts.before_rename:3=kill,journal.write=sleep 5"` kills the process with SIGKILL at the third
-passage of `parts.before_rename`, and sleeps 5 s at the first of `journal.write`. `hold FILE` writes the process id to
+passage of `parts.before_rename`, and sleeps 5 s at the first of `journal.write`; `:*` is every passage. `die` is what a
+dying engine raises. `hold FILE` writes the process id to
 FILE and stands still until FILE is deleted, so that a test can kill whom it likes at that very moment.
 `BATCHINF_FAULTS_ONCE=FOLDER` makes each fault strike once over all processes and restarts: a file in FOLDER remembers.
 """
@@ -11,32 +12,36 @@ import pathlib
 import signal
 import time
 
+from batchinf.errors import EngineDeadError
+
 _passages: dict[str, int] = {}
 
 
-def _parse(text: str) -> dict[tuple[str, int], str]:
-    faults = {}
+def _parse(text: str) -> dict[tuple[str, int | str], str]:
+    faults: dict[tuple[str, int | str], str] = {}
     for item in filter(None, text.split(",")):
         where, _, action = item.partition("=")
         name, _, count = where.partition(":")
-        faults[name, int(count or 1)] = action
+        faults[name, count if count == "*" else int(count or 1)] = action
     return faults
 
 
 _FAULTS = _parse(os.environ.get("BATCHINF_FAULTS", ""))
 
 
-def point(name: str) -> None:
-    """Pass the fault point `name`."""
+def point(name: str, item: object = "") -> None:
+    """Pass the fault point `name`, or `name.item` where it is one of many."""
     if _FAULTS:
-        _strike(name)
+        _strike(f"{name}.{item}" if item != "" else name)
 
 
 def _strike(name: str) -> None:
     _passages[name] = _passages.get(name, 0) + 1
-    action = _FAULTS.get((name, _passages[name]))
-    if action is None or not _first_time(f"{name}-{_passages[name]}"):
-        return
+    action = _FAULTS.get((name, "*"))
+    if action is None:
+        action = _FAULTS.get((name, _passages[name]))
+        if action is None or not _first_time(f"{name}-{_passages[name]}"):
+            return
     verb, _, argument = action.partition(" ")
     if verb == "kill":
         os.kill(os.getpid(), getattr(signal, argument or "SIGKILL"))
@@ -45,10 +50,12 @@ def _strike(name: str) -> None:
         time.sleep(float(argument))
     elif verb == "hold":
         _hold(pathlib.Path(argument))
+    elif verb == "die":
+        raise EngineDeadError(f"the fault {name} ended the engine")
     elif verb == "raise":
         raise OSError(int(argument), os.strerror(int(argument)))
     else:
-        allowed = "kill [SIGNAL], sleep S, hold FILE, raise ERRNO"
+        allowed = "kill [SIGNAL], sleep S, hold FILE, raise ERRNO, die"
         raise ValueError(f"BATCHINF_FAULTS: unknown action {action!r}; allowed: {allowed}")
 
 

@@ -5,15 +5,16 @@ given to an idle replica.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinf.byte_queue import ByteQueue
 from batchinf.errors import RowError
 from batchinf.parts import OpenShard
 from batchinf.prompt import PromptBuilder
-from batchinf.records import Assign, Event, Prompt, Request, Result, Revoked, Shard, ShardBegun
+from batchinf.records import Assign, Event, Prompt, Request, Result, Revoked, Shard, ShardBegun, Trial, Tried
 from batchinf.source import Source
 from batchinf.tasks import Task
 
@@ -22,17 +23,22 @@ ROWS_AT_ONCE = 256
 _BYTES_A_TOKEN = 36
 # Requests handed over at once, or a little more: the engine's thread is woken once for them.
 _PUT_ITEMS = 64
+_TRIAL_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request on its way, and what is needed to store what becomes of it."""
+    """A request on its way, and what is needed to store what becomes of it.
+
+    probe: set once it has come out; what came out is not stored.
+    """
 
     request: Request
     prompt: Prompt
     num_requests: int
     shard: OpenShard
     attempts: int
+    probe: threading.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,9 @@ class Feeder(threading.Thread):
         self._emit = emit
         self._max_model_len = max_model_len
         self._assigned: deque[tuple[Shard, int]] = deque()
+        self._trials: deque[Trial] = deque()
+        self._opened: dict[int, OpenShard] = {}  # those of trials
+        self._condemned: dict[int, str] = {}
         self._changed = threading.Condition()
         self._is_stopping = False
         self.error: BaseException | None = None
@@ -74,7 +83,14 @@ class Feeder(threading.Thread):
     def assign(self, message: Assign) -> None:
         """Add shards to the end of the line."""
         with self._changed:
+            self._condemned.update(message.condemned)
             self._assigned.extend((shard, message.attempts) for shard in message.shards)
+            self._changed.notify_all()
+
+    def try_rows(self, message: Trial) -> None:
+        """Run a trial's rows before anything else."""
+        with self._changed:
+            self._trials.append(message)
             self._changed.notify_all()
 
     def revoke(self, shards: Iterable[int]) -> None:
@@ -96,18 +112,61 @@ class Feeder(threading.Thread):
         """Feed until stopped. An exception is kept for the worker to raise."""
         try:
             while (item := self._next()) is not None:
-                self._feed(*item)
+                if isinstance(item, Trial):
+                    self._try(item)
+                else:
+                    self._feed(*item)
         except BaseException as error:
             self.error = error
 
-    def _next(self) -> tuple[Shard, int] | None:
+    def _next(self) -> tuple[Shard, int] | Trial | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping or self._assigned)
-            return None if self._is_stopping else self._assigned.popleft()
+            self._changed.wait_for(lambda: self._is_stopping or self._trials or self._assigned)
+            if self._is_stopping:
+                return None
+            return self._trials.popleft() if self._trials else self._assigned.popleft()
 
-    def _feed(self, shard: Shard, attempts: int) -> None:
+    def _open(self, shard: Shard) -> OpenShard:
         opened = self._open_shard(shard)
         self._emit(ShardBegun(shard.index, opened.num_results))
+        return opened
+
+    def _try(self, trial: Trial) -> None:
+        for shard in trial.shards:
+            if shard.index not in self._opened:
+                self._opened[shard.index] = self._open(shard)
+        for rows in trial.groups:
+            probes = [probe for row in rows for probe in self._try_row(row, trial)]
+            while not (all(probe.is_set() for probe in probes) and (trial.is_probe or self._are_stored(rows))):
+                if self._is_stopping:
+                    return
+                time.sleep(_TRIAL_POLL_S)
+            self._emit(Tried(rows))
+
+    def _try_row(self, row: int, trial: Trial) -> list[threading.Event]:
+        """Feed one row of a trial; where it is a probe, what is set once its requests have come out."""
+        opened = self._holder(row)
+        if opened is None or opened.is_finished(row):
+            return []
+        if not trial.is_probe:
+            self._feed_rows(opened, row, row + 1, trial.attempts)
+            return []
+        probes = []
+        for prompt in self._prompts.build(self._source.read(row, row + 1, self._prompts.columns), self._max_model_len):
+            for pending, num_bytes in self._expand(opened, prompt, trial.attempts):
+                probes.append(threading.Event())
+                self._ready.put(replace(pending, request=_probe(pending.request), probe=probes[-1]), num_bytes)
+        return probes
+
+    def _holder(self, row: int) -> OpenShard | None:
+        """The open shard of a row; None where it has been committed meanwhile."""
+        return next((o for o in self._opened.values() if o.shard.start <= row < o.shard.stop), None)
+
+    def _are_stored(self, rows: Iterable[int]) -> bool:
+        return all(holder is None or holder.is_finished(row) for row in rows for holder in [self._holder(row)])
+
+    def _feed(self, shard: Shard, attempts: int) -> None:
+        opened = self._opened.pop(shard.index, None) or self._open(shard)
         for start in range(shard.start, shard.stop, ROWS_AT_ONCE):
             if self._is_stopping:
                 return
@@ -130,13 +189,23 @@ class Feeder(threading.Thread):
     def _expand(self, opened: OpenShard, prompt: Prompt, attempts: int) -> Iterator[tuple[Pending, int]]:
         """What a row still has to run, with sizes."""
         requests = self._task.expand(prompt, self._max_model_len)
-        if prompt.error is not None:
-            self._fail(FailedRow(opened, failed(prompt, len(requests), prompt.error, attempts)))
+        error = prompt.error
+        if error is None and prompt.row_index in self._condemned:
+            error = RowError("engine_death", self._condemned[prompt.row_index])
+        if error is not None:
+            self._fail(FailedRow(opened, failed(prompt, len(requests), error, attempts)))
             return
         num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // len(requests)
         for request in requests:
             if not opened.is_done(request.row_index, request.request_index):
                 yield Pending(request, prompt, len(requests), opened, attempts), num_bytes
+
+
+def _probe(request: Request) -> Request:
+    """The same prompt for one token."""
+    sampling = request.sampling
+    sampling = sampling.model_copy(update={"min_tokens": 0}) if sampling.min_tokens else sampling
+    return replace(request, max_tokens=1, sampling=sampling)
 
 
 def failed(prompt: Prompt, num_requests: int, error: RowError, attempts: int) -> tuple[Result, ...]:

@@ -2,12 +2,14 @@
 
 import pathlib
 import re
+import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from batchinf.backends.local import LocalBackend, LocalReplica, engine_environment
-from batchinf.errors import UserError
+from batchinf.errors import EngineDeadError, UserError
+from batchinf.flight import InFlight
 from batchinf.placement import Slot
 from batchinf.records import (
     Assign,
@@ -25,6 +27,8 @@ from batchinf.records import (
     Shard,
     ShardBegun,
     Stopped,
+    Trial,
+    Tried,
 )
 from batchinf.status import ReplicaStatus
 from batchinf.worker import window
@@ -34,6 +38,8 @@ _MAX_BACK_OFF_S = 30.0
 # How long a replica may take to end after it has said why it does.
 _LAST_WORDS_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10
+# How a process ends that somebody else wants gone, in contrast to a segmentation fault.
+_FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 _NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())
 
 
@@ -42,7 +48,8 @@ class Member:
     """One place for a replica, over all of its incarnations.
 
     shards: what the running incarnation holds and has not closed, in the order in which it was given them.
-    failures: ends in a row without a finished row between them. recovered_rows: what it has taken from the journal.
+    failures: ends in a row without a finished row between them. has_tried: a row on trial came out well.
+    recovered_rows: what it has taken from the journal.
     cause: why the last incarnation ended.
     """
 
@@ -59,6 +66,7 @@ class Member:
     closed_rows: int = 0
     closed_errors: int = 0
     failures: int = 0
+    has_tried: bool = False
     restarts: int = 0
     start_at: float = 0.0
     is_given_up: bool = False
@@ -107,7 +115,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An incarnation that is over: its shards have to be handed out again, save those that its last events close."""
+    """An incarnation that is over: its shards have to be handed out again, save those that its last events close.
+
+    flight: what was in its engine, where a row may have been the cause of its death. was_killed: by a signal from
+    outside, as far as can be told.
+    """
 
     member: Member
     incarnation: str
@@ -116,6 +128,8 @@ class Ended:
     events: tuple[Event, ...]
     cause: str
     was_asked: bool
+    flight: tuple[InFlight, ...]
+    was_killed: bool
 
 
 class Fleet:
@@ -166,7 +180,7 @@ class Fleet:
             self._logs / f"replica-{member.slot.replica}.log",
             engine_environment(member.slot.devices, len(member.slot.cpus), member.slot.replica),
         )
-        member.state, member.info, member.failed = "starting", None, None
+        member.state, member.info, member.failed, member.has_tried = "starting", None, None, False
         member.progress, member.recovered_rows, member.closed_rows, member.closed_errors = _NOTHING, 0, 0, 0
         member.steps_changed_at = time.monotonic()
 
@@ -199,7 +213,7 @@ class Fleet:
             member.steps_changed_at = time.monotonic()
         return time.monotonic() - member.steps_changed_at > self._stall_timeout_s
 
-    def _end(self, member: Member, cause: str) -> Ended:
+    def _end(self, member: Member, cause: str, *, is_own_doing: bool = False) -> Ended:
         replica = member.replica
         assert replica is not None
         # Last words may still be in the channel of a process that is gone.
@@ -209,21 +223,29 @@ class Fleet:
         for event in events:
             _update(member, event)
         member.cause = cause if member.failed is None else told_cause(member.failed.cause, replica)
-        lifetime_s = replica.lifetime_s()
+        lifetime_s, was_asked = replica.lifetime_s(), member.is_stopping or is_own_doing
+        code = replica.process.poll()
         self._backend.end(replica)
+        # Anything but the engine's death is no row's doing.
+        is_death = not was_asked and (member.failed is None or member.failed.error_type == EngineDeadError.__name__)
+        flight = tuple(replica.flight.in_flight()) if is_death else ()
+        replica.flight.close()
         self._spent = (
             self._spent[0] + member.progress.num_prompt_tokens,
             self._spent[1] + member.progress.num_output_tokens,
         )
         shards, incarnation = tuple(member.shards.values()), replica.launch.incarnation
-        ended = Ended(member, incarnation, lifetime_s, shards, tuple(events), member.cause, member.is_stopping)
+        was_killed = member.failed.was_killed if member.failed is not None else code in _FROM_OUTSIDE
+        ended = Ended(
+            member, incarnation, lifetime_s, shards, tuple(events), member.cause, was_asked, flight, was_killed
+        )
         self._schedule_restart(member)
         return ended
 
     def _schedule_restart(self, member: Member) -> None:
         is_hopeless = member.failed is not None and member.failed.exit_code == UserError.exit_code
         has_finished_rows = max(member.progress.num_rows, member.closed_rows) > member.recovered_rows
-        member.failures = 1 if has_finished_rows else member.failures + 1
+        member.failures = 1 if has_finished_rows or member.has_tried else member.failures + 1
         member.is_given_up = member.is_stopping or is_hopeless or member.failures > self._max_restarts
         member.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** (member.failures - 1))
         member.state = "ended" if member.is_stopping else "given up" if member.is_given_up else "restarting"
@@ -234,6 +256,14 @@ class Fleet:
         member.begun.clear()
         member.revoking.clear()
 
+    def excuse(self, member: Member) -> None:
+        """The last end of a member was of use: it does not count as a failure to do anything."""
+        member.failures -= 1
+        if member.is_given_up and member.failures <= self._max_restarts and not member.is_stopping:
+            member.is_given_up, member.state = False, "restarting"
+            member.restarts += 1
+        member.start_at = time.monotonic() + _BACK_OFF_S
+
     def _cause(self, member: Member) -> str:
         assert member.replica is not None
         code = member.replica.process.returncode
@@ -241,11 +271,18 @@ class Fleet:
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return f"ended with {how}" + (f"; its log ends: {words}" if words else "")
 
-    def assign(self, member: Member, shards: Iterable[Shard], attempts: int) -> None:
-        """Give shards to a member."""
+    def assign(
+        self, member: Member, shards: Iterable[Shard], attempts: int, condemned: tuple[tuple[int, str], ...] = ()
+    ) -> None:
+        """Give shards to a member. condemned: rows of theirs that must not reach an engine, with what to say of it."""
         given = tuple(shards)
         member.shards.update((shard.index, shard) for shard in given)
-        self._send(member, Assign(given, attempts))
+        self._send(member, Assign(given, attempts, condemned))
+
+    def try_rows(self, member: Member, trial: Trial) -> None:
+        """Give a member a trial, and with it the shards."""
+        member.shards.update((shard.index, shard) for shard in trial.shards)
+        self._send(member, trial)
 
     def _send(self, member: Member, message: Command) -> None:
         if member.replica is not None:
@@ -270,7 +307,8 @@ class Fleet:
 
     def kill(self) -> list[Ended]:
         """End every replica at once."""
-        return [self._end(member, "ended by the coordinator") for member in self.members if member.replica is not None]
+        live = [member for member in self.members if member.replica is not None]
+        return [self._end(member, "ended by the coordinator", is_own_doing=True) for member in live]
 
     @property
     def num_live(self) -> int:
@@ -307,6 +345,8 @@ def _update(member: Member, event: Event) -> None:
         case Revoked(shards):
             for index in shards:
                 member.begun.discard(index)
+        case Tried():
+            member.has_tried = True
         case Failed():
             member.failed, member.failed_at = event, time.monotonic()
         case Stopped():

@@ -72,9 +72,7 @@ def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
     """What is written once, at a job's first start: its identity, and how its rows are cut."""
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
-        rows_per_shard = choose_rows_per_shard(
-            job.source.num_rows, num_replicas, estimated_bytes_per_row(job.spec)
-        )
+        rows_per_shard = choose_rows_per_shard(job.source.num_rows, num_replicas, estimated_bytes_per_row(job.spec))
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,

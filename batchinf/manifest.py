@@ -102,8 +102,9 @@ class State:
     """What the logs say, all taken together.
 
     committed: bool [total_shards(extents)]. parts: by shard. source_fingerprints: one for each extent. events: the
-    last 1,000; event_counts: of all, by name. device_s: sum over all `replica_ended` events. done: the event of the
-    end, None while there is work left. last_epoch: of the last log.
+    last 1,000; event_counts: of all, by name. kept: the last event of each `kept_as`, until it is forgotten. device_s:
+    sum over all `replica_ended` events. done: the event of the end, None while there is work left. last_epoch: of the
+    last log.
     """
 
     def __init__(self) -> None:
@@ -118,6 +119,7 @@ class State:
         self.device_s = 0.0
         self.done: EventLine | None = None
         self.last_epoch = 0
+        self.kept: dict[str, EventLine] = {}
         self._groups: dict[str, ProcessGroup] = {}
         self._sizes: dict[str, int] = {}  # of the logs, before they were read
 
@@ -183,6 +185,8 @@ class State:
                 self._groups = {group["incarnation"]: _pick(ProcessGroup, group) for group in fields["process_groups"]}
             case "counted_event":
                 self.events.append(_event(fields))
+            case "kept_event":
+                self.kept[fields["kept_as"]] = _event(fields)
 
     def _extend(self, extent: Extent, source_fingerprint: str) -> None:
         if (extent.start, extent.first_shard) != (total_rows(self.extents), total_shards(self.extents)):
@@ -195,6 +199,10 @@ class State:
     def _happened(self, event: EventLine) -> None:
         self.events.append(event)
         self.event_counts[event.name] += 1
+        if event.name == "forgotten":
+            self.kept.pop(event.fields["kept_as"], None)
+        elif "kept_as" in event.fields:
+            self.kept[event.fields["kept_as"]] = event
         if event.name == "replica_started":
             self._groups[event.fields["incarnation"]] = _pick(ProcessGroup, event.fields)
         elif event.name == "replica_ended":
@@ -314,6 +322,7 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     yield from map(_extent_line, state.extents, state.source_fingerprints)
     yield from ({"kind": "part", **part._asdict()} for part in state.parts.values())
     yield from (_event_line("counted_event", event) for event in state.events)
+    yield from (_event_line("kept_event", event) for event in state.kept.values())
     if state.done is not None:
         yield _event_line("done", state.done)
 
@@ -371,7 +380,8 @@ class Manifest:
     def event(self, name: str, /, **fields: Any) -> None:
         """Something happened. `fields` are JSON values.
 
-        A `replica_started` has at least the fields of ProcessGroup, a `replica_ended` incarnation and device_s.
+        A `replica_started` has at least the fields of ProcessGroup, a `replica_ended` incarnation and device_s. One
+        with `kept_as` stays in `State.kept` under that name, until the next with the same, or a `forgotten` one.
         """
         if wrong := (_REQUIRED.get(name, set()) - fields.keys()) | (_TAKEN & fields.keys()):
             raise ValueError(f"event {name}: these fields are missing, or taken by the line itself: {sorted(wrong)}")

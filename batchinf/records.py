@@ -176,10 +176,27 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """To a replica: run these shards after those that you have. `attempts` is the number of the try, from 1."""
+    """To a replica: run these shards after those that you have. `attempts` is the number of the try, from 1.
+
+    condemned: rows of these shards that must not reach the engine, which they kill, each with what to say of it.
+    """
 
     shards: tuple[Shard, ...]
     attempts: int = 1
+    condemned: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """To a replica: run nothing but these groups of rows of these shards, one group after the other.
+
+    is_probe: a token for each request will do, and what comes out is not stored.
+    """
+
+    shards: tuple[Shard, ...]
+    groups: tuple[tuple[int, ...], ...]
+    is_probe: bool
+    attempts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +269,23 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """From a replica: a trial's group of rows came out of the engine, which is well."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
-    """From a replica, its last words: why it ends. `cause` is a line that a user can act on."""
+    """From a replica, its last words: why it ends. `cause` is a line that a user can act on.
+
+    was_killed: a signal from outside ended its engine.
+    """
 
     error_type: str
     cause: str
     exit_code: int
+    was_killed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,5 +293,5 @@ class Stopped:
     """From a replica: it has journalled what it had and ends."""
 
 
-Command = Assign | Revoke | Stop
-Event = Phase | Ready | Progress | ShardBegun | ShardClosed | Revoked | Failed | Stopped
+Command = Assign | Trial | Revoke | Stop
+Event = Phase | Ready | Progress | ShardBegun | ShardClosed | Revoked | Tried | Failed | Stopped

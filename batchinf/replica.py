@@ -1,8 +1,9 @@
 """The process around a worker: processor cores, signals, messages, last words.
 
-Started as `python -m batchinf.replica FD INCARNATION` in a session of its own, with its standard output and error
-going to its log and one end of a socket pair as FD. It never outlives its coordinator: when the channel closes, the
-whole process group ends, engine processes included (vLLM's would otherwise keep the device's memory).
+Started as `python -m batchinf.replica FD INCARNATION MEMORY` in a session of its own, with its standard output and
+error going to its log, one end of a socket pair as FD and its flight record as MEMORY. It never outlives its
+coordinator: when the channel closes, the whole process group ends, engine processes included (vLLM's would otherwise
+keep the device's memory).
 """
 
 import contextlib
@@ -23,11 +24,26 @@ from batchinf.detokenizer import Detokenizer
 from batchinf.engine import Engine, ScriptedEngine
 from batchinf.errors import BatchinfError, EngineDeadError, UserError
 from batchinf.feeder import FailedRow, Feeder, Pending
+from batchinf.flight import FlightRecord
 from batchinf.job import SOURCE_FOLDER, open_input
 from batchinf.journal import Journal
 from batchinf.parts import OpenShard, write_part
 from batchinf.prompt import PromptBuilder, load_tokenizer
-from batchinf.records import Assign, Event, Failed, Launch, Part, Phase, Ready, Request, Revoke, Shard, Stop, Stopped
+from batchinf.records import (
+    Assign,
+    Event,
+    Failed,
+    Launch,
+    Part,
+    Phase,
+    Ready,
+    Request,
+    Revoke,
+    Shard,
+    Stop,
+    Stopped,
+    Trial,
+)
 from batchinf.source import Source
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder, reason
@@ -48,14 +64,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 class Replica:
     """One incarnation of a replica: everything between the channel and the engine."""
 
-    def __init__(self, launch: Launch, channel: Channel) -> None:
+    def __init__(self, launch: Launch, channel: Channel, flight: FlightRecord) -> None:
         self._launch = launch
+        self._flight = flight
         self._channel = channel
         self._spec = JobSpec.model_validate_json(launch.spec)
         self._folder = Folder(launch.folder)
         self._worker: Worker | None = None
         self._feeder: Feeder | None = None
-        self._early: list[Assign | Revoke] = []
+        self._early: list[Assign | Trial | Revoke] = []
         self._stop: Stop | None = None
         self._lock = threading.Lock()
 
@@ -92,7 +109,8 @@ class Replica:
 
     def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:
         name, metadata = self._launch.incarnation, self._launch.metadata
-        return assemble(self._spec, task, engine, source, tokenizer, self._folder, name, metadata, self._channel.send)
+        emit, flight = self._channel.send, self._flight
+        return assemble(self._spec, task, engine, source, tokenizer, self._folder, name, metadata, emit, flight)
 
     def _begin(self, worker: Worker, feeder: Feeder) -> None:
         with self._lock:
@@ -124,7 +142,7 @@ class Replica:
                 self._channel.send(self._worker.progress())
                 last_progress = time.monotonic()
 
-    def _obey(self, message: Assign | Revoke | Stop) -> None:
+    def _obey(self, message: Assign | Trial | Revoke | Stop) -> None:
         with self._lock:
             if isinstance(message, Stop):
                 self._stop = message
@@ -135,12 +153,15 @@ class Replica:
             else:
                 self._give(message)
 
-    def _give(self, message: Assign | Revoke) -> None:
+    def _give(self, message: Assign | Trial | Revoke) -> None:
         assert self._feeder is not None
-        if isinstance(message, Assign):
-            self._feeder.assign(message)
-        else:
-            self._feeder.revoke(message.shards)
+        match message:
+            case Assign():
+                self._feeder.assign(message)
+            case Trial():
+                self._feeder.try_rows(message)
+            case Revoke(shards):
+                self._feeder.revoke(shards)
 
 
 def assemble(
@@ -153,6 +174,7 @@ def assemble(
     incarnation: str,
     metadata: Mapping[str, str],
     emit: Callable[[Event], None],
+    flight: FlightRecord,
 ) -> tuple[Worker, Feeder]:
     """A worker with its feeder, writer and queues around an engine, and the feeder, which takes its shards."""
     info = engine.info
@@ -178,7 +200,7 @@ def assemble(
         finished.put(row, _FAILED_ROW_BYTES * len(row.results))
 
     feeder = Feeder(source, prompts, task, open_shard, ready, fail, emit, info.max_model_len)
-    return Worker(engine, ready, finished, feeder, writer), feeder
+    return Worker(engine, ready, finished, feeder, writer, flight), feeder
 
 
 def warm_up_request(spec: JobSpec) -> Request:
@@ -195,7 +217,8 @@ def end_group() -> None:
 def last_words(error: BaseException) -> Failed:
     """What a replica says of the exception that ended it."""
     if isinstance(error, BatchinfError):
-        return Failed(type(error).__name__, str(error), error.exit_code)
+        was_killed = isinstance(error, EngineDeadError) and error.was_killed
+        return Failed(type(error).__name__, str(error), error.exit_code, was_killed)
     if isinstance(error, OSError) and error.errno in _FULL:
         where = f"{error.filename}: " if error.filename else ""
         return Failed(type(error).__name__, f"{where}{reason(error)}", UserError.exit_code)
@@ -215,7 +238,7 @@ def main() -> None:
     if launch.cpus:
         os.sched_setaffinity(0, launch.cpus)
     print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)
-    replica = Replica(launch, channel)
+    replica = Replica(launch, channel, FlightRecord(int(sys.argv[3])))
     threading.Thread(target=replica.listen, name="control", daemon=True).start()
     try:
         faults.point("replica.start")

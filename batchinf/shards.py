@@ -113,6 +113,13 @@ class Pending:
         self._num -= 1
         return shard_at(self.extents, self._cursor)
 
+    def withhold(self, indices: Iterable[int]) -> None:
+        """These shards are not handed out from here until they are given back."""
+        for index in indices:
+            if self._is_pending[index]:
+                self._is_pending[index] = False
+                self._num -= 1
+
     def give_back(self, indices: Iterable[int]) -> None:
         """Shards that were handed out are to be run again, or after all; one that is pending stays so."""
         for index in indices:

@@ -7,7 +7,9 @@ import contextlib
 import copy
 import os
 import platform
+import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +69,7 @@ class VllmEngine:
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
         self._live: dict[str, Request] = {}
+        self._unbegun: deque[tuple[Request, Any]] = deque()  # no first token yet, with vLLM's own record
         self._death: str | None = None
         self._template: tuple[SamplingSpec | None, Any] = (None, None)
         self.info = _info(self._engine.vllm_config, arguments, environment)
@@ -89,6 +92,9 @@ class VllmEngine:
         request_id = f"{request.row_index}-{request.request_index}"
         self._submit(request_id, request.prompt_token_ids, self._params(request))
         self._live[request_id] = request
+        states = getattr(self._engine.output_processor, "request_states", {})
+        if (state := next(reversed(states.values()), None)) is not None and hasattr(state, "is_prefilling"):
+            self._unbegun.append((request, state))
 
     def step(self) -> list[Completion]:
         """See `Engine.step`. Returns at once where nothing runs: `LLMEngine.step` would wait for ever."""
@@ -102,6 +108,13 @@ class VllmEngine:
                 raise RuntimeError(f"it cut {len(self._live)} requests short and says no more of them")
             outputs = self._engine.step()
         return [self._completion(output) for output in outputs if _is_whole(output)]
+
+    def begun(self) -> list[Request]:
+        """See `Engine.begun`. vLLM runs prompts in the order in which they came, so that few are looked at."""
+        begun = []
+        while self._unbegun and not self._unbegun[0][1].is_prefilling:
+            begun.append(self._unbegun.popleft()[0])
+        return begun
 
     def num_unfinished(self) -> int:
         """See `Engine.num_unfinished`. What was cut short counts: it has not come out."""
@@ -172,7 +185,12 @@ class VllmEngine:
             raise
         except Exception as error:
             self._death = f"vLLM's engine died {where}: {_one_line(error)}"
-            raise EngineDeadError(self._death) from error
+            raise EngineDeadError(self._death, self._was_killed()) from error
+
+    def _was_killed(self) -> bool:
+        # An engine that fails ends with an exit code of its own; one that the kernel or a user killed does not.
+        manager = getattr(getattr(self._engine.engine_core, "resources", None), "engine_manager", None)
+        return any(process.exitcode == -signal.SIGKILL for process in getattr(manager, "processes", ()))
 
     def _completion(self, output: Any) -> Completion:
         request, answer = self._live.pop(output.request_id), output.outputs[0]

@@ -10,6 +10,7 @@ from batchinf.byte_queue import ByteQueue
 from batchinf.engine import Engine
 from batchinf.errors import EngineDeadError, RequestRefused
 from batchinf.feeder import FailedRow, Feeder, Pending
+from batchinf.flight import FlightRecord
 from batchinf.records import Completion, Progress, Result
 from batchinf.writer import Finished, Writer
 
@@ -29,12 +30,16 @@ class Worker:
         finished: ByteQueue[Finished | FailedRow],
         feeder: Feeder,
         writer: Writer,
+        flight: FlightRecord,
     ) -> None:
+        """flight: where to note which rows are in the engine."""
         self._engine = engine
         self._ready = ready
         self._finished = finished
         self._feeder = feeder
         self._writer = writer
+        self._flight = flight
+        self._slots: dict[tuple[int, int], int] = {}
         self._window = window(engine.info.max_num_seqs)
         self._pending: dict[tuple[int, int], Pending] = {}
         self._deadline: float | None = None
@@ -91,6 +96,8 @@ class Worker:
         if self._engine.num_unfinished():
             self._store(self._engine.step())
             self._steps += 1
+            for request in self._engine.begun():
+                self._flight.note_output(self._slots.get(request.key, -1))
 
     def _admit(self) -> None:
         num_unfinished = self._engine.num_unfinished()
@@ -103,9 +110,15 @@ class Worker:
 
     def _add(self, pending: Pending) -> None:
         request = pending.request
+        # Before it goes in: that may kill the engine already.
+        slot = self._slots[request.key] = self._flight.enter(request.row_index)
         try:
             self._engine.add(request)
         except RequestRefused as refusal:
+            self._flight.leave(slot)
+            if pending.probe is not None:
+                pending.probe.set()
+                return
             index, num_requests = request.request_index, pending.num_requests
             result = Result(pending.prompt, index, num_requests, None, None, refusal.error, pending.attempts)
             self._finished.offer_all([(FailedRow(pending.shard, (result,)), 0)])
@@ -113,9 +126,18 @@ class Worker:
         self._pending[request.key] = pending
 
     def _store(self, completions: Sequence[Completion]) -> None:
-        if completions:
-            pop = self._pending.pop
-            self._finished.offer_all([(Finished(pop(c.request.key), c), num_bytes(c)) for c in completions])
+        if not completions:
+            return
+        items = []
+        for completion in completions:
+            key = completion.request.key
+            pending = self._pending.pop(key)
+            self._flight.leave(self._slots.pop(key))
+            if pending.probe is None:
+                items.append((Finished(pending, completion), num_bytes(completion)))
+            else:
+                pending.probe.set()
+        self._finished.offer_all(items)
 
     def _raise_from_threads(self) -> None:
         error = self._feeder.error or self._writer.error

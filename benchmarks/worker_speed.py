@@ -22,6 +22,7 @@ from shapes import make_model, make_prompts
 
 from batchinf.engine import ScriptedEngine
 from batchinf.epoch import FOLDERS
+from batchinf.flight import FlightRecord
 from batchinf.job import estimated_bytes_per_row, open_input
 from batchinf.prompt import load_tokenizer
 from batchinf.records import Assign, Completion, Event, Part, Request, ShardClosed
@@ -122,7 +123,9 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
     shards = tuple(shard_at(extents, index) for index in range(total_shards(extents)))
     task = get_task(spec)
     watch = Watch(len(shards))
-    worker, feeder = assemble(spec, task, engine, source, tokenizer, folder, "000001.0001", {}, watch.hear)
+    worker, feeder = assemble(
+        spec, task, engine, source, tokenizer, folder, "000001.0001", {}, watch.hear, FlightRecord.create()
+    )
     feeder.assign(Assign(shards))
     watch.run(worker)
     return engine, watch

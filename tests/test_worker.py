@@ -16,6 +16,7 @@ from batchinf import faults, replica, writer
 from batchinf.engine import ScriptedEngine
 from batchinf.errors import EngineDeadError, InputError, RequestRefused, RowError
 from batchinf.feeder import FailedRow, failed
+from batchinf.flight import FlightRecord
 from batchinf.job import open_input
 from batchinf.journal import Journal
 from batchinf.prompt import load_tokenizer
@@ -85,8 +86,10 @@ class Bench:
     def _assemble(self) -> tuple[Worker, Any]:
         name = f"000001.{len(list(self.folder.path('.').glob('life-*'))) + 1:04d}"
         self.folder.path(f"life-{name}").touch()
+        self.flight = FlightRecord.create()
+        emit = self.events.append
         return replica.assemble(
-            self.spec, self.task, self.engine, self.source, self.tokenizer, self.folder, name, {}, self.events.append
+            self.spec, self.task, self.engine, self.source, self.tokenizer, self.folder, name, {}, emit, self.flight
         )
 
     def _run(self) -> None:
@@ -118,6 +121,7 @@ class Bench:
             if thread.ident is not None:
                 thread.join(30.0)
         self.source.close()
+        self.flight.close()
 
     def run(self, num_shards: int) -> None:
         """Until so many shards are closed."""

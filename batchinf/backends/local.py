@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from batchinf.channel import Channel
+from batchinf.flight import FlightRecord
 from batchinf.records import Command, Event, Launch
 
 _PORTS_A_REPLICA = 40
@@ -25,11 +26,15 @@ _FIRST_PORT = 20_000
 
 @dataclass(slots=True)
 class LocalReplica:
-    """A running replica: its process, and the channel to it. `log_start`: where its lines begin in its log."""
+    """A running replica: its process, the channel to it, what is in its engine.
+
+    log_start: where its lines begin in its log.
+    """
 
     launch: Launch
     process: "subprocess.Popen[bytes]"
     channel: Channel
+    flight: FlightRecord
     log: pathlib.Path
     log_start: int
     sockets: pathlib.Path
@@ -70,6 +75,7 @@ class LocalBackend:
     def start(self, launch: Launch, log: pathlib.Path, environment: Mapping[str, str]) -> LocalReplica:
         """Start a replica in a session of its own, its output appended to `log`."""
         ours, theirs = socket.socketpair()
+        flight = FlightRecord.create()
         # The package may be run from a source tree that is not installed: a replica must find the same one.
         root = str(pathlib.Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -78,7 +84,10 @@ class LocalBackend:
             log_start = output.tell()
             process = subprocess.Popen(
                 # -P: a `queue.py` in the user's folder must not take the place of Python's own.
-                [sys.executable, "-P", "-m", "batchinf.replica", str(theirs.fileno()), launch.incarnation],
+                [
+                    *(sys.executable, "-P", "-m", "batchinf.replica"),
+                    *(str(theirs.fileno()), launch.incarnation, str(flight.fileno())),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -89,12 +98,12 @@ class LocalBackend:
                     "VLLM_RPC_BASE_PATH": str(sockets),
                     **environment,
                 },
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), flight.fileno()),
                 start_new_session=True,
             )
         channel = Channel(ours, launch.incarnation)
         channel.send(launch)
-        replica = LocalReplica(launch, process, channel, log, log_start, sockets)
+        replica = LocalReplica(launch, process, channel, flight, log, log_start, sockets)
         self._selector.register(channel, selectors.EVENT_READ, replica)
         return replica
 

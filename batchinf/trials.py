@@ -1,0 +1,118 @@
+"""Carries out what `quarantine` finds: deaths go into the manifest before anything is run again, suspects stay put.
+
+While a case is on trial its replica runs nothing else; the other replicas go on with all shards that have no suspect.
+"""
+
+from collections.abc import Callable, Iterable
+
+from batchinf.fleet import Ended, Fleet, Member
+from batchinf.manifest import Manifest, State
+from batchinf.quarantine import Case, Quarantine
+from batchinf.records import Shard, Trial
+from batchinf.shards import Extent, shard_at
+
+_CASE, _CONDEMNED = "case/", "condemned/"
+_LONGEST_CAUSE = 300
+
+
+class Trials:
+    """The open cases of a job, over all of its replicas."""
+
+    def __init__(self, extents: tuple[Extent, ...], state: State, fleet: Fleet, manifest: Manifest) -> None:
+        """state: as the manifest has it: cases that an earlier coordinator left open are gone on with."""
+        kept = [event.fields for event in state.kept.values()]
+        cases = [Case.of(fields) for fields in kept if fields["kept_as"].startswith(_CASE)]
+        condemned = {
+            fields["row_index"]: fields["message"] for fields in kept if fields["kept_as"].startswith(_CONDEMNED)
+        }
+        self._extents = extents
+        self._fleet = fleet
+        self._manifest = manifest
+        self._quarantine = Quarantine(cases, condemned)
+        self._given: dict[int, tuple[str, str]] = {}
+        for case in cases:
+            for shard in case.shards:
+                if state.committed[shard]:
+                    self.forget(shard)
+        self._quarantine.hand_over([member.slot.replica for member in fleet.members])
+
+    @property
+    def shards(self) -> set[int]:
+        """Shards that nobody but their case's replica may run."""
+        return self._quarantine.shards
+
+    def is_on_trial(self, member: Member) -> bool:
+        """Whether nothing but suspects may be in a member's engine."""
+        case = self._quarantine.of(member.slot.replica)
+        return case is not None and case.is_on_trial
+
+    def condemned_in(self, shard: Shard) -> tuple[tuple[int, str], ...]:
+        """Rows of a shard that must not reach an engine, with what to say of it."""
+        return tuple(item for item in self._quarantine.condemned.items() if shard.start <= item[0] < shard.stop)
+
+    def note_death(self, end: Ended) -> str:
+        """Take in an end, in the manifest's next commit; what there is to say of it to the user."""
+        if not end.flight:
+            self._hand_over()
+            return ""
+        case, row = self._quarantine.died(
+            end.member.slot.replica, end.incarnation, end.shards, end.flight, end.was_killed
+        )
+        self._keep(case, end)
+        if row is not None:
+            message = f"the engine died whenever this row was in it: {end.cause}"[:_LONGEST_CAUSE]
+            self._quarantine.condemned[row] = message
+            self._manifest.event("condemned", kept_as=f"{_CONDEMNED}{row}", row_index=row, message=message)
+            said = f"row {row} kills the engine: it becomes an error row"
+        elif case.is_on_trial:
+            # The search makes headway with each death, until one row is left.
+            self._fleet.excuse(end.member)
+            said = f"{len(case.accused)} rows are suspected of it, and run apart"
+        else:
+            said = f"the {len(case.suspects)} rows that were in the engine run again"
+        self._hand_over()
+        return said
+
+    def _keep(self, case: Case, end: Ended) -> None:
+        incarnation, cause = end.incarnation, end.cause[:_LONGEST_CAUSE]
+        self._manifest.event(
+            "death", kept_as=f"{_CASE}{case.origin}", incarnation=incarnation, cause=cause, **case.fields()
+        )
+
+    def _hand_over(self) -> None:
+        left = [member.slot.replica for member in self._fleet.members if not member.is_given_up]
+        if left:
+            self._quarantine.hand_over(left)
+
+    def give(self, next_attempt: Callable[[Iterable[Shard]], int]) -> None:
+        """Give each replica that is up, and has not got it yet, its case's shards or the next trial of them."""
+        for member in self._fleet.members:
+            case = self._quarantine.of(member.slot.replica)
+            if case is None or not member.is_running or member.replica is None:
+                continue
+            # All probes are given at once, halves one by one.
+            what = case.stage if case.stage == "probe" else f"{case.stage} {case.groups}"
+            given = case.origin, f"{member.replica.launch.incarnation} {what}"
+            if self._given.get(member.slot.replica) == given:
+                continue
+            self._given[member.slot.replica] = given
+            shards = tuple(shard_at(self._extents, index) for index in case.shards)
+            if case.is_on_trial:
+                trial = Trial(shards, case.groups, case.stage == "probe", next_attempt(shards))
+                self._fleet.try_rows(member, trial)
+            else:
+                for shard in shards:
+                    self._fleet.assign(member, [shard], next_attempt([shard]), self.condemned_in(shard))
+
+    def survived(self, member: Member, rows: Iterable[int]) -> None:
+        """A member's engine came well out of a trial of these rows."""
+        self._quarantine.survived(member.slot.replica, rows)
+
+    def forget(self, shard: int) -> None:
+        """A shard is committed: what was known of its rows is of no more use."""
+        for name in self._quarantine.committed(shard):
+            self._manifest.event("forgotten", kept_as=f"{_CASE}{name}")
+        start, stop = shard_at(self._extents, shard).start, shard_at(self._extents, shard).stop
+        for row in [row for row in self._quarantine.condemned if start <= row < stop]:
+            del self._quarantine.condemned[row]
+            self._manifest.event("forgotten", kept_as=f"{_CONDEMNED}{row}")
