@@ -54,7 +54,7 @@ DRAINS_S = (0.0, 0.3, 2.0)
 
 KILLS = {"coordinator": 6, "replica": 6, "replica twice": 2, "two replicas": 2, "everything": 6}
 STOPS = {"SIGTERM": 1, "SIGINT": 1, "SIGINT twice": 1, "SIGTERM to all": 1, "SIGHUP": 1}
-MOMENTS = ("opening", "starting", "starting", "working", "working", "working")
+MOMENTS = ("opening", "opening", "starting", "starting", "working", "working", "working")
 
 
 class Difference(Exception):
@@ -174,7 +174,7 @@ class Soak:
 
     def _live(self, spec: pathlib.Path, out: pathlib.Path) -> bool:
         """Start a coordinator and strike until it is gone; whether the job is done."""
-        settings = self._settings()
+        settings, is_last = self._settings(), self._is_over
         process = jobs.start("run", spec, *settings, TMPDIR=str(self._temp))
         self.figures.lives += 1
         self._know(process)
@@ -182,6 +182,10 @@ class Soak:
             while process.poll() is None and not self._is_over:
                 self._strike(process, out)
             self._know(process)
+            if process.poll() is None and not is_last:
+                # Too slow to wait for: the next life has the speed to finish.
+                jobs.kill(jobs.family(process.pid))
+                self.figures.strikes["everything"] += 1
             _, errors = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             raise Difference(f"{settings}: the job does not end") from None
@@ -192,7 +196,7 @@ class Soak:
         return process.returncode == 0
 
     def _settings(self) -> list[str]:
-        """What may change from life to life. Past the deadline: nothing that takes long."""
+        """What may change from life to life; past the deadline, at full speed."""
         pick = self._chance.choice
         chosen = {
             "parallel.data_parallel_size": pick(NUM_REPLICAS),
