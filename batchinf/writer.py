@@ -173,8 +173,8 @@ class Writer(threading.Thread):
                 closing.shard.secure()
                 closing.is_secured = True
         # What finishes from now on is to be durable, written and all, before the interval is over.
-        spare_s = 2 * (time.monotonic() - started) + _GATHER_S
-        self._next_tick = started + max(self._interval_s / 2, self._interval_s - spare_s)
+        spare_s = min(2 * (time.monotonic() - started), self._interval_s / 2) + min(_GATHER_S, self._interval_s / 10)
+        self._next_tick = started + self._interval_s - spare_s
 
     def _close_whole(self) -> None:
         with self._lock:
