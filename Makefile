@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check lint format lock
+.PHONY: help install quickstart test check soak lint format lock
 
 VENV ?= .venv
 UV ?= uv
@@ -33,6 +33,7 @@ help:
 	@echo
 	@echo 'make quickstart   install, run jobs/quickstart.yaml, show its first rows'
 	@echo 'make test         the checks and the tests (make check is the same)'
+	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make format       ruff formats and mends'
 	@echo 'make install      the virtual environment alone'
@@ -98,6 +99,10 @@ test: check
 
 check: lint
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+MINUTES ?= 30
+soak: install
+	$(VENV)/bin/python tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: install
 	$(VENV)/bin/python -m ruff check

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 from batchinf import faults
-from batchinf.errors import BatchinfError, EngineStartError, Interrupted
+from batchinf.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted
+from batchinf.failures import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.fleet import Ended, Fleet, Member
 from batchinf.job import Job
 from batchinf.journal import drop
@@ -65,9 +66,13 @@ class Coordinator:
         self._signals: list[int] = []
         self._versions = versions
         self._has_begun = False
+        self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
 
     def run(self) -> None:
-        """Until every shard is committed. Raises Interrupted, EngineStartError, or what ended the last replica."""
+        """Until every shard is committed.
+
+        Raises Interrupted, HopelessJob, EngineStartError, or what ended the last replica.
+        """
         with on_stop_signals(self._signals.append):
             try:
                 self._work()
@@ -101,6 +106,7 @@ class Coordinator:
         self._note_started(self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
         self._note_ended(self._fleet.reap())
+        self._judge()
         if self._fleet.is_spent and not self._is_finished:
             self._give_up()
         self._assign()
@@ -256,6 +262,26 @@ class Coordinator:
             "mend that and run the same command again"
         )
 
+    def _judge(self) -> None:
+        """Once, when the first rows are finished. Raises HopelessJob, with what has finished journalled."""
+        num_rows, num_errors = self._num_finished()
+        if self._is_judged or self._is_finished or num_rows < FIRST_ROWS:
+            return
+        self._is_judged = True
+        under_way = [member.progress.in_flight + member.progress.num_waiting for member in self._fleet.members]
+        if is_hopeless(num_errors, num_rows + sum(under_way)):
+            self._display.say("half of the first rows have failed: stopping")
+            self._end_replicas(0.0)
+            if not self._is_finished:
+                raise HopelessJob(f"{num_errors:,} of the first {num_rows:,} rows have failed; the job was ended early")
+
+    def _num_finished(self) -> tuple[int, int]:
+        """Output rows that are finished, and how many of them are errors: committed, and what replicas say."""
+        members = self._fleet.members
+        rows = sum(max(0, member.progress.num_rows - member.closed_rows) for member in members)
+        errors = sum(max(0, member.progress.num_errors - member.closed_errors) for member in members)
+        return min(self._num_rows, self._committed.num_rows + rows), self._committed.num_errors + errors
+
     def _drain(self) -> None:
         drain_s = self._job.spec.drain_timeout_s
         self._display.say(
@@ -285,8 +311,7 @@ class Coordinator:
 
     def _status(self, state: str) -> JobStatus:
         members = self._fleet.members
-        live = sum(max(0, member.progress.num_rows - member.closed_rows) for member in members)
-        num_done = min(self._num_rows, self._committed.num_rows + live)
+        num_done, num_errors = self._num_finished()
         tokens = self._fleet.num_tokens()
         self._rates.look(num_done, *tokens)
         rows_per_s, prompt_per_s, output_per_s = self._rates.per_s()
@@ -294,8 +319,7 @@ class Coordinator:
             state=state,
             num_rows=self._num_rows,
             num_rows_done=num_done,
-            num_errors=self._committed.num_errors
-            + sum(max(0, member.progress.num_errors - member.closed_errors) for member in members),
+            num_errors=num_errors,
             num_shards=self._num_shards,
             num_shards_done=self._committed.num_shards,
             num_prompt_tokens=tokens[0],

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinf import journal
+from batchinf import failures, journal, non_finite
 from batchinf.coordinator import Committed, Coordinator, on_stop_signals
 from batchinf.engine_settings import EngineSettings, kept
-from batchinf.errors import ErrorRateExceeded, Interrupted, OutputError
+from batchinf.errors import ErrorRateExceeded, HopelessJob, Interrupted, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_drift, new_header, open_job
 from batchinf.lock import JobLock
@@ -43,6 +43,8 @@ class Summary:
     num_output_tokens: int
     num_parts: int
     num_bytes: int
+    num_nan_rows: int
+    num_inf_rows: int
     device_s: float
     was_done: bool
 
@@ -54,6 +56,7 @@ class Summary:
             f"{count(self.num_prompt_tokens)} prompt and {count(self.num_output_tokens)} output tokens",
             f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
+            *non_finite.lines(self.num_nan_rows, self.num_inf_rows),
         ]
 
 
@@ -121,7 +124,12 @@ def _run_epoch(
         display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
     _say_what(job, state, slots, display)
     if not state.committed.all():
-        _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
+        try:
+            _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
+        except HopelessJob as error:
+            state = read_state(folder)
+            assert state is not None
+            raise HopelessJob("\n".join([str(error), *failures.report(job, state)])) from None
     manifest.done()
     manifest.commit()
     manifest.close()
@@ -262,6 +270,8 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
         num_output_tokens=state.num_output_tokens,
         num_parts=len(state.parts),
         num_bytes=state.num_bytes,
+        num_nan_rows=sum(part.num_nan_rows for part in state.parts.values()),
+        num_inf_rows=sum(part.num_inf_rows for part in state.parts.values()),
         device_s=state.device_s,
         was_done=was_done,
     )
@@ -269,6 +279,7 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
     if rate > file.spec.max_error_rate:
         raise ErrorRateExceeded(
             f"{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
-            "see the columns error_type and error_message\n" + "\n".join(summary.lines())
+            "see the columns error_type and error_message\n"
+            + "\n".join([*failures.lines(failures.commonest(Folder(summary.folder), state)), *summary.lines()])
         )
     return summary

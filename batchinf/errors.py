@@ -7,7 +7,8 @@
     │   ├── ModelError            the model's folder or hub id
     │   ├── DriftError            a resume whose spec, input or model is not the job's
     │   ├── OutputError           the output folder: foreign, damaged, full or held by another
-    │   └── EngineStartError      no replica could start
+    │   ├── EngineStartError      no replica could start
+    │   └── HopelessJob           half of the first rows have failed; ended early
     ├── ErrorRateExceeded      3  done, but more rows failed than `max_error_rate`
     └── Interrupted           75  stopped on request; the same command goes on
 
@@ -52,6 +53,10 @@ class OutputError(UserError):
 
 class EngineStartError(UserError):
     """No replica could start its engine."""
+
+
+class HopelessJob(UserError):
+    """So many of the first rows have failed that the job was not worth going on with."""
 
 
 class ErrorRateExceeded(BatchinfError):

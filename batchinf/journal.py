@@ -71,6 +71,10 @@ class Segment:
         )
         return row_index, request_index, num_requests
 
+    def num_errors(self) -> int:
+        """How many of the results are errors."""
+        return self.num_rows - int(self.table().column("error_type").null_count)
+
     def let_go(self) -> None:
         """Give back the pages that were read, which count as this process's memory; a table maps them again."""
         if self._mapped is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinf import non_finite
 from batchinf.errors import OutputError
 from batchinf.job import SOURCE_FOLDER, carried_columns, open_input
 from batchinf.journal import Journal
@@ -37,6 +38,10 @@ def status_lines(out: str) -> list[str]:
         f"committed: {state.num_rows:,} of {num_rows:,} rows in {len(state.parts):,} of {num_shards:,} parts, "
         f"{state.num_errors:,} errors, {state.num_bytes / 2**20:,.1f} MiB, "
         f"{count(state.num_prompt_tokens)} prompt and {count(state.num_output_tokens)} output tokens",
+        *non_finite.lines(
+            sum(part.num_nan_rows for part in state.parts.values()),
+            sum(part.num_inf_rows for part in state.parts.values()),
+        ),
     ]
     if snapshot is not None and not state.is_done and _live_holder(folder) is not None:
         lines.append(f"{duration(time.time() - snapshot.updated_at)} ago: {describe(snapshot)}")

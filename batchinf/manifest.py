@@ -57,6 +57,8 @@ class PartLine(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     digest: str
+    num_nan_rows: int = 0
+    num_inf_rows: int = 0
     replica: int | None = None
     incarnation: str = ""
 
@@ -162,7 +164,7 @@ class State:
         """Take in a line, passing over unknown kinds. Raises LookupError if it cannot follow those before it."""
         match fields["kind"]:
             case "part":
-                line = PartLine(*_PART_FIELDS(fields))
+                line = PartLine(*_PART_FIELDS({**PartLine._field_defaults, **fields}))  # earlier versions said less
                 self.note(line._replace(incarnation=sys.intern(line.incarnation)))
             case "event":
                 self._happened(_event(fields))
@@ -322,12 +324,9 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
     yield {"kind": "header", **dataclasses.asdict(state.header)}
     yield from map(_extent_line, state.extents, state.source_fingerprints)
-    for part in state.parts.values():
-        yield {"kind": "part", **part._asdict()}
-    for event in state.events:
-        yield _event_line("counted_event", event)
-    for event in state.kept.values():
-        yield _event_line("kept_event", event)
+    yield from ({"kind": "part", **part._asdict()} for part in state.parts.values())
+    yield from (_event_line("counted_event", event) for event in state.events)
+    yield from (_event_line("kept_event", event) for event in state.kept.values())
     if state.done is not None:
         yield _event_line("done", state.done)
 

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from batchinf import non_finite
 from batchinf.journal import UNSEALED, Journal, SealingWriter, Segment, is_sealed, joined, row_bytes
 from batchinf.records import Part, Shard
 from batchinf.source import Source
@@ -76,7 +77,7 @@ class OpenShard:
         self.segments: list[Segment] = []
         self.fresh: list[pa.RecordBatch] = []
         self.unjournalled_bytes = 0
-        self.num_results = 0
+        self.num_results = self.num_recovered_errors = 0
         self.num_requests = np.zeros(shard.num_rows, np.int32)
         self._journal = journal
         # Slots are given to a row's requests when its first result comes; -1 is before that.
@@ -122,6 +123,7 @@ class OpenShard:
                 damaged.append(segment.name)
             else:
                 self.segments.append(segment)
+                self.num_recovered_errors += segment.num_errors()
             segment.close()
         return damaged
 
@@ -141,10 +143,14 @@ class OpenShard:
         """Journal what is in no segment yet, and forget it."""
         if not self.fresh:
             return None
-        segment = self._journal.write(self.index, pa.Table.from_batches(self.fresh))
+        segment = self.secure()
         self.segments.append(segment)
         self.fresh, self.unjournalled_bytes = [], 0
         return segment
+
+    def secure(self) -> Segment:
+        """Journal what is in no segment yet, and keep it: while the part of a whole shard is being written."""
+        return self._journal.write(self.index, pa.Table.from_batches(self.fresh, self.task.result_schema))
 
     def close(self) -> None:
         """Unmap the segments and let go of what is in memory."""
@@ -219,12 +225,12 @@ def write_part(
     name = staging_name(shard.index, incarnation)
     names = ([] if id_column is None else [id_column]) + list(keep_columns)
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
-    totals = _Totals()
+    totals, logprobs = _Totals(), non_finite.logprob_columns(shard.task.result_schema)
     with folder.writing(f"staging/{name}", fault="parts") as file:
         sink = SealingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
             for table in _row_groups(_output(shard, source, names)):
-                totals.add(table)
+                totals.add(table, logprobs)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
             writer.add_key_value_metadata({**metadata, **_own_metadata(shard.shard), **totals.metadata(), **UNSEALED})
             sink.hold()
@@ -240,8 +246,10 @@ class _Totals:
     num_errors: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_nan_rows: int = 0
+    num_inf_rows: int = 0
 
-    def add(self, table: pa.Table) -> None:
+    def add(self, table: pa.Table, logprobs: Sequence[str]) -> None:
         """Count these output rows too."""
         num_output_tokens = table.column("num_output_tokens")
         answered = table.column("num_prompt_tokens").filter(num_output_tokens.is_valid())
@@ -249,6 +257,9 @@ class _Totals:
         self.num_errors += table.num_rows - table.column("error_type").null_count
         self.num_prompt_tokens += pc.sum(answered, min_count=0).as_py()
         self.num_output_tokens += pc.sum(num_output_tokens, min_count=0).as_py()
+        num_nan_rows, num_inf_rows = non_finite.count_rows(table, logprobs)
+        self.num_nan_rows += num_nan_rows
+        self.num_inf_rows += num_inf_rows
 
     def metadata(self) -> dict[str, str]:
         """As they stand in a part's metadata."""
@@ -383,5 +394,6 @@ def _stated_totals(footer: pq.FileMetaData, shard: Shard, fingerprint: str) -> _
     expected = {**_own_metadata(shard), f"{_PREFIX}fingerprint": fingerprint}
     if any(own.get(key) != value for key, value in expected.items()):
         return None
-    totals = _Totals(**{field.name: int(own.get(f"{_PREFIX}{field.name}", -1)) for field in fields(_Totals)})
+    # A part of an earlier version may lack a count that was added since.
+    totals = _Totals(**{field.name: int(own.get(f"{_PREFIX}{field.name}", 0)) for field in fields(_Totals)})
     return totals if totals.num_rows == footer.num_rows else None

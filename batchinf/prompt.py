@@ -142,6 +142,16 @@ class PromptBuilder:
                 prompts.append(Prompt(row.row_index, outcome, kept, None))
         return prompts
 
+    def preview(self, row: Row, num_chars: int) -> str | RowError:
+        """The beginning of a row's text as the model sees it, special tokens and all, for people to read."""
+        text = self._renderer.render(row)
+        if isinstance(text, RowError):
+            return text
+        beginning = text[:num_chars]
+        ids = self._encode_one(beginning)
+        shown = beginning if isinstance(ids, RowError) else show(self._tokenizer, ids)
+        return shown if len(text) <= num_chars else f"{shown}… ({len(text):,} characters)"
+
     def _refuse_endless(self, text: str | RowError, max_model_len: int | None) -> str | RowError:
         """Refuse a text whose beginning alone has far too many tokens, before the whole of it costs time and memory.
 

@@ -139,6 +139,7 @@ class Part:
 
     file: its name in `staging/` or, once published, what it will be in `parts/`.
     digest: xxh3-128 of its bytes.
+    num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among their logprobs.
     """
 
     shard: int
@@ -149,6 +150,8 @@ class Part:
     num_prompt_tokens: int
     num_output_tokens: int
     digest: str
+    num_nan_rows: int = 0
+    num_inf_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """From a replica, about once a second: totals since it started. `steps` shows that the engine is alive."""
+    """From a replica, about once a second: totals since it started. `steps` shows that the engine is alive.
+
+    in_flight: requests in the engine. num_waiting: those that are ready for it.
+    """
 
     num_rows: int
     num_errors: int
@@ -237,6 +243,7 @@ class Progress:
     in_flight: int
     stalled_by_disk_s: float
     engine: EngineStats
+    num_waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)

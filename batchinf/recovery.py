@@ -7,7 +7,7 @@ import datetime
 from dataclasses import dataclass
 
 from batchinf import journal
-from batchinf.backends.local import end_process_group
+from batchinf.backends.local import end_process_group, sweep_sockets
 from batchinf.job import Job
 from batchinf.lock import Holder, process_start
 from batchinf.manifest import Manifest, State
@@ -28,7 +28,10 @@ class Recovered:
 
 def end_process_groups(state: State) -> int:
     """End what runs on of earlier epochs on this host; the number of groups that were still there."""
-    return sum(_end(group) for group in state.process_groups if _is_ours(group))
+    num_ended = sum(_end(group) for group in state.process_groups if _is_ours(group))
+    # This life may have fewer replicas than the last: theirs would lie there for ever.
+    sweep_sockets(state.header.job_id)
+    return num_ended
 
 
 def _is_ours(group: ProcessGroup) -> bool:

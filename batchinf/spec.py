@@ -269,7 +269,7 @@ class JobSpec(Section):
     on_oom: Annotated[Literal["step_down", "fail"], RUNTIME] = "step_down"
     """When memory runs out: start the engine again with lower batch limits and share of the memory, or give up."""
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
-    """Share of error rows above which a finished job exits with 3."""
+    """Share of error rows above which a finished job exits with 3; below 0.5, half of the first 1,000 end it early."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None
     """Run the scripted engine in place of vLLM."""
 

@@ -65,6 +65,7 @@ class Worker:
             in_flight=len(self._pending),
             stalled_by_disk_s=round(self._stalled_by_disk_s, 3),
             engine=self._engine.stats(),
+            num_waiting=len(self._ready),
         )
 
     def run(self) -> None:

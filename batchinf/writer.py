@@ -32,12 +32,22 @@ class Finished:
 
 @dataclass(slots=True)
 class Totals:
-    """What has been stored since the worker started; `num_rows` counts results, those from the journal too."""
+    """What has been stored since the worker started. Of results and errors, those from the journal count too."""
 
     num_rows: int = 0
     num_errors: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Closing:
+    """A whole shard whose part is being written. num_bytes: what of it was in memory alone at first."""
+
+    future: Future[None]
+    shard: OpenShard
+    num_bytes: int
+    is_secured: bool
 
 
 class Writer(threading.Thread):
@@ -65,7 +75,7 @@ class Writer(threading.Thread):
         self._open: dict[int, OpenShard] = {}
         self._lock = threading.Lock()
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="closer")
-        self._closing: list[tuple[Future[None], int]] = []
+        self._closing: list[_Closing] = []
         self._is_stopping = False
         self.totals = Totals()
         self.error: BaseException | None = None
@@ -75,6 +85,7 @@ class Writer(threading.Thread):
         with self._lock:
             self._open[shard.index] = shard
             self.totals.num_rows += shard.num_results
+            self.totals.num_errors += shard.num_recovered_errors
 
     def tick_soon(self) -> None:
         """Journal what is finished without waiting for the interval."""
@@ -105,7 +116,7 @@ class Writer(threading.Thread):
         if is_behind:
             # The queue fills meanwhile, and admission waits.
             items = []
-            wait([future for future, _ in self._closing], wait_s, FIRST_COMPLETED)
+            wait([closing.future for closing in self._closing], wait_s, FIRST_COMPLETED)
         else:
             items = self._finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
         if items:
@@ -151,11 +162,19 @@ class Writer(threading.Thread):
             return sum(shard.unjournalled_bytes for shard in self._open.values())
 
     def _tick(self) -> None:
+        started = time.monotonic()
         with self._lock:
             shards = list(self._open.values())
         for shard in shards:
             shard.tick()
-        self._next_tick = time.monotonic() + self._interval_s
+        for closing in self._closing:
+            # Until its part is staged, a crash would cost what is in memory of it.
+            if not closing.is_secured and not closing.future.done():
+                closing.shard.secure()
+                closing.is_secured = True
+        # What finishes from now on is to be durable, written and all, before the interval is over.
+        spare_s = min(2 * (time.monotonic() - started), self._interval_s / 2) + min(_GATHER_S, self._interval_s / 10)
+        self._next_tick = started + self._interval_s - spare_s
 
     def _close_whole(self) -> None:
         with self._lock:
@@ -163,7 +182,7 @@ class Writer(threading.Thread):
             shards = [self._open.pop(index) for index in whole]
         for shard in shards:
             num_bytes = shard.unjournalled_bytes
-            self._closing.append((self._closer.submit(self._close, shard), num_bytes))
+            self._closing.append(_Closing(self._closer.submit(self._close, shard), shard, num_bytes, num_bytes == 0))
 
     def _close(self, shard: OpenShard) -> None:
         part = self._write_part(shard)
@@ -171,10 +190,10 @@ class Writer(threading.Thread):
         self._emit(ShardClosed(part))
 
     def _raise_closing(self) -> None:
-        done = [future for future, _ in self._closing if future.done()]
-        self._closing = [(future, num_bytes) for future, num_bytes in self._closing if future not in done]
-        for future in done:
-            future.result()
+        done = [closing for closing in self._closing if closing.future.done()]
+        self._closing = [closing for closing in self._closing if closing not in done]
+        for closing in done:
+            closing.future.result()
 
     def _closing_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self._closing)
+        return sum(closing.num_bytes for closing in self._closing)

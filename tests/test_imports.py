@@ -20,9 +20,9 @@ MAX_LINES = 400
 ORDER = """
     errors faults storage spec records model_files hub model memory out_of_memory engine_settings input_files
     source_cache column_types reader arrow_file csv_file line_file parquet_file hf_dataset first_pass source prompt
-    detokenizer tasks.* placement shards engine vllm_engine journal parts byte_queue flight feeder writer worker
-    commit_log lock manifest proof salvage quarantine spec_file status channel job replica backends.* replica_log
-    fleet trials progress coordinator recovery epoch look check validation cli __main__
+    detokenizer tasks.* placement shards engine vllm_engine journal non_finite parts byte_queue flight feeder writer
+    worker commit_log lock manifest proof salvage quarantine spec_file status channel job failures replica
+    backends.* replica_log fleet trials progress coordinator recovery epoch look check validation cli __main__
 """.split()
 VLLM_ADAPTER = "vllm_engine"
 

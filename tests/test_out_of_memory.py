@@ -444,7 +444,8 @@ def test_a_step_is_remembered_however_much_happens_after_it(tmp_path: pathlib.Pa
         manifest = Manifest(folder, epoch)
         if epoch == 1:
             manifest.header(Header(1, "id", "2026-01-01", {}, "f", {}, {}))
-            manifest.event("oom_step_down", kept_as="oom_step_down", replica=0, incarnation="i", applies_to={}, **fields)
+            kept = {"kept_as": "oom_step_down", "replica": 0, "incarnation": "i", "applies_to": {}}
+            manifest.event("oom_step_down", **kept, **fields)
         for number in range(1200):
             manifest.event("recovered", shard=number)
         manifest.commit()

@@ -205,6 +205,8 @@ def assert_is_described(folder: Folder, part: Part, results: list[Result]) -> No
         "batchinf.num_errors": str(part.num_errors),
         "batchinf.num_prompt_tokens": str(part.num_prompt_tokens),
         "batchinf.num_output_tokens": str(part.num_output_tokens),
+        "batchinf.num_nan_rows": "0",
+        "batchinf.num_inf_rows": "0",
         "batchinf.seal": own["batchinf.seal"],
     }
     assert data.count(own["batchinf.seal"].encode()) == 1

@@ -135,10 +135,23 @@ def _sockets_folder(launch: Launch) -> pathlib.Path:
 
     One that an earlier incarnation left, because its coordinator was killed, is removed.
     """
-    prefix = f"batchinf-{launch.metadata.get('batchinf.job_id', '')[:12]}-{launch.replica}-"
+    prefix = f"{_sockets_prefix(launch.metadata.get('batchinf.job_id', ''))}{launch.replica}-"
+    _sweep_sockets(prefix)
+    return pathlib.Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def sweep_sockets(job_id: str) -> None:
+    """Remove what replicas of a job left on this host because their coordinator was killed. None of them may run."""
+    _sweep_sockets(_sockets_prefix(job_id))
+
+
+def _sockets_prefix(job_id: str) -> str:
+    return f"batchinf-{job_id[:12]}-"
+
+
+def _sweep_sockets(prefix: str) -> None:
     for leftover in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    return pathlib.Path(tempfile.mkdtemp(prefix=prefix))
 
 
 def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: int) -> dict[str, str]:

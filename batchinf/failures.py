@@ -1,0 +1,134 @@
+"""A job's error rows: when they are too many to go on, and which are the commonest, for its closing words."""
+
+import contextlib
+import re
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinf.errors import BatchinfError, RowError
+from batchinf.job import Job
+from batchinf.journal import Journal, list_shards
+from batchinf.manifest import State
+from batchinf.parts import part_name
+from batchinf.prompt import PromptBuilder, load_tokenizer
+from batchinf.storage import Folder
+from batchinf.tasks import get_task
+
+# A job is judged once, when so many rows are finished; one whose user accepts so many errors is not.
+FIRST_ROWS = 1000
+HOPELESS_RATE = 0.5
+
+_COLUMNS = ["row_index", "error_type", "error_message"]
+# The closing words of a job of any size come at once.
+_MOST_PARTS = 200
+_MOST_ROWS = 10_000
+_SHOWN = 3
+_MESSAGE_CHARS = 300
+_PROMPT_CHARS = 200
+_NUMBER = re.compile(r"\d[\d,.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Error rows of one type whose messages differ in numbers at most; message and row_index are the first one's."""
+
+    error_type: str
+    error_message: str
+    row_index: int
+    num_rows: int
+
+
+def is_hopeless(num_errors: int, num_begun: int) -> bool:
+    """Whether half of the rows begun have failed.
+
+    num_begun: rows finished, in an engine or ready for one. Of the finished alone too many are errors at first, for a
+    row that fails before it reaches an engine is finished at once.
+    """
+    return num_errors >= HOPELESS_RATE * max(1, num_begun)
+
+
+def commonest(folder: Folder, state: State, journal: Journal | None = None) -> list[Failure]:
+    """The commonest failures first, among the first 10,000 error rows of the parts and the journal."""
+    found: dict[tuple[str, str], Failure] = {}
+    num_looked_at = 0
+    with contextlib.closing(_error_tables(folder, state, journal)) as tables:
+        for table in tables:
+            for row in table.slice(0, _MOST_ROWS - num_looked_at).to_pylist():
+                kind, words = row["error_type"], row["error_message"] or ""
+                key = kind, _NUMBER.sub("#", words)
+                first = found.get(key) or Failure(kind, words, row["row_index"], 0)
+                found[key] = Failure(kind, first.error_message, first.row_index, first.num_rows + 1)
+            num_looked_at += table.num_rows
+            if num_looked_at >= _MOST_ROWS:
+                break
+    return sorted(found.values(), key=lambda failure: -failure.num_rows)[:_SHOWN]
+
+
+def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Generator[pa.Table, None, None]:
+    with_errors = [shard for shard, part in sorted(state.parts.items()) if part.num_errors]
+    for shard in with_errors[:_MOST_PARTS]:
+        # These are words beside the job's result: a part that somebody has taken away must not change that.
+        with (
+            contextlib.suppress(OSError, pa.ArrowException),
+            pq.ParquetFile(folder.path(f"parts/{part_name(shard)}")) as file,
+        ):
+            for index in range(file.num_row_groups):
+                yield _errors(file.read_row_group(index, columns=_COLUMNS))
+    for shard in list_shards(folder) if journal is not None else ():
+        assert journal is not None
+        for segment in journal.recover(shard).segments if shard not in state.parts else ():
+            yield _errors(segment.table().select(_COLUMNS))
+            segment.close()
+
+
+def _errors(table: pa.Table) -> pa.Table:
+    return table.filter(pc.is_valid(table.column("error_type")))
+
+
+def lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> list[str]:
+    """For people; `prompts`, if there are any, are one for each failure."""
+    said = ["the commonest errors:"] if failures else []
+    for place, failure in enumerate(failures):
+        words = _one_line(failure.error_message, _MESSAGE_CHARS)
+        said.append(f"  {failure.num_rows:,} × {failure.error_type}: {words}")
+        if prompts:
+            said.append(f"      row {failure.row_index}: {prompts[place]}")
+    return said
+
+
+def report(job: Job, state: State) -> list[str]:
+    """What a job that was ended early says: the commonest errors, a prompt of each, what is kept, what to do."""
+    found = commonest(job.folder, state, Journal(job.folder, "look", get_task(job.spec).result_schema))
+    return [
+        *lines(found, _prompts(job, found)),
+        f"kept: {state.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had finished",
+        "mend the spec or the input and give the new job another output.path; or let this one run on, error rows and "
+        "all: the same command with --set max_error_rate=1",
+    ]
+
+
+def _prompts(job: Job, failures: Sequence[Failure]) -> list[str]:
+    try:
+        tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    except BatchinfError:
+        return []
+    builder = PromptBuilder(job.spec, tokenizer, None)
+    return [_prompt(job, builder, failure.row_index) for failure in failures]
+
+
+def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
+    [row] = job.source.read(row_index, row_index + 1, builder.columns)
+    text = builder.preview(row, _PROMPT_CHARS)
+    if isinstance(text, RowError):
+        return f"no prompt can be made of {_one_line(str(dict(row.values)), _PROMPT_CHARS)}"
+    return f"prompt '{_one_line(text, _PROMPT_CHARS)}'"
+
+
+def _one_line(text: str, most: int) -> str:
+    """Shortened, with nothing in it that moves a terminal's cursor or that UTF-8 cannot encode."""
+    short = text if len(text) <= most else f"{text[:most]}…"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)

@@ -1,0 +1,43 @@
+"""What the documents name is there."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+import jobs
+
+DOCS = sorted([*(jobs.ROOT / "docs").glob("*.md"), jobs.ROOT / "README.md"])
+TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def functions_of(path: pathlib.Path) -> set[str]:
+    """Names of a file's test functions."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
+    return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+def test_every_test_that_is_named_exists(document: pathlib.Path) -> None:
+    named = TEST.findall(document.read_text(encoding="utf-8"))
+    absent = [f"{file}::{test}" for file, test in named if test not in functions_of(jobs.ROOT / file)]
+    assert absent == []
+    assert document.name != "reliability.md" or len(set(named)) > 50
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document: pathlib.Path) -> None:
+    targets = LINK.findall(document.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_every_row_of_faults_has_its_test() -> None:
+    text = (jobs.ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    faults = text.partition("## Faults and promises")[2].partition("## What a crash costs")[0]
+    rows = [
+        line for line in faults.splitlines() if line.startswith("|") and not line.startswith(("| fault |", "| --- |"))
+    ]
+    assert len(rows) > 40
+    assert [row for row in rows if not (TEST.search(row) or "`make soak`" in row or "to come:" in row)] == []
