@@ -1,4 +1,4 @@
-"""The one file that imports vLLM: its types, errors, versions and traps end here.
+"""The adapter to vLLM: its types, errors, versions and traps end here (and in `vllm_scheduler`, in its own process).
 
 Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ between them is named where it stands.
 """
@@ -26,7 +26,7 @@ from vllm.v1.engine import output_processor
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from batchinf import __version__, faults
+from batchinf import __version__, faults, vllm_scheduler
 from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, Request, TokenLogprobs
 from batchinf.spec import JobSpec, SamplingSpec
@@ -196,7 +196,8 @@ def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revisi
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
+    chosen: dict[str, Any] = {"seed": 0, "disable_log_stats": False, "scheduler_cls": vllm_scheduler.NAME}
+    chosen |= _cpu_defaults(spec) if current_platform.is_cpu() else {}
     known = EngineArgs.__dataclass_fields__  # they come and go between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
     wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0)
@@ -340,12 +341,15 @@ class _Stats(StatLoggerBase):
 
     def replace_others(self, engine: Any) -> None:
         """Leave out vLLM's statistics of each token and its Prometheus histograms (names of 0.26 to 0.33)."""
-        if hasattr(engine, "logger_manager") and hasattr(engine.output_processor, "log_stats"):
-            engine.logger_manager = self
-            engine.log_stats = engine.output_processor.log_stats = False
+        processor = engine.output_processor
+        if all(hasattr(processor, name) for name in ("log_stats", "update_scheduler_stats")):
+            engine.logger_manager, engine.log_stats, processor.log_stats = None, False, False
+            processor.update_scheduler_stats = self.record  # called for each step; in 0.26 loggers only for outputs
 
     def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
         """Called by vLLM after each step."""
+        if scheduler_stats is None:
+            return
         last, cache = self.latest, getattr(scheduler_stats, "prefix_cache_stats", None)
         num_skipped = getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
         self.latest = EngineStats(
