@@ -92,7 +92,9 @@ def main() -> None:
         time.sleep(args.after)
         text = profile(process.pid, folder, args)
     finally:
+        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         end(process)
+        psutil.wait_procs(below, timeout=30)  # the next engine needs the memory of this one's device
     print(text)
     (folder / "profile.md").write_text(text)
 
