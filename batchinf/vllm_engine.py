@@ -26,10 +26,11 @@ from vllm.v1.engine import output_processor
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from batchinf import __version__, faults, vllm_scheduler
+from batchinf import __version__, faults
 from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, Request, TokenLogprobs
 from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.vllm_scheduler import NAME as SCHEDULER
 
 LogprobsProcessor: Any = getattr(output_processor, "LogprobsProcessor", object)  # there from 0.26 to 0.33
 
@@ -193,11 +194,10 @@ class VllmEngine:
 
 def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: the spec's, and what batchinf chooses where the spec is silent."""
-    given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision}
+    given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    chosen: dict[str, Any] = {"seed": 0, "disable_log_stats": False, "scheduler_cls": vllm_scheduler.NAME}
-    chosen |= _cpu_defaults(spec) if current_platform.is_cpu() else {}
+    chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
     known = EngineArgs.__dataclass_fields__  # they come and go between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
     wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0)
@@ -340,16 +340,12 @@ class _Stats(StatLoggerBase):
         self.latest = EngineStats()
 
     def replace_others(self, engine: Any) -> None:
-        """Leave out vLLM's statistics of each token and its Prometheus histograms (names of 0.26 to 0.33)."""
-        processor = engine.output_processor
-        if all(hasattr(processor, name) for name in ("log_stats", "update_scheduler_stats")):
-            engine.logger_manager, engine.log_stats, processor.log_stats = None, False, False
-            processor.update_scheduler_stats = self.record  # called for each step; in 0.26 loggers only for outputs
+        """Only `record`, for each step; in 0.26 loggers are for steps with outputs. No statistics of each token."""
+        engine.logger_manager, engine.log_stats, engine.output_processor.log_stats = None, False, False
+        engine.output_processor.update_scheduler_stats = lambda stats: self.record(stats) if stats else None
 
     def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
         """Called by vLLM after each step."""
-        if scheduler_stats is None:
-            return
         last, cache = self.latest, getattr(scheduler_stats, "prefix_cache_stats", None)
         num_skipped = getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
         self.latest = EngineStats(

@@ -95,8 +95,8 @@ class RowStore:
 
     def _copy(self, slot: int) -> Arrays:
         used = self._used[slot]
-        token_ids, logprobs, ranks = (array[slot, :used].copy() for array in self._arrays)
-        return token_ids, logprobs, ranks
+        token_ids, logprobs, ranks = self._arrays
+        return token_ids[slot, :used].copy(), logprobs[slot, :used].copy(), ranks[slot, :used].copy()
 
 
 class _Held:
