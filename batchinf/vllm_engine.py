@@ -1,4 +1,4 @@
-"""The one file that imports vLLM: its types, errors, versions and traps end here.
+"""The adapter to vLLM: its types, errors, versions and traps end here (and in `vllm_scheduler`, in its own process).
 
 Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ between them is named where it stands.
 """
@@ -32,6 +32,7 @@ from batchinf import __version__, faults
 from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, Request, TokenLogprobs
 from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.vllm_scheduler import NAME as SCHEDULER
 
 LogprobsProcessor: Any = getattr(output_processor, "LogprobsProcessor", object)  # there from 0.26 to 0.33
 
@@ -211,7 +212,7 @@ class VllmEngine:
 
 def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: the spec's, and what batchinf chooses where the spec is silent."""
-    given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision}
+    given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
@@ -357,10 +358,9 @@ class _Stats(StatLoggerBase):
         self.latest = EngineStats()
 
     def replace_others(self, engine: Any) -> None:
-        """Leave out vLLM's statistics of each token and its Prometheus histograms (names of 0.26 to 0.33)."""
-        if hasattr(engine, "logger_manager") and hasattr(engine.output_processor, "log_stats"):
-            engine.logger_manager = self
-            engine.log_stats = engine.output_processor.log_stats = False
+        """Only `record`, for each step; in 0.26 loggers are for steps with outputs. No statistics of each token."""
+        engine.logger_manager, engine.log_stats, engine.output_processor.log_stats = None, False, False
+        engine.output_processor.update_scheduler_stats = lambda stats: self.record(stats) if stats else None
 
     def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
         """Called by vLLM after each step."""

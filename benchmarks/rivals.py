@@ -1,12 +1,19 @@
 """What a job is measured against: `LLM.generate` as people call it, and as fast as it goes.
 
-    python benchmarks/rivals.py WORKLOAD.json ceiling|defaults|chunks RESULT.json
+    python benchmarks/rivals.py GROUP.json
 
-ceiling: one call, no logprobs, not detokenised. defaults: one call with the workload's logprobs and vLLM's defaults.
-chunks: the same in calls of `chunk_rows` rows with a Parquet file written after each. The time counts from the first
-call to the last row's return (chunks: to the last file); the engine's start and one warm-up call do not.
+One engine is started for all runs of a group, since that takes longer than most of them; each run writes its result as
+soon as it is done. Kinds of run:
+
+ceiling: one call, no logprobs, not detokenised, prompts given as token ids. raw: the same with the workload's logprobs
+left as the arrays that the engine core sends. defaults: one call on the texts with the workload's sampling and vLLM's
+defaults. chunks: the same in calls of `chunk_rows` rows with a Parquet file written after each.
+
+The time counts from the first call to the last row's return (chunks: to the last file); the engine's start and one
+warm-up call with the run's own parameters do not.
 """
 
+import gc
 import json
 import pathlib
 import sys
@@ -16,74 +23,111 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+from vllm.v1.engine import output_processor
+
+OUTPUTS = ("logprobs", "prompt_logprobs", "stop")
+
+
+class KeptOut(output_processor.LogprobsProcessor):
+    """vLLM's keeper of a request's logprobs, which here are kept as they come."""
+
+    @classmethod
+    def from_new_request(cls, tokenizer: Any, request: Any) -> Any:
+        """See vLLM."""
+        processor = super().from_new_request(None, request)
+        processor.logprobs, processor.prompt_logprobs = [], []
+        return processor
+
+    def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
+        self.logprobs.append(logprobs_lists)
+
+    def _update_prompt_logprobs(self, prompt_logprobs_tensors: Any) -> None:
+        self.prompt_logprobs.append(prompt_logprobs_tensors)
 
 
 def main() -> None:
-    """Run one rival and write what it took."""
-    workload = json.loads(pathlib.Path(sys.argv[1]).read_text())
-    kind, result = sys.argv[2], pathlib.Path(sys.argv[3])
-    prompts = pq.read_table(workload["prompts"])["prompt"].to_pylist()
+    """Run one group: its engine's start, then each run."""
+    group = json.loads(pathlib.Path(sys.argv[1]).read_text())
     started = time.monotonic()
-    llm = LLM(
-        model=workload["model"],
-        load_format="dummy",
-        dtype=workload["dtype"],
-        quantization=workload["quantization"],
-        tensor_parallel_size=workload["tensor_parallel_size"],
-        max_logprobs=max(20, workload["sampling"].get("logprobs") or 0),
-        **workload["engine"],
-    )
-    start_s = time.monotonic() - started
-    params = _params(workload["sampling"], is_ceiling=kind == "ceiling")
-    llm.generate(prompts[:32], params, use_tqdm=False)
-    began = time.monotonic()
-    if kind == "chunks":
-        num_tokens = _chunks(llm, prompts, params, workload["chunk_rows"], result)
-    else:
-        num_tokens = _one_call(llm, prompts, params)
-    seconds = time.monotonic() - began
-    figures = {
-        "start_s": round(start_s, 1),
+    if current_platform.is_cpu():  # where nothing can be compiled; the job does the same
+        group["engine"]["enforce_eager"] = True
+    llm = LLM(**group["engine"])
+    start_s = round(time.monotonic() - started, 1)
+    measured: dict[str, dict[str, Any]] = {}
+    for run in group["runs"]:
+        result = pathlib.Path(run.pop("result"))
+        key = json.dumps(run, sort_keys=True)
+        if key not in measured:  # the ceiling of workloads that differ by their logprobs alone is one and the same
+            measured[key] = {"start_s": start_s, **measure(llm, run, result)}
+        result.write_text(json.dumps(measured[key]))
+        print(result.stem, result.parent.name, measured[key], flush=True)
+
+
+def measure(llm: LLM, run: dict[str, Any], result: pathlib.Path) -> dict[str, Any]:
+    """Seconds and tokens of one run."""
+    rows = pq.read_table(run["prompts"]).slice(0, run["num_rows"])
+    texts = rows["prompt"].to_pylist()
+    budgets = rows["max_tokens"].to_pylist() if run["has_budgets"] else [run["sampling"]["max_tokens"]] * len(texts)
+    params = [params_of(run["sampling"], run["kind"], budget) for budget in budgets]
+    prompts: list[Any] = texts
+    if run["kind"] in ("ceiling", "raw"):
+        ids = llm.get_tokenizer()(texts)["input_ids"]
+        prompts = [{"prompt_token_ids": each} for each in ids]
+    own = output_processor.LogprobsProcessor
+    output_processor.LogprobsProcessor = KeptOut if run["kind"] == "raw" else own
+    try:
+        llm.generate(prompts[:32], params[:32], use_tqdm=False)
+        gc.collect()
+        began = time.monotonic()
+        if run["kind"] == "chunks":
+            num_tokens = _chunks(llm, prompts, params, run["chunk_rows"], result)
+        else:
+            num_tokens = _count(llm.generate(prompts, params, use_tqdm=False))
+        seconds = time.monotonic() - began
+    finally:
+        output_processor.LogprobsProcessor = own
+    return {
+        "num_rows": len(prompts),
         "seconds": round(seconds, 2),
         "num_output_tokens": num_tokens,
         "output_tokens_per_s": round(num_tokens / seconds, 1),
-        "prompt_tokens_per_s": round(len(prompts) * workload["prompt_tokens"] / seconds, 1),
+        "prompt_tokens_per_s": round(len(prompts) * run["prompt_tokens"] / seconds, 1),
     }
-    result.write_text(json.dumps(figures))
 
 
-def _params(sampling: dict[str, Any], *, is_ceiling: bool) -> SamplingParams:
-    if not is_ceiling:
-        return SamplingParams(**sampling)
-    bare = {name: value for name, value in sampling.items() if name not in ("logprobs", "prompt_logprobs", "stop")}
-    return SamplingParams(**bare, detokenize=False)
+def params_of(sampling: dict[str, Any], kind: str, max_tokens: int) -> SamplingParams:
+    """A run's parameters for one row."""
+    given = {**sampling, "max_tokens": max_tokens}
+    if kind == "ceiling":
+        return SamplingParams(**{name: value for name, value in given.items() if name not in OUTPUTS}, detokenize=False)
+    return SamplingParams(**given, flat_logprobs=True, detokenize=False) if kind == "raw" else SamplingParams(**given)
 
 
-def _one_call(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+def _count(outputs: list[Any]) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def _chunks(llm: LLM, prompts: list[str], params: SamplingParams, size: int, result: pathlib.Path) -> int:
+def _chunks(llm: LLM, prompts: list[Any], params: list[SamplingParams], size: int, result: pathlib.Path) -> int:
     num_tokens = 0
     for start in range(0, len(prompts), size):
-        outputs = llm.generate(prompts[start : start + size], params, use_tqdm=False)
+        outputs = llm.generate(prompts[start : start + size], params[start : start + size], use_tqdm=False)
         rows = [
             {
                 "text": output.outputs[0].text,
                 "token_ids": list(output.outputs[0].token_ids),
-                "logprobs": [
-                    {str(token): entry.logprob for token, entry in position.items()}
-                    for position in output.outputs[0].logprobs or []
-                ],
+                "logprobs": json.dumps(_plain(output.outputs[0].logprobs)),
+                "prompt_logprobs": json.dumps(_plain(output.prompt_logprobs)),
             }
             for output in outputs
         ]
-        for row in rows:
-            row["logprobs"] = json.dumps(row["logprobs"])
         pq.write_table(pa.Table.from_pylist(rows), result.with_name(f"chunk-{start:07d}.parquet"))
-        num_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+        num_tokens += _count(outputs)
     return num_tokens
+
+
+def _plain(logprobs: Any) -> list[dict[str, float]]:
+    return [{str(token): entry.logprob for token, entry in (position or {}).items()} for position in logprobs or []]
 
 
 if __name__ == "__main__":

@@ -1,18 +1,26 @@
-"""Time a batchinf job and its rivals on one workload, in one run on one machine.
+"""Time batchinf jobs and their rivals, in one run on one machine.
 
-    python benchmarks/run.py top20 tp2 --out results --rivals ceiling,defaults,chunks
+    python benchmarks/run.py top20 --out results                                # the job and the workload's own rivals
+    python benchmarks/run.py score0 score5 --out results --limit-s 520          # rivals of both in one engine start
+    python benchmarks/run.py top20 small-top20 --estimate                       # minutes on an H200, nothing is run
+    python benchmarks/run.py lognormal --out results --replicas 1,2,4           # so many rows a replica
     python benchmarks/run.py top20 --shape tiny --rows 200 --out results        # anywhere, on a CPU
 
-Each runs in a process of its own, one after the other. The job's time counts from the first request admitted to the
-last part committed. Writes results.json and prints a table.
+First each job, in a process of its own; then the rivals, in one process for all workloads of the same model and engine
+arguments, the quickest kinds first; what has been measured stands in results.json at any time. A job's time counts
+from the first request admitted to the last part committed.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,65 +28,104 @@ from typing import Any
 
 import psutil
 from shapes import make_model, make_prompts
-from workloads import WORKLOADS, Workload
+from workloads import STARTS_S, WORKLOADS, Workload
 
 HERE = pathlib.Path(__file__).resolve().parent
+KINDS = ("ceiling", "raw", "defaults", "chunks")  # in the order in which they are run
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("workloads", nargs="+", choices=sorted(WORKLOADS))
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--rivals", default="ceiling,defaults,chunks")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
+    parser.add_argument("--rivals", help="names with commas between them, for all workloads; '' is none")
+    parser.add_argument("--no-jobs", action="store_true", help="measure rivals alone, beside jobs measured before")
     parser.add_argument("--shape")
     parser.add_argument("--rows", type=int)
     parser.add_argument("--dtype")
+    parser.add_argument("--replicas", help="numbers of replicas with commas between them")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="end everything after so many seconds")
+    parser.add_argument("--estimate", action="store_true", help="print how long it would take on an H200")
     args = parser.parse_args()
+    workloads = list(chosen(args))
+    if args.estimate:
+        print(estimate(workloads))
+        return
+    deadline = time.monotonic() + args.limit_s
     args.out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for name in args.workloads:
-        workload = WORKLOADS[name].sized(args.rows, args.shape)
-        if args.dtype:
-            workload = dataclasses.replace(workload, dtype=args.dtype)
-        results.append(measure(workload, args.out / name, [kind for kind in args.rivals.split(",") if kind]))
-        (args.out / "results.json").write_text(json.dumps(results, indent=1))
-        print(table(results), flush=True)
+    results = Results(args.out, [] if args.no_jobs else [w.name for w in workloads])
+    prepared = [(workload, *prepare(workload, args.out)) for workload in workloads]
+    for workload, model, prompts in prepared:
+        if not args.no_jobs:
+            results.add(workload, "batchinf", run_job(workload, args.out / workload.name, model, prompts, deadline))
+    for number, group in enumerate(grouped(prepared)):
+        run_rivals(group, args.out, number, deadline, results)
+    print(results.table(), flush=True)
 
 
-def measure(workload: Workload, folder: pathlib.Path, rivals: list[str]) -> dict[str, Any]:
-    """All figures of one workload."""
-    shutil.rmtree(folder, ignore_errors=True)
-    model = make_model(workload.shape, folder / "model")
-    prompts = make_prompts(folder / "prompts.parquet", workload.shape, workload.num_rows, workload.prompt_tokens)
-    found: dict[str, Any] = {"workload": dataclasses.asdict(workload)}
-    found["batchinf"] = run_job(workload, folder, model, prompts)
-    given = {
-        **dataclasses.asdict(workload),
-        "model": str(model),
-        "prompts": str(prompts),
-        "sampling": workload.sampling(),
-        "engine": workload.engine,
-    }
-    (folder / "workload.json").write_text(json.dumps(given))
-    for kind in rivals:
-        result = folder / f"{kind}.json"
-        command = [sys.executable, str(HERE / "rivals.py"), str(folder / "workload.json"), kind, str(result)]
-        with (folder / f"{kind}.log").open("wb") as log:
-            subprocess.run(command, stdout=log, stderr=log, check=False)
-        found[kind] = json.loads(result.read_text()) if result.exists() else None
-    return found
+def chosen(args: argparse.Namespace) -> "itertools.chain[Workload]":
+    """The workloads of a command line, in the sizes that it asks for."""
+
+    def each(name: str) -> list[Workload]:
+        numbers = [int(number) for number in args.replicas.split(",")] if args.replicas else [None]
+        found = [WORKLOADS[name].sized(args.rows, args.shape, number) for number in numbers]
+        changes: dict[str, Any] = {"dtype": args.dtype} if args.dtype else {}
+        if args.rivals is not None:
+            changes["rivals"] = tuple(kind for kind in args.rivals.split(",") if kind)
+        return [dataclasses.replace(workload, **changes) for workload in found]
+
+    return itertools.chain.from_iterable(each(name) for name in args.workloads)
 
 
-def run_job(workload: Workload, folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path) -> dict[str, Any]:
+def prepare(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """Model folder and prompts, which workloads of the same sizes share; the workload's own folder, empty."""
+    shutil.rmtree(out / workload.name, ignore_errors=True)
+    (out / workload.name).mkdir(parents=True)
+    model = make_model(workload.shape, out / "models" / workload.shape)
+    sizes = f"{workload.shape}-{workload.num_rows}-{workload.prompt_tokens}{'-budgets' * workload.log_normal}"
+    path = out / "prompts" / f"{sizes}.parquet"
+    if not path.exists():
+        make_prompts(path, workload.shape, workload.num_rows, workload.prompt_tokens, budgets=workload.budgets())
+    return model, path
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+def run_job(
+    workload: Workload, folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path, deadline: float
+) -> dict[str, Any]:
     """Run the workload as a batchinf job; figures from its own manifest."""
+    path, out = write_spec(workload, folder, model, prompts)
+    started = time.monotonic()
+    with (folder / "job.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "batchinf", "run", str(path)], stdout=log, stderr=log, start_new_session=True
+        )
+        cpu_s, peak = watch(process, deadline)
+    wall_s = time.monotonic() - started
+    figures = {"exit_code": process.returncode, "wall_s": round(wall_s, 1)}
+    if process.returncode != 0:
+        return {**figures, "log": (folder / "job.log").read_text()[-2000:]}
+    share = round(cpu_s / wall_s, 3)
+    return {**figures, **from_manifest(out), "coordinator_cpu_s": cpu_s, "coordinator_cores": share, "peak_bytes": peak}
+
+
+def write_spec(
+    workload: Workload, folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """The job's spec as a file, and its output folder."""
     out = folder / "job"
+    sampling = workload.sampling()
+    if workload.log_normal:
+        sampling["max_tokens"] = {"column": "max_tokens"}
     spec = {
         "model": {
             "name": str(model), "dtype": workload.dtype, "load_format": "dummy", "quantization": workload.quantization
         },
         "input": {"path": str(prompts), "prompt_column": "prompt", "id_column": "id"},
-        "sampling": workload.sampling(),
+        "sampling": sampling,
         "parallel": {
             "tensor_parallel_size": workload.tensor_parallel_size,
             "data_parallel_size": workload.data_parallel_size,
@@ -88,20 +135,15 @@ def run_job(workload: Workload, folder: pathlib.Path, model: pathlib.Path, promp
     }  # fmt: skip
     path = folder / "job.yaml"
     path.write_text(json.dumps(spec))
-    started = time.monotonic()
-    with (folder / "job.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "batchinf", "run", str(path)], stdout=log, stderr=log)
-        cpu_s, peak = watch(process)
-    figures = {"exit_code": process.returncode, "wall_s": round(time.monotonic() - started, 1)}
-    if process.returncode != 0:
-        return {**figures, "log": (folder / "job.log").read_text()[-2000:]}
-    return {**figures, **from_manifest(out), "coordinator_cpu_s": cpu_s, "peak_bytes": peak}
+    return path, out
 
 
-def watch(process: "subprocess.Popen[bytes]") -> tuple[float, dict[str, int]]:
+def watch(process: "subprocess.Popen[bytes]", deadline: float) -> tuple[float, dict[str, int]]:
     """Wait for a job; its coordinator's processor seconds, and peak resident memory by kind of process."""
     cpu_s, peak = 0.0, {"coordinator": 0, "replica": 0}
     while process.poll() is None:
+        if time.monotonic() > deadline:
+            end(process)  # its replicas end when they no longer hear from it
         try:
             root = psutil.Process(process.pid)
             times = root.cpu_times()
@@ -113,6 +155,13 @@ def watch(process: "subprocess.Popen[bytes]") -> tuple[float, dict[str, int]]:
             pass
         time.sleep(0.5)
     return round(cpu_s, 2), peak
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process and the rest of its session's group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def from_manifest(out: pathlib.Path) -> dict[str, Any]:
@@ -138,16 +187,141 @@ def from_manifest(out: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Output tokens a second, side by side."""
-    kinds = ["batchinf", "ceiling", "defaults", "chunks"]
-    lines = ["| workload | " + " | ".join(kinds) + " | batchinf / ceiling |", "|" + " --- |" * (len(kinds) + 2)]
-    for result in results:
-        figures = [(result.get(kind) or {}).get("output_tokens_per_s") for kind in kinds]
-        ratio = f"{figures[0] / figures[1]:.3f}" if figures[0] and figures[1] else "-"
-        cells = [f"{figure:,.0f}" if figure else "-" for figure in figures]
-        lines.append(f"| {result['workload']['name']} | " + " | ".join(cells) + f" | {ratio} |")
-    return "\n".join(lines)
+# -- the rivals --------------------------------------------------------------------------------------------------------
+
+Prepared = tuple[Workload, pathlib.Path, pathlib.Path]
+
+
+def grouped(prepared: list[Prepared]) -> list[list[Prepared]]:
+    """Workloads that one engine can run."""
+    groups: dict[str, list[Prepared]] = {}
+    for item in prepared:
+        if item[0].rivals:
+            groups.setdefault(json.dumps(engine_of([item]) | {"max_logprobs": 0}), []).append(item)
+    return list(groups.values())
+
+
+def engine_of(group: list[Prepared]) -> dict[str, Any]:
+    """What `LLM` is started with."""
+    workload, model, _ = group[0]
+    return {
+        "model": str(model),
+        "load_format": "dummy",
+        "dtype": workload.dtype,
+        "quantization": workload.quantization,
+        "tensor_parallel_size": workload.tensor_parallel_size,
+        "max_logprobs": max(20, *(k for item, *_ in group for k in (item.logprobs or 0, item.prompt_logprobs or 0))),
+        **workload.engine,
+    }
+
+
+def run_rivals(group: list[Prepared], out: pathlib.Path, number: int, deadline: float, results: "Results") -> None:
+    """All rivals of a group in one process, which writes each figure when it has it."""
+    wanted = [(workload, kind, path) for kind in KINDS for workload, _, path in group if kind in workload.rivals]
+    runs = [
+        {
+            "kind": kind,
+            "prompts": str(prompts),
+            "num_rows": workload.rows_of(kind),
+            "prompt_tokens": workload.prompt_tokens,
+            "has_budgets": workload.log_normal,
+            "sampling": workload.sampling() if kind != "ceiling" else {**workload.sampling(), **BARE},
+            "chunk_rows": workload.chunk_rows,
+            "result": str(out / workload.name / f"{kind}.json"),
+        }
+        for workload, kind, prompts in wanted
+    ]
+    path = out / f"rivals-{number}.json"
+    path.write_text(json.dumps({"engine": engine_of(group), "runs": runs}))
+    with path.with_suffix(".log").open("wb") as log:
+        command = [sys.executable, str(HERE / "rivals.py"), str(path)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        while process.poll() is None and time.monotonic() < deadline:
+            results.collect(wanted, out)
+            time.sleep(0.5)
+        end(process)
+    results.collect(wanted, out)
+
+
+# Two ceilings of workloads that differ by these alone are one run.
+BARE: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None, "stop": None}
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+class Results:
+    """Figures by workload and kind, in results.json at any time."""
+
+    def __init__(self, out: pathlib.Path, fresh: list[str]) -> None:
+        self._path = out / "results.json"
+        known = json.loads(self._path.read_text()) if self._path.exists() else []
+        self._found = {found["workload"]["name"]: found for found in known if found["workload"]["name"] not in fresh}
+
+    def add(self, workload: Workload, kind: str, figures: dict[str, Any]) -> None:
+        """Keep the figures of one run."""
+        found = self._found.setdefault(workload.name, {"workload": dataclasses.asdict(workload)})
+        found[kind] = figures
+        self._path.write_text(json.dumps(list(self._found.values()), indent=1))
+        print(workload.name, kind, figures, flush=True)
+
+    def collect(self, wanted: list[tuple[Workload, str, pathlib.Path]], out: pathlib.Path) -> None:
+        """Keep what the rivals have written since."""
+        for workload, kind, _ in wanted:
+            path = out / workload.name / f"{kind}.json"
+            with contextlib.suppress(OSError, json.JSONDecodeError):
+                figures = json.loads(path.read_text())
+                if self._found.get(workload.name, {}).get(kind) != figures:
+                    self.add(workload, kind, figures)
+
+    def table(self) -> str:
+        """Tokens a second side by side, and the job's figure over each of the others."""
+        names = ["batchinf", *KINDS]
+        lines = [
+            f"| workload | {' | '.join(names)} | {' | '.join(f'/ {kind}' for kind in KINDS)} | coordinator, cores |",
+            "|" + " --- |" * (len(names) + len(KINDS) + 2),
+        ]
+        for found in self._found.values():
+            name = "prompt_tokens_per_s" if found["workload"]["max_tokens"] == 1 else "output_tokens_per_s"
+            figures = [(found.get(kind) or {}).get(name) for kind in names]
+            cells = [f"{figure:,.0f}" if figure else "-" for figure in figures]
+            cells += [f"{figures[0] / figure:.3f}" if figures[0] and figure else "-" for figure in figures[1:]]
+            cores = (found.get("batchinf") or {}).get("coordinator_cores", "-")
+            lines.append(f"| {found['workload']['name']} | {' | '.join(cells)} | {cores} |")
+        return "\n".join(lines)
+
+
+def estimate(workloads: list[Workload]) -> str:
+    """Minutes of each step on an H200, from the speeds seen there."""
+    lines, total, started = [], 0.0, set()
+    engines: dict[str, list[Workload]] = {}
+
+    def add(what: str, seconds: float) -> None:
+        nonlocal total
+        total += seconds
+        lines.append(f"{what:40}{seconds / 60:6.1f}")
+
+    for workload in workloads:
+        seconds = STARTS_S["warm" if workload.shape in started else "cold"]
+        started.add(workload.shape)
+        if speed := workload.h200.get("batchinf"):
+            add(f"{workload.name} batchinf", seconds + workload.num_tokens("batchinf") / speed)
+        if workload.rivals:
+            engines.setdefault(json.dumps([workload.shape, workload.quantization, workload.engine]), []).append(
+                workload
+            )
+    for group in engines.values():
+        add(f"an engine for {', '.join(workload.name for workload in group)}", STARTS_S["warm"])
+        ceilings = set()
+        for workload in group:
+            for kind in workload.rivals:
+                sizes = (workload.num_rows, workload.prompt_tokens, workload.max_tokens, workload.log_normal)
+                if kind == "ceiling" and sizes in ceilings:
+                    continue
+                ceilings |= {sizes} if kind == "ceiling" else set()
+                if speed := workload.h200.get(kind):
+                    add(f"{workload.name} {kind}", workload.num_tokens(kind) / speed + 3)
+    return "\n".join([*lines, f"{'minutes in all':40}{total / 60:6.1f}"])
 
 
 if __name__ == "__main__":

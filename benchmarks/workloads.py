@@ -2,20 +2,25 @@
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+STARTS_S = {"cold": 75.0, "warm": 45.0}  # an engine of the 8B shape on an H200, without and with its compile cache
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Rows of `prompt_tokens` tokens in and `max_tokens` out (the end-of-sequence token is ignored).
 
-    engine: vLLM's EngineArgs, for the job and its rivals alike. chunk_rows: what rival (c) gives to one call.
+    slow_rows: rows for the rivals `defaults` and `chunks`, which are several times slower. rivals: those that the
+    workload is held against. h200: tokens a second seen or expected on one H200, for planning alone: of output, of the
+    prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call.
     """
 
     name: str
     shape: str = "llama-3.1-8b"
     num_rows: int = 8192
+    slow_rows: int = 2048
     prompt_tokens: int = 256
     max_tokens: int = 128
     logprobs: int | None = None
@@ -24,22 +29,31 @@ class Workload:
     log_normal: bool = False
     dtype: str = "bfloat16"
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     max_model_len: int = 2048
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 16384
     chunk_rows: int = 1024
+    rivals: tuple[str, ...] = ("ceiling",)
+    h200: dict[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> dict[str, Any]:
-        """Engine arguments as BASELINES of vLLM users have them: offline limits, no prefix cache."""
-        return {
+        """EngineArgs for the job and its rivals alike: offline limits, no prefix cache."""
+        arguments: dict[str, Any] = {
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "enable_prefix_caching": False,
         }
+        return arguments if self.kv_cache_dtype is None else {**arguments, "kv_cache_dtype": self.kv_cache_dtype}
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether prompt tokens are what counts."""
+        return self.max_tokens == 1
 
     def sampling(self) -> dict[str, Any]:
         """Sampling fields of a spec, which are SamplingParams' too."""
@@ -52,23 +66,82 @@ class Workload:
             fields["stop"] = [self.stop]
         return fields
 
-    def sized(self, num_rows: int | None, shape: str | None) -> "Workload":
-        """The same with other sizes."""
-        return replace(self, num_rows=num_rows or self.num_rows, shape=shape or self.shape)
+    def budgets(self) -> list[int] | None:
+        """Output tokens of each row where they differ; a rival that runs fewer rows takes the first."""
+        return log_normal_lengths(self.num_rows, most=self.max_tokens) if self.log_normal else None
 
+    def rows_of(self, kind: str) -> int:
+        """Rows that a rival runs."""
+        return min(self.num_rows, self.slow_rows) if kind in ("defaults", "chunks") else self.num_rows
+
+    def num_tokens(self, kind: str) -> int:
+        """Tokens that count, of the job or a rival."""
+        num_rows = self.rows_of(kind)
+        if self.is_scoring:
+            return num_rows * self.prompt_tokens
+        budgets = self.budgets()
+        return sum(budgets[:num_rows]) if budgets else num_rows * self.max_tokens
+
+    def sized(self, num_rows: int | None, shape: str | None, replicas: int | None = None) -> "Workload":
+        """The same with other sizes. replicas: so many, with as many rows each."""
+        sized = replace(self, num_rows=num_rows or self.num_rows, shape=shape or self.shape)
+        if num_rows:
+            sized = replace(sized, slow_rows=min(num_rows, self.slow_rows))
+        if replicas:
+            rows = sized.num_rows // sized.data_parallel_size * replicas
+            rivals = self.rivals if replicas == 1 else ()  # one engine is measured in the run of one replica
+            name = f"{self.name}-dp{replicas}"
+            sized = replace(sized, name=name, data_parallel_size=replicas, num_rows=rows, rivals=rivals)
+        return sized
+
+
+_TOP5 = {"batchinf": 11897, "ceiling": 12039, "defaults": 6626, "chunks": 6000}
+_TOP20 = {"batchinf": 11668, "ceiling": 11802, "defaults": 3286, "chunks": 3000}
+_SMALL = {"batchinf": 45203, "ceiling": 59143}
+_SCORE = {"batchinf": 38300, "ceiling": 42660, "raw": 38800, "defaults": 16357}
+_LOG_NORMAL = {"batchinf": 12500, "ceiling": 12650, "chunks": 6500}
+_FP8 = {"batchinf": 24000, "ceiling": 24388}
+_SEVENTY: dict[str, Any] = {
+    "shape": "llama-3.3-70b", "prompt_tokens": 128, "quantization": "fp8", "tensor_parallel_size": 2, "logprobs": 5,
+}  # fmt: skip
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("plain"),
-        Workload("top5", logprobs=5),
-        Workload("top20", logprobs=20),
-        Workload("stop", logprobs=5, stop="\u2603 never \u2603"),
-        Workload("small-top20", shape="llama-3.2-1b", num_rows=32768, prompt_tokens=128, logprobs=20),
-        Workload("tp2", logprobs=5, tensor_parallel_size=2),
-        Workload("dp2", logprobs=5, data_parallel_size=2, num_rows=16384),
+        Workload("plain", h200=_TOP5),
+        Workload("top5", logprobs=5, slow_rows=4096, h200=_TOP5),
+        Workload("top20", logprobs=20, rivals=("ceiling", "defaults", "chunks"), h200=_TOP20),
+        Workload("stop", logprobs=5, stop="\u2603 never \u2603", h200=_TOP5),
+        Workload("small-plain", shape="llama-3.2-1b", num_rows=32768, prompt_tokens=128, h200=_SMALL),
+        Workload("small-top20", shape="llama-3.2-1b", num_rows=32768, prompt_tokens=128, logprobs=20, h200=_SMALL),
+        Workload(
+            "score0", num_rows=2560, slow_rows=2560, prompt_tokens=1024, max_tokens=1, prompt_logprobs=0,
+            rivals=("raw",), h200=_SCORE,
+        ),
+        Workload(
+            "score5", num_rows=2560, slow_rows=1024, prompt_tokens=1024, max_tokens=1, prompt_logprobs=5,
+            rivals=("raw", "defaults"), h200=_SCORE,
+        ),
+        # The lengths are a column of the input: a job takes them as `max_tokens: {column: max_tokens}`.
+        Workload(
+            "lognormal", num_rows=6000, slow_rows=6000, prompt_tokens=128, max_tokens=1500, logprobs=5,
+            log_normal=True, rivals=("ceiling", "chunks"), h200=_LOG_NORMAL,
+        ),
+        Workload(
+            "fp8", num_rows=16384, prompt_tokens=128, quantization="fp8", kv_cache_dtype="fp8", max_num_seqs=2048,
+            h200=_FP8,
+        ),
+        Workload(
+            "fp8-top5", num_rows=16384, prompt_tokens=128, quantization="fp8", kv_cache_dtype="fp8", max_num_seqs=2048,
+            logprobs=5, h200=_FP8,
+        ),
+        Workload("tp2", logprobs=5, tensor_parallel_size=2, h200={"batchinf": 19315, "ceiling": 19862}),
+        Workload("dp2", logprobs=5, data_parallel_size=2, num_rows=16384, rivals=(), h200={"batchinf": 23476}),
+        # Speeds of this shape are guesses: nothing of it has been measured yet.
+        Workload("seventy-one", num_rows=3072, rivals=(), h200={"batchinf": 5000}, **_SEVENTY),
+        Workload("seventy", num_rows=6144, data_parallel_size=2, rivals=(), h200={"batchinf": 10000}, **_SEVENTY),
     )
-}
+}  # fmt: skip
 
 
 def log_normal_lengths(num_rows: int, mean: float = 179.0, most: int = 1500, seed: int = 0) -> list[int]:

@@ -1,0 +1,106 @@
+"""What logprobs cost between vLLM's engine core and its front end in a step, and what holding them back costs instead.
+
+    python benchmarks/wire.py --requests 1024 --logprobs 20
+
+Processor milliseconds a step, of vLLM's own wire format on arrays as its runner makes them. Needs no device.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from batchinf.vllm_engine import Rows
+from batchinf.vllm_scheduler import HoldingMixin
+
+_REPEAT = 100
+_FINISHED_TOKENS = 128
+
+
+class _Requests:
+    """As much of vLLM's scheduler as is asked for here."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+
+    def add_request(self, request: Any) -> None:
+        """Nothing is scheduled."""
+
+
+class _Holding(HoldingMixin, _Requests):
+    """Our part of the scheduler alone."""
+
+
+class _Request:
+    def __init__(self, name: str, k: int) -> None:
+        self.request_id = name
+        kind = RequestOutputKind.FINAL_ONLY
+        self.sampling_params = SamplingParams(logprobs=k, detokenize=False, output_kind=kind)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--logprobs", type=int, default=20)
+    args = parser.parse_args()
+    num, k = args.requests, args.logprobs
+    names = [f"{row}-0-0123abcd" for row in range(num)]
+    shape = (max(num, _FINISHED_TOKENS), k + 1)
+    step = LogprobsLists(np.ones(shape, np.int64), np.ones(shape, np.float32), np.ones(shape[0], np.int64))
+    bare = [EngineCoreOutput(name, [5]) for name in names]
+    full = [EngineCoreOutput(name, [5], step.slice_request(row, 1)) for row, name in enumerate(names)]
+    num_finished = max(1, num // _FINISHED_TOKENS)
+    whole = [
+        EngineCoreOutput(name, [5] * _FINISHED_TOKENS, step.slice_request(0, _FINISHED_TOKENS))
+        for name in names[:num_finished]
+    ]
+    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+    lines = ["| of a step | core | front end |", "| --- | ---: | ---: |"]
+    for title, outputs in (
+        ("a token of each request, no logprobs", bare),
+        (f"a token of each request, top {k}", full),
+        (f"{num_finished} whole outputs of {_FINISHED_TOKENS} tokens, top {k}", whole),
+    ):
+        message = EngineCoreOutputs(outputs=outputs)
+        frames = [bytes(frame) for frame in encoder.encode(message)]
+        packing, unpacking = (
+            cpu_ms(lambda m=message: encoder.encode(m)), cpu_ms(lambda f=frames: decoder.decode(f))
+        )  # fmt: skip
+        lines.append(f"| {title}: packing and unpacking | {packing:.2f} | {unpacking:.2f} |")
+    lines.append(
+        f"| slicing each request's rows | {cpu_ms(lambda: [step.slice_request(i, 1) for i in range(num)]):.2f} | |"
+    )
+    rows = [Rows(k) for _ in names]
+
+    def keep() -> None:
+        for kept, output in zip(rows, full, strict=True):
+            kept.extend(*output.new_logprobs[:3])
+
+    lines.append(f"| keeping them token by token | | {cpu_ms(keep):.2f} |")
+    holding = _Holding()
+    for name in names:
+        holding.add_request(_Request(name, k))
+    index = {name: row for row, name in enumerate(names)}
+    lines.append(f"| holding them back in the scheduler | {cpu_ms(lambda: holding._hold(bare, index, step)):.2f} | |")
+    print("\n".join(lines))
+
+
+def cpu_ms(work: Callable[[], Any]) -> float:
+    """Processor milliseconds of one call, the mean of many."""
+    work()
+    began = time.process_time()
+    for _ in range(_REPEAT):
+        work()
+    return (time.process_time() - began) / _REPEAT * 1e3
+
+
+if __name__ == "__main__":
+    main()
