@@ -16,6 +16,7 @@ MESSAGES = (
     records.Launch(1, "000001.0001", "out", "{}", "model", "tokenizer", None, {"batchinf.job_id": "ab"}, (0, 2)),
     records.Assign((records.Shard(0, 0, 10), records.Shard(1, 10, 2**40)), 2),
     records.Revoke((1, 4)),
+    records.Trial((records.Shard(1, 0, 9),), ((1, 2), (3,)), True, 2),
     records.Stop(2.5),
     records.Phase("loading …"),
     records.Ready(records.EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
@@ -23,6 +24,7 @@ MESSAGES = (
     records.ShardBegun(4, 17),
     records.ShardClosed(PART),
     records.Revoked(()),
+    records.Tried((1, 2)),
     records.Failed("OSError", "no space left", 2),
     records.Stopped(),
 )

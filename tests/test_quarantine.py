@@ -232,6 +232,7 @@ def test_a_row_that_kills_real_vllm(tmp_path: pathlib.Path) -> None:
         "sampling": {"temperature": 0.8, "max_tokens": 8, "logprobs": None},
         "output": {"keep_columns": [], "rows_per_shard": 6},
         "parallel": {"data_parallel_size": 1},
+        "max_error_rate": 0.1,
         "scripted": None,
     }
     found = []
