@@ -19,16 +19,25 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed."""
+    """Rows `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed.
+
+    num_chosen: how many of its rows are to be run, where that is not all of them.
+    """
 
     index: int
     start: int
     stop: int
+    num_chosen: int | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows in the shard."""
         return self.stop - self.start
+
+    @property
+    def num_to_run(self) -> int:
+        """Rows that are to be run."""
+        return self.num_rows if self.num_chosen is None else self.num_chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +148,8 @@ class Part:
 
     file: its name in `staging/` or, once published, what it will be in `parts/`.
     digest: xxh3-128 of its bytes.
+    retry: the last retry that it has been through; 0 for none. num_kept, num_kept_errors: rows, and errors among them,
+    that it has from the part in whose place it comes.
     """
 
     shard: int
@@ -149,6 +160,9 @@ class Part:
     num_prompt_tokens: int
     num_output_tokens: int
     digest: str
+    retry: int = 0
+    num_kept: int = 0
+    num_kept_errors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +270,18 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Stopped:
     """From a replica: it has journalled what it had and ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """The processes of one incarnation of a replica, as its `replica_started` event says."""
+
+    replica: int
+    incarnation: str
+    host: str
+    boot_id: str
+    pgid: int
+    pid_start_time: int
 
 
 Command = Assign | Revoke | Stop
