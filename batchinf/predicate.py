@@ -46,25 +46,36 @@ class Predicate:
         mentioned = {part.lower() for node in nodes for part in node.get("column_names", ())}
         reads_all = any(node.get("class") == "STAR" for node in nodes)
         self.columns = [name for name in schema.names if reads_all or name == _KEY or name.lower() in mentioned]
-        self.matches(schema.empty_table().select(self.columns))
+        self._check_type()
 
     def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
         """`row_index` of the rows for which it holds, of a table that has `columns`; null counts as no."""
+        query = f"SELECT {_KEY} FROM {_TABLE} WHERE ({self._expression}\n)"
+        rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[_KEY], np.int64)
+        return rows
+
+    def _check_type(self) -> None:
+        # What is no truth value, DuckDB makes one, and stumbles only over a row where it cannot.
+        query = f"DESCRIBE SELECT ({self._expression}\n) FROM {_TABLE} WHERE ({self._expression}\n)"
+        types = {str(type) for type in self._ask(query, self._schema.empty_table().select(self.columns))["column_type"]}
+        if not types <= {"BOOLEAN", '"NULL"'}:
+            raise self._wrong(f"it must be true or false, but is {' and '.join(sorted(types))}")
+
+    def _ask(self, query: str, table: pa.Table) -> Any:
         import duckdb
 
         try:
             self._connection.register(_TABLE, _readable(table))
-            query = f"SELECT {_KEY} FROM {_TABLE} WHERE ({self._expression}\n)"
-            found = self._connection.execute(query).fetchnumpy()[_KEY]
+            return self._connection.execute(query).fetchnumpy()
         except duckdb.Error as error:
             raise self._wrong(str(error)) from None
         finally:
             self._connection.unregister(_TABLE)
-        rows: npt.NDArray[np.int64] = np.asarray(found, np.int64)
-        return rows
 
     def _parse(self) -> list[dict[str, Any]]:
         """All nodes of the expression's tree. Raises PredicateError if it is more than an expression about one row."""
+        if not self._expression.strip():
+            raise self._wrong("it is empty")
         tree, bare = self._tree(self._expression), self._tree("true")
         if tree.get("error"):
             raise self._wrong(tree.get("error_message", "it cannot be parsed"))
