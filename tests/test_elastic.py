@@ -36,8 +36,7 @@ def as_parquet(path: pathlib.Path) -> pathlib.Path:
     return path.with_suffix(".parquet")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("write_input", [as_jsonl, as_parquet])
+@pytest.mark.parametrize(("write_input", "number"), [(as_jsonl, signal.SIGTERM), (as_parquet, signal.SIGKILL)])
 def test_more_replicas_other_limits_other_places(
     write_input: Callable[[pathlib.Path], pathlib.Path], number: signal.Signals, tmp_path: pathlib.Path
 ) -> None:

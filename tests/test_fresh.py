@@ -1,26 +1,39 @@
 """`--fresh`: the old folder is moved aside whole, whoever dies meanwhile, and never from under a job at work."""
 
 import pathlib
+import shutil
 
 import pytest
 
 import jobs
 
 
-@pytest.fixture
-def spec(tmp_path: pathlib.Path) -> pathlib.Path:
-    prompts = tmp_path / "prompts.jsonl"
+def spec_in(folder: pathlib.Path) -> pathlib.Path:
+    prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once"}\n' * 20)
-    path = jobs.spec_of(
-        tmp_path,
+    return jobs.spec_of(
+        folder,
         input={"path": str(prompts), "id_column": None},
         output={"keep_columns": []},
         parallel={"data_parallel_size": 1},
         scripted={"step_s": 0.0},
     )
-    jobs.finish(path, "--fresh")  # nothing is there yet
-    assert not (tmp_path / "out.1").exists()
-    return path
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A finished job's folder."""
+    folder = tmp_path_factory.mktemp("done")
+    jobs.finish(spec_in(folder), "--fresh")  # nothing is there yet
+    assert not (folder / "out.1").exists()
+    return folder / "out"
+
+
+@pytest.fixture
+def spec(done: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A spec whose job is done."""
+    shutil.copytree(done, tmp_path / "out")
+    return spec_in(tmp_path)
 
 
 def test_the_old_folder_is_moved_aside_whole(spec: pathlib.Path, tmp_path: pathlib.Path) -> None:

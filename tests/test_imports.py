@@ -20,9 +20,10 @@ MAX_LINES = 400
 ORDER = """
     errors faults storage spec records retry_log part_names part_line predicate model_files hub model
     input_files source_cache column_types reader arrow_file csv_file line_file parquet_file hf_dataset first_pass source
-    prompt detokenizer tasks.* placement shards selection engine vllm_engine journal parts replace byte_queue feeder writer worker
-    commit_log lock manifest spec_file status channel job replica backends.* fleet progress coordinator recovery retry epoch
-    fresh look validation cli __main__
+    prompt detokenizer tasks.* placement shards selection engine vllm_engine journal parts replace
+    byte_queue feeder writer worker
+    commit_log lock manifest spec_file status channel job replica backends.* fleet progress coordinator
+    recovery retry epoch fresh look validation cli __main__
 """.split()
 VLLM_ADAPTER = "vllm_engine"
 

@@ -108,6 +108,8 @@ def test_errors_are_retried_once_their_cause_is_gone(
         if shard in shards:
             said = json.loads(stored[b"batchinf.retry.1"])
             assert said == {"predicate": "errors", "set": {"sampling.min_tokens": 0}, "num_rows": retry.num_rows}
+    said = jobs.run("status", out).stdout
+    assert f"retry 1 (errors, sampling.min_tokens 0): {len(shards)} of {len(shards)} parts replaced" in said
     assert not list((out / "staging").iterdir())
     assert not list((out / "journal").iterdir())
 
@@ -225,8 +227,9 @@ def test_stopped_and_a_replica_killed(
     spec, out, once = copy_of(first[0], tmp_path), tmp_path / "out", tmp_path / "once"
     once.mkdir()
     process = jobs.start(
-        "run", spec, *ERRORS, *SLOW, "--set", "checkpoint_interval_s=0.05", "--set", "drain_timeout_s=0"
-    )
+        "run", spec, *ERRORS, *SLOW, "--set", "scripted.step_s=0.05", "--set", "checkpoint_interval_s=0.05",
+        "--set", "drain_timeout_s=0",
+    )  # fmt: skip
     jobs.wait_until(lambda: list((out / "journal").iterdir()) or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     code, _, errors = jobs.end(process)
