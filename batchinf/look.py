@@ -38,10 +38,10 @@ def status_lines(out: str) -> list[str]:
         f"{state.num_errors:,} errors, {state.num_bytes / 2**20:,.1f} MiB, "
         f"{count(state.num_prompt_tokens)} prompt and {count(state.num_output_tokens)} output tokens",
     ]
-    lines.extend(
-        f"{retry}: {sum(part.retry >= number for part in state.parts.values()):,} of {retry.num_shards:,} parts replaced"
-        for number, retry in list(state.retries.items())[-1:]
-    )
+    if state.retries:
+        retry = state.retries[max(state.retries)]
+        num_replaced = sum(part.retry == retry.number for part in state.parts.values())
+        lines.append(f"{retry}: {num_replaced:,} of {retry.num_shards:,} parts replaced")
     if snapshot is not None and not state.is_done and _live_holder(folder) is not None:
         lines.append(f"{duration(time.time() - snapshot.updated_at)} ago: {describe(snapshot)}")
         lines.extend(

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from batchinf.manifest import (
     read_state,
 )
 from batchinf.records import Part
+from batchinf.retry_log import Retry
 from batchinf.shards import Extent, next_extent, total_shards
 from batchinf.storage import Folder
 
