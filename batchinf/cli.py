@@ -28,13 +28,35 @@ Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder."
 
 
 @app.command()
-def run(spec: SpecPath, set_: Overrides = None) -> None:
+def run(
+    spec: SpecPath,
+    set_: Overrides = None,
+    retry: Annotated[
+        str | None,
+        typer.Option(
+            "--retry",
+            metavar="WHICH",
+            help="Run these rows of a job again and replace them: `errors`, or an expression in SQL over the output's "
+            "columns, such as \"finish_reason = 'length'\". Here --set may change sampling.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move the job's output folder aside, if there is one, and begin anew.")
+    ] = False,
+) -> None:
     """Run a job, or go on with one that was interrupted."""
+    if fresh and retry is not None:
+        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
     try:
         from batchinf.epoch import run_job
         from batchinf.progress import ProgressDisplay
 
-        summary = run_job(_read(spec, set_), ProgressDisplay())
+        file, display = _read(spec, set_), ProgressDisplay()
+        if fresh:
+            from batchinf.fresh import move_aside
+
+            move_aside(file.spec.output.path, display)
+        summary = run_job(file, display, retry)
     except KeyboardInterrupt:
         raise Interrupted("stopped on SIGINT") from None
     for line in summary.lines():

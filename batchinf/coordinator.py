@@ -121,8 +121,8 @@ class Coordinator:
             match event:
                 case ShardClosed(part) if part.shard in member.shards and member.replica is not None:
                     member.shards.pop(part.shard)
-                    member.closed_rows += part.num_rows
-                    member.closed_errors += part.num_errors
+                    member.closed_rows += part.num_rows - part.num_kept
+                    member.closed_errors += part.num_errors - part.num_kept_errors
                     member.begun.discard(part.shard)
                     parts.append((member.slot.replica, member.replica.launch.incarnation, part))
                 case Revoked(shards):
@@ -156,6 +156,7 @@ class Coordinator:
         """Publish and commit parts, each with the replica and the incarnation that it is from."""
         folder = self._job.folder
         self._lock.check()
+        self._announce([part for _, _, part in parts if part.retry])
         for replica, incarnation, part in parts:
             faults.point("coordinator.before_publish")
             folder.publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}")
@@ -168,6 +169,15 @@ class Coordinator:
         self._manifest.commit()
         for _, _, part in parts:
             drop(folder, part.shard)
+
+    def _announce(self, parts: Sequence[Part]) -> None:
+        """Say which parts are about to come in the place of committed ones, so that a crash leaves no doubt."""
+        for part in parts:
+            self._manifest.replacing(part)
+        if parts:
+            faults.point("coordinator.before_replacing")
+            self._manifest.commit()
+            faults.point("coordinator.after_replacing")
 
     def _assign(self) -> None:
         self._trials.give(self._next_attempt)
@@ -353,7 +363,7 @@ def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
 
 
 class Committed:
-    """Totals of what the manifest names."""
+    """Totals of what has been run and committed."""
 
     def __init__(self, num_shards: int, num_rows: int, num_errors: int) -> None:
         self.num_shards = num_shards
@@ -363,5 +373,5 @@ class Committed:
     def add(self, part: Part) -> None:
         """Count a part that has been committed."""
         self.num_shards += 1
-        self.num_rows += part.num_rows
-        self.num_errors += part.num_errors
+        self.num_rows += part.num_rows - part.num_kept
+        self.num_errors += part.num_errors - part.num_kept_errors

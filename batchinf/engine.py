@@ -97,6 +97,9 @@ class ScriptedEngine:
         """See `Engine.add`."""
         if len(request.prompt_token_ids) >= self._script.max_model_len:
             raise RequestRefused(RowError("prompt_too_long", f"got {len(request.prompt_token_ids)} tokens"))
+        if request.sampling.min_tokens > request.max_tokens:
+            message = f"min_tokens is {request.sampling.min_tokens}, but only {request.max_tokens} tokens fit"
+            raise RequestRefused(RowError("invalid_sampling", message))
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:

@@ -21,6 +21,9 @@ from batchinf.progress import ProgressDisplay
 from batchinf.proof import changed_parts
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
+from batchinf.replace import retry_metadata
+from batchinf.retry import Phase, Request, begin, next_phase, take_request
+from batchinf.retry_log import Retry
 from batchinf.shards import Pending, total_shards
 from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
@@ -60,14 +63,16 @@ class Summary:
         ]
 
 
-def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
-    """Run a job, or what is left of it.
+def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) -> Summary:
+    """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
 
     Raises UserError, Interrupted, or ErrorRateExceeded once all is done but too much of it errors.
     """
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
-    if state is not None and state.is_done and not changed_parts(folder, state):
+    if state is None and retry is not None:
+        raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
+    if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
         check_drift(open_job(file), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS)
@@ -81,7 +86,7 @@ def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
     # Before and after the coordinator, which drains, a signal ends all at once.
     with on_stop_signals(interrupt):
         try:
-            _hold_and_run(file, folder, state, display)
+            _hold_and_run(file, folder, state, display, retry)
         except KeyboardInterrupt:
             raise Interrupted(f"stopped on {signal.Signals(signals[0]).name}") from None
     done = read_state(folder)
@@ -89,23 +94,34 @@ def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
     return _finished(file, done, was_done=False)
 
 
-def _hold_and_run(file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay) -> None:
+def _hold_and_run(
+    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None
+) -> None:
     lock = JobLock(folder)
     epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
     try:
-        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display)
+        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry)
     finally:
         lock.release()
         display.close()
 
 
 def _run_epoch(
-    file: SpecFile, folder: Folder, state: State | None, lock: JobLock, epoch: int, display: ProgressDisplay
+    file: SpecFile,
+    folder: Folder,
+    state: State | None,
+    lock: JobLock,
+    epoch: int,
+    display: ProgressDisplay,
+    retry: str | None,
 ) -> None:
     display.say("opening model and input")
-    job = open_job(file)
+    job, request = open_job(file), None
     if state is not None:
-        check_drift(job, state.header)
+        if retry is None:
+            check_drift(job, state.header)
+        else:
+            job, request = take_request(job, state, retry)
         end_process_groups(state)
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
@@ -124,12 +140,8 @@ def _run_epoch(
         display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
     _say_what(job, state, slots, display)
     if not state.committed.all():
-        try:
-            _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
-        except HopelessJob as error:
-            state = read_state(folder)
-            assert state is not None
-            raise HopelessJob("\n".join([str(error), *failures.report(job, state)])) from None
+        _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
+    _run_retries(job, manifest, lock, slots, epoch, display, settings, request)
     manifest.done()
     manifest.commit()
     manifest.close()
@@ -174,31 +186,72 @@ def _run_rest(
     epoch: int,
     display: ProgressDisplay,
     settings: EngineSettings,
+    phase: Phase | None = None,
 ) -> None:
+    """Run what is not committed, or what is left of a retry."""
     warm = compile_marker(job)
     fleet = Fleet(
         slots,
         job.spec.sampling.n,
-        launcher(job, state.header, settings),
+        launcher(job, state.header, settings, None if phase is None else phase.retry),
         epoch,
         job.folder.path("logs"),
         job.spec.max_restarts,
         job.spec.stall_timeout_s,
         is_cache_warm=not slots[0].devices or warm.exists(),
         settings=settings,
+        retry=0 if phase is None else phase.retry.number,
     )
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
     num_rows = job.source.num_rows * job.spec.sampling.n
-    pending = Pending(state.extents, state.committed)
-    trials = Trials(state.extents, state, fleet, manifest)
+    is_done = state.committed
+    pending = Pending(state.extents, is_done)
+    if phase is not None:
+        num_rows = int(phase.num_chosen.sum()) * job.spec.sampling.n
+        is_done = phase.num_chosen == 0
+        committed = Committed(int(is_done.sum()), 0, 0)
+        pending = Pending(state.extents, is_done, phase.num_chosen)
+    trials = Trials(state.extents, state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
     said = [event.fields["versions"] for event in state.events if event.name == "ready"]
     versions = said[-1] if said else {}
-    Coordinator(job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions, trials).run()
+    try:
+        Coordinator(
+            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions, trials
+        ).run()
+    except HopelessJob as error:
+        found = read_state(job.folder)
+        assert found is not None
+        raise HopelessJob("\n".join([str(error), *failures.report(job, found)])) from None
     if slots[0].devices:
         warm.parent.mkdir(parents=True, exist_ok=True)
         warm.touch()
+
+
+def _run_retries(
+    job: Job,
+    manifest: Manifest,
+    lock: JobLock,
+    slots: list[Slot],
+    epoch: int,
+    display: ProgressDisplay,
+    settings: EngineSettings,
+    request: Request | None,
+) -> None:
+    """Begin the retry that is asked for, unless it is under way, and finish all that have begun."""
+    state = read_state(job.folder)
+    assert state is not None
+    if request is not None and not request.is_under_way:
+        display.say(f"looking for rows where {request.predicate.text}")
+        if begin(job, state, manifest, request) is None:
+            display.say(f"no row matches {request.predicate.text}: nothing is run again")
+    while (phase := next_phase(job, state, manifest)) is not None:
+        num_rows, num_shards = int(phase.num_chosen.sum()), int((phase.num_chosen > 0).sum())
+        display.say(f"{phase.retry}: {num_rows:,} rows in {num_shards:,} shards run again")
+        _run_rest(phase.job, state, manifest, lock, slots, epoch, display, settings, phase)
+        state = read_state(job.folder)
+        assert state is not None
 
 
 def compile_marker(job: Job) -> pathlib.Path:
@@ -216,13 +269,16 @@ def compile_marker(job: Job) -> pathlib.Path:
     return pathlib.Path(root, "batchinf", shape)
 
 
-def launcher(job: Job, header: Header, settings: EngineSettings) -> Callable[[Slot, str], Launch]:
+def launcher(
+    job: Job, header: Header, settings: EngineSettings, retry: Retry | None = None
+) -> Callable[[Slot, str], Launch]:
     """What each new incarnation of a replica is told."""
     metadata = {
         "batchinf.job_id": header.job_id,
         "batchinf.fingerprint": header.fingerprint,
         "batchinf.model": job.model.name,
         "batchinf.model_commit": job.model.commit or job.model.fingerprint,
+        **({} if retry is None else retry_metadata(retry)),
     }
 
     def launch(slot: Slot, incarnation: str) -> Launch:

@@ -31,6 +31,7 @@ from batchinf.records import (
     Trial,
 )
 from batchinf.replica_log import last_error, log_errors, points_elsewhere, told_cause
+from batchinf.retry_log import incarnation_name
 from batchinf.status import ReplicaStatus
 from batchinf.worker import window
 
@@ -84,7 +85,7 @@ class Member:
     def outstanding_rows(self) -> int:
         """Rows assigned and not finished, as far as it has said."""
         finished = max(0, self.progress.num_rows - self.closed_rows)
-        held = sum(shard.num_rows for index, shard in self.shards.items() if index not in self.revoking)
+        held = sum(shard.num_to_run for index, shard in self.shards.items() if index not in self.revoking)
         return max(0, held - finished // self.requests_per_row)
 
     @property
@@ -152,11 +153,16 @@ class Fleet:
         stall_timeout_s: float,
         is_cache_warm: bool,
         settings: EngineSettings | None = None,
+        retry: int = 0,
     ) -> None:
-        """settings: what `launch` takes its engine arguments from; they are lowered where memory runs out."""
+        """settings: what `launch` takes its engine arguments from; they are lowered where memory runs out.
+
+        retry: that the incarnations work for; 0 for none.
+        """
         self.members = [Member(slot, requests_per_row) for slot in slots]
         self._launch = launch
         self._epoch = epoch
+        self._retry = retry
         self._logs = logs
         self._max_restarts = max_restarts
         self._stall_timeout_s = stall_timeout_s
@@ -183,7 +189,7 @@ class Fleet:
 
     def _start(self, member: Member) -> None:
         self._num_incarnations += 1
-        incarnation = f"{self._epoch:06d}.{self._num_incarnations:04d}"
+        incarnation = incarnation_name(self._epoch, self._num_incarnations, self._retry)
         member.replica = self._backend.start(
             self._launch(member.slot, incarnation),
             self._logs / f"replica-{member.slot.replica}.log",

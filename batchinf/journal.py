@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from batchinf.retry_log import retry_of
 from batchinf.storage import Folder
 
 _libc = ctypes.CDLL(None)
@@ -95,7 +96,7 @@ class Recovered:
 
 
 class Journal:
-    """Writes the segments of one incarnation, and reads those of all."""
+    """Writes the segments of one incarnation, and reads those of all that work for the same retry, or for none."""
 
     def __init__(self, folder: Folder, incarnation: str, schema: pa.Schema) -> None:
         if not _INCARNATION.fullmatch(incarnation):
@@ -122,6 +123,8 @@ class Journal:
         """All whole segments of a shard, of any incarnation, in the order of their names."""
         segments, damaged = [], []
         for name in _names(self._folder, shard):
+            if _retry(name) != retry_of(self._incarnation):
+                continue
             try:
                 segments.append(self._checked(shard, name))
             except FileNotFoundError:
@@ -149,10 +152,11 @@ class Journal:
         return segment
 
 
-def drop(folder: Folder, shard: int) -> None:
-    """Delete a shard's segments, whole or not, once its part is committed."""
+def drop(folder: Folder, shard: int, retry: int | None = None) -> None:
+    """Delete a shard's segments, whole or not, once its part is committed; those of later retries than `retry` stay."""
     for name in _names(folder, shard):
-        folder.delete(f"{_FOLDER}/{name}")
+        if retry is None or _retry(name) <= retry:
+            folder.delete(f"{_FOLDER}/{name}")
 
 
 def list_shards(folder: Folder) -> list[int]:
@@ -165,6 +169,11 @@ def _names(folder: Folder, shard: int) -> list[str]:
     """Names of a shard's segments."""
     found = (_NAME.fullmatch(name) for name in folder.list(_FOLDER, f"{shard:06d}-"))
     return [match.string for match in found if match]
+
+
+def _retry(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    return retry_of(match["incarnation"]) if match else 0
 
 
 def _header(shard: int, num_rows: int, payload: "HashingWriter") -> bytes:
@@ -180,12 +189,13 @@ def _check_bytes(shard: int, file: io.FileIO) -> int:
     magic, version, own_shard, num_bytes, num_rows, digest = _HEADER.unpack_from(header)
     if (magic, version, own_shard) != (_MAGIC, _VERSION, shard):
         raise _DamagedError("it is of another format version, or another shard's")
-    if _digest(file) != (num_bytes, digest):
+    if digest_of(file) != (num_bytes, digest):
         raise _DamagedError("its payload is torn or altered")
     return int(num_rows)
 
 
-def _digest(file: io.FileIO) -> tuple[int, bytes]:
+def digest_of(file: io.FileIO) -> tuple[int, bytes]:
+    """The number of bytes from here to the end of a file, and their xxh3-128. Holds 1 MiB at a time."""
     digest = xxhash.xxh3_128()
     buffer = bytearray(_READ_BYTES)
     total = 0

@@ -43,6 +43,10 @@ def status_lines(out: str) -> list[str]:
             sum(part.num_inf_rows for part in state.parts.values()),
         ),
     ]
+    if state.retries:
+        retry = state.retries[max(state.retries)]
+        num_replaced = sum(part.retry == retry.number for part in state.parts.values())
+        lines.append(f"{retry}: {num_replaced:,} of {retry.num_shards:,} parts replaced")
     if snapshot is not None and not state.is_done and _live_holder(folder) is not None:
         lines.append(f"{duration(time.time() - snapshot.updated_at)} ago: {describe(snapshot)}")
         lines.extend(

@@ -5,9 +5,7 @@ A commit that a crash tears costs nothing but work: a part that no line names is
 
 import dataclasses
 import datetime
-import operator
 import re
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +18,9 @@ from batchinf import faults
 from batchinf.commit_log import CommitLog, Fields, damage, encode_commits, read_lines
 from batchinf.errors import OutputError
 from batchinf.lock import JobLock
+from batchinf.part_line import PartLine, part_line
 from batchinf.records import Part, ProcessGroup
+from batchinf.retry_log import Retry
 from batchinf.shards import Extent, num_shards, total_rows, total_shards
 from batchinf.storage import Folder, reason
 
@@ -46,28 +46,6 @@ class Header:
     spec: dict[str, Any]
 
 
-class PartLine(NamedTuple):
-    """A committed part, and which replica made it where that is known. About 500 bytes of memory."""
-
-    shard: int
-    file: str
-    num_rows: int
-    num_errors: int
-    num_bytes: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    digest: str
-    num_nan_rows: int = 0
-    num_inf_rows: int = 0
-    replica: int | None = None
-    incarnation: str = ""
-
-    @classmethod
-    def of(cls, part: Part, replica: int | None = None, incarnation: str = "") -> "PartLine":
-        """A part as its line."""
-        return cls._make((*_PART_VALUES(part), replica, incarnation))
-
-
 class EventLine(NamedTuple):
     """Something that happened, at a UTC time in ISO format."""
 
@@ -76,8 +54,6 @@ class EventLine(NamedTuple):
     fields: dict[str, Any]
 
 
-_PART_FIELDS = operator.itemgetter(*PartLine._fields)
-_PART_VALUES = operator.attrgetter(*PartLine._fields[:-2])
 # What a reader needs of an event; the line's own keys are taken.
 _REQUIRED = {
     "replica_started": {field.name for field in dataclasses.fields(ProcessGroup)},
@@ -90,7 +66,8 @@ _TAKEN = {"kind", "name", "at", "commit", "crc"}
 class State:
     """What the logs say, all taken together.
 
-    committed: bool [total_shards(extents)]. parts: by shard. source_fingerprints: one for each extent. events: the
+    committed: bool [total_shards(extents)]. parts: by shard. retries: by number. replacing: by shard, parts that may
+    have been put in the place of those in `parts`, or not yet. source_fingerprints: one for each extent. events: the
     last 1,000; event_counts: of all, by name. kept: the last event of each `kept_as`, until it is forgotten. device_s:
     sum over all `replica_ended` events. done: the event of the end, None while there is work left. last_epoch: of the
     last log.
@@ -107,6 +84,8 @@ class State:
         self.event_counts: Counter[str] = Counter()
         self.device_s = 0.0
         self.done: EventLine | None = None
+        self.retries: dict[int, Retry] = {}
+        self.replacing: dict[int, PartLine] = {}
         self.last_epoch = 0
         self.kept: dict[str, EventLine] = {}
         self._groups: dict[str, ProcessGroup] = {}
@@ -142,6 +121,7 @@ class State:
         """Count a part; a later one of the same shard takes the earlier one's place."""
         line = part if isinstance(part, PartLine) else PartLine.of(part)
         self.forget(line.shard)
+        self.replacing.pop(line.shard, None)
         self.committed[line.shard] = True
         self.parts[line.shard] = line
         self._count(line, 1)
@@ -152,6 +132,11 @@ class State:
         if line is not None:
             self.committed[shard] = False
             self._count(line, -1)
+
+    def note_retry(self, retry: Retry) -> None:
+        """A retry has begun; the job is done no longer."""
+        self.retries[retry.number] = retry
+        self.done = None
 
     def _count(self, line: PartLine, sign: int) -> None:
         self.num_rows += sign * line.num_rows
@@ -164,8 +149,12 @@ class State:
         """Take in a line, passing over unknown kinds. Raises LookupError if it cannot follow those before it."""
         match fields["kind"]:
             case "part":
-                line = PartLine(*_PART_FIELDS({**PartLine._field_defaults, **fields}))  # earlier versions said less
-                self.note(line._replace(incarnation=sys.intern(line.incarnation)))
+                self.note(part_line(fields))
+            case "replacing":
+                line = part_line(fields)
+                self.replacing[line.shard] = line
+            case "retry":
+                self.note_retry(_pick(Retry, fields))
             case "event":
                 self._happened(_event(fields))
             case "header":
@@ -324,7 +313,9 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
     yield {"kind": "header", **dataclasses.asdict(state.header)}
     yield from map(_extent_line, state.extents, state.source_fingerprints)
+    yield from ({"kind": "retry", **dataclasses.asdict(retry)} for retry in state.retries.values())
     yield from ({"kind": "part", **part._asdict()} for part in state.parts.values())
+    yield from ({"kind": "replacing", **part._asdict()} for part in state.replacing.values())
     yield from (_event_line("counted_event", event) for event in state.events)
     yield from (_event_line("kept_event", event) for event in state.kept.values())
     if state.done is not None:
@@ -377,9 +368,17 @@ class Manifest:
         """There are these rows to run; a job that was done is done no longer."""
         self._lines.append(_extent_line(extent, source_fingerprint))
 
-    def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
+    def part(self, part: Part | PartLine, replica: int | None = None, incarnation: str = "") -> None:
         """A shard is done: this published part holds it."""
         self._lines.append({"kind": "part", **PartLine.of(part, replica, incarnation)._asdict()})
+
+    def replacing(self, part: Part) -> None:
+        """This part is about to be put in the place of its shard's, whose line counts until its own comes."""
+        self._lines.append({"kind": "replacing", **PartLine.of(part)._asdict()})
+
+    def retry(self, retry: Retry) -> None:
+        """A retry begins; a job that was done is done no longer."""
+        self._lines.append({"kind": "retry", "at": _now(), **dataclasses.asdict(retry)})
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Something happened. `fields` are JSON values.

@@ -18,7 +18,8 @@ import xxhash
 
 from batchinf.errors import OutputError
 from batchinf.journal import footer_is_sealed
-from batchinf.manifest import PartLine, State
+from batchinf.manifest import State
+from batchinf.part_line import PartLine
 from batchinf.parts import FORMAT_VERSION, part_name
 from batchinf.records import Shard
 from batchinf.shards import shard_at

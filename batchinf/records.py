@@ -19,16 +19,25 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed."""
+    """Rows `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed.
+
+    num_chosen: how many of its rows are to be run, where that is not all of them.
+    """
 
     index: int
     start: int
     stop: int
+    num_chosen: int | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows in the shard."""
         return self.stop - self.start
+
+    @property
+    def num_to_run(self) -> int:
+        """Rows that are to be run."""
+        return self.num_rows if self.num_chosen is None else self.num_chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,8 @@ class Part:
     file: its name in `staging/` or, once published, what it will be in `parts/`.
     digest: xxh3-128 of its bytes.
     num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among their logprobs.
+    retry: the last retry that it has been through; 0 for none. num_kept, num_kept_errors: rows, and errors among them,
+    that it has from the part in whose place it comes.
     """
 
     shard: int
@@ -152,6 +163,9 @@ class Part:
     digest: str
     num_nan_rows: int = 0
     num_inf_rows: int = 0
+    retry: int = 0
+    num_kept: int = 0
+    num_kept_errors: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,18 @@ Only names of our own pattern are touched. Nothing here can lose a row: what is 
 import datetime
 from dataclasses import dataclass
 
-from batchinf import journal
+from batchinf import journal, selection
 from batchinf.backends.local import end_process_group, sweep_sockets
 from batchinf.job import Job
 from batchinf.lock import Holder, process_start
 from batchinf.manifest import Manifest, State
 from batchinf.parts import parse_part_name, parse_staging_name, part_name, verify_part
 from batchinf.proof import changed_parts, job_of
-from batchinf.records import ProcessGroup
+from batchinf.records import Part, ProcessGroup
+from batchinf.replace import replaces, with_retry
 from batchinf.shards import Extent, shard_at, total_shards
 from batchinf.status import JobStatus
+from batchinf.storage import Folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,15 @@ def _seconds(at: str) -> float:
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> Recovered:
     """Bring folder and manifest together again; the manifest's new lines are committed by the caller."""
     folder = job.folder
-    for name in ("", "parts", "staging", "journal", "manifest", "source"):
+    for name in ("", "parts", "staging", "journal", "manifest", "source", selection.FOLDER):
         folder.sweep(name)
+    _settle(folder, state, manifest)
     lost = _check_parts(job, state, manifest)
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
     for shard in journal.list_shards(folder):
         if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard]):
-            journal.drop(folder, shard)
+            # Those of a retry that the shard has still to go through stay.
+            journal.drop(folder, shard, state.parts[shard].retry if shard in state.parts else None)
     return Recovered(tuple(adopted), tuple(lost))
 
 
@@ -94,6 +98,46 @@ def _check_parts(job: Job, state: State, manifest: Manifest) -> list[int]:
     return lost
 
 
+def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
+    """Finish what was cut short between the word that a part is to be replaced and the line of the new one."""
+    for shard, line in list(state.replacing.items()):
+        name, staged = f"parts/{part_name(shard)}", f"staging/{line.file}"
+        is_there = _digest(folder, name) == line.digest
+        if not is_there and parse_staging_name(line.file) == shard and _digest(folder, staged) == line.digest:
+            folder.publish(staged, name)
+            is_there = True
+        if is_there:
+            manifest.part(line)
+            state.note(line)
+        else:
+            # Neither: the old part stands, if it is whole, and its rows run again.
+            state.replacing.pop(shard)
+
+
+def _digest(folder: Folder, name: str) -> str | None:
+    try:
+        with folder.path(name).open("rb", buffering=0) as file:
+            return journal.digest_of(file)[1].hex()
+    except OSError:
+        return None
+
+
+def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index: int) -> Part | None:
+    """The record of a part that no line names, if it is whole and comes next for its shard."""
+    if index >= total_shards(extents):
+        return None
+    part = verify_part(job.folder, name, shard_at(extents, index), job.fingerprint, deep=True)
+    if part is None or job_of(job.folder, name) != state.header.job_id:
+        return None
+    part = with_retry(job.folder, name, part)
+    if part.retry and part.retry not in state.retries:
+        return None
+    if index not in state.parts:
+        return part
+    is_next = part.retry > state.parts[index].retry
+    return part if is_next and replaces(job.folder, name, f"parts/{part_name(index)}") else None
+
+
 def _adopt(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest, where: str) -> list[int]:
     """Commit whole parts that were written but not yet named by the manifest; delete the others."""
     adopted = []
@@ -101,12 +145,13 @@ def _adopt(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manife
         index = parse_part_name(name) if where == "parts" else parse_staging_name(name)
         if index is None or (where == "parts" and index in state.parts):
             continue
-        part = None
-        if index < total_shards(extents) and index not in state.parts:
-            part = verify_part(job.folder, f"{where}/{name}", shard_at(extents, index), job.fingerprint, deep=True)
-        if part is None or job_of(job.folder, f"{where}/{name}") != state.header.job_id:
+        part = _whole(job, extents, state, f"{where}/{name}", index)
+        if part is None:
             job.folder.delete(f"{where}/{name}")
             continue
+        if index in state.parts:
+            manifest.replacing(part)
+            manifest.commit()
         if where == "staging":
             job.folder.publish(f"staging/{name}", f"parts/{part_name(index)}")
         manifest.part(part)

@@ -44,6 +44,9 @@ from batchinf.records import (
     Stopped,
     Trial,
 )
+from batchinf.replace import write_replacement
+from batchinf.retry_log import retry_of
+from batchinf.selection import chosen_rows
 from batchinf.source import Source
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder, reason
@@ -183,12 +186,15 @@ def assemble(
     journal = Journal(folder, incarnation, task.result_schema)
     versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
     stored = {**metadata, **versions, "batchinf.device": info.device}
+    retry = retry_of(incarnation)
+    selection = chosen_rows(folder, retry) if retry else None
+    write_file = write_replacement if retry else write_part
 
     def write(shard: OpenShard) -> Part:
-        return write_part(folder, shard, source, spec.input.id_column, spec.output.keep_columns, stored, incarnation)
+        return write_file(folder, shard, source, spec.input.id_column, spec.output.keep_columns, stored, incarnation)
 
     def open_shard(shard: Shard) -> OpenShard:
-        opened = OpenShard(shard, task, journal)
+        opened = OpenShard(shard, task, journal, None if selection is None else selection.chosen(shard))
         opened.recover()
         writer.track(opened)
         return opened

@@ -7,7 +7,7 @@ that says whether it is still to be handed out.
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -93,9 +93,17 @@ def _ceil_div(dividend: int, divisor: int) -> int:
 class Pending:
     """The shards that are to be run and that no replica has; the lowest index goes first."""
 
-    def __init__(self, extents: Sequence[Extent], committed: npt.NDArray[np.bool_]) -> None:
-        """committed: bool [total_shards], the shards that are done; it is copied."""
+    def __init__(
+        self,
+        extents: Sequence[Extent],
+        committed: npt.NDArray[np.bool_],
+        num_chosen: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """committed: bool [total_shards], the shards that are done; it is copied. num_chosen: int64 [total_shards],
+        the rows that are to be run of each; None is all.
+        """
         self.extents = tuple(extents)
+        self._num_chosen = num_chosen
         self._is_pending = ~committed
         self._num = int(np.count_nonzero(self._is_pending))
         self._cursor = 0
@@ -111,7 +119,12 @@ class Pending:
         self._cursor += int(self._is_pending[self._cursor :].argmax())
         self._is_pending[self._cursor] = False
         self._num -= 1
-        return shard_at(self.extents, self._cursor)
+        return self.shard(self._cursor)
+
+    def shard(self, index: int) -> Shard:
+        """The shard of this index, pending or not."""
+        shard = shard_at(self.extents, index)
+        return shard if self._num_chosen is None else replace(shard, num_chosen=int(self._num_chosen[index]))
 
     def withhold(self, indices: Iterable[int]) -> None:
         """These shards are not handed out from here until they are given back."""
@@ -176,7 +189,7 @@ def next_shards(pending: Pending, replicas: Sequence[ReplicaLoad]) -> list[tuple
     while pending and (hungry := [load for load in loads if load.has_room]):
         load = min(hungry, key=lambda load: (load.rows, load.replica))
         shard = pending.take()
-        load.rows += shard.num_rows
+        load.rows += shard.num_to_run
         load.unbegun.append(shard.index)
         given.append((load.replica, shard))
     return given
@@ -195,22 +208,22 @@ def revocations(pending: Pending, replicas: Sequence[ReplicaLoad]) -> dict[int, 
     loads = [_Load.of(load) for load in replicas]
     idle = [load for load in loads if load.is_accepting and load.rows < load.window_rows]
     for load in sorted(idle, key=lambda load: (load.rows, load.replica)):
-        while load.rows < load.window_rows and (owner := _owner(pending.extents, loads, load)):
+        while load.rows < load.window_rows and (owner := _owner(pending, loads, load)):
             index = owner.unbegun.pop()
-            num_rows = shard_at(pending.extents, index).num_rows
+            num_rows = pending.shard(index).num_to_run
             owner.rows -= num_rows
             load.rows += num_rows
             asked.setdefault(owner.replica, []).append(index)
     return asked
 
 
-def _owner(extents: Sequence[Extent], loads: list[_Load], idle: _Load) -> _Load | None:
+def _owner(pending: Pending, loads: list[_Load], idle: _Load) -> _Load | None:
     """Who gives its newest unbegun shard to `idle`."""
 
     def spares(load: _Load) -> bool:
         if load is idle or not load.unbegun:
             return False
-        left = load.rows - shard_at(extents, load.unbegun[-1]).num_rows
+        left = load.rows - pending.shard(load.unbegun[-1]).num_to_run
         return left > idle.rows or not load.is_accepting
 
     return max(filter(spares, loads), key=lambda load: (load.rows, -load.replica), default=None)

@@ -5,6 +5,9 @@ While a case is on trial its replica runs nothing else; the other replicas go on
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from batchinf.fleet import Ended, Fleet, Member
 from batchinf.manifest import Manifest, State
 from batchinf.quarantine import Case, Quarantine
@@ -18,8 +21,18 @@ _LONGEST_CAUSE = 300
 class Trials:
     """The open cases of a job, over all of its replicas."""
 
-    def __init__(self, extents: tuple[Extent, ...], state: State, fleet: Fleet, manifest: Manifest) -> None:
-        """state: as the manifest has it: cases that an earlier coordinator left open are gone on with."""
+    def __init__(
+        self,
+        extents: tuple[Extent, ...],
+        state: State,
+        is_done: npt.NDArray[np.bool_],
+        fleet: Fleet,
+        manifest: Manifest,
+    ) -> None:
+        """state: as the manifest has it: cases that an earlier coordinator left open are gone on with.
+
+        is_done: bool [total_shards], the shards that nobody is to run.
+        """
         kept = [event.fields for event in state.kept.values()]
         cases = [Case.of(fields) for fields in kept if fields["kept_as"].startswith(_CASE)]
         condemned = {
@@ -34,7 +47,7 @@ class Trials:
         self._num_tried: dict[int, int] = {}  # probes that went well since the last row was condemned
         for case in cases:
             for shard in case.shards:
-                if state.committed[shard]:
+                if is_done[shard]:
                     self.forget(shard)
         self._quarantine.hand_over([member.slot.replica for member in fleet.members])
 

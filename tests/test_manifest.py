@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from batchinf.manifest import (
     read_state,
 )
 from batchinf.records import Part, ProcessGroup
+from batchinf.retry_log import Retry
 from batchinf.shards import Extent, next_extent, total_shards
 from batchinf.storage import Folder
 
@@ -142,6 +143,32 @@ def test_a_retried_part_takes_the_place_of_the_first(folder: Folder) -> None:
     manifest.commit()
     state = state_of(folder)
     assert (len(state.parts), state.num_rows, state.num_errors) == (2, 19, 0)
+
+
+def test_a_retry_and_what_is_being_replaced(folder: Folder) -> None:
+    manifest = begin(folder)
+    for shard in range(3):
+        manifest.part(part(shard, num_errors=4))
+    manifest.done()
+    manifest.commit()
+    retry = Retry(1, "errors", {"sampling.max_tokens": 9}, "f", 7, 2, "d")
+    manifest.retry(retry)
+    for shard in (0, 1):
+        manifest.replacing(replace(part(shard), retry=1, digest="new"))
+    manifest.part(replace(part(0), retry=1, digest="new"))
+    manifest.commit()
+    manifest.close()
+    open_(folder, 2).close()
+    for epoch in (3, 4):
+        state = state_of(folder)
+        assert not state.is_done
+        assert state.retries == {1: retry}
+        assert {shard: line.digest for shard, line in state.replacing.items()} == {1: "new"}
+        # The old part counts until the new one's line comes.
+        assert [state.parts[shard].retry for shard in range(3)] == [1, 0, 0]
+        assert state.num_errors == 8
+        open_(folder, epoch).close()
+    assert logs(folder)[0] == "000003.jsonl"
 
 
 def test_note_and_forget(folder: Folder) -> None:

@@ -1,0 +1,150 @@
+"""Which output rows a user means: a DuckDB expression over the output's columns, and nothing but an expression.
+
+It sees one batch of rows at a time, as a table in memory: it can read no file, run no statement and look at no other
+row.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.errors import UserError
+
+ERRORS = "errors"
+_SHORT = {ERRORS: "error_type IS NOT NULL"}
+_TABLE, _KEY = "output", "row_index"
+# Nothing outside of memory is within its reach, and it cannot change that.
+_SETTINGS: dict[str, str | bool | int | float | list[str]] = {
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "python_enable_replacements": "false",
+    "threads": "2",
+}
+_NOT_OF_ONE_ROW = {"SUBQUERY": "a query", "WINDOW": "a window over rows", "PARAMETER": "a parameter"}
+
+
+class PredicateError(UserError):
+    """A predicate that says nothing about a row."""
+
+
+class Predicate:
+    """A checked expression. columns: those of the output that it needs, to be read and given to `matches`."""
+
+    def __init__(self, text: str, schema: pa.Schema) -> None:
+        """schema: of the output. Raises PredicateError with what is wrong, and the columns that there are."""
+        self.text = text
+        self._schema = schema
+        self._expression = _SHORT.get(text.strip(), text)
+        self._connection = _connect()
+        nodes = self._parse()
+        mentioned = {part.lower() for node in nodes for part in node.get("column_names", ())}
+        reads_all = any(node.get("class") == "STAR" for node in nodes)
+        self.columns = [name for name in schema.names if reads_all or name == _KEY or name.lower() in mentioned]
+        self._check_type()
+
+    def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
+        """`row_index` of the rows for which it holds, of a table that has `columns`; null counts as no."""
+        query = f"SELECT {_KEY} FROM {_TABLE} WHERE ({self._expression}\n)"
+        rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[_KEY], np.int64)
+        return rows
+
+    def _check_type(self) -> None:
+        # What is no truth value, DuckDB makes one, and stumbles only over a row where it cannot.
+        query = f"DESCRIBE SELECT ({self._expression}\n) FROM {_TABLE} WHERE ({self._expression}\n)"
+        types = {str(type) for type in self._ask(query, self._schema.empty_table().select(self.columns))["column_type"]}
+        if not types <= {"BOOLEAN", '"NULL"'}:
+            raise self._wrong(f"it must be true or false, but is {' and '.join(sorted(types))}")
+
+    def _ask(self, query: str, table: pa.Table) -> Any:
+        import duckdb
+
+        try:
+            self._connection.register(_TABLE, _readable(table))
+            return self._connection.execute(query).fetchnumpy()
+        except duckdb.Error as error:
+            raise self._wrong(str(error)) from None
+        finally:
+            self._connection.unregister(_TABLE)
+
+    def _parse(self) -> list[dict[str, Any]]:
+        """All nodes of the expression's tree. Raises PredicateError if it is more than an expression about one row."""
+        if not self._expression.strip():
+            raise self._wrong("it is empty")
+        tree, bare = self._tree(self._expression), self._tree("true")
+        if tree.get("error"):
+            raise self._wrong(tree.get("error_message", "it cannot be parsed"))
+        expressions, _ = _take_list(tree), _take_list(bare)
+        # But for what it selects, the statement must be that of the plainest expression: no FROM, no UNION, no second.
+        if _shape(tree) != _shape(bare) or len(expressions) != 1:
+            raise self._wrong("it must be one expression, not a statement")
+        nodes = list(_walk(expressions))
+        for node in nodes:
+            if (what := _NOT_OF_ONE_ROW.get(node.get("class", ""))) is not None:
+                raise self._wrong(f"it must speak of one row alone, but it holds {what}")
+        return nodes
+
+    def _tree(self, expression: str) -> dict[str, Any]:
+        query = "SELECT json_serialize_sql(?)"
+        [row] = self._connection.execute(query, [f"SELECT ({expression}\n)"]).fetchall()
+        tree: dict[str, Any] = json.loads(row[0])
+        return tree
+
+    def _wrong(self, what: str) -> PredicateError:
+        # Behind its first line DuckDB shows the statement, and names that are like the one that is wrong.
+        said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
+        return PredicateError(
+            f"--retry: got {self.text!r}: {said}; must be `{ERRORS}` or an expression in SQL over the output's columns"
+            f", such as \"finish_reason = 'length'\"; there are {', '.join(self._schema.names)}"
+        )
+
+
+def _connect() -> Any:
+    try:
+        import duckdb
+    except ImportError:
+        raise PredicateError("--retry needs DuckDB: pip install duckdb") from None
+    connection = duckdb.connect(":memory:", config=_SETTINGS)
+    connection.execute("SET lock_configuration = true")
+    return connection
+
+
+def _take_list(tree: dict[str, Any]) -> list[Any]:
+    """The select list of a statement's tree, taken out of it."""
+    found: list[Any] = []
+    for statement in tree.get("statements", ()):
+        found += statement.get("node", {}).pop("select_list", [])
+    return found
+
+
+def _shape(tree: Any) -> Any:
+    """A tree without the places of its nodes in the text."""
+    if isinstance(tree, dict):
+        return {key: _shape(value) for key, value in tree.items() if not key.startswith("query_location")}
+    return [_shape(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def _walk(tree: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(tree, dict):
+        yield tree
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _walk(item)
+
+
+def _readable(table: pa.Table) -> pa.Table:
+    """DuckDB knows no half floats."""
+    fields = [field.with_type(_wider(field.type)) for field in table.schema]
+    return table.cast(pa.schema(fields))
+
+
+def _wider(type: pa.DataType) -> pa.DataType:
+    if pa.types.is_float16(type):
+        return pa.float32()
+    if pa.types.is_list(type):
+        return pa.list_(type.value_field.with_type(_wider(type.value_type)))
+    return type

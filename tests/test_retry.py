@@ -1,0 +1,270 @@
+"""Rows of a finished job run again and take their own places: whatever is killed, and whoever reads meanwhile."""
+
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import jobs
+
+# Prompts of 128 tokens and more are too long; of those from 89 on, min_tokens does not fit behind them.
+BASE: dict[str, Any] = {
+    "sampling": {"max_tokens": None, "min_tokens": 40, "logprobs": 1},
+    "parallel": {"data_parallel_size": 1},
+    "output": {"rows_per_shard": 60},
+    "scripted": {"step_s": 0.0, "max_model_len": 128},
+    "max_error_rate": 1.0,
+}
+ERRORS = ("--retry", "errors", "--set", "sampling.min_tokens=0")
+# So slow that shards become whole one after the other.
+SLOW = ("--set", "scripted.step_s=0.004", "--set", "scripted.max_num_seqs=2")
+Rows = dict[int, dict[str, Any]]
+
+
+def rows_by_index(out: pathlib.Path) -> Rows:
+    """All rows, each found once and in order."""
+    rows = jobs.table_of(out).to_pylist()
+    assert [row["row_index"] for row in rows] == list(range(len(jobs.unhurt())))
+    return dict(enumerate(rows))
+
+
+def without_attempts(rows: Rows) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name != "attempts"} for row in rows.values()]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Rows]:
+    """A finished job, and its rows."""
+    folder = tmp_path_factory.mktemp("first")
+    jobs.finish(jobs.spec_of(folder, **BASE))
+    return folder / "out", rows_by_index(folder / "out")
+
+
+@pytest.fixture(scope="module")
+def retried(first: tuple[pathlib.Path, Rows], tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Rows]:
+    """The same job after an unhurt retry of its errors, read by others all the while; and its rows."""
+    folder = tmp_path_factory.mktemp("retried")
+    spec = copy_of(first[0], folder)
+    process = jobs.start("run", spec, *ERRORS)
+    looks = read_all_the_while(process, folder / "out", first[1])
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    after = rows_by_index(folder / "out")
+    chosen = {index for index, row in first[1].items() if row["error_type"] is not None}
+    for rows in looks:
+        for index, row in rows.items():
+            assert row in (first[1][index], after[index]) if index in chosen else row == first[1][index]
+    return folder / "out", after
+
+
+def copy_of(out: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of a job's folder in `folder`, and its spec."""
+    shutil.copytree(out, folder / "out")
+    return jobs.spec_of(folder, **BASE)
+
+
+def read_all_the_while(process: "subprocess.Popen[str]", out: pathlib.Path, before: Rows) -> list[Rows]:
+    """What a reader of all parts sees until a process ends, each time that it is something new."""
+    looks = [before]
+    while process.poll() is None:
+        rows = rows_by_index(out)
+        if rows != looks[-1]:
+            looks.append(rows)
+    return looks
+
+
+def test_errors_are_retried_once_their_cause_is_gone(
+    first: tuple[pathlib.Path, Rows], retried: tuple[pathlib.Path, Rows]
+) -> None:
+    (_, before), (out, after) = first, retried
+    kinds = {"prompt_too_long": 0, "invalid_sampling": 0}
+    for index, row in before.items():
+        if row["error_type"] is None:
+            # The others are as they were, `attempts` and all.
+            assert after[index] == row
+            continue
+        kinds[row["error_type"]] += 1
+        assert after[index]["attempts"] == 2
+        is_cured = row["error_type"] == "invalid_sampling"
+        assert (after[index]["error_type"] is None) == is_cured
+        assert (after[index]["text"] is not None) == is_cured
+    assert min(kinds.values()) > 3
+    state = jobs.state_of(out)
+    assert state.is_done
+    assert (state.num_rows, state.num_errors) == (len(before), kinds["prompt_too_long"])
+    retry = state.retries[1]
+    assert (retry.predicate, retry.overrides) == ("errors", {"sampling.min_tokens": 0})
+    assert retry.num_rows == sum(kinds.values())
+    shards = {shard for shard, part in state.parts.items() if part.retry == 1}
+    assert len(shards) == retry.num_shards
+    for shard in state.parts:
+        stored = pq.read_metadata(out / "parts" / f"part-{shard:06d}.parquet").metadata
+        assert (stored.get(b"batchinf.retry") == b"1") == (shard in shards)
+        if shard in shards:
+            said = json.loads(stored[b"batchinf.retry.1"])
+            assert said == {"predicate": "errors", "set": {"sampling.min_tokens": 0}, "num_rows": retry.num_rows}
+    said = jobs.run("status", out).stdout
+    assert f"retry 1 (errors, sampling.min_tokens 0): {len(shards)} of {len(shards)} parts replaced" in said
+    assert not list((out / "staging").iterdir())
+    assert not list((out / "journal").iterdir())
+
+
+def test_a_retried_job_is_no_other_job(retried: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path) -> None:
+    spec = copy_of(retried[0], tmp_path)
+    assert "was already done" in jobs.finish(spec).stdout
+    # As its own spec has it, not as the last retry had it.
+    drifted = jobs.run("run", spec, "--set", "sampling.min_tokens=0")
+    assert drifted.returncode == 2
+    assert "sampling.min_tokens" in drifted.stderr
+
+
+def test_longer_outputs_and_a_second_retry(retried: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path) -> None:
+    spec, before = copy_of(retried[0], tmp_path), retried[1]
+    predicate, limits = "finish_reason = 'length'", ("--set", "sampling.max_tokens=900")
+    assert "no row matches" in jobs.finish(spec, "--retry", f"{predicate} and row_index < 0", *limits).stderr
+    assert rows_by_index(tmp_path / "out") == before
+    jobs.finish(spec, "--retry", predicate, *limits)
+    after = rows_by_index(tmp_path / "out")
+    cut = [index for index, row in before.items() if row["finish_reason"] == "length"]
+    assert len(cut) > 3
+    for index, row in before.items():
+        if index not in cut:
+            assert after[index] == row
+        else:
+            assert after[index]["attempts"] == row["attempts"] + 1
+            assert after[index]["prompt_hash"] == row["prompt_hash"]
+    assert max(after[index]["num_output_tokens"] for index in cut) > 128
+    twice = [part for part in (tmp_path / "out" / "parts").iterdir() if {b"batchinf.retry.1", b"batchinf.retry.2"}
+             <= pq.read_metadata(part).metadata.keys()]  # fmt: skip
+    assert twice
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--retry", "finish_reson = 'length'"], ["finish_reson", "finish_reason, stop_reason"]),
+        (
+            ["--retry", "errors", "--set", "sampling.logprobs=2"],
+            ["sampling.logprobs", "n, logprobs and prompt_logprobs"],
+        ),
+        (["--retry", "errors", "--set", "output.include_prompt=true"], ["output.include_prompt"]),
+        (["--retry", "errors", "--set", "scripted.max_model_len=512"], ["scripted.max_model_len"]),
+        (["--retry", "errors", "--fresh"], ["--fresh", "--retry"]),
+    ],
+)
+def test_what_cannot_be_retried_is_one_clear_line(
+    arguments: list[str], words: list[str], first: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path
+) -> None:
+    spec = copy_of(first[0], tmp_path)
+    refused = jobs.run("run", spec, *arguments)
+    assert refused.returncode == 2
+    assert refused.stderr.count("error: ") == 1
+    assert "Traceback" not in refused.stderr
+    for word in words:
+        assert word in refused.stderr
+    assert rows_by_index(tmp_path / "out") == first[1]
+    assert jobs.state_of(tmp_path / "out").is_done
+
+
+def test_there_must_be_a_job(tmp_path: pathlib.Path) -> None:
+    refused = jobs.run("run", jobs.spec_of(tmp_path, **BASE), "--retry", "errors")
+    assert refused.returncode == 2
+    assert "holds no job" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_killed_at_every_step(
+    first: tuple[pathlib.Path, Rows], retried: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path
+) -> None:
+    spec, out = copy_of(first[0], tmp_path), tmp_path / "out"
+
+    def killed(where: str, *arguments: str) -> None:
+        died = jobs.run("run", spec, *arguments, faults=f"{where}=kill")
+        assert died.returncode == -9, died.stderr
+        # At any moment readers find each row once, as it was or as it will be.
+        for index, row in rows_by_index(out).items():
+            assert row in (first[1][index], retried[1][index])
+
+    killed("retry.before_line", *ERRORS, *SLOW)
+    assert not jobs.state_of(out).retries
+    killed("retry.after_line", *ERRORS, *SLOW)
+    assert not jobs.state_of(out).is_done
+    refused = jobs.run("run", spec, "--retry", "finish_reason = 'length'")
+    assert refused.returncode == 2
+    assert "unfinished retry 1 (errors, sampling.min_tokens 0)" in refused.stderr
+    killed("coordinator.before_replacing", *ERRORS, *SLOW)
+    killed("coordinator.after_replacing", *ERRORS, *SLOW)
+    # What was to replace a part is torn: its rows run again.
+    [line, *_] = jobs.state_of(out).replacing.values()
+    with (out / "staging" / line.file).open("r+b") as file:
+        file.truncate(1000)
+    killed("coordinator.after_publish", *ERRORS, *SLOW)
+    (out / "retry" / "000001.rows").unlink()
+    killed("manifest.mid_line:6", *SLOW)  # without --retry the retry goes on all the same
+    # Parts that are lost are made anew, and go through the retry too.
+    state = jobs.state_of(out)
+    assert not state.is_done
+    for level in (0, 1):
+        shard = max(
+            shard for shard, part in state.parts.items() if part.retry == level and shard not in state.replacing
+        )
+        (out / "parts" / f"part-{shard:06d}.parquet").unlink()
+    jobs.finish(spec, *ERRORS)
+    after = rows_by_index(out)
+    assert without_attempts(after) == without_attempts(retried[1])
+    assert list(jobs.state_of(out).retries) == [1]
+    assert jobs.state_of(out).is_done
+
+
+def test_stopped_and_a_replica_killed(
+    first: tuple[pathlib.Path, Rows], retried: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path
+) -> None:
+    spec, out, once = copy_of(first[0], tmp_path), tmp_path / "out", tmp_path / "once"
+    once.mkdir()
+    process = jobs.start(
+        "run", spec, *ERRORS, *SLOW, "--set", "scripted.step_s=0.05", "--set", "checkpoint_interval_s=0.05",
+        "--set", "drain_timeout_s=0",
+    )  # fmt: skip
+    jobs.wait_until(lambda: list((out / "journal").iterdir()) or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    code, _, errors = jobs.end(process)
+    assert code == 75, errors
+    assert list((out / "journal").iterdir())
+    # What it had finished is not run again; nor does the replica's end take more than the file at hand.
+    jobs.finish(spec, *ERRORS, faults="parts.before_rename=kill", BATCHINF_FAULTS_ONCE=str(once))
+    assert list(once.iterdir())
+    assert sum(event["num_requests"] for event in jobs.events_of(out, "recovered")) > 0
+    assert without_attempts(rows_by_index(out)) == without_attempts(retried[1])
+
+
+def test_a_job_that_is_not_done_is_finished_first(
+    first: tuple[pathlib.Path, Rows], retried: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path
+) -> None:
+    spec = copy_of(first[0], tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    assert jobs.run("run", spec, faults="coordinator.after_publish:3=kill").returncode == -9
+    jobs.finish(spec, *ERRORS)
+    assert without_attempts(rows_by_index(tmp_path / "out")) == without_attempts(retried[1])
+
+
+def test_rows_are_retried_with_all_of_their_samples(tmp_path: pathlib.Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "Once {number}"}}\n' for number in range(40)))
+    sampling = {"n": 3, "temperature": 1.0, "max_tokens": 6}
+    spec = jobs.spec_of(tmp_path, **{**BASE, "sampling": sampling}, input={"path": str(prompts), "id_column": None})
+    spec.write_text(spec.read_text().replace('["language"]', "[]"))
+    jobs.finish(spec)
+    before = jobs.table_of(tmp_path / "out").to_pylist()
+    jobs.finish(spec, "--retry", "finish_reason = 'length' and sample_index = 1", "--set", "sampling.max_tokens=50")
+    after = jobs.table_of(tmp_path / "out").to_pylist()
+    assert [(row["row_index"], row["sample_index"]) for row in after] == [(i // 3, i % 3) for i in range(120)]
+    cut = {row["row_index"] for row in before if row["finish_reason"] == "length" and row["sample_index"] == 1}
+    assert 0 < len(cut) < 40
+    for old, new in zip(before, after, strict=True):
+        assert new["attempts"] == (2 if old["row_index"] in cut else 1)
+        assert (new == old) == (old["row_index"] not in cut)
