@@ -17,6 +17,7 @@ from batchinf.placement import Slot, check_free, own_cpus, place, visible_device
 from batchinf.progress import ProgressDisplay
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
+from batchinf.room import room_warning
 from batchinf.shards import Pending, total_shards
 from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
@@ -111,6 +112,8 @@ def _run_epoch(
     for shard in found.lost:
         display.say(f"warning: part {shard} is gone or altered; its rows run again")
     _say_what(job, state, slots, display)
+    if (warning := room_warning(job, state, len(slots))) is not None:
+        display.say(warning)
     if not state.committed.all():
         _run_rest(job, state, manifest, lock, slots, epoch, display)
     manifest.done()

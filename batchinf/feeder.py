@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from batchinf import faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.errors import RowError
 from batchinf.parts import OpenShard
@@ -106,6 +107,7 @@ class Feeder(threading.Thread):
             return None if self._is_stopping else self._assigned.popleft()
 
     def _feed(self, shard: Shard, attempts: int) -> None:
+        faults.point("feeder.begin")
         opened = self._open_shard(shard)
         self._emit(ShardBegun(shard.index, opened.num_results))
         for start in range(shard.start, shard.stop, ROWS_AT_ONCE):
@@ -116,6 +118,7 @@ class Feeder(threading.Thread):
     def _feed_rows(self, opened: OpenShard, start: int, stop: int, attempts: int) -> None:
         if opened.are_finished(start, stop):
             return
+        faults.point("feeder.read")
         rows = self._source.read(start, stop, self._prompts.columns)
         rows = [row for row in rows if not opened.is_finished(row.row_index)]
         ready: list[tuple[Pending, int]] = []

@@ -244,9 +244,15 @@ class Revoked:
     shards: tuple[int, ...]
 
 
+DISK_ERROR = "DiskError"
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From a replica, its last words: why it ends. `cause` is a line that a user can act on."""
+    """From a replica, its last words: why it ends. `cause` is a line that a user can act on.
+
+    error_type: DISK_ERROR where it cannot write and no restart mends that.
+    """
 
     error_type: str
     cause: str

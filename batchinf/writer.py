@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from batchinf import faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.detokenizer import Detokenizer
 from batchinf.feeder import FailedRow, Pending
@@ -28,6 +29,16 @@ class Finished:
 
     pending: Pending
     completion: Completion
+
+
+@dataclass(slots=True)
+class Closing:
+    """A whole shard whose part is being written. num_bytes: held in memory meanwhile. is_kept: journalled wholly."""
+
+    shard: OpenShard
+    future: Future[None]
+    num_bytes: int
+    is_kept: bool = False
 
 
 @dataclass(slots=True)
@@ -65,7 +76,7 @@ class Writer(threading.Thread):
         self._open: dict[int, OpenShard] = {}
         self._lock = threading.Lock()
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="closer")
-        self._closing: list[tuple[Future[None], int]] = []
+        self._closing: list[Closing] = []
         self._is_stopping = False
         self.totals = Totals()
         self.error: BaseException | None = None
@@ -94,6 +105,7 @@ class Writer(threading.Thread):
             while self._turn():
                 pass
             self._tick()
+            self._keep_closing()
         except BaseException as error:
             self.error = error
 
@@ -105,18 +117,23 @@ class Writer(threading.Thread):
         if is_behind:
             # The queue fills meanwhile, and admission waits.
             items = []
-            wait([future for future, _ in self._closing], wait_s, FIRST_COMPLETED)
+            wait([closing.future for closing in self._closing], wait_s, FIRST_COMPLETED)
         else:
             items = self._finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
         if items:
             self._store(items)
-        if time.monotonic() >= self._next_tick or self._unjournalled_bytes() > _MAX_UNJOURNALLED_BYTES:
+        if time.monotonic() >= self._next_tick:
+            self._tick()
+            self._keep_closing()
+            self._next_tick = time.monotonic() + self._interval_s
+        elif self._unjournalled_bytes() > _MAX_UNJOURNALLED_BYTES:
             self._tick()
         self._close_whole()
         self._raise_closing()
         return bool(items) or is_behind or not is_last
 
     def _store(self, items: Sequence[Finished | FailedRow]) -> None:
+        faults.point("writer.store")
         finished = [item for item in items if isinstance(item, Finished)]
         texts = self._detokenizer.decode([item.completion for item in finished], self._sampling)
         by_shard: dict[int, tuple[OpenShard, list[Result]]] = {}
@@ -153,9 +170,20 @@ class Writer(threading.Thread):
     def _tick(self) -> None:
         with self._lock:
             shards = list(self._open.values())
+        faults.point("writer.tick")
         for shard in shards:
             shard.tick()
-        self._next_tick = time.monotonic() + self._interval_s
+
+    def _keep_closing(self) -> None:
+        """Journal what waits for its part too: on a slow disk that may take longer than a crash may cost."""
+        for closing in self._closing:
+            if closing.is_kept or closing.future.done():
+                continue
+            segment = closing.shard.keep()
+            closing.is_kept = True
+            if segment is not None and closing.future.done() and closing.future.exception() is None:
+                # The coordinator may have dropped the shard's segments before this one was there.
+                closing.shard.forget(segment)
 
     def _close_whole(self) -> None:
         with self._lock:
@@ -163,18 +191,20 @@ class Writer(threading.Thread):
             shards = [self._open.pop(index) for index in whole]
         for shard in shards:
             num_bytes = shard.unjournalled_bytes
-            self._closing.append((self._closer.submit(self._close, shard), num_bytes))
+            self._closing.append(Closing(shard, self._closer.submit(self._close, shard), num_bytes))
 
     def _close(self, shard: OpenShard) -> None:
+        faults.point("writer.close")
         part = self._write_part(shard)
         shard.close()
+        faults.point("writer.closed")
         self._emit(ShardClosed(part))
 
     def _raise_closing(self) -> None:
-        done = [future for future, _ in self._closing if future.done()]
-        self._closing = [(future, num_bytes) for future, num_bytes in self._closing if future not in done]
-        for future in done:
-            future.result()
+        done = [closing for closing in self._closing if closing.future.done()]
+        self._closing = [closing for closing in self._closing if closing not in done]
+        for closing in done:
+            closing.future.result()
 
     def _closing_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self._closing)
+        return sum(closing.num_bytes for closing in self._closing)

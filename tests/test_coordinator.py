@@ -241,9 +241,8 @@ def test_replicas_that_are_killed_at_the_start_are_given_up_with_the_cause(tmp_p
 
 def test_the_others_go_on_without_a_replica_that_is_given_up(tmp_path: pathlib.Path) -> None:
     (tmp_path / "once").mkdir()
-    spec = jobs.spec_of(tmp_path)
-    # A full disk is nothing that a restart mends: that replica is given up at once.
-    jobs.finish(spec, faults="replica.start=raise 28", BATCHINF_FAULTS_ONCE=str(tmp_path / "once"))
+    spec = jobs.spec_of(tmp_path, max_restarts=0)
+    jobs.finish(spec, faults="replica.start=raise 5", BATCHINF_FAULTS_ONCE=str(tmp_path / "once"))
     out = tmp_path / "out"
     assert jobs.rows_of(out) == list(jobs.unhurt())
     assert len({part.replica for part in jobs.state_of(out).parts.values()}) == 1
