@@ -120,7 +120,8 @@ class Folder:
 
     def publish(self, source: str, target: str) -> None:
         """Rename `source` to `target`, durably; both lie in this folder."""
-        faults.point("storage.publish.before_rename")
+        with naming(self.path(target)):
+            faults.point("storage.publish.before_rename")
         self.path(source).replace(self.path(target))
         sync_folder(self.path(target).parent)
         sync_folder(self.path(source).parent)
@@ -130,7 +131,8 @@ class Folder:
 
         Where the file system has no hard links, one that another process makes in the same moment may be replaced.
         """
-        faults.point("storage.publish.before_link")
+        with naming(self.path(target)):
+            faults.point("storage.publish.before_link")
         try:
             if not _link(self.path(source), self.path(target)):
                 return False
