@@ -96,7 +96,7 @@ class Worker:
     def _admit(self) -> None:
         num_unfinished = self._engine.num_unfinished()
         if self._finished.is_full:
-            self._note_stall(num_unfinished < self._window and len(self._ready) > 0)
+            self._note_stall(num_unfinished < self._window)
             if not num_unfinished:
                 self._finished.wait_until_room(_IDLE_S)
             return
@@ -106,7 +106,7 @@ class Worker:
             self._add(pending)
 
     def _note_stall(self, is_stalled: bool) -> None:
-        """Count the time in which requests are ready and the engine has room, but the disk lags behind."""
+        """Count the time in which the engine has room for more, but the disk lags behind."""
         now = time.monotonic()
         if self._stalled_since is not None:
             self._stalled_by_disk_s += now - self._stalled_since

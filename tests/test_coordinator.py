@@ -1,4 +1,4 @@
-"""Replicas that fail, hang or lag, requests to stop, a full disk: what becomes of the job, and of its rows."""
+"""Replicas that fail, hang or lag, requests to stop, a lost lock: what becomes of the job, and of its rows."""
 
 import gc
 import io
@@ -299,29 +299,7 @@ def test_a_slow_replica_holds_nobody_back(tmp_path: pathlib.Path) -> None:
     assert {row["attempts"] for row in jobs.table_of(out).select(["attempts"]).to_pylist()} == {1}
 
 
-# -- a full disk -----------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_is_one_clear_line_and_the_job_goes_on_later(tmp_path: pathlib.Path) -> None:
-    spec, words = jobs.spec_of(tmp_path), "no space left on device"
-    steps = ("manifest.before_write:4", "coordinator.before_publish:3", "journal.before_fsync", "parts.before_fsync:3")
-    for fault in steps:
-        failed = jobs.run("run", spec, faults=f"{fault}=raise 28")
-        assert failed.returncode == 2, (fault, failed.stderr)
-        assert words in error_line(failed.stderr).lower(), fault
-        assert not (tmp_path / "out" / "lock").exists()
-    jobs.finish(spec)
-    assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
-
-
-def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
-    spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 600}, checkpoint_interval_s=600)
-    command = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", sys.executable, "-m", "batchinf", "run", str(spec)]
-    limited = subprocess.run(command, capture_output=True, text=True, cwd=jobs.ROOT, check=False, timeout=240)
-    assert limited.returncode == 2, limited.stderr
-    assert "file too large" in error_line(limited.stderr).lower()
-    jobs.finish(spec)
-    assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
+# -- a lock that is lost; see also test_two_at_once ------------------------------------------------------------------
 
 
 def test_a_lock_that_is_lost_ends_the_job_without_another_word(tmp_path: pathlib.Path) -> None:
