@@ -75,6 +75,8 @@ class Coordinator:
                 with contextlib.suppress(BatchinfError, OSError):
                     self._end_now()
                 with contextlib.suppress(BatchinfError, OSError):
+                    self._sweep()
+                with contextlib.suppress(BatchinfError, OSError):
                     self._show("stopped" if isinstance(error, Interrupted) else "failed", force=True)
                 raise
             self._end_now()
@@ -99,6 +101,12 @@ class Coordinator:
     def _end_now(self) -> None:
         self._note_ended(self._fleet.kill())
         self._commit(())
+
+    def _sweep(self) -> None:
+        """Delete what replicas that were killed have half written: on a full disk nobody may come back soon."""
+        self._lock.check()
+        for name in ("staging", "journal"):
+            self._job.folder.sweep(name)
 
     def _turn(self) -> None:
         self._note_started(self._fleet.start_due())

@@ -51,6 +51,12 @@ def mounted(folder: pathlib.Path, *arguments: object) -> Iterator[pathlib.Path]:
         command("umount", folder)
 
 
+def remounted(folder: pathlib.Path, options: str) -> bool:
+    return (
+        subprocess.run(["mount", "-o", f"remount,{options}", folder], check=False, capture_output=True).returncode == 0
+    )
+
+
 def can_mount(*arguments: object, image: bool = False) -> bool:
     """Whether this system lets a test mount this."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -220,7 +226,8 @@ def test_a_read_only_folder_at_the_start(tmp_path: pathlib.Path) -> None:
         command("mount", "-o", "remount,rw", disk)
         assert jobs.run("run", spec, faults="coordinator.after_publish:3=kill").returncode == -9
         before = parts_of(out)
-        command("mount", "-o", "remount,ro", disk)
+        # Until the replicas have ended, their logs are open.
+        jobs.wait_until(lambda: remounted(disk, "ro"))
         stops(jobs.run("run", spec), out, "read-only file system; make it writable again")
         assert jobs.run("status", out).returncode == 0
         command("mount", "-o", "remount,rw", disk)
