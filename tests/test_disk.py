@@ -303,7 +303,7 @@ def test_a_crash_while_a_part_is_written_slowly(tmp_path: pathlib.Path) -> None:
     """A whole shard that waits for its part is in the journal when the interval is over."""
     out, marker = tmp_path / "out", tmp_path / "held"
     # None of its rows is journalled before it is whole: the first tick finds it waiting.
-    spec = jobs.spec_of(tmp_path, parallel=ONE_REPLICA, output={"rows_per_shard": 40}, checkpoint_interval_s=2)
+    spec = jobs.spec_of(tmp_path, parallel=ONE_REPLICA, output={"rows_per_shard": 40}, checkpoint_interval_s=6)
     process = jobs.start("run", spec, faults=f"parts.before_fsync=hold {marker}")
     jobs.wait_until(lambda: marker.exists() or process.poll() is not None, 120)
     jobs.wait_until(lambda: num_journalled(out, 0) == 40 or process.poll() is not None)
