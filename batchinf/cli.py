@@ -155,11 +155,8 @@ def main() -> NoReturn:
             traceback.print_exc()
         sys.exit(error.exit_code)
     except OSError as error:
-        print(f"error: {_words(error)}", file=sys.stderr)
+        from batchinf.storage import disk_error
+
+        print(f"error: {disk_error(error)}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
-
-
-def _words(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{(error.strerror or str(error)).lower()}"

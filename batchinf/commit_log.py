@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from batchinf import faults
 from batchinf.errors import OutputError
-from batchinf.storage import Folder, reason
+from batchinf.storage import Folder, disk_error
 
 Fields = dict[str, Any]
 
@@ -149,4 +149,4 @@ class CommitLog:
             self._is_torn = False
 
     def _not_written(self, error: OSError) -> OutputError:
-        return OutputError(f"cannot write {self._path}: {reason(error)}; what was committed before stands")
+        return OutputError(f"cannot write {disk_error(error, self._path)}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 from batchinf import faults
-from batchinf.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted
+from batchinf.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted, OutputError
 from batchinf.failures import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.fleet import Ended, Fleet, Member
 from batchinf.job import Job
@@ -20,7 +20,7 @@ from batchinf.lock import Holder, JobLock, process_start
 from batchinf.manifest import Manifest
 from batchinf.parts import part_name
 from batchinf.progress import ProgressDisplay
-from batchinf.records import Event, Part, Ready, Revoked, Shard, ShardBegun, ShardClosed, Stop, Tried
+from batchinf.records import DISK_ERROR, Event, Part, Ready, Revoked, Shard, ShardBegun, ShardClosed, Stop, Tried
 from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations
 from batchinf.status import JobStatus, Rates, write_status
 from batchinf.trials import Trials
@@ -67,6 +67,8 @@ class Coordinator:
         self._versions = versions
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
+        # What the first replica that found the disk full said; the others would find it so in turn.
+        self._disk_error = ""
 
     def run(self) -> None:
         """Until every shard is committed.
@@ -79,17 +81,24 @@ class Coordinator:
             except BaseException as error:
                 # What fails in consequence, as on a full disk or with the lock lost, must not hide what came first.
                 with contextlib.suppress(BatchinfError, OSError):
-                    self._end_now("stopped" if isinstance(error, Interrupted) else "failed")
+                    self._end_now()
+                with contextlib.suppress(BatchinfError, OSError):
+                    self._sweep()
+                with contextlib.suppress(BatchinfError, OSError):
+                    self._show("stopped" if isinstance(error, Interrupted) else "failed", force=True)
                 raise
-            self._end_now("done")
+            self._end_now()
+            self._show("done", force=True)
 
     def _work(self) -> None:
-        while not self._is_finished and not self._signals:
+        while not self._is_finished and not self._signals and not self._disk_error:
             self._turn()
-        if self._is_finished:
-            self._end_replicas(0.0)
-        else:
+        if self._signals and not self._is_finished:
             self._drain()
+        else:
+            self._end_replicas(0.0)
+        if not self._is_finished and self._disk_error:
+            raise OutputError(self._disk_error)
         if not self._is_finished:
             raise Interrupted(f"stopped on {signal.Signals(self._signals[0]).name}")
 
@@ -97,17 +106,22 @@ class Coordinator:
     def _is_finished(self) -> bool:
         return self._committed.num_shards == self._num_shards
 
-    def _end_now(self, state: str) -> None:
+    def _end_now(self) -> None:
         self._note_ended(self._fleet.kill())
         self._commit(())
-        self._show(state, force=True)
+
+    def _sweep(self) -> None:
+        """Delete what replicas that were killed have half written: on a full disk nobody may come back soon."""
+        self._lock.check()
+        for name in ("staging", "journal"):
+            self._job.folder.sweep(name)
 
     def _turn(self) -> None:
         self._note_started(self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
         self._note_ended(self._fleet.reap())
         self._judge()
-        if self._fleet.is_spent and not self._is_finished:
+        if self._fleet.is_spent and not self._is_finished and not self._disk_error:
             self._give_up()
         self._assign()
         self._show(self._state())
@@ -159,7 +173,7 @@ class Coordinator:
         self._announce([part for _, _, part in parts if part.retry])
         for replica, incarnation, part in parts:
             faults.point("coordinator.before_publish")
-            folder.publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}")
+            self._publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}")
             faults.point("coordinator.after_publish")
             self._manifest.part(part, replica, incarnation)
             self._committed.add(part)
@@ -167,6 +181,7 @@ class Coordinator:
         if parts and self._committed.num_shards == self._num_shards:
             self._manifest.event("all_committed")
         self._manifest.commit()
+        faults.point("coordinator.before_drop")
         for _, _, part in parts:
             drop(folder, part.shard)
 
@@ -179,9 +194,26 @@ class Coordinator:
             self._manifest.commit()
             faults.point("coordinator.after_replacing")
 
+    def _publish(self, staged: str, published: str) -> None:
+        """Only the job's holder puts a file in the place of another.
+
+        A holder that stood still for long, as a suspended machine does, may find that it lost the job after it looked.
+        """
+        folder = self._job.folder
+        self._lock.check()
+        try:
+            is_new = folder.publish_new(staged, published)
+        except FileNotFoundError:
+            self._lock.check()
+            raise
+        if not is_new:
+            self._lock.check()
+            folder.publish(staged, published)
+
     def _assign(self) -> None:
         self._trials.give(self._next_attempt)
         for index, shard in next_shards(self._pending, self._loads()):
+            faults.point("coordinator.before_assign")
             condemned = self._trials.condemned_in(shard)
             self._fleet.assign(self._fleet.members[index], [shard], self._next_attempt([shard]), condemned)
         for index, shards in revocations(self._pending, self._loads()).items():
@@ -250,7 +282,9 @@ class Coordinator:
                 self._manifest.event(
                     kept_as, kept_as=kept_as, replica=replica, incarnation=end.incarnation, **step.fields()
                 )
-            if not end.was_asked:
+            if end.member.failed is not None and end.member.failed.error_type == DISK_ERROR:
+                self._disk_error = self._disk_error or end.cause
+            elif not end.was_asked:
                 cause = end.cause if end.out_of_memory is None else end.out_of_memory.words
                 more = f"; {suspicion}" if suspicion else ""
                 self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {cause}{more}")
@@ -314,6 +348,8 @@ class Coordinator:
         if not force and time.monotonic() < self._next_status:
             return
         self._next_status = time.monotonic() + _STATUS_EVERY_S
+        # Here, too: who has nothing to commit for minutes should hear soon that another runs the job.
+        self._lock.watch()
         status = self._status(state)
         with contextlib.suppress(OSError):
             write_status(self._job.folder, status)
@@ -337,7 +373,7 @@ class Coordinator:
             prompt_tokens_per_s=round(prompt_per_s, 1),
             output_tokens_per_s=round(output_per_s, 1),
             left_s=round((self._num_rows - num_done) / rows_per_s, 1) if rows_per_s > 0 else None,
-            stalled_by_disk_s=sum(member.progress.stalled_by_disk_s for member in members),
+            stalled_by_disk_s=self._fleet.stalled_by_disk_s,
             replicas=tuple(member.status() for member in members),
             updated_at=round(time.time(), 3),
             message="" if state != "starting" else "; ".join(f"replica {m.slot.replica} {m.state}" for m in members),

@@ -24,6 +24,7 @@ from batchinf.recovery import end_process_groups, note_ended, recover
 from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.retry_log import Retry
+from batchinf.room import room_warning
 from batchinf.shards import Pending, total_shards
 from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
@@ -139,6 +140,8 @@ def _run_epoch(
     if len(found.lost) > _LOST_TO_NAME:
         display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
     _say_what(job, state, slots, display)
+    if (warning := room_warning(job, state, len(slots))) is not None:
+        display.say(warning)
     if not state.committed.all():
         _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
     _run_retries(job, manifest, lock, slots, epoch, display, settings, request)

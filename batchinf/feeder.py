@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from batchinf import faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.errors import RowError
 from batchinf.parts import OpenShard
@@ -127,6 +128,7 @@ class Feeder(threading.Thread):
             return self._trials.popleft() if self._trials else self._assigned.popleft()
 
     def _open(self, shard: Shard) -> OpenShard:
+        faults.point("feeder.begin")
         opened = self._open_shard(shard)
         self._emit(ShardBegun(shard.index, opened.num_results))
         return opened
@@ -175,6 +177,7 @@ class Feeder(threading.Thread):
     def _feed_rows(self, opened: OpenShard, start: int, stop: int, attempts: int) -> None:
         if opened.are_finished(start, stop):
             return
+        faults.point("feeder.read")
         rows = self._source.read(start, stop, self._prompts.columns)
         rows = [row for row in rows if not opened.is_finished(row.row_index)]
         ready: list[tuple[Pending, int]] = []

@@ -171,6 +171,7 @@ class Fleet:
         self._backend = LocalBackend()
         self._num_incarnations = 0
         self._spent = (0, 0)
+        self._stalled_by_disk_s = 0.0
 
     def start_due(self) -> list[Member]:
         """Start every member whose time has come; those that were started.
@@ -245,6 +246,7 @@ class Fleet:
             self._spent[0] + member.progress.num_prompt_tokens,
             self._spent[1] + member.progress.num_output_tokens,
         )
+        self._stalled_by_disk_s += member.progress.stalled_by_disk_s
         shards, incarnation = tuple(member.shards.values()), replica.launch.incarnation
         was_killed = member.failed.was_killed if member.failed is not None else code in _FROM_OUTSIDE
         verdict = self._judge(member, replica)
@@ -358,6 +360,11 @@ class Fleet:
     def is_spent(self) -> bool:
         """Whether every member was given up."""
         return all(member.is_given_up for member in self.members)
+
+    @property
+    def stalled_by_disk_s(self) -> float:
+        """Seconds, over all replicas since the coordinator started, in which an engine waited for the disk."""
+        return round(self._stalled_by_disk_s + sum(member.progress.stalled_by_disk_s for member in self.members), 3)
 
     def num_tokens(self) -> tuple[int, int]:
         """Prompt and output tokens of finished requests since the coordinator started."""

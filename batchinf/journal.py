@@ -119,6 +119,10 @@ class Journal:
             file.write(_header(shard, table.num_rows, payload))
         return Segment(self._folder, name, table.num_rows)
 
+    def forget(self, segment: Segment) -> None:
+        """Delete a segment whose results are in a part by now."""
+        self._folder.delete(f"{_FOLDER}/{segment.name}")
+
     def recover(self, shard: int) -> Recovered:
         """All whole segments of a shard, of any incarnation, in the order of their names."""
         segments, damaged = [], []

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchinf import faults
 from batchinf.errors import OutputError
-from batchinf.storage import Folder, reason
+from batchinf.storage import Folder, disk_error, naming
 
 LOCK = "lock"
 _STALE = "lock.stale-"
@@ -175,7 +176,16 @@ class JobLock:
         try:
             data = self._read()
         except OSError as error:
-            raise self._lost(f"its lock file cannot be read: {reason(error)}") from error
+            words = disk_error(error, self._folder.path(LOCK))
+            raise LockLost(f"cannot tell whether this process still holds the job: {words}") from error
+        self._check_mine(data)
+
+    def watch(self) -> None:
+        """Like `check`, for a look in between: a lock file that cannot be read at the moment is passed over."""
+        with contextlib.suppress(OSError):
+            self._check_mine(self._read())
+
+    def _check_mine(self, data: bytes | None) -> None:
         if not self._is_mine(data):
             holder = Holder.decode(data) if data else None
             raise self._lost(f"{holder} runs it now" if holder else "its lock file is gone")
@@ -186,8 +196,8 @@ class JobLock:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        # Whoever deleted the whole folder has freed it too.
-        with contextlib.suppress(FileNotFoundError), _alone(self._folder):
+        # Whoever deleted the whole folder has freed it too; and what stays on a disk that fails is known to be dead.
+        with contextlib.suppress(OSError), _alone(self._folder):
             if self._is_mine(self._read()):
                 self._folder.delete(LOCK)
         self._me = None
@@ -198,7 +208,7 @@ class JobLock:
             self._folder.create_exclusive(LOCK, me.encode())
             data = self._read()
         except OSError as error:
-            raise OutputError(f"cannot lock the output folder {self._folder.root}: {reason(error)}") from error
+            raise OutputError(f"cannot lock the output folder {disk_error(error, self._folder.root)}") from error
         holder = Holder.decode(data) if data else None
         return holder is not None and holder.token == me.token
 
@@ -280,7 +290,9 @@ class JobLock:
         with contextlib.suppress(FileNotFoundError), self._folder.path(LOCK).open("r+b", buffering=0) as file:
             if self._is_mine(file.read()):
                 self._me = dataclasses.replace(self._me, heartbeat=self._me.heartbeat + 1)
-                os.pwrite(file.fileno(), self._me.encode(), 0)
+                with naming(self._folder.path(LOCK)):
+                    faults.point("lock.beat")
+                    os.pwrite(file.fileno(), self._me.encode(), 0)
 
 
 @contextlib.contextmanager

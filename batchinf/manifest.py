@@ -22,7 +22,7 @@ from batchinf.part_line import PartLine, part_line
 from batchinf.records import Part, ProcessGroup
 from batchinf.retry_log import Retry
 from batchinf.shards import Extent, num_shards, total_rows, total_shards
-from batchinf.storage import Folder, reason
+from batchinf.storage import Folder, disk_error, reason
 
 FORMAT_VERSION = 1
 NUM_KEPT_EVENTS = 1000
@@ -340,7 +340,7 @@ class Manifest:
         try:
             num_commits = self._create(epoch, name, state)
         except OSError as error:
-            raise OutputError(f"cannot create {folder.path(name)}: {reason(error)}") from error
+            raise OutputError(f"cannot create {disk_error(error, folder.path(name))}") from error
         self._log = CommitLog(folder, name, num_commits, fault="manifest")
 
     def _create(self, epoch: int, name: str, state: State | None) -> int:

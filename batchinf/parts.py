@@ -121,16 +121,21 @@ class OpenShard:
 
     def tick(self) -> Segment | None:
         """Journal what is in no segment yet, and forget it."""
-        if not self.fresh:
+        segment = self.keep()
+        if segment is None:
             return None
-        segment = self.secure()
         self.segments.append(segment)
         self.fresh, self.unjournalled_bytes = [], 0
         return segment
 
-    def secure(self) -> Segment:
-        """Journal what is in no segment yet, and keep it: while the part of a whole shard is being written."""
-        return self._journal.write(self.index, pa.Table.from_batches(self.fresh, self.task.result_schema))
+    def keep(self) -> Segment | None:
+        """Journal what is in no segment yet; for another thread that writes the part, nothing changes."""
+        fresh = self.fresh
+        return self._journal.write(self.index, pa.Table.from_batches(fresh, self.task.result_schema)) if fresh else None
+
+    def forget(self, segment: Segment) -> None:
+        """Delete a segment that `keep` gave, once the part is written."""
+        self._journal.forget(segment)
 
     def close(self) -> None:
         """Unmap the segments and let go of what is in memory."""

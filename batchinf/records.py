@@ -282,6 +282,9 @@ class Revoked:
     shards: tuple[int, ...]
 
 
+DISK_ERROR = "DiskError"
+
+
 @dataclass(frozen=True, slots=True)
 class Tried:
     """From a replica: a trial's group of rows came out of the engine, which is well."""
@@ -293,7 +296,8 @@ class Tried:
 class Failed:
     """From a replica, its last words: why it ends. `cause` is a line that a user can act on.
 
-    was_killed: a signal from outside ended its engine.
+    error_type: DISK_ERROR where it cannot write and no restart mends that. was_killed: a signal from outside ended its
+    engine.
     """
 
     error_type: str

@@ -7,7 +7,6 @@ keep the device's memory).
 """
 
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -22,7 +21,7 @@ from batchinf.byte_queue import ByteQueue
 from batchinf.channel import Channel
 from batchinf.detokenizer import Detokenizer
 from batchinf.engine import Engine, ScriptedEngine
-from batchinf.errors import BatchinfError, EngineDeadError, UserError
+from batchinf.errors import BatchinfError, EngineDeadError, OutputError
 from batchinf.feeder import FailedRow, Feeder, Pending
 from batchinf.flight import FlightRecord
 from batchinf.job import SOURCE_FOLDER, open_input
@@ -30,6 +29,7 @@ from batchinf.journal import Journal
 from batchinf.parts import OpenShard, write_part
 from batchinf.prompt import PromptBuilder, load_tokenizer
 from batchinf.records import (
+    DISK_ERROR,
     Assign,
     Event,
     Failed,
@@ -49,7 +49,7 @@ from batchinf.retry_log import retry_of
 from batchinf.selection import chosen_rows
 from batchinf.source import Source
 from batchinf.spec import JobSpec
-from batchinf.storage import Folder, reason
+from batchinf.storage import LASTING, Folder, disk_error
 from batchinf.tasks import Task, get_task
 from batchinf.worker import Worker, window
 from batchinf.writer import Finished, Writer
@@ -60,8 +60,6 @@ _FAILED_ROW_BYTES = 1 << 10
 # Prompts that wait for the engine, and results that wait for the disk.
 _READY_BYTES = 64 << 20
 _FINISHED_BYTES = 96 << 20
-# What no restart mends: disk or quota full, read-only, the file too large for the file system.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class Replica:
@@ -129,9 +127,11 @@ class Replica:
             self._listen()
         except BaseException:
             # Deaf, it would never hear that it has to end.
-            traceback.print_exc()
-            sys.stderr.flush()
-            end_group()
+            try:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                end_group()
 
     def _listen(self) -> None:
         last_progress = time.monotonic()
@@ -225,9 +225,10 @@ def last_words(error: BaseException) -> Failed:
     if isinstance(error, BatchinfError):
         was_killed = isinstance(error, EngineDeadError) and error.was_killed
         return Failed(type(error).__name__, str(error), error.exit_code, was_killed)
-    if isinstance(error, OSError) and error.errno in _FULL:
-        where = f"{error.filename}: " if error.filename else ""
-        return Failed(type(error).__name__, f"{where}{reason(error)}", UserError.exit_code)
+    if isinstance(error, OSError) and error.errno in LASTING:
+        return Failed(DISK_ERROR, disk_error(error), OutputError.exit_code)
+    if isinstance(error, OSError) and error.filename is not None:
+        return Failed(type(error).__name__, disk_error(error), 1)
     return Failed(type(error).__name__, f"{type(error).__name__}: {error}", 1)
 
 
@@ -243,15 +244,17 @@ def main() -> None:
     launch: Launch = messages[0]
     if launch.cpus:
         os.sched_setaffinity(0, launch.cpus)
-    print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)
-    replica = Replica(launch, channel, FlightRecord(int(sys.argv[3])))
-    threading.Thread(target=replica.listen, name="control", daemon=True).start()
     try:
+        print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)
+        replica = Replica(launch, channel, FlightRecord(int(sys.argv[3])))
+        threading.Thread(target=replica.listen, name="control", daemon=True).start()
         faults.point("replica.start")
         replica.run()
     except BaseException as error:
-        traceback.print_exc()
-        sys.stderr.flush()
+        # Its log may lie on the disk that is full.
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
         channel.send(last_words(error))
         sys.exit(1 if isinstance(error, EngineDeadError) else 2)
 

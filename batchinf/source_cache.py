@@ -11,15 +11,16 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from batchinf import faults
 from batchinf.input_files import Format, InputFile
-from batchinf.storage import Folder
+from batchinf.storage import Folder, create, naming
 
 VERSION = 1
 
@@ -150,22 +151,24 @@ class Scratch:
     def __init__(self, cache: Folder, file: InputFile, format: Format) -> None:
         self._cache = cache
         self._key = xxhash.xxh3_64_hexdigest(f"{VERSION} {format} {file.name}".encode())
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, IO[bytes]] = {}
 
     def __enter__(self) -> "Scratch":
         return self
 
     def __exit__(self, *exception: object) -> None:
         for role, stream in self._files.items():
-            stream.close()
+            with contextlib.suppress(OSError):  # what is left in its buffer finds no room either
+                stream.close()
             self._cache.delete(self._temporary(role))
 
     def _temporary(self, role: str) -> str:
         return f".tmp-{os.getpid()}-{self._key}.{role}"
 
-    def create(self, role: str) -> BinaryIO:
+    def create(self, role: str) -> IO[bytes]:
         """A new file for writing."""
-        self._files[role] = open(self._cache.path(self._temporary(role)), "wb")  # noqa: SIM115
+        self._cache.delete(self._temporary(role))
+        self._files[role] = create(self._cache.path(self._temporary(role)), self._cache.root)
         return self._files[role]
 
     def publish(self, content_hash: str) -> dict[str, Artifact]:
@@ -174,8 +177,10 @@ class Scratch:
         for role, stream in self._files.items():
             if not stream.tell():
                 continue
-            stream.flush()
-            os.fsync(stream.fileno())
+            with naming(self._cache.root):
+                stream.flush()
+                faults.point("source.before_fsync")
+                os.fsync(stream.fileno())
             name = f"{self._key}.{content_hash}.{role}"
             self._cache.publish(self._temporary(role), name)
             artifacts[role] = _artifact(self._cache, name)

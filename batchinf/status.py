@@ -78,7 +78,7 @@ class Rates:
 
 def write_status(folder: Folder, status: JobStatus) -> None:
     """Replace `status.json`; it is for looking at, so that losing the last one costs nothing."""
-    folder.write_atomic(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False)
+    folder.write_atomic(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False, fault="status")
 
 
 def read_status(folder: Folder) -> JobStatus | None:
@@ -112,7 +112,7 @@ def count(number: float) -> str:
 def describe(status: JobStatus) -> str:
     """One line: rows, rates, time left, errors, replicas."""
     if status.state == "done":
-        return f"{status.num_rows_done:,} rows, {status.num_errors:,} errors"
+        return f"{status.num_rows_done:,} rows, {status.num_errors:,} errors{_waited(status, ', ')}"
     up = sum(replica.state == "running" for replica in status.replicas)
     parts = [
         f"{status.num_rows_done:,}/{status.num_rows:,} rows",
@@ -122,6 +122,10 @@ def describe(status: JobStatus) -> str:
         f"{status.num_errors:,} errors",
         f"{up}/{len(status.replicas)} replicas up",
     ]
-    if status.stalled_by_disk_s >= 1:
-        parts.append(f"waited {duration(status.stalled_by_disk_s)} for the disk")
-    return " · ".join(parts)
+    return " · ".join(parts) + _waited(status, " · ")
+
+
+def _waited(status: JobStatus, separator: str) -> str:
+    if status.stalled_by_disk_s < 1:
+        return ""
+    return f"{separator}waited {duration(status.stalled_by_disk_s)} for the disk"

@@ -11,6 +11,7 @@ from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer, show
 from batchinf.records import Prompt
+from batchinf.room import room_warning
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 
@@ -79,3 +80,5 @@ def _output_lines(job: Job, folder: Folder) -> Iterator[str]:
         yield f"output {folder.root}: the job there is done"
     else:
         yield f"output {folder.root}: a job with {len(state.parts):,} parts to go on with"
+    if (state is None or not state.is_done) and (warning := room_warning(job, state, 1)) is not None:
+        yield warning

@@ -6,6 +6,7 @@ Its thread does `add` and `step` and nothing else: the feeder makes requests rea
 import time
 from collections.abc import Sequence
 
+from batchinf import faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.engine import Engine
 from batchinf.errors import EngineDeadError, RequestRefused
@@ -45,6 +46,7 @@ class Worker:
         self._deadline: float | None = None
         self._steps = 0
         self._stalled_by_disk_s = 0.0
+        self._stalled_since: float | None = None
 
     def stop(self, drain_s: float) -> None:
         """Journal, admit nothing more, finish what can be finished in `drain_s` seconds, and let `run` return."""
@@ -102,11 +104,21 @@ class Worker:
     def _admit(self) -> None:
         num_unfinished = self._engine.num_unfinished()
         if self._finished.is_full:
-            self._stalled_by_disk_s += self._finished.wait_until_room(0.0 if num_unfinished else _IDLE_S)
+            self._note_stall(num_unfinished < self._window)
+            if not num_unfinished:
+                self._finished.wait_until_room(_IDLE_S)
             return
+        self._note_stall(False)
         idle_s = 0.0 if num_unfinished else _IDLE_S
         for pending in self._ready.take(max(0, self._window - num_unfinished), idle_s):
             self._add(pending)
+
+    def _note_stall(self, is_stalled: bool) -> None:
+        """Count the time in which the engine has room for more, but the disk lags behind."""
+        now = time.monotonic()
+        if self._stalled_since is not None:
+            self._stalled_by_disk_s += now - self._stalled_since
+        self._stalled_since = now if is_stalled else None
 
     def _add(self, pending: Pending) -> None:
         request = pending.request
@@ -128,6 +140,7 @@ class Worker:
     def _store(self, completions: Sequence[Completion]) -> None:
         if not completions:
             return
+        faults.point("worker.store")
         items = []
         for completion in completions:
             key = completion.request.key

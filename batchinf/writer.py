@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from batchinf import faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.detokenizer import Detokenizer
 from batchinf.feeder import FailedRow, Pending
@@ -30,6 +31,16 @@ class Finished:
     completion: Completion
 
 
+@dataclass(slots=True, eq=False)
+class Closing:
+    """A whole shard whose part is being written. num_bytes: held in memory meanwhile. is_kept: journalled wholly."""
+
+    shard: OpenShard
+    future: Future[None]
+    num_bytes: int
+    is_kept: bool = False
+
+
 @dataclass(slots=True)
 class Totals:
     """What has been stored since the worker started. Of results and errors, those from the journal count too."""
@@ -38,16 +49,6 @@ class Totals:
     num_errors: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Closing:
-    """A whole shard whose part is being written. num_bytes: what of it was in memory alone at first."""
-
-    future: Future[None]
-    shard: OpenShard
-    num_bytes: int
-    is_secured: bool
 
 
 class Writer(threading.Thread):
@@ -75,7 +76,7 @@ class Writer(threading.Thread):
         self._open: dict[int, OpenShard] = {}
         self._lock = threading.Lock()
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="closer")
-        self._closing: list[_Closing] = []
+        self._closing: list[Closing] = []
         self._is_stopping = False
         self.totals = Totals()
         self.error: BaseException | None = None
@@ -105,6 +106,7 @@ class Writer(threading.Thread):
             while self._turn():
                 pass
             self._tick()
+            self._keep_closing()
         except BaseException as error:
             self.error = error
 
@@ -121,13 +123,19 @@ class Writer(threading.Thread):
             items = self._finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
         if items:
             self._store(items)
-        if time.monotonic() >= self._next_tick or self._unjournalled_bytes() > _MAX_UNJOURNALLED_BYTES:
+        if time.monotonic() >= self._next_tick:
+            started = time.monotonic()
+            self._tick()
+            self._keep_closing()
+            self._next_tick = started + self._interval_s - self._spare_s(time.monotonic() - started)
+        elif self._unjournalled_bytes() > _MAX_UNJOURNALLED_BYTES:
             self._tick()
         self._close_whole()
         self._raise_closing()
         return bool(items) or is_behind or not is_last
 
     def _store(self, items: Sequence[Finished | FailedRow]) -> None:
+        faults.point("writer.store")
         finished = [item for item in items if isinstance(item, Finished)]
         texts = self._detokenizer.decode([item.completion for item in finished], self._sampling)
         by_shard: dict[int, tuple[OpenShard, list[Result]]] = {}
@@ -162,19 +170,26 @@ class Writer(threading.Thread):
             return sum(shard.unjournalled_bytes for shard in self._open.values())
 
     def _tick(self) -> None:
-        started = time.monotonic()
         with self._lock:
             shards = list(self._open.values())
+        faults.point("writer.tick")
         for shard in shards:
             shard.tick()
+
+    def _spare_s(self, tick_s: float) -> float:
+        """How much earlier the next tick begins: what finishes meanwhile is to be durable when the interval is over."""
+        return min(2 * tick_s, self._interval_s / 2) + min(_GATHER_S, self._interval_s / 10)
+
+    def _keep_closing(self) -> None:
+        """Journal what waits for its part too: on a slow disk that may take longer than a crash may cost."""
         for closing in self._closing:
-            # Until its part is staged, a crash would cost what is in memory of it.
-            if not closing.is_secured and not closing.future.done():
-                closing.shard.secure()
-                closing.is_secured = True
-        # What finishes from now on is to be durable, written and all, before the interval is over.
-        spare_s = min(2 * (time.monotonic() - started), self._interval_s / 2) + min(_GATHER_S, self._interval_s / 10)
-        self._next_tick = started + self._interval_s - spare_s
+            if closing.is_kept or closing.future.done():
+                continue
+            segment = closing.shard.keep()
+            closing.is_kept = True
+            if segment is not None and closing.future.done() and closing.future.exception() is None:
+                # The coordinator may have dropped the shard's segments before this one was there.
+                closing.shard.forget(segment)
 
     def _close_whole(self) -> None:
         with self._lock:
@@ -182,11 +197,13 @@ class Writer(threading.Thread):
             shards = [self._open.pop(index) for index in whole]
         for shard in shards:
             num_bytes = shard.unjournalled_bytes
-            self._closing.append(_Closing(self._closer.submit(self._close, shard), shard, num_bytes, num_bytes == 0))
+            self._closing.append(Closing(shard, self._closer.submit(self._close, shard), num_bytes))
 
     def _close(self, shard: OpenShard) -> None:
+        faults.point("writer.close")
         part = self._write_part(shard)
         shard.close()
+        faults.point("writer.closed")
         self._emit(ShardClosed(part))
 
     def _raise_closing(self) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -48,14 +48,16 @@ def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
     return path
 
 
-def start(*arguments: str | pathlib.Path, faults: str = "", **environment: str) -> "subprocess.Popen[str]":
-    """Start `batchinf` with these arguments, in a session of its own."""
+def start(
+    *arguments: str | pathlib.Path, faults: str = "", prefix: Sequence[str] = (), **environment: str
+) -> "subprocess.Popen[str]":
+    """Start `batchinf` with these arguments, in a session of its own. prefix: a command that runs the rest."""
     for number in (signal.SIGINT, signal.SIGHUP):
         # What is ignored is inherited: a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     return subprocess.Popen(
-        [sys.executable, "-m", "batchinf", *map(str, arguments)],
+        [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -22,7 +22,7 @@ ORDER = """
     out_of_memory engine_settings input_files source_cache column_types reader arrow_file csv_file line_file
     parquet_file hf_dataset first_pass source prompt detokenizer tasks.* placement shards selection engine
     vllm_scheduler vllm_engine journal non_finite parts replace byte_queue flight feeder writer worker commit_log
-    lock manifest proof salvage quarantine spec_file status channel job failures replica backends.* replica_log
+    lock manifest proof salvage quarantine spec_file status channel job room failures replica backends.* replica_log
     fleet trials progress coordinator recovery retry epoch fresh look check validation cli __main__
 """.split()
 VLLM_ADAPTERS = {"vllm_engine", "vllm_scheduler"}

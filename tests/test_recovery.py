@@ -23,6 +23,19 @@ STEPS = {
     "mid manifest line": "manifest.mid_line:4",
 }
 VICTIMS = ("coordinator", "replica", "everything")
+# The threads of a replica, and the steps of a coordinator, which must be three.
+POINTS = (
+    "feeder.begin:2",
+    "feeder.read:3",
+    "worker.store:9",
+    "writer.store:4",
+    "writer.tick:2",
+    "writer.close:1",
+    "writer.closed:1",
+    "coordinator.before_assign:4",
+    "coordinator.before_drop:2",
+    "storage.publish.before_link:2",
+)
 NUM_RANDOM_KILLS = 20
 LARGE_SHARDS = {"rows_per_shard": 60}
 
@@ -101,6 +114,18 @@ def test_parts_that_are_gone_are_made_again(tmp_path: pathlib.Path) -> None:
     assert f"part {lost} is gone or altered" in finished.stderr
     assert f"part {cut} is gone or altered" in finished.stderr
     assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+def test_killed_at_each_point_once(tmp_path: pathlib.Path) -> None:
+    spec, once = jobs.spec_of(tmp_path, output=LARGE_SHARDS, max_restarts=len(POINTS)), tmp_path / "once"
+    once.mkdir()
+    faults = ",".join(f"{point}=kill" for point in POINTS)
+    for _ in range(3):
+        done = jobs.run("run", spec, faults=faults, BATCHINF_FAULTS_ONCE=str(once))
+        assert done.returncode == -9, done.stderr
+    jobs.finish(spec, faults=faults, BATCHINF_FAULTS_ONCE=str(once))
+    assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
+    assert sorted(path.name for path in once.iterdir()) == sorted(point.replace(":", "-") for point in POINTS)
 
 
 def test_killed_at_random_moments(tmp_path: pathlib.Path) -> None:

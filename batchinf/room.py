@@ -1,0 +1,80 @@
+"""What a job will need on its disk, and whether it fits: an estimate to warn by, never to refuse."""
+
+import os
+import pathlib
+
+from batchinf.job import Job, carried_columns, estimated_bytes_per_row
+from batchinf.journal import row_bytes
+from batchinf.manifest import State
+from batchinf.shards import total_shards
+
+# Rows of the input whose kept columns are measured.
+_NUM_SAMPLED = 64
+# A result in the journal, uncompressed and with ids of its own, against the same in a part.
+_JOURNAL_FACTOR = 3
+# Shards that a replica has begun and not closed: the one at work and the next.
+_OPEN_SHARDS = 2
+# Segments, logs and temporary files that lie there beside the parts.
+_OTHER_FILES = 64
+
+
+def room_warning(job: Job, state: State | None, num_replicas: int) -> str | None:
+    """A line for the user if what is left of the job will not fit on the file system of `output.path`; else None.
+
+    state: None before a job's first start. A quota is not looked at: there is no portable way to ask for one.
+    """
+    try:
+        status = os.statvfs(_existing(job.folder.root))
+    except OSError:
+        return None
+    free_bytes, num_bytes = status.f_bavail * status.f_frsize, estimated_bytes(job, state, num_replicas)
+    where = f"{job.folder.root} may not have room for the job"
+    if num_bytes > free_bytes:
+        return (
+            f"warning: {where}: about {_gib(num_bytes)} will be written, {_gib(free_bytes)} are free; if the disk is "
+            "full before the end, make room and run the same command again"
+        )
+    num_files = _num_shards_left(state) + _OTHER_FILES
+    if status.f_files > 0 and num_files > status.f_favail:
+        return f"warning: {where}: about {num_files:,} files will be made, it can hold {status.f_favail:,} more"
+    return None
+
+
+def estimated_bytes(job: Job, state: State | None, num_replicas: int) -> int:
+    """Bytes that the parts still to come and the journal will take.
+
+    From the parts that are there if there are any, else from the spec and the kept columns of the first rows.
+    """
+    num_rows = job.source.num_rows
+    per_row = estimated_bytes_per_row(job.spec) + job.spec.sampling.n * _kept_bytes(job)
+    if state is None:
+        return num_rows * per_row
+    num_done = state.num_rows // job.spec.sampling.n
+    if num_done:
+        per_row = -(-state.num_bytes // num_done)
+    num_left = max(0, num_rows - num_done)
+    in_journal = num_replicas * _OPEN_SHARDS * max(extent.rows_per_shard for extent in state.extents)
+    return num_left * per_row + min(num_left, in_journal) * per_row * _JOURNAL_FACTOR
+
+
+def _kept_bytes(job: Job) -> int:
+    """A row's kept columns, as they are in memory, on the average of the first rows."""
+    num_rows = min(_NUM_SAMPLED, job.source.num_rows)
+    columns = list(dict.fromkeys(carried_columns(job.spec)))
+    if not columns or not num_rows:
+        return 0
+    return int(row_bytes(job.source.read_columns(0, num_rows, columns)).sum()) // num_rows
+
+
+def _num_shards_left(state: State | None) -> int:
+    return 0 if state is None else total_shards(state.extents) - int(state.committed.sum())
+
+
+def _existing(path: pathlib.Path) -> pathlib.Path:
+    """The folder, or the nearest one above it that exists."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
