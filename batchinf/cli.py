@@ -1,5 +1,6 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
+import dataclasses
 import json
 import sys
 import traceback
@@ -27,14 +28,22 @@ Overrides = Annotated[
 Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder.")]
 
 
+SliceText = Annotated[
+    str | None,
+    typer.Option("--slice", metavar="i/N", help="Run the i-th of N slices of the rows, from 0, in OUT/slice-i."),
+]
+
+
 @app.command()
-def run(spec: SpecPath, set_: Overrides = None) -> None:
+def run(spec: SpecPath, set_: Overrides = None, slice_: SliceText = None) -> None:
     """Run a job, or go on with one that was interrupted."""
     try:
         from batchinf.epoch import run_job
         from batchinf.progress import ProgressDisplay
+        from batchinf.slices import Slice
 
-        summary = run_job(_read(spec, set_), ProgressDisplay())
+        wanted = None if slice_ is None else Slice.parse(slice_)
+        summary = run_job(dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay())
     except KeyboardInterrupt:
         raise Interrupted("stopped on SIGINT") from None
     for line in summary.lines():
@@ -64,9 +73,7 @@ def status(out: Out) -> None:
 
 
 @app.command()
-def head(
-    out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5
-) -> None:
+def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5) -> None:
     """Show the first finished rows, as JSON lines, while the job runs or after."""
     from batchinf.look import head_rows
 

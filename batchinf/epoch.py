@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from batchinf.coordinator import Committed, Coordinator, on_stop_signals
 from batchinf.errors import ErrorRateExceeded, Interrupted, OutputError
 from batchinf.fleet import Fleet
-from batchinf.job import Job, check_drift, new_header, open_job
+from batchinf.job import Job, check_cut, check_drift, new_header, open_job
 from batchinf.lock import JobLock
 from batchinf.manifest import Header, Manifest, State, last_epoch, read_state
 from batchinf.placement import Slot, check_free, own_cpus, place, visible_devices
 from batchinf.progress import ProgressDisplay
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
-from batchinf.shards import Pending, total_shards
+from batchinf.shards import Pending, total_rows, total_shards
+from batchinf.slices import check_place, job_folder, source_folder
 from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
@@ -56,7 +57,8 @@ def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
 
     Raises UserError, Interrupted, or ErrorRateExceeded once all is done but too much of it errors.
     """
-    folder = Folder(file.spec.output.path)
+    check_place(file.spec.output.path, file.slice)
+    folder = job_folder(file.spec.output.path, file.slice)
     state = read_state(folder) if folder.exists("manifest") else None
     if state is not None and state.is_done:
         check_drift(open_job(file), state.header)
@@ -100,6 +102,7 @@ def _run_epoch(
         end_process_groups(state)
     slots = place(job.spec, visible_devices(), own_cpus())
     check_free(job.spec, slots)
+    check_cut(job)
     manifest = Manifest(folder, epoch, lock, state)
     if state is None:
         state = _begin(job, manifest, len(slots))
@@ -157,7 +160,7 @@ def _run_rest(
     )
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
-    num_rows = job.source.num_rows * job.spec.sampling.n
+    num_rows = total_rows(state.extents) * job.spec.sampling.n
     pending = Pending(state.extents, state.committed)
     said = [event.fields["versions"] for event in state.events if event.name == "ready"]
     versions = said[-1] if said else {}
@@ -191,6 +194,8 @@ def launcher(job: Job, header: Header) -> Callable[[Slot, str], Launch]:
         "batchinf.model": job.model.name,
         "batchinf.model_commit": job.model.commit or job.model.fingerprint,
     }
+    if job.slice is not None:
+        metadata["batchinf.slice"] = str(job.slice)
 
     def launch(slot: Slot, incarnation: str) -> Launch:
         return Launch(
@@ -203,6 +208,7 @@ def launcher(job: Job, header: Header) -> Callable[[Slot, str], Launch]:
             job.model.commit,
             metadata,
             slot.cpus if not slot.devices else (),
+            os.fspath(source_folder(job.folder, job.slice)),
         )
 
     return launch
@@ -216,7 +222,8 @@ def _say_what(job: Job, state: State, slots: list[Slot], display: ProgressDispla
     display.say(f"sampling: {sampling}")
     done, shards = int(state.committed.sum()), len(state.committed)
     display.say(
-        f"{job.source.num_rows:,} rows in {shards:,} shards, {done:,} of them done; {len(slots)} replica(s) on "
+        ("" if job.slice is None else f"slice {job.slice}: ")
+        + f"{total_rows(state.extents):,} rows in {shards:,} shards, {done:,} of them done; {len(slots)} replica(s) on "
         + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else "this machine's processor")
     )
 
@@ -230,7 +237,7 @@ def _tidy(folder: Folder) -> None:
 
 def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
     summary = Summary(
-        folder=file.spec.output.path,
+        folder=os.fspath(job_folder(file.spec.output.path, file.slice).root),
         num_rows=state.num_rows,
         num_errors=state.num_errors,
         num_prompt_tokens=state.num_prompt_tokens,

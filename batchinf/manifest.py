@@ -21,7 +21,7 @@ from batchinf.commit_log import CommitLog, Fields, damage, encode_commits, read_
 from batchinf.errors import OutputError
 from batchinf.lock import JobLock
 from batchinf.records import Part
-from batchinf.shards import Extent, num_shards, total_rows, total_shards
+from batchinf.shards import Extent, follows, num_shards
 from batchinf.storage import Folder, reason
 
 FORMAT_VERSION = 1
@@ -183,7 +183,7 @@ class State:
                 self.events.append(_event(fields))
 
     def _extend(self, extent: Extent, source_fingerprint: str) -> None:
-        if (extent.start, extent.first_shard) != (total_rows(self.extents), total_shards(self.extents)):
+        if not follows(self.extents, extent):
             raise LookupError(f"{extent} does not follow {self.extents}")
         self.extents += (extent,)
         self.source_fingerprints += (source_fingerprint,)

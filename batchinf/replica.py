@@ -8,6 +8,7 @@ whole process group ends, engine processes included (vLLM's would otherwise keep
 import contextlib
 import errno
 import os
+import pathlib
 import signal
 import socket
 import sys
@@ -23,11 +24,12 @@ from batchinf.detokenizer import Detokenizer
 from batchinf.engine import Engine, ScriptedEngine
 from batchinf.errors import BatchinfError, EngineDeadError, UserError
 from batchinf.feeder import FailedRow, Feeder, Pending
-from batchinf.job import SOURCE_FOLDER, open_input
+from batchinf.job import open_input
 from batchinf.journal import Journal
 from batchinf.parts import OpenShard, write_part
 from batchinf.prompt import PromptBuilder, load_tokenizer
 from batchinf.records import Assign, Event, Failed, Launch, Part, Phase, Ready, Request, Revoke, Shard, Stop, Stopped
+from batchinf.slices import SOURCE_FOLDER
 from batchinf.source import Source
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder, reason
@@ -64,7 +66,7 @@ class Replica:
         started = time.monotonic()
         self._channel.send(Phase("loading the tokenizer and opening the input"))
         tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
-        source = open_input(self._spec, self._folder.path(SOURCE_FOLDER))
+        source = open_input(self._spec, pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER)))
         self._channel.send(Phase("starting the engine"))
         engine = self._start_engine(tokenizer)
         try:
