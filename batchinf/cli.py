@@ -10,6 +10,7 @@ import typer
 
 from batchinf import __version__
 from batchinf.errors import BatchinfError, Interrupted, UserError
+from batchinf.stop_signals import interruptible
 
 if TYPE_CHECKING:
     from batchinf.spec_file import SpecFile
@@ -37,15 +38,13 @@ SliceText = Annotated[
 @app.command()
 def run(spec: SpecPath, set_: Overrides = None, slice_: SliceText = None) -> None:
     """Run a job, or go on with one that was interrupted."""
-    try:
+    with interruptible():
         from batchinf.epoch import run_job
         from batchinf.progress import ProgressDisplay
         from batchinf.slices import Slice
 
         wanted = None if slice_ is None else Slice.parse(slice_)
         summary = run_job(dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay())
-    except KeyboardInterrupt:
-        raise Interrupted("stopped on SIGINT") from None
     for line in summary.lines():
         print(line)
 

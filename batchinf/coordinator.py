@@ -5,10 +5,9 @@ published and the manifest says so.
 """
 
 import contextlib
-import signal
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
 from batchinf import faults
 from batchinf.errors import BatchinfError, EngineStartError, Interrupted
@@ -22,12 +21,10 @@ from batchinf.progress import ProgressDisplay
 from batchinf.records import Event, Part, Ready, Revoked, ShardBegun, ShardClosed, Stop
 from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations
 from batchinf.status import JobStatus, Rates, write_status
+from batchinf.stop_signals import ENDING_S, StopRequests, on_stop_signals
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
-# How long a replica may take beyond its drain to write its parts and end.
-_ENDING_S = 10.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Coordinator:
@@ -59,13 +56,13 @@ class Coordinator:
         self._attempts: dict[int, int] = {}
         self._rates = Rates()
         self._next_status = 0.0
-        self._signals: list[int] = []
+        self._requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
         self._versions = versions
         self._has_begun = False
 
     def run(self) -> None:
         """Until every shard is committed. Raises Interrupted, EngineStartError, or what ended the last replica."""
-        with on_stop_signals(self._signals.append):
+        with on_stop_signals(self._requests.note):
             try:
                 self._work()
             except BaseException as error:
@@ -76,14 +73,16 @@ class Coordinator:
             self._end_now("done")
 
     def _work(self) -> None:
-        while not self._is_finished and not self._signals:
+        while not self._is_finished and not self._requests:
             self._turn()
-        if self._is_finished:
-            self._end_replicas(0.0)
-        else:
-            self._drain()
         if not self._is_finished:
-            raise Interrupted(f"stopped on {signal.Signals(self._signals[0]).name}")
+            drain_s = max(0.0, self._requests.drain_until - time.monotonic())
+            self._display.say(
+                f"{self._requests.name}: finishing what can be finished in {drain_s:.0f} s; Ctrl-C to stop at once"
+            )
+        self._end_replicas()
+        if not self._is_finished:
+            raise Interrupted(f"stopped on {self._requests.name}")
 
     @property
     def _is_finished(self) -> bool:
@@ -97,6 +96,9 @@ class Coordinator:
     def _turn(self) -> None:
         self._note_started(self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
+        if self._requests:
+            # A signal to the whole tree ends engines too: that is none of their failures.
+            return
         self._note_ended(self._fleet.reap())
         if self._fleet.is_spent and not self._is_finished:
             self._give_up()
@@ -230,18 +232,18 @@ class Coordinator:
             "mend that and run the same command again"
         )
 
-    def _drain(self) -> None:
-        drain_s = self._job.spec.drain_timeout_s
-        self._display.say(
-            f"{signal.Signals(self._signals[0]).name}: finishing what can be finished in {drain_s:g} s; "
-            "once more to stop at once"
-        )
-        self._end_replicas(drain_s)
-
-    def _end_replicas(self, drain_s: float) -> None:
-        self._note_ended(self._fleet.stop(Stop(drain_s)))
-        deadline = time.monotonic() + drain_s + _ENDING_S
-        while self._fleet.num_live and time.monotonic() < deadline and len(self._signals) < 2:
+    def _end_replicas(self) -> None:
+        """Let replicas finish what requests to stop leave time for; a later one may leave less."""
+        begun, told = time.monotonic(), math.inf
+        while True:
+            until, end_by = self._requests.drain_until, self._requests.end_by
+            if self._is_finished:
+                until, end_by = begun, begun + ENDING_S
+            if until < told:
+                told = until
+                self._note_ended(self._fleet.stop(Stop(max(0.0, until - time.monotonic()))))
+            if not self._fleet.num_live or time.monotonic() >= end_by or self._requests.is_at_once:
+                break
             self._handle(self._fleet.poll(_POLL_S))
             self._note_ended(self._fleet.reap())
             self._show("stopping")
@@ -282,24 +284,6 @@ class Coordinator:
             updated_at=round(time.time(), 3),
             message="" if state != "starting" else "; ".join(f"replica {m.slot.replica} {m.state}" for m in members),
         )
-
-
-@contextlib.contextmanager
-def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Call `note` with each signal that asks for a stop. One that was ignored before, as under nohup, stays so."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        note(number)
-
-    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
-    heeded = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in heeded:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
 
 
 class Committed:

@@ -3,12 +3,11 @@
 import os
 import pathlib
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinf.coordinator import Committed, Coordinator, on_stop_signals
-from batchinf.errors import ErrorRateExceeded, Interrupted, OutputError
+from batchinf.coordinator import Committed, Coordinator
+from batchinf.errors import ErrorRateExceeded, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_cut, check_drift, new_header, open_job
 from batchinf.lock import JobLock
@@ -22,6 +21,7 @@ from batchinf.slices import check_place, job_folder, source_folder
 from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
+from batchinf.stop_signals import ahead_of_time_limit
 from batchinf.storage import Folder
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -53,7 +53,7 @@ class Summary:
 
 
 def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
-    """Run a job, or what is left of it.
+    """Run a job, or what is left of it. To be called within `interruptible`: only the coordinator drains.
 
     Raises UserError, Interrupted, or ErrorRateExceeded once all is done but too much of it errors.
     """
@@ -64,19 +64,8 @@ def run_job(file: SpecFile, display: ProgressDisplay) -> Summary:
         check_drift(open_job(file), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS)
-    signals: list[int] = []
-
-    def interrupt(number: int) -> None:
-        signals.append(number)
-        # Not an Exception, which a library may catch and pass over.
-        raise KeyboardInterrupt
-
-    # Before and after the coordinator, which drains, a signal ends all at once.
-    with on_stop_signals(interrupt):
-        try:
-            _hold_and_run(file, folder, state, display)
-        except KeyboardInterrupt:
-            raise Interrupted(f"stopped on {signal.Signals(signals[0]).name}") from None
+    with ahead_of_time_limit(file.spec.stop_before_s, display.say):
+        _hold_and_run(file, folder, state, display)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)

@@ -18,7 +18,7 @@ MAX_LINES = 400
 # A module imports only from those before it. A new module is put here, in its place. A subpackage's modules share one
 # place, and must be free of cycles among themselves.
 ORDER = """
-    errors faults storage slices spec records model_files hub model
+    errors faults stop_signals storage slices spec records model_files hub model
     input_files source_cache column_types reader arrow_file csv_file line_file parquet_file hf_dataset first_pass source
     prompt detokenizer tasks.* placement shards engine vllm_engine journal parts byte_queue feeder writer worker
     commit_log lock manifest spec_file status channel job replica backends.* fleet progress coordinator recovery epoch
