@@ -20,7 +20,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, _T
 
 # Slurm, Kubernetes and their like kill 30 s after SIGTERM: the rest is for writing, and for letting devices go.
 _TERM_DRAIN_S = 20.0
-_TERM_END_S = 26.0
+_TERM_END_S = 25.0
 # How long replicas may take beyond their drain to write their parts and end.
 ENDING_S = 10.0
 

@@ -28,14 +28,14 @@ TERM, INT, HUP, USR1, TIMER = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, sign
         (20, [INT], 20, 30),
         (600, [USR1], 600, 610),
         (600, [HUP], 600, 610),
-        (600, [TERM], 20, 26),
+        (600, [TERM], 20, 25),
         (5, [TERM], 5, 15),
         (0, [TERM], 0, 10),
-        (600, [USR1, TERM], 20, 26),
-        (600, [TERM, USR1], 20, 26),
+        (600, [USR1, TERM], 20, 25),
+        (600, [TERM, USR1], 20, 25),
         (600, [TIMER], 80, 90),
         (30, [TIMER], 30, 40),
-        (600, [TIMER, TERM], 20, 26),
+        (600, [TIMER, TERM], 20, 25),
     ],
 )
 def test_what_each_request_leaves_time_for(
