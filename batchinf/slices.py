@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchinf.errors import OutputError, SpecError
-from batchinf.storage import Folder
+from batchinf.storage import Folder, reason
 
 VERSION = 1
 MAX_SLICES = 999_999
@@ -108,8 +108,10 @@ def read_cut(out: str) -> Cut | None:
             cut = Cut(**record)
             if 1 <= cut.num_slices <= MAX_SLICES and cut.num_rows >= 0 and _is_typed(cut):
                 return cut
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise OutputError(f"cannot read {folder.path(_RECORD)}: {reason(error)}") from error
     except (ValueError, TypeError, KeyError, AttributeError):
         version = None
     if isinstance(version, int) and version > VERSION:
