@@ -17,6 +17,7 @@ from batchinf.parts import parse_part_name, part_name
 from batchinf.proof import NUM_THREADS, Flaw, find_flaw, other_owner
 from batchinf.salvage import move_aside, rebuild_manifest
 from batchinf.shards import shard_at, total_rows, total_shards
+from batchinf.slices import job_folders
 from batchinf.spec import JobSpec
 from batchinf.spec_file import dump_spec
 from batchinf.storage import Folder
@@ -49,12 +50,32 @@ class _Looked:
 
 
 def check_lines(out: str, *, is_deep: bool = False, repair: bool = False) -> Iterator[str]:
-    """A line for each thing that is wrong, then a summary.
+    """A line for each thing that is wrong, then a summary; of a job in slices for each of them.
 
     is_deep: all bytes and the keys of all rows are read, not sizes and footers alone. repair: what is damaged is moved
     aside, for the next run. Raises OutputError after the last line if something is wrong, or if there is no job.
     """
-    folder = Folder(out)
+    jobs = job_folders(out)
+    if jobs[0].slice is None:
+        yield from _check_job(jobs[0].folder, is_deep=is_deep, repair=repair)
+        return
+    num_wrong = 0
+    for job in jobs:
+        if not job.folder.exists("manifest"):
+            yield f"slice {job.slice}: has not begun"
+            continue
+        try:
+            for line in _check_job(job.folder, is_deep=is_deep, repair=repair):
+                yield f"slice {job.slice}: {line}"
+        except OutputError as error:
+            num_wrong += 1
+            yield f"slice {job.slice}: {error}"
+    if num_wrong:
+        raise OutputError(f"{num_wrong} of the {len(jobs)} slices in {out} are not as they should be: see above")
+
+
+def _check_job(folder: Folder, *, is_deep: bool, repair: bool) -> Iterator[str]:
+    out = folder.root
     if not any(folder.exists(name) for name in ("manifest", "parts", "job.yaml")):
         raise OutputError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
     lock = JobLock(folder) if repair else None

@@ -1,5 +1,6 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
+import dataclasses
 import json
 import sys
 import traceback
@@ -9,6 +10,7 @@ import typer
 
 from batchinf import __version__
 from batchinf.errors import BatchinfError, Interrupted, UserError
+from batchinf.stop_signals import interruptible
 
 if TYPE_CHECKING:
     from batchinf.spec_file import SpecFile
@@ -27,6 +29,12 @@ Overrides = Annotated[
 Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder.")]
 
 
+SliceText = Annotated[
+    str | None,
+    typer.Option("--slice", metavar="i/N", help="Run the i-th of N slices of the rows, from 0, in OUT/slice-i."),
+]
+
+
 @app.command()
 def run(
     spec: SpecPath,
@@ -43,22 +51,24 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move the job's output folder aside, if there is one, and begin anew.")
     ] = False,
+    slice_: SliceText = None,
 ) -> None:
     """Run a job, or go on with one that was interrupted."""
     if fresh and retry is not None:
         raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
-    try:
+    with interruptible():
         from batchinf.epoch import run_job
         from batchinf.progress import ProgressDisplay
+        from batchinf.slices import Slice
 
-        file, display = _read(spec, set_), ProgressDisplay()
+        wanted = None if slice_ is None else Slice.parse(slice_)
+        file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
         if fresh:
             from batchinf.fresh import move_aside
+            from batchinf.slices import job_folder
 
-            move_aside(file.spec.output.path, display)
+            move_aside(str(job_folder(file.spec.output.path, wanted).root), display)
         summary = run_job(file, display, retry)
-    except KeyboardInterrupt:
-        raise Interrupted("stopped on SIGINT") from None
     for line in summary.lines():
         print(line)
 

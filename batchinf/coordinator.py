@@ -5,10 +5,9 @@ published and the manifest says so.
 """
 
 import contextlib
-import signal
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterable, Sequence
 
 from batchinf import faults
 from batchinf.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted, OutputError
@@ -23,13 +22,11 @@ from batchinf.progress import ProgressDisplay
 from batchinf.records import DISK_ERROR, Event, Part, Ready, Revoked, Shard, ShardBegun, ShardClosed, Stop, Tried
 from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations
 from batchinf.status import JobStatus, Rates, write_status
+from batchinf.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.trials import Trials
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
-# How long a replica may take beyond its drain to write its parts and end.
-_ENDING_S = 10.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Coordinator:
@@ -63,7 +60,7 @@ class Coordinator:
         self._attempts: dict[int, int] = {}
         self._rates = Rates()
         self._next_status = 0.0
-        self._signals: list[int] = []
+        self._requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
         self._versions = versions
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
@@ -75,7 +72,7 @@ class Coordinator:
 
         Raises Interrupted, HopelessJob, EngineStartError, or what ended the last replica.
         """
-        with on_stop_signals(self._signals.append):
+        with on_stop_signals(self._requests.note):
             try:
                 self._work()
             except BaseException as error:
@@ -91,16 +88,19 @@ class Coordinator:
             self._show("done", force=True)
 
     def _work(self) -> None:
-        while not self._is_finished and not self._signals and not self._disk_error:
+        while not self._is_finished and not self._requests and not self._disk_error:
             self._turn()
-        if self._signals and not self._is_finished:
-            self._drain()
-        else:
-            self._end_replicas(0.0)
+        is_asked = bool(self._requests)
+        if is_asked and not self._is_finished:
+            drain_s = max(0.0, self._requests.drain_until - time.monotonic())
+            self._display.say(
+                f"{self._requests.name}: finishing what can be finished in {drain_s:.0f} s; Ctrl-C to stop at once"
+            )
+        self._end_replicas(drains=is_asked)
         if not self._is_finished and self._disk_error:
             raise OutputError(self._disk_error)
         if not self._is_finished:
-            raise Interrupted(f"stopped on {signal.Signals(self._signals[0]).name}")
+            raise Interrupted(f"stopped on {self._requests.name}")
 
     @property
     def _is_finished(self) -> bool:
@@ -119,6 +119,9 @@ class Coordinator:
     def _turn(self) -> None:
         self._note_started(self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
+        if self._requests:
+            # A signal to the whole tree ends engines too: that is none of their failures.
+            return
         self._note_ended(self._fleet.reap())
         self._judge()
         if self._fleet.is_spent and not self._is_finished and not self._disk_error:
@@ -315,7 +318,7 @@ class Coordinator:
         under_way = [member.progress.in_flight + member.progress.num_waiting for member in self._fleet.members]
         if is_hopeless(num_errors, num_rows + sum(under_way)):
             self._display.say("half of the first rows have failed: stopping")
-            self._end_replicas(0.0)
+            self._end_replicas(drains=False)
             if not self._is_finished:
                 raise HopelessJob(f"{num_errors:,} of the first {num_rows:,} rows have failed; the job was ended early")
 
@@ -326,18 +329,18 @@ class Coordinator:
         errors = sum(max(0, member.progress.num_errors - member.closed_errors) for member in members)
         return min(self._num_rows, self._committed.num_rows + rows), self._committed.num_errors + errors
 
-    def _drain(self) -> None:
-        drain_s = self._job.spec.drain_timeout_s
-        self._display.say(
-            f"{signal.Signals(self._signals[0]).name}: finishing what can be finished in {drain_s:g} s; "
-            "once more to stop at once"
-        )
-        self._end_replicas(drain_s)
-
-    def _end_replicas(self, drain_s: float) -> None:
-        self._note_ended(self._fleet.stop(Stop(drain_s)))
-        deadline = time.monotonic() + drain_s + _ENDING_S
-        while self._fleet.num_live and time.monotonic() < deadline and len(self._signals) < 2:
+    def _end_replicas(self, *, drains: bool) -> None:
+        """Let replicas finish what requests to stop leave time for, if at all; a later one may leave less."""
+        begun, told = time.monotonic(), math.inf
+        while True:
+            until, end_by = self._requests.drain_until, self._requests.end_by
+            if self._is_finished or not drains:
+                until, end_by = begun, begun + ENDING_S
+            if until < told:
+                told = until
+                self._note_ended(self._fleet.stop(Stop(max(0.0, until - time.monotonic()))))
+            if not self._fleet.num_live or time.monotonic() >= end_by or self._requests.is_at_once:
+                break
             self._handle(self._fleet.poll(_POLL_S))
             self._note_ended(self._fleet.reap())
             self._show("stopping")
@@ -378,24 +381,6 @@ class Coordinator:
             updated_at=round(time.time(), 3),
             message="" if state != "starting" else "; ".join(f"replica {m.slot.replica} {m.state}" for m in members),
         )
-
-
-@contextlib.contextmanager
-def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Call `note` with each signal that asks for a stop. One that was ignored before, as under nohup, stays so."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        note(number)
-
-    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
-    heeded = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in heeded:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
 
 
 class Committed:

@@ -3,16 +3,15 @@
 import os
 import pathlib
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf import failures, journal, non_finite
-from batchinf.coordinator import Committed, Coordinator, on_stop_signals
+from batchinf.coordinator import Committed, Coordinator
 from batchinf.engine_settings import EngineSettings, kept
-from batchinf.errors import ErrorRateExceeded, HopelessJob, Interrupted, OutputError
+from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.fleet import Fleet
-from batchinf.job import Job, check_drift, new_header, open_job
+from batchinf.job import Job, check_cut, check_drift, new_header, open_job
 from batchinf.lock import JobLock
 from batchinf.manifest import Header, Manifest, State, last_epoch, read_state
 from batchinf.memory import fit_of
@@ -25,10 +24,12 @@ from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.retry_log import Retry
 from batchinf.room import room_warning
-from batchinf.shards import Pending, total_shards
+from batchinf.shards import Pending, total_rows, total_shards
+from batchinf.slices import check_place, job_folder, source_folder
 from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
+from batchinf.stop_signals import ahead_of_time_limit
 from batchinf.storage import Folder
 from batchinf.trials import Trials
 
@@ -67,9 +68,12 @@ class Summary:
 def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) -> Summary:
     """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
 
+    To be called within `interruptible`: only the coordinator drains.
+
     Raises UserError, Interrupted, or ErrorRateExceeded once all is done but too much of it errors.
     """
-    folder = Folder(file.spec.output.path)
+    check_place(file.spec.output.path, file.slice)
+    folder = job_folder(file.spec.output.path, file.slice)
     state = read_state(folder) if folder.exists("manifest") else None
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
@@ -77,19 +81,8 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
         check_drift(open_job(file), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS)
-    signals: list[int] = []
-
-    def interrupt(number: int) -> None:
-        signals.append(number)
-        # Not an Exception, which a library may catch and pass over.
-        raise KeyboardInterrupt
-
-    # Before and after the coordinator, which drains, a signal ends all at once.
-    with on_stop_signals(interrupt):
-        try:
-            _hold_and_run(file, folder, state, display, retry)
-        except KeyboardInterrupt:
-            raise Interrupted(f"stopped on {signal.Signals(signals[0]).name}") from None
+    with ahead_of_time_limit(file.spec.stop_before_s, display.say):
+        _hold_and_run(file, folder, state, display, retry)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
@@ -127,6 +120,7 @@ def _run_epoch(
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
+    check_cut(job)
     manifest = Manifest(folder, epoch, lock, state)
     if state is None:
         state = _begin(job, manifest, len(slots))
@@ -207,7 +201,7 @@ def _run_rest(
     )
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
-    num_rows = job.source.num_rows * job.spec.sampling.n
+    num_rows = total_rows(state.extents) * job.spec.sampling.n
     is_done = state.committed
     pending = Pending(state.extents, is_done)
     if phase is not None:
@@ -283,6 +277,8 @@ def launcher(
         "batchinf.model_commit": job.model.commit or job.model.fingerprint,
         **({} if retry is None else retry_metadata(retry)),
     }
+    if job.slice is not None:
+        metadata["batchinf.slice"] = str(job.slice)
 
     def launch(slot: Slot, incarnation: str) -> Launch:
         return Launch(
@@ -295,6 +291,7 @@ def launcher(
             job.model.commit,
             metadata,
             slot.cpus if not slot.devices else (),
+            os.fspath(source_folder(job.folder, job.slice)),
         )
 
     return launch
@@ -308,7 +305,8 @@ def _say_what(job: Job, state: State, slots: list[Slot], display: ProgressDispla
     display.say(f"sampling: {sampling}")
     done, shards = int(state.committed.sum()), len(state.committed)
     display.say(
-        f"{job.source.num_rows:,} rows in {shards:,} shards, {done:,} of them done; {len(slots)} replica(s) on "
+        ("" if job.slice is None else f"slice {job.slice}: ")
+        + f"{total_rows(state.extents):,} rows in {shards:,} shards, {done:,} of them done; {len(slots)} replica(s) on "
         + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else "this machine's processor")
     )
 
@@ -322,7 +320,7 @@ def _tidy(folder: Folder) -> None:
 
 def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
     summary = Summary(
-        folder=file.spec.output.path,
+        folder=os.fspath(job_folder(file.spec.output.path, file.slice).root),
         num_rows=state.num_rows,
         num_errors=state.num_errors,
         num_prompt_tokens=state.num_prompt_tokens,

@@ -12,13 +12,13 @@ from batchinf.manifest import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
 from batchinf.shards import Extent, choose_rows_per_shard
+from batchinf.slices import Cut, Slice, check_place, job_folder, source_folder, write_cut
 from batchinf.source import InputLocation, Source, open_source
 from batchinf.spec import JobSpec, fields, fingerprint
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 from batchinf.tasks import get_task
 
-SOURCE_FOLDER = "source"
 # A guess at a sample's length where nothing says more; it only steers how large a part is.
 _LIKELY_TOKENS = 256
 
@@ -27,7 +27,8 @@ _LIKELY_TOKENS = 256
 class Job:
     """What the user asked for, resolved. `spec` has its sampling filled in; `origins` says where each value is from.
 
-    identity: all that a resume must find unchanged, as flat JSON values by dotted name.
+    identity: all that a resume must find unchanged, as flat JSON values by dotted name. slice: which one this is, where
+    the job is run in slices; `folder` is its own then.
     """
 
     spec: JobSpec
@@ -36,6 +37,13 @@ class Job:
     model: Model
     source: Source
     identity: dict[str, Any]
+    slice: Slice | None = None
+
+    @property
+    def rows(self) -> range:
+        """The rows that are to be run, by their positions in the input."""
+        num_rows = self.source.num_rows
+        return range(num_rows) if self.slice is None else self.slice.rows(num_rows)
 
     @property
     def fingerprint(self) -> str:
@@ -45,16 +53,18 @@ class Job:
 
 def open_job(file: SpecFile, cache: pathlib.Path | None = None) -> Job:
     """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run."""
-    folder = Folder(file.spec.output.path)
+    folder = job_folder(file.spec.output.path, file.slice)
     model = resolve(file.spec.model)
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
-    source = open_input(spec, cache or folder.path(SOURCE_FOLDER))
+    source = open_input(spec, cache or source_folder(folder, file.slice))
     check_columns(spec, source.schema.names)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
+    if file.slice is not None:
+        identity["slice"] = str(file.slice)
     # Through JSON and back, so that it compares equal to what the manifest gives.
-    return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)))
+    return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)), file.slice)
 
 
 def carried_columns(spec: JobSpec) -> list[str]:
@@ -72,7 +82,7 @@ def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
     """What is written once, at a job's first start: its identity, and how its rows are cut."""
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
-        rows_per_shard = choose_rows_per_shard(job.source.num_rows, num_replicas, estimated_bytes_per_row(job.spec))
+        rows_per_shard = choose_rows_per_shard(len(job.rows), num_replicas, estimated_bytes_per_row(job.spec))
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,
@@ -82,7 +92,7 @@ def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
         layout={"rows_per_shard": rows_per_shard},
         spec=job.spec.model_dump(mode="json"),
     )
-    return header, Extent(start=0, num_rows=job.source.num_rows, rows_per_shard=rows_per_shard, first_shard=0)
+    return header, Extent(job.rows.start, len(job.rows), rows_per_shard, first_shard=0)
 
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:
@@ -98,14 +108,29 @@ def check_drift(job: Job, header: Header) -> None:
     """Raise DriftError, with each difference on a line, where the folder's job is not this one."""
     if header.fingerprint == job.fingerprint:
         return
-    names = sorted(header.identity.keys() | job.identity.keys())
+    raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
+
+
+def check_cut(job: Job) -> None:
+    """Join a slice to the others of its output folder. Raises DriftError where they began as another job."""
+    if job.slice is None:
+        return
+    check_place(job.spec.output.path, job.slice)
+    identity = {name: value for name, value in job.identity.items() if name != "slice"}
+    cut = write_cut(job.spec.output.path, Cut(job.slice.num_slices, job.source.num_rows, identity))
+    check_place(job.spec.output.path, job.slice)
+    if cut.identity != identity:
+        raise _drift(f"{job.spec.output.path} holds slices of a job", cut.identity, identity)
+
+
+def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError:
     lines = [
-        f"  {name}: the job has {_show(header.identity, name)}, now it is {_show(job.identity, name)}"
-        for name in names
-        if header.identity.get(name) != job.identity.get(name)
+        f"  {name}: the job has {_show(before, name)}, now it is {_show(now, name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
     ]
-    raise DriftError(
-        f"{job.folder.root} holds a job that began with other settings:\n"
+    return DriftError(
+        f"{what} that began with other settings:\n"
         + "\n".join(lines)
         + "\nput these back as they were to go on with it, or give the new job another output.path"
     )

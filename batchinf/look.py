@@ -2,20 +2,21 @@
 
 import contextlib
 import time
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf import non_finite
 from batchinf.errors import OutputError
-from batchinf.job import SOURCE_FOLDER, carried_columns, open_input
+from batchinf.job import carried_columns, open_input
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, judge
 from batchinf.manifest import State, read_state
 from batchinf.parts import part_name
 from batchinf.shards import total_rows, total_shards
+from batchinf.slices import JobFolder, Slice, job_folders, read_cut, source_folder
 from batchinf.spec import JobSpec
 from batchinf.status import JobStatus, count, describe, duration, read_status
 from batchinf.storage import Folder
@@ -26,23 +27,13 @@ _AT_WORK = ("starting", "running", "stopping")
 
 
 def status_lines(out: str) -> list[str]:
-    """How a job stands, for people."""
+    """How a job stands, for people; of one in slices their sum, and a line for each."""
+    jobs = job_folders(out)
+    if jobs[0].slice is not None:
+        return _slices_lines(out, jobs)
     folder, state = _open(out)
-    spec = JobSpec.model_validate(state.header.spec)
-    num_rows, num_shards = total_rows(state.extents) * spec.sampling.n, total_shards(state.extents)
     snapshot = read_status(folder)
-    lines = [
-        f"{out}: {_stands(folder, state, snapshot)}",
-        f"model {spec.model.name}, task {spec.task}, begun {state.header.created_at}, "
-        f"{state.last_epoch} start(s), {duration(state.device_s)} of device time in ended replicas",
-        f"committed: {state.num_rows:,} of {num_rows:,} rows in {len(state.parts):,} of {num_shards:,} parts, "
-        f"{state.num_errors:,} errors, {state.num_bytes / 2**20:,.1f} MiB, "
-        f"{count(state.num_prompt_tokens)} prompt and {count(state.num_output_tokens)} output tokens",
-        *non_finite.lines(
-            sum(part.num_nan_rows for part in state.parts.values()),
-            sum(part.num_inf_rows for part in state.parts.values()),
-        ),
-    ]
+    lines = [f"{out}: {_stands(folder, state, snapshot)}", *_total_lines([state], *_totals(state))]
     if state.retries:
         retry = state.retries[max(state.retries)]
         num_replaced = sum(part.retry == retry.number for part in state.parts.values())
@@ -57,15 +48,80 @@ def status_lines(out: str) -> list[str]:
     return lines
 
 
+def _totals(state: State) -> tuple[int, int]:
+    # Output rows and parts of a whole job.
+    spec = JobSpec.model_validate(state.header.spec)
+    return total_rows(state.extents) * spec.sampling.n, total_shards(state.extents)
+
+
+def _total_lines(states: Sequence[State], num_rows: int, num_shards: int) -> list[str]:
+    """The job, and what is committed of it, over all of its slices that have begun."""
+    header = min((state.header for state in states), key=lambda header: header.created_at)
+    spec = JobSpec.model_validate(header.spec)
+    return [
+        f"model {spec.model.name}, task {spec.task}, begun {header.created_at}, "
+        f"{sum(state.last_epoch for state in states)} start(s), "
+        f"{duration(sum(state.device_s for state in states))} of device time in ended replicas",
+        f"committed: {sum(state.num_rows for state in states):,} of {num_rows:,} rows in "
+        f"{sum(len(state.parts) for state in states):,} of {num_shards:,} parts, "
+        f"{sum(state.num_errors for state in states):,} errors, "
+        f"{sum(state.num_bytes for state in states) / 2**20:,.1f} MiB, "
+        f"{count(sum(state.num_prompt_tokens for state in states))} prompt and "
+        f"{count(sum(state.num_output_tokens for state in states))} output tokens",
+        *non_finite.lines(
+            sum(part.num_nan_rows for state in states for part in state.parts.values()),
+            sum(part.num_inf_rows for state in states for part in state.parts.values()),
+        ),
+    ]
+
+
+def _slices_lines(out: str, jobs: Sequence[JobFolder]) -> list[str]:
+    cut = read_cut(out)
+    assert cut is not None
+    states: list[State] = []
+    numbers = Counter[str]()
+    lines = []
+    for job in jobs:
+        if (state := _read(job.folder)) is None:
+            numbers["not begun"] += 1
+            lines.append(f"  slice {job.slice} has not begun")
+        else:
+            states.append(state)
+            numbers[_doing(job.folder, state, read_status(job.folder))[0]] += 1
+            lines.extend(_slice_lines(job, state))
+    summary = ", ".join(f"{number} {doing}" for doing, number in numbers.items())
+    # What is to come of slices that have not begun is known in rows, but not in parts.
+    num_rows = cut.num_rows * cut.identity.get("sampling.n", 1)
+    total = _total_lines(states, num_rows, sum(total_shards(state.extents) for state in states)) if states else []
+    return [f"{out}: {cut.num_slices} slices: {summary}", *total, *lines]
+
+
+def _slice_lines(job: JobFolder, state: State) -> list[str]:
+    snapshot = read_status(job.folder)
+    stands = _stands(job.folder, state, snapshot)
+    rows = f"{state.num_rows:,} of {_totals(state)[0]:,} rows, {state.num_errors:,} errors"
+    lines = [f"  slice {job.slice}: {stands}; {rows}"]
+    if snapshot is not None and not state.is_done and _live_holder(job.folder) is not None:
+        lines.append(f"    {duration(time.time() - snapshot.updated_at)} ago: {describe(snapshot)}")
+    return lines
+
+
 def _stands(folder: Folder, state: State, snapshot: JobStatus | None) -> str:
-    if state.is_done:
-        return "done"
-    holder = _live_holder(folder)
+    doing, holder = _doing(folder, state, snapshot)
     if holder is not None:
-        # A snapshot of an earlier life says nothing of this one.
-        doing = snapshot.state if snapshot is not None and snapshot.state in _AT_WORK else "starting"
         return f"{doing}, by {holder} since {holder.since}"
-    return "stopped before its end; run the same command again to go on"
+    return doing if state.is_done else f"{doing} before its end; run the same command again to go on"
+
+
+def _doing(folder: Folder, state: State, snapshot: JobStatus | None) -> tuple[str, Holder | None]:
+    """What becomes of a job in one word, and who runs it."""
+    if state.is_done:
+        return "done", None
+    holder = _live_holder(folder)
+    if holder is None:
+        return "stopped", None
+    # A snapshot of an earlier life says nothing of this one.
+    return (snapshot.state if snapshot is not None and snapshot.state in _AT_WORK else "starting"), holder
 
 
 def _live_holder(folder: Folder) -> Holder | None:
@@ -77,15 +133,24 @@ def _live_holder(folder: Folder) -> Holder | None:
 
 
 def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
-    """The first `num_rows` finished rows as Python values, in the order of the shards."""
-    folder, state = _open(out)
+    """The first `num_rows` finished rows as Python values, in the order of their places in the input."""
     rows: list[dict[str, Any]] = []
-    with contextlib.closing(_finished_tables(folder, state, num_rows)) as tables:
+    with contextlib.closing(_tables_of_all(out, num_rows)) as tables:
         for table in tables:
             rows.extend(table.slice(0, num_rows - len(rows)).to_pylist())
             if len(rows) >= num_rows:
                 break
     return rows
+
+
+def _tables_of_all(out: str, num_rows: int) -> Generator[pa.Table, None, None]:
+    jobs = job_folders(out)
+    if jobs[0].slice is None:
+        yield from _finished_tables(*_open(out), num_rows)
+        return
+    for job in jobs:
+        if (state := _read(job.folder)) is not None:
+            yield from _finished_tables(job.folder, state, num_rows)
 
 
 def _finished_tables(folder: Folder, state: State, num_rows: int) -> Generator[pa.Table, None, None]:
@@ -109,7 +174,7 @@ class _Journalled:
         self._spec = JobSpec.model_validate(state.header.spec)
         self._task = get_task(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
-        self._source = open_input(self._spec, folder.path(SOURCE_FOLDER))
+        self._source = open_input(self._spec, source_folder(folder, Slice.of(state.header.identity)))
         self._columns = carried_columns(self._spec)
 
     def close(self) -> None:
@@ -135,7 +200,11 @@ class _Journalled:
 
 def _open(out: str) -> tuple[Folder, State]:
     folder = Folder(out)
-    state = read_state(folder) if folder.exists("manifest") else None
+    state = _read(folder)
     if state is None:
         raise OutputError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
     return folder, state
+
+
+def _read(folder: Folder) -> State | None:
+    return read_state(folder) if folder.exists("manifest") else None

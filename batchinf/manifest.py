@@ -21,7 +21,7 @@ from batchinf.lock import JobLock
 from batchinf.part_line import PartLine, part_line
 from batchinf.records import Part, ProcessGroup
 from batchinf.retry_log import Retry
-from batchinf.shards import Extent, num_shards, total_rows, total_shards
+from batchinf.shards import Extent, follows, num_shards
 from batchinf.storage import Folder, disk_error, reason
 
 FORMAT_VERSION = 1
@@ -172,7 +172,7 @@ class State:
                 self.kept[fields["kept_as"]] = _event(fields)
 
     def _extend(self, extent: Extent, source_fingerprint: str) -> None:
-        if (extent.start, extent.first_shard) != (total_rows(self.extents), total_shards(self.extents)):
+        if not follows(self.extents, extent):
             raise LookupError(f"{extent} does not follow {self.extents}")
         self.extents += (extent,)
         self.source_fingerprints += (source_fingerprint,)

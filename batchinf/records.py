@@ -175,6 +175,7 @@ class Launch:
     spec: the resolved JobSpec as JSON. revision: the commit, where model_path is a hub id.
     metadata: what each part's Parquet metadata carries beside the versions.
     cpus: the processor cores it may use; empty means all that it inherited.
+    source_folder: what the first pass over the input found, where that is not in the output folder itself.
     """
 
     replica: int
@@ -186,6 +187,7 @@ class Launch:
     revision: str | None
     metadata: dict[str, str]
     cpus: tuple[int, ...] = ()
+    source_folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ keep the device's memory).
 
 import contextlib
 import os
+import pathlib
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ from batchinf.engine import Engine, ScriptedEngine
 from batchinf.errors import BatchinfError, EngineDeadError, OutputError
 from batchinf.feeder import FailedRow, Feeder, Pending
 from batchinf.flight import FlightRecord
-from batchinf.job import SOURCE_FOLDER, open_input
+from batchinf.job import open_input
 from batchinf.journal import Journal
 from batchinf.parts import OpenShard, write_part
 from batchinf.prompt import PromptBuilder, load_tokenizer
@@ -47,6 +48,7 @@ from batchinf.records import (
 from batchinf.replace import write_replacement
 from batchinf.retry_log import retry_of
 from batchinf.selection import chosen_rows
+from batchinf.slices import SOURCE_FOLDER
 from batchinf.source import Source
 from batchinf.spec import JobSpec
 from batchinf.storage import LASTING, Folder, disk_error
@@ -82,7 +84,7 @@ class Replica:
         started = time.monotonic()
         self._channel.send(Phase("loading the tokenizer and opening the input"))
         tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
-        source = open_input(self._spec, self._folder.path(SOURCE_FOLDER))
+        source = open_input(self._spec, pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER)))
         self._channel.send(Phase("starting the engine"))
         engine = self._start_engine(tokenizer)
         try:

@@ -45,7 +45,7 @@ def estimated_bytes(job: Job, state: State | None, num_replicas: int) -> int:
 
     From the parts that are there if there are any, else from the spec and the kept columns of the first rows.
     """
-    num_rows = job.source.num_rows
+    num_rows = len(job.rows)
     per_row = estimated_bytes_per_row(job.spec) + job.spec.sampling.n * _kept_bytes(job)
     if state is None:
         return num_rows * per_row
@@ -59,11 +59,11 @@ def estimated_bytes(job: Job, state: State | None, num_replicas: int) -> int:
 
 def _kept_bytes(job: Job) -> int:
     """A row's kept columns, as they are in memory, on the average of the first rows."""
-    num_rows = min(_NUM_SAMPLED, job.source.num_rows)
+    start, num_rows = job.rows.start, min(_NUM_SAMPLED, len(job.rows))
     columns = list(dict.fromkeys(carried_columns(job.spec)))
     if not columns or not num_rows:
         return 0
-    return int(row_bytes(job.source.read_columns(0, num_rows, columns)).sum()) // num_rows
+    return int(row_bytes(job.source.read_columns(start, start + num_rows, columns)).sum()) // num_rows
 
 
 def _num_shards_left(state: State | None) -> int:

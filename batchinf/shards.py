@@ -36,7 +36,13 @@ class Extent:
 
 def next_extent(extents: Sequence[Extent], num_rows: int, rows_per_shard: int) -> Extent:
     """The extent of `num_rows` rows that follows these; the first one where there are none."""
-    return Extent(total_rows(extents), num_rows, rows_per_shard, total_shards(extents))
+    return Extent(_end(extents), num_rows, rows_per_shard, total_shards(extents))
+
+
+def follows(extents: Sequence[Extent], extent: Extent) -> bool:
+    """Whether an extent may come after these. The first may begin anywhere: a slice's rows are some of the input's."""
+    start = _end(extents) if extents else extent.start
+    return (extent.start, extent.first_shard) == (start, total_shards(extents))
 
 
 def num_shards(extent: Extent) -> int:
@@ -52,7 +58,7 @@ def total_shards(extents: Sequence[Extent]) -> int:
 
 def total_rows(extents: Sequence[Extent]) -> int:
     """Rows in all extents."""
-    return extents[-1].start + extents[-1].num_rows if extents else 0
+    return sum(extent.num_rows for extent in extents)
 
 
 def shard_at(extents: Sequence[Extent], index: int) -> Shard:
@@ -69,6 +75,11 @@ def choose_rows_per_shard(num_rows: int, num_replicas: int, estimated_bytes_per_
     by_bytes = math.ceil(PART_BYTES / max(estimated_bytes_per_row, 1.0))
     by_replicas = num_rows // (SHARDS_PER_REPLICA * num_replicas)
     return max(1, min(by_bytes, MAX_ROWS_PER_SHARD, by_replicas))
+
+
+def _end(extents: Sequence[Extent]) -> int:
+    # The place behind the last row.
+    return extents[-1].start + extents[-1].num_rows if extents else 0
 
 
 def _cuts(extent: Extent) -> tuple[int, int]:

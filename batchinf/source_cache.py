@@ -7,6 +7,7 @@ are as its entry says. Whatever is not whole counts as absent, and is made again
 import base64
 import contextlib
 import fcntl
+import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -111,8 +112,14 @@ def locked(cache: Folder) -> Iterator[None]:
     with open(cache.path("lock"), "ab") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: renames keep concurrent first passes apart
             fcntl.flock(lock, fcntl.LOCK_EX)
-            cache.sweep("")
+            # Some shared file systems keep locks within a host: what another host has in the making is not touched.
+            for leftover in cache.path("").glob(f"{glob.escape(_temporary())}*"):
+                leftover.unlink(missing_ok=True)
         yield
+
+
+def _temporary() -> str:
+    return f".tmp-{os.uname().nodename}-"
 
 
 # -- artifacts -------------------------------------------------------------------------------------------------------
@@ -163,7 +170,7 @@ class Scratch:
             self._cache.delete(self._temporary(role))
 
     def _temporary(self, role: str) -> str:
-        return f".tmp-{os.getpid()}-{self._key}.{role}"
+        return f"{_temporary()}{os.getpid()}-{self._key}.{role}"
 
     def create(self, role: str) -> IO[bytes]:
         """A new file for writing."""

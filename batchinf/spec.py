@@ -261,7 +261,9 @@ class JobSpec(Section):
     checkpoint_interval_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 10.0
     """A crash costs at most this many seconds of finished requests."""
     drain_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 20.0
-    """When stopped on request, how long running requests may take to finish."""
+    """When stopped on request, how long running requests may take to finish; after SIGTERM at most 20 s."""
+    stop_before_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 120.0
+    """In a Slurm job, how long ahead of its time limit to stop as if on request; its 75 asks for another run."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 900.0
     """A replica whose engine makes no step for so long is ended and started again."""
     max_restarts: Annotated[Whole, RUNTIME] = 3

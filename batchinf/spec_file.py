@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from batchinf.errors import SpecError
+from batchinf.slices import Slice
 from batchinf.spec import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec, field_docs
 from batchinf.storage import reason
 
@@ -47,12 +48,13 @@ _IMPLICIT = [(f"{_TAG}{name}", pattern) for name, (pattern, _) in _SCALARS.items
 class SpecFile:
     """A spec, and where each of its fields was written.
 
-    places: dotted field → `jobs/x.yaml:7:3`, or the `--set` that gave it; '' → the file.
+    places: dotted field → `jobs/x.yaml:7:3`, or the `--set` that gave it; '' → the file. slice: of it, the one to run.
     """
 
     spec: JobSpec
     places: Mapping[str, str]
     path: str
+    slice: Slice | None = None
 
     def line(self, field: str, message: str) -> str:
         """`message` behind the field and its place; a field that was not written has its section's place."""

@@ -4,7 +4,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
-from batchinf.job import SOURCE_FOLDER, Job, open_job
+from batchinf.job import Job, open_job
 from batchinf.manifest import read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
@@ -12,6 +12,7 @@ from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer, show
 from batchinf.records import Prompt
 from batchinf.room import room_warning
+from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 
@@ -74,7 +75,9 @@ def _one_prompt(tokenizer: object, prompt: Prompt) -> Iterator[str]:
 
 def _output_lines(job: Job, folder: Folder) -> Iterator[str]:
     state = read_state(folder) if folder.exists("manifest") else None
-    if state is None:
+    if (cut := read_cut(str(folder.root))) is not None:
+        yield f"output {folder.root}: a job in {cut.num_slices} slices"
+    elif state is None:
         yield f"output {folder.root}: a new job"
     elif state.is_done:
         yield f"output {folder.root}: the job there is done"

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
+from batchinf.look import head_rows
 
 pytest.importorskip("vllm")
 
@@ -112,6 +114,35 @@ def test_killed_and_resumed(alone: list[dict[str, Any]], rows_in: pathlib.Path, 
     assert jobs.are_gone(everyone)
     jobs.finish(spec)
     assert_close(jobs.rows_of(tmp_path / "out"), alone)
+
+
+@pytest.mark.timeout(900)  # an engine core in a process of its own takes half a minute to start
+def test_a_signal_to_all_processes_engine_core_included(
+    alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """As Slurm ends a job. What the signal cuts short, which vLLM gives back as `abort`, is run again."""
+    out = tmp_path / "out"
+    # Few at a time, so that there is work left, and requests in the engine, when the first part is there.
+    spec = real_job(tmp_path, rows_in, engine={**ENGINE, "max_num_seqs": 4}, output={"rows_per_shard": 4})
+    process = jobs.start("run", spec, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    jobs.wait_until(lambda: list((out / "parts").glob("*.parquet")) or process.poll() is not None, wait_s=540)
+    everyone = jobs.family(process.pid)
+    assert any("EngineCore" in " ".join(one.cmdline()) for one in everyone)
+    for one in everyone:
+        one.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "Traceback" not in errors
+    assert jobs.are_gone(everyone)
+    state = jobs.state_of(out)
+    assert not state.committed.all()
+    assert not any(event["cause"] for event in jobs.events_of(out, "replica_ended"))
+    stopped = head_rows(str(out), 1000)
+    assert {row["finish_reason"] for row in stopped} <= {"stop", "length"}
+    assert len(stopped) < NUM_ROWS
+    jobs.finish(spec)
+    assert_close(jobs.rows_of(out), alone)
+    assert {row["attempts"] for row in jobs.table_of(out).select(["attempts"]).to_pylist()} <= {1, 2}
 
 
 def test_seeded_samples_repeat(rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -83,10 +83,13 @@ def test_concurrent_first_opens(tmp_path: pathlib.Path) -> None:
 def test_a_first_pass_that_was_killed_leaves_nothing_in_the_way(tmp_path: pathlib.Path) -> None:
     path, expected = make_jsonl(tmp_path)
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / ".tmp-1-x.offsets").write_bytes(b"half")
+    leftover, of_another_host = (f".tmp-{host}-1-x.offsets" for host in (os.uname().nodename, "elsewhere.invalid"))
+    (tmp_path / "cache" / leftover).write_bytes(b"half")
+    (tmp_path / "cache" / of_another_host).write_bytes(b"in the making")
     found = open_source(InputLocation(path), tmp_path / "cache")
     check(found, expected)
-    assert not (tmp_path / "cache" / ".tmp-1-x.offsets").exists()
+    assert not (tmp_path / "cache" / leftover).exists()
+    assert (tmp_path / "cache" / of_another_host).exists()
     found.close()
 
 
