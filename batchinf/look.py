@@ -6,15 +6,17 @@ from collections.abc import Generator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinf.arrow_damage import python_rows
 from batchinf.errors import OutputError
 from batchinf.job import SOURCE_FOLDER, carried_columns, open_input
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, judge
 from batchinf.manifest import State, read_state
 from batchinf.parts import part_name
-from batchinf.shards import total_rows, total_shards
+from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.spec import JobSpec
 from batchinf.status import JobStatus, count, describe, duration, read_status
 from batchinf.storage import Folder
@@ -27,7 +29,7 @@ _AT_WORK = ("starting", "running", "stopping")
 def status_lines(out: str) -> list[str]:
     """How a job stands, for people."""
     folder, state = _open(out)
-    spec = JobSpec.model_validate(state.header.spec)
+    spec = _spec(folder, state)
     num_rows, num_shards = total_rows(state.extents) * spec.sampling.n, total_shards(state.extents)
     snapshot = read_status(folder)
     lines = [
@@ -73,7 +75,7 @@ def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with contextlib.closing(_finished_tables(folder, state, num_rows)) as tables:
         for table in tables:
-            rows.extend(table.slice(0, num_rows - len(rows)).to_pylist())
+            rows.extend(values or {"error": error} for values, error in python_rows(table.slice(0, num_rows - len(rows))))
             if len(rows) >= num_rows:
                 break
     return rows
@@ -84,8 +86,7 @@ def _finished_tables(folder: Folder, state: State, num_rows: int) -> Generator[p
         journalled = None
         for shard in range(min(total_shards(state.extents), _SHARDS_TO_LOOK_AT)):
             if shard in state.parts:
-                with pq.ParquetFile(folder.path(f"parts/{part_name(shard)}")) as file:
-                    yield from (file.read_row_group(index) for index in range(file.num_row_groups))
+                yield from _part_tables(folder, f"parts/{part_name(shard)}")
             else:
                 if journalled is None:
                     journalled = _Journalled(folder, state)
@@ -93,15 +94,25 @@ def _finished_tables(folder: Folder, state: State, num_rows: int) -> Generator[p
                 yield journalled.rows(shard, num_rows)
 
 
+def _part_tables(folder: Folder, name: str) -> Generator[pa.Table, None, None]:
+    try:
+        with pq.ParquetFile(folder.path(name)) as file:
+            yield from (file.read_row_group(index) for index in range(file.num_row_groups))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise OutputError(f"{folder.path(name)} is damaged: {reason}") from error
+
+
 class _Journalled:
     """Finished rows that are in no part yet."""
 
     def __init__(self, folder: Folder, state: State) -> None:
-        self._spec = JobSpec.model_validate(state.header.spec)
+        self._spec = _spec(folder, state)
         self._task = get_task(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
         self._source = open_input(self._spec, folder.path(SOURCE_FOLDER))
         self._columns = carried_columns(self._spec)
+        self._extents = state.extents
 
     def close(self) -> None:
         """Close the input."""
@@ -115,7 +126,9 @@ class _Journalled:
             with contextlib.suppress(FileNotFoundError):
                 tables.append(segment.table())
         results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
-        results = results.sort_by([("row_index", "ascending"), ("request_index", "ascending")]).slice(0, num_rows)
+        own = shard_at(self._extents, shard)
+        is_own = (pc.field("row_index") >= own.start) & (pc.field("row_index") < own.stop)
+        results = results.filter(is_own).sort_by([("row_index", "ascending"), ("request_index", "ascending")]).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
         if not self._columns:
             return self._task.reduce(None, results)
@@ -130,3 +143,10 @@ def _open(out: str) -> tuple[Folder, State]:
     if state is None:
         raise OutputError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
     return folder, state
+
+
+def _spec(folder: Folder, state: State) -> JobSpec:
+    try:
+        return JobSpec.model_validate(state.header.spec)
+    except ValueError as error:
+        raise OutputError(f"{folder.path('manifest')} holds a job that this batchinf cannot read") from error

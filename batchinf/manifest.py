@@ -20,6 +20,7 @@ from batchinf import faults
 from batchinf.commit_log import CommitLog, Fields, damage, encode_commits, read_lines
 from batchinf.errors import OutputError
 from batchinf.lock import JobLock
+from batchinf.manifest_lines import check_line
 from batchinf.records import Part
 from batchinf.shards import Extent, num_shards, total_rows, total_shards
 from batchinf.storage import Folder, reason
@@ -254,13 +255,14 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
     state, replaced = before, []
     for number, fields in read_lines(folder, name):
         try:
+            _check_version(folder, fields)
+            check_line(fields)
             if fields["kind"] == "snapshot":
                 state, replaced = State(), fields["replaces"]
             elif fields["kind"] == "snapshot_end":
                 replaced = []
-            _check_version(folder, fields)
             state.apply(fields)
-        except LookupError as error:
+        except (LookupError, ValueError) as error:
             raise damage(folder, name, f"line {number} does not follow from those before it") from error
     if any(not folder.exists(log) for log in replaced):
         raise damage(folder, name, "its snapshot lacks the end")
@@ -268,11 +270,10 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
 
 
 def _check_version(folder: Folder, fields: Fields) -> None:
-    if fields.get("format_version", 0) > FORMAT_VERSION:
-        raise OutputError(
-            f"{folder.root} was written by a newer batchinf, in format version {fields['format_version']}; "
-            f"this one reads up to version {FORMAT_VERSION}: install a newer one"
-        )
+    version = fields.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        what = f"{folder.root} was written by a newer batchinf, in format version {version}"
+        raise OutputError(f"{what}; this one reads up to version {FORMAT_VERSION}: install a newer one")
 
 
 def _event(fields: Fields) -> EventLine:

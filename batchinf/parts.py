@@ -118,7 +118,7 @@ class OpenShard:
         for segment in found.segments:
             try:
                 self._note(*segment.keys())
-            except ValueError:
+            except (ValueError, MemoryError):  # so many requests as no row ever had
                 damaged.append(segment.name)
             else:
                 self.segments.append(segment)
