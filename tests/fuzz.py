@@ -65,11 +65,12 @@ MAX_ROWS = 2_000  # that are read of an input: a hurt file may say that it has m
 
 @dataclass(frozen=True)
 class Target:
-    """strategy: of a case. run: one case, in a folder of its own, with what `prepare` made."""
+    """strategy: of a case. run: one case, in a folder of its own, with what `prepare` made. weight: its share."""
 
     strategy: Callable[[Any], st.SearchStrategy[Any]]
     run: Callable[[pathlib.Path, Any, Any], None]
     prepare: Callable[[pathlib.Path], Any]
+    weight: int = 1
 
 
 # -- how bytes are hurt ------------------------------------------------------------------------------------------------
@@ -774,17 +775,17 @@ def _run_prompt(folder: pathlib.Path, made: list[Renderer], case: Any) -> None:
 
 
 def _reader(format: str) -> Target:
-    return Target(_input_case, _run_input, lambda folder: _input_files(folder, format))
+    return Target(_input_case, _run_input, lambda folder: _input_files(folder, format), 4)
 
 
 TARGETS: dict[str, Target] = {
-    "spec": Target(_spec_case, _run_spec, _specs),
+    "spec": Target(_spec_case, _run_spec, _specs, 6),
     "manifest": Target(_manifest_case, _run_manifest, _logs),
     "journal": Target(_journal_case, _run_journal, _job),
     "part": Target(_part_case, _run_part, _job),
     "lock": Target(_json_case, _run_lock, _lock_base),
     "status": Target(_json_case, _run_status, _status_base),
-    "message": Target(_channel_case, _run_channel, _channel_base),
+    "message": Target(_channel_case, _run_channel, _channel_base, 6),
     "jsonl": _reader("jsonl"),
     "jsonl.gz": _reader("jsonl.gz"),
     "jsonl.zst": _reader("jsonl.zst"),
@@ -794,7 +795,7 @@ TARGETS: dict[str, Target] = {
     "arrow": _reader("arrow"),
     "arrow stream": _reader("arrow stream"),
     "saved dataset": Target(_saved_case, _run_saved, _saved_files),
-    "prompt": Target(_prompt_case, _run_prompt, _renderers),
+    "prompt": Target(_prompt_case, _run_prompt, _renderers, 6),
 }
 
 
@@ -879,20 +880,26 @@ def main() -> None:
     if options.child:
         _child(names[0], options.cases, options.seed, pathlib.Path(options.child))
         return
-    each = -(-options.cases // len(names))
     with tempfile.TemporaryDirectory(prefix="batchinf-fuzz-") as folder:
         os.environ[JOB] = str(make_job(pathlib.Path(folder)))
-        total, failures = _fuzz_all(names, each, options.seed)
+        total, failures = _fuzz_all(names, options.cases, options.seed)
     print(f"total: {total:,} cases, seed {options.seed}, {len(failures)} failed")
     for failure in failures:
         print(f"\n{failure}")
     sys.exit(bool(failures))
 
 
-def _fuzz_all(names: list[str], each: int, seed: int) -> tuple[int, list[str]]:
+def shares(names: list[str], cases: int) -> dict[str, int]:
+    """Cases for each target, by their weights."""
+    whole = sum(TARGETS[name].weight for name in names)
+    return {name: -(-cases * TARGETS[name].weight // whole) for name in names}
+
+
+def _fuzz_all(names: list[str], cases: int, seed: int) -> tuple[int, list[str]]:
     total, failures = 0, []
+    each = shares(names, cases)
     for name in names:
-        counts, failure = fuzz(name, each, seed)
+        counts, failure = fuzz(name, each[name], seed)
         if failure:
             failures.append(failure)
             print(f"{name}: FAILED", flush=True)

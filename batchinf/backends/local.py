@@ -144,6 +144,11 @@ def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: in
         "VLLM_NO_USAGE_STATS": "1",
         # vLLM 0.26 picks ports at random and two replicas can race for one: each gets a range of its own.
         "VLLM_PORT": str(_FIRST_PORT + os.getpid() % 500 * _PORTS_A_REPLICA + replica * _PORTS_A_REPLICA),
+        # A replica is on one host: what listens in it must not be reached from others. Gloo would take the address
+        # that the host's name has, and vLLM that of the interface that leads out.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
     if not slot_devices:
         wanted |= {
