@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check lint format lock
+.PHONY: help install quickstart test check fuzz lint format lock
 
 VENV ?= .venv
 UV ?= uv
@@ -33,6 +33,7 @@ help:
 	@echo
 	@echo 'make quickstart   install, run jobs/quickstart.yaml, show its first rows'
 	@echo 'make test         the checks and the tests (make check is the same)'
+	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make format       ruff formats and mends'
 	@echo 'make install      the virtual environment alone'
@@ -98,6 +99,12 @@ test: check
 
 check: lint
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+CASES ?= 50000
+SEED ?= 1
+
+fuzz: install
+	PYTHONPATH=. $(VENV)/bin/python tests/fuzz.py --cases $(CASES) --seed $(SEED) $(ARGS)
 
 lint: install
 	$(VENV)/bin/python -m ruff check

@@ -23,7 +23,7 @@ from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
 from batchinf.storage import Folder
 
-FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
+FOLDERS = ("manifest", "parts", "staging", "journal", "logs", "source")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class Folder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for name in names:
+                if self.path(name).is_symlink():
+                    raise _is_link(self.path(name))
                 self.path(name).mkdir(exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot create the output folder {self.root}: {reason(error)}") from error
@@ -145,6 +147,21 @@ class Folder:
     def delete(self, name: str) -> None:
         """Delete the file `name`; it is no error if it is gone."""
         self.path(name).unlink(missing_ok=True)
+
+
+def _is_link(path: pathlib.Path) -> OutputError:
+    # Who can plant a link could otherwise have files written, swept and deleted elsewhere.
+    return OutputError(f"{path} is a symbolic link, which is not followed; remove it, or set output.path to its target")
+
+
+def open_log(path: pathlib.Path) -> IO[bytes]:
+    """A log to append to. Raises OutputError for a symbolic link."""
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _is_link(path) from error
+        raise
 
 
 def sync_folder(path: pathlib.Path) -> None:

@@ -75,7 +75,27 @@ class Target:
 
 # -- how bytes are hurt ------------------------------------------------------------------------------------------------
 
-_NUMBERS = [0, 1, 2, 7, 127, 128, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, -1, -2, -(2**31), -(2**63)]
+_NUMBERS = [
+    0,
+    1,
+    2,
+    7,
+    127,
+    128,
+    255,
+    256,
+    2**15,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**62,
+    2**63 - 1,
+    -1,
+    -2,
+    -(2**31),
+    -(2**63),
+]
 _PLACES = st.tuples(st.sampled_from(["anywhere", "anywhere", "head", "tail"]), st.integers(0, 2**20))
 _LENGTHS = st.sampled_from([1, 1, 2, 4, 8, 16, 64, 500])
 HURTS = st.lists(
@@ -147,7 +167,9 @@ SCALARS = st.one_of(
     st.text(max_size=8),
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3), max_leaves=6
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
 )
 EDITS = st.lists(
     st.tuples(
@@ -176,7 +198,9 @@ def edit(value: Any, edits: list[tuple[str, int, Any]]) -> Any:
 
 
 def _slots(value: Any) -> Iterator[tuple[Any, Any]]:
-    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    items = (
+        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    )
     for key, inner in items:
         yield value, key
         yield from _slots(inner)
@@ -204,7 +228,9 @@ output: {path: ~/out, keep_columns: [a, b]}
 
 _SETS = st.lists(
     st.tuples(
-        st.sampled_from(["sampling.max_tokens", "model", "model.name", "engine.x.y", "output.path", "input", "a.b", "", "."]),
+        st.sampled_from(
+            ["sampling.max_tokens", "model", "model.name", "engine.x.y", "output.path", "input", "a.b", "", "."]
+        ),
         st.sampled_from(["=", "=", "=", ""]),
         st.one_of(VALUES.map(lambda value: json.dumps(value)), st.text(max_size=12)),
     ).map("".join),
@@ -213,7 +239,9 @@ _SETS = st.lists(
 
 
 def _spec_case(bases: list[Any]) -> st.SearchStrategy[Any]:
-    return st.tuples(st.integers(0, len(bases) - 1), st.one_of(st.none(), EDITS), st.one_of(st.none(), HURTS), _SETS, st.booleans())
+    return st.tuples(
+        st.integers(0, len(bases) - 1), st.one_of(st.none(), EDITS), st.one_of(st.none(), HURTS), _SETS, st.booleans()
+    )
 
 
 def _run_spec(folder: pathlib.Path, made: list[Any], case: Any) -> None:
@@ -286,7 +314,12 @@ def _link(source: pathlib.Path, target: pathlib.Path, but: str) -> None:
 def _look(out: pathlib.Path, num_rows: int = 30) -> None:
     """What `status` and `head` print can be printed."""
     errors = []
-    for lines in (look.status_lines, lambda path: map(functools.partial(json.dumps, ensure_ascii=False, default=str), look.head_rows(path, num_rows))):
+    for lines in (
+        look.status_lines,
+        lambda path: map(
+            functools.partial(json.dumps, ensure_ascii=False, default=str), look.head_rows(path, num_rows)
+        ),
+    ):
         try:
             for line in lines(str(out)):
                 line.encode()
@@ -320,7 +353,16 @@ def _logs(folder: pathlib.Path) -> _Logs:
     assert state is not None
     group = {"replica": 0, "incarnation": "1.1", "host": "h", "boot_id": "b", "pgid": 7, "pid_start_time": 1}
     at = "2026-01-01T00:00:00.000+00:00"
-    snapshot = [{"kind": "snapshot", "at": at, "replaces": [], "device_s": 1.5, "event_counts": {"ready": 1}, "process_groups": [group]}]
+    snapshot = [
+        {
+            "kind": "snapshot",
+            "at": at,
+            "replaces": [],
+            "device_s": 1.5,
+            "event_counts": {"ready": 1},
+            "process_groups": [group],
+        }
+    ]
     header = next(fields for commit in commits for fields in commit if fields["kind"] == "header")
     extent = next(fields for commit in commits for fields in commit if fields["kind"] == "extent")
     counted = {"kind": "counted_event", "name": "epoch", "at": at, "epoch": 1, "adopted": 0, "lost": []}
@@ -347,7 +389,15 @@ def _manifest_case(made: _Logs) -> st.SearchStrategy[Any]:
         min_size=1,
         max_size=3,
     )
-    return st.tuples(st.one_of(st.tuples(st.just("lines"), ops), st.tuples(st.just("lines"), ops), st.tuples(st.just("bytes"), HURTS), st.tuples(st.just("raw"), st.lists(st.tuples(place, st.binary(max_size=30)), min_size=1, max_size=2))), st.integers(1, 3))
+    return st.tuples(
+        st.one_of(
+            st.tuples(st.just("lines"), ops),
+            st.tuples(st.just("lines"), ops),
+            st.tuples(st.just("bytes"), HURTS),
+            st.tuples(st.just("raw"), st.lists(st.tuples(place, st.binary(max_size=30)), min_size=1, max_size=2)),
+        ),
+        st.integers(1, 3),
+    )
 
 
 def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
@@ -407,7 +457,12 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
 
 
 def _json_case(made: tuple[pathlib.Path, Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(st.tuples(EDITS, st.none()), st.tuples(EDITS, st.none()), st.tuples(st.none(), HURTS), st.tuples(st.none(), st.binary(max_size=40)))
+    return st.one_of(
+        st.tuples(EDITS, st.none()),
+        st.tuples(EDITS, st.none()),
+        st.tuples(st.none(), HURTS),
+        st.tuples(st.none(), st.binary(max_size=40)),
+    )
 
 
 def _json_bytes(base: Any, case: Any) -> bytes:
@@ -480,7 +535,14 @@ def _sealed_segment(data: bytes, payload: bytes, num_rows: int | None = None) ->
 
 def _journal_case(out: pathlib.Path) -> st.SearchStrategy[Any]:
     names = sorted(path.name for path in (out / "journal").iterdir())
-    return st.tuples(st.sampled_from(names), st.sampled_from(["bytes", "sealed", "sealed", "splice", "keys"]), HURTS, st.sampled_from(names), st.sampled_from(_NUMBERS), st.integers(0, 2))
+    return st.tuples(
+        st.sampled_from(names),
+        st.sampled_from(["bytes", "sealed", "sealed", "splice", "keys"]),
+        HURTS,
+        st.sampled_from(names),
+        st.sampled_from(_NUMBERS),
+        st.integers(0, 2),
+    )
 
 
 def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
@@ -519,7 +581,9 @@ def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
     shard.are_finished(shard.shard.start, shard.shard.stop)
     if shard.segments:
         # What closing the shard does with what was recovered.
-        parts._Merged(shard).take(0, min(shard.num_results, 3)) if shard.is_complete else [s.table().to_pylist() for s in shard.segments]
+        parts._Merged(shard).take(0, min(shard.num_results, 3)) if shard.is_complete else [
+            s.table().to_pylist() for s in shard.segments
+        ]
     shard.close()
     _look(out, 100)
 
@@ -533,7 +597,13 @@ def jobs_shard(state: Any, index: int) -> Shard:
 
 def _part_case(out: pathlib.Path) -> st.SearchStrategy[Any]:
     names = sorted(path.name for path in (out / "parts").iterdir())
-    return st.tuples(st.sampled_from(names), st.sampled_from(["bytes", "sealed", "sealed", "splice"]), HURTS, st.sampled_from(names), st.booleans())
+    return st.tuples(
+        st.sampled_from(names),
+        st.sampled_from(["bytes", "sealed", "sealed", "splice"]),
+        HURTS,
+        st.sampled_from(names),
+        st.booleans(),
+    )
 
 
 def _run_part(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
@@ -577,8 +647,15 @@ def _sealed_part(data: bytes) -> bytes:
 def _channel_base(folder: pathlib.Path) -> list[Any]:
     from batchinf.records import EngineStats
 
-    messages = [Assign((Shard(0, 0, 4), Shard(1, 4, 9)), 2), Failed("InputError", "x", 2), Progress(1, 2, 3, 4, 5, 6, 0.5, EngineStats())]
-    return [{"kind": type(m).__name__, "incarnation": "1", "sequence": i + 1, "body": asdict(m)} for i, m in enumerate(messages)]
+    messages = [
+        Assign((Shard(0, 0, 4), Shard(1, 4, 9)), 2),
+        Failed("InputError", "x", 2),
+        Progress(1, 2, 3, 4, 5, 6, 0.5, EngineStats()),
+    ]
+    return [
+        {"kind": type(m).__name__, "incarnation": "1", "sequence": i + 1, "body": asdict(m)}
+        for i, m in enumerate(messages)
+    ]
 
 
 def _channel_case(base: list[Any]) -> st.SearchStrategy[Any]:
@@ -631,20 +708,36 @@ def _input_files(folder: pathlib.Path, format: str) -> list[tuple[str, bytes]]:
     if format == "jsonl":
         return [("a.jsonl", lines), ("deep.jsonl", deep)]
     if format == "jsonl.gz":
-        return [("a.jsonl.gz", gzip.compress(lines, mtime=0)), ("b.jsonl.gz", gzip.compress(lines[:2000], mtime=0) + gzip.compress(lines, mtime=0))]
+        return [
+            ("a.jsonl.gz", gzip.compress(lines, mtime=0)),
+            ("b.jsonl.gz", gzip.compress(lines[:2000], mtime=0) + gzip.compress(lines, mtime=0)),
+        ]
     if format == "jsonl.zst":
         return [("a.jsonl.zst", pa.compress(lines, "zstd", asbytes=True))]
     if format == "text":
-        return [("a.txt", "first\n\n日本 \r\nbad\x00\n".encode() * 20), ("b.txt.gz", gzip.compress(b"one\ntwo\n" * 30, mtime=0))]
+        return [
+            ("a.txt", "first\n\n日本 \r\nbad\x00\n".encode() * 20),
+            ("b.txt.gz", gzip.compress(b"one\ntwo\n" * 30, mtime=0)),
+        ]
     if format == "csv":
         rows = ["id,prompt,score,code,maybe"]
         rows += ['{},"say ""{}"", please\n",{},{:03d},{}'.format(i, i, i / 4, i, "" if i % 3 else i) for i in range(60)]
         data = "\n".join(rows).encode()
-        return [("a.csv", data), ("b.csv.gz", gzip.compress(data, mtime=0)), ("c.csv", b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n"))]
+        return [
+            ("a.csv", data),
+            ("b.csv.gz", gzip.compress(data, mtime=0)),
+            ("c.csv", b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n")),
+        ]
     files = []
     table = _table()
     if format == "parquet":
-        options = [{}, {"compression": "zstd", "row_group_size": 13}, {"compression": "none", "use_dictionary": False}, {"data_page_version": "2.0", "write_page_checksum": True}, {"version": "1.0", "row_group_size": 7, "column_encoding": None}]
+        options = [
+            {},
+            {"compression": "zstd", "row_group_size": 13},
+            {"compression": "none", "use_dictionary": False},
+            {"data_page_version": "2.0", "write_page_checksum": True},
+            {"version": "1.0", "row_group_size": 7, "column_encoding": None},
+        ]
         for number, chosen in enumerate(options):
             pq.write_table(table, folder / "x", **chosen)
             files.append((f"{number}.parquet", (folder / "x").read_bytes()))
@@ -670,7 +763,9 @@ def _run_input(folder: pathlib.Path, made: list[tuple[str, bytes]], case: Any) -
     if name.endswith(".gz") and hurts_content:
         data = gzip.compress(hurt(gzip.decompress(data), hurts), mtime=0, compresslevel=1)
     elif name.endswith(".zst") and hurts_content:
-        data = pa.compress(hurt(pa.input_stream(pa.py_buffer(data), compression="zstd").read(), hurts), "zstd", asbytes=True)
+        data = pa.compress(
+            hurt(pa.input_stream(pa.py_buffer(data), compression="zstd").read(), hurts), "zstd", asbytes=True
+        )
     else:
         data = hurt(data, hurts)
     path = folder / name
@@ -752,13 +847,19 @@ _TEMPLATES = [
 def _renderers(folder: pathlib.Path) -> list[Renderer]:
     made = []
     for template in _TEMPLATES:
-        made.append(Renderer(JobSpec(model={"name": "m"}, input={"path": "p", "prompt_template": template}, output={"path": "o"})))
+        made.append(
+            Renderer(
+                JobSpec(model={"name": "m"}, input={"path": "p", "prompt_template": template}, output={"path": "o"})
+            )
+        )
     made.append(Renderer(JobSpec(model={"name": "m"}, input={"path": "p", "prompt_column": "x"}, output={"path": "o"})))
     return made
 
 
 def _prompt_case(made: list[Renderer]) -> st.SearchStrategy[Any]:
-    odd = st.sampled_from(["%s", "%999999999d", "%*d", "{0}", "{0:999999999}", "{0.__class__}", "{{ x }}", "file:///etc/passwd"])
+    odd = st.sampled_from(
+        ["%s", "%999999999d", "%*d", "{0}", "{0:999999999}", "{0.__class__}", "{{ x }}", "file:///etc/passwd"]
+    )
     values = st.one_of(VALUES, odd)
     return st.tuples(st.integers(0, len(made) - 1), st.fixed_dictionaries({}, optional={"x": values, "y": values}))
 
@@ -858,7 +959,18 @@ def fuzz(name: str, cases: int, seed: int) -> tuple[dict[str, int], str]:
     """Run a target in a process of its own: how its cases ended, and what went wrong, or ''."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync costs nothing there
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="batchinf-fuzz-", dir=shared))
-    command = [sys.executable, __file__, "--child", str(scratch), "--target", name, "--cases", str(cases), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        str(scratch),
+        "--target",
+        name,
+        "--cases",
+        str(cases),
+        "--seed",
+        str(seed),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode == 0:

@@ -18,6 +18,7 @@ import psutil
 
 from batchinf.channel import Channel
 from batchinf.records import Command, Event, Launch
+from batchinf.storage import open_log
 
 _PORTS_A_REPLICA = 40
 _FIRST_PORT = 20_000
@@ -74,7 +75,7 @@ class LocalBackend:
         root = str(pathlib.Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         sockets = _sockets_folder(launch)
-        with theirs, log.open("ab") as output:
+        with theirs, open_log(log) as output:
             log_start = output.tell()
             process = subprocess.Popen(
                 # -P: a `queue.py` in the user's folder must not take the place of Python's own.
