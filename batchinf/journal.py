@@ -145,7 +145,7 @@ class Journal:
             raise _DamagedError("its columns are not this job's")
         # Nor do checksums say who wrote it, and offsets are followed without a look.
         table.validate(full=True)
-        if any(table.column(name).null_count for name in KEYS):
+        if any(table.column(name).null_count for name in KEYS if name in table.column_names):
             raise _DamagedError("a result without its key")
         segment.close()
         return segment

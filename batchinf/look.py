@@ -75,7 +75,8 @@ def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with contextlib.closing(_finished_tables(folder, state, num_rows)) as tables:
         for table in tables:
-            rows.extend(values or {"error": error} for values, error in python_rows(table.slice(0, num_rows - len(rows))))
+            found = python_rows(table.slice(0, num_rows - len(rows)))
+            rows.extend(values or {"error": error} for values, error in found)
             if len(rows) >= num_rows:
                 break
     return rows
@@ -128,7 +129,8 @@ class _Journalled:
         results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
         own = shard_at(self._extents, shard)
         is_own = (pc.field("row_index") >= own.start) & (pc.field("row_index") < own.stop)
-        results = results.filter(is_own).sort_by([("row_index", "ascending"), ("request_index", "ascending")]).slice(0, num_rows)
+        order = [("row_index", "ascending"), ("request_index", "ascending")]
+        results = results.filter(is_own).sort_by(order).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
         if not self._columns:
             return self._task.reduce(None, results)

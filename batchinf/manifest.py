@@ -282,7 +282,6 @@ def _event(fields: Fields) -> EventLine:
 
 
 def _pick(cls: type[_T], fields: Fields) -> _T:
-    # Of the same format version, a line may yet say more than this reader knows.
     return cls(*(fields[field.name] for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
 
 

@@ -6,12 +6,12 @@ import pathlib
 import socket
 from collections.abc import Iterator
 
+import fuzz
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import fuzz
 import jobs
 from batchinf import commit_log, look
 from batchinf.channel import Channel
@@ -159,7 +159,7 @@ def test_a_damaged_page_of_parquet_names_the_file(tmp_path: pathlib.Path) -> Non
     data[4:40] = bytes(36)
     path.write_bytes(data)
     source = open_source(InputLocation(str(path)), tmp_path / "cache")
-    with pytest.raises(InputError, match="a.parquet cannot be read"):
+    with pytest.raises(InputError, match=r"a\.parquet cannot be read"):
         source.read(0, 10)
     source.close()
 
@@ -169,7 +169,7 @@ def test_head_names_a_damaged_part(job: pathlib.Path, tmp_path: pathlib.Path) ->
     fuzz._link(job, out, "parts")
     part = min((out / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(OutputError, match="part-000000.parquet is damaged"):
+    with pytest.raises(OutputError, match=r"part-000000\.parquet is damaged"):
         look.head_rows(str(out), 5)
     assert LOCK in {path.name for path in out.iterdir()}
 

@@ -18,11 +18,11 @@ MAX_LINES = 400
 # A module imports only from those before it. A new module is put here, in its place. A subpackage's modules share one
 # place, and must be free of cycles among themselves.
 ORDER = """
-    errors faults storage spec records model_files hub model
-    input_files source_cache column_types arrow_damage reader arrow_file csv_file line_file parquet_file saved_dataset hf_dataset first_pass source
-    sandbox prompt detokenizer tasks.* placement shards engine vllm_engine journal parts byte_queue feeder writer worker
-    commit_log lock manifest_lines manifest spec_file status channel job replica backends.* fleet progress coordinator recovery epoch
-    look validation cli __main__
+    errors faults storage spec records model_files hub model input_files source_cache column_types arrow_damage
+    reader arrow_file csv_file line_file parquet_file saved_dataset hf_dataset first_pass source sandbox prompt
+    detokenizer tasks.* placement shards engine vllm_engine journal parts byte_queue feeder writer worker commit_log
+    lock manifest_lines manifest spec_file status channel job replica backends.* fleet progress coordinator recovery
+    epoch look validation cli __main__
 """.split()
 VLLM_ADAPTER = "vllm_engine"
 

@@ -63,7 +63,7 @@ def test_no_tag_of_a_spec_makes_an_object(value: str, tmp_path: pathlib.Path) ->
     path.write_text(
         f"model: m\ninput: {{path: p}}\noutput: {{path: o}}\nengine: {{a: {value.replace('TRACE', str(trace))}}}\n"
     )
-    with pytest.raises(SpecError, match="is not allowed here|not valid YAML"):
+    with pytest.raises(SpecError, match=r"is not allowed here|not valid YAML"):
         read_spec(path)
     with pytest.raises(SpecError, match="is not allowed here"):
         read_spec(jobs.spec_of(tmp_path), [f"engine.a={value}"])
@@ -265,7 +265,8 @@ RUNAWAYS = [
     "{{ [x] | slice(10**10) | list }}",
     "{% set s = namespace(v=x) %}{% for i in range(60) %}{% set s.v = s.v ~ s.v %}{% endfor %}{{ s.v | length }}",
     "{% set s = namespace(v=x) %}{% for i in range(60) %}{% set s.v = s.v + s.v %}{% endfor %}{{ s.v | length }}",
-    "{% set s = namespace(v=x) %}{% for i in range(60) %}{% set s.v %}{{ s.v }}{{ s.v }}{% endset %}{% endfor %}{{ s.v | length }}",
+    "{% set s = namespace(v=x) %}{% for i in range(60) %}{% set s.v %}{{ s.v }}{{ s.v }}{% endset %}"
+    "{% endfor %}{{ s.v | length }}",
     "{% set y = 'a' * 60000 %}{{ y.replace('a', y).replace('a', y) }}{{ x }}",
     "{% set y = 'a' * 60000 %}{{ y | replace('a', y) }}{{ x }}",
 ]
