@@ -416,6 +416,27 @@ def test_a_replica_is_told_to_stay_on_this_host(monkeypatch: pytest.MonkeyPatch)
     assert "GLOO_SOCKET_IFNAME" not in engine_environment(("0",), 4, 0)
 
 
+@pytest.mark.timeout(600)
+def test_a_real_engine_with_its_core_in_a_process_listens_on_loopback_only(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    sampling = {"max_tokens": 400, "ignore_eos": True}
+    engine = {"max_model_len": 512, "max_num_seqs": 4}
+    spec = jobs.spec_of(tmp_path, scripted=None, parallel={"data_parallel_size": 1}, sampling=sampling, engine=engine)
+    process = jobs.start("run", spec, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    try:
+        jobs.wait_until(lambda: jobs.snapshot_of(tmp_path / "out").get("state") == "running", 500)
+        everyone = jobs.family(process.pid)
+        assert any("EngineCore" in one.name() + " ".join(one.cmdline()) for one in everyone)
+        listening = [c.laddr.ip for one in everyone for c in one.net_connections("inet") if c.status == "LISTEN"]
+        bound = [c.laddr.ip for one in everyone for c in one.net_connections("udp") if c.laddr]
+        # Gloo's, for one: were there none at all, this test would see nothing.
+        assert listening
+        assert {*listening, *bound} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    finally:
+        jobs.kill(jobs.family(process.pid))
+        process.communicate()
+
+
 # -- the output folder -------------------------------------------------------------------------------------------------
 
 
