@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check soak lint format lock
+.PHONY: help install quickstart test check soak fuzz lint format lock
 
 VENV ?= .venv
 UV ?= uv
@@ -34,6 +34,7 @@ help:
 	@echo 'make quickstart   install, run jobs/quickstart.yaml, show its first rows'
 	@echo 'make test         the checks and the tests (make check is the same)'
 	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
+	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make format       ruff formats and mends'
 	@echo 'make install      the virtual environment alone'
@@ -101,8 +102,13 @@ check: lint
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 MINUTES ?= 30
+CASES ?= 50000
+
 soak: install
 	$(VENV)/bin/python tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+fuzz: install
+	PYTHONPATH=. $(VENV)/bin/python tests/fuzz.py --cases $(CASES) --seed $(or $(SEED),1) $(ARGS)
 
 lint: install
 	$(VENV)/bin/python -m ruff check

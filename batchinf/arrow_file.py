@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinf.arrow_damage import check_batch, check_num_rows
 from batchinf.column_types import cast_column, plain_schema
 from batchinf.input_files import InputFile, content_hash
 from batchinf.reader import ColumnarReader, spans
@@ -37,9 +38,16 @@ def pass_arrow(file: InputFile, scratch: Scratch) -> Found:
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         if not _is_mapped(reader, mapped):  # compressed: each batch would be decompressed whole for any of its rows
             return Found(digest, spool(batches, schema, scratch), schema)
-        firsts = np.cumsum([0, *(batch.num_rows for batch in batches)]).astype("<i8")
+        counts = [_checked(batch).num_rows for batch in batches]
+        check_num_rows(file.name, sum(counts), counts)
+        firsts = np.cumsum([0, *counts]).astype("<i8")
         scratch.create("batches").write(firsts.tobytes())
         return Found(digest, int(firsts[-1]), schema)
+
+
+def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    check_batch(batch)
+    return batch
 
 
 def _is_mapped(reader: pa.RecordBatchFileReader, mapped: pa.MemoryMappedFile) -> bool:
@@ -69,7 +77,7 @@ def spool(batches: Iterable[pa.RecordBatch], schema: pa.Schema, scratch: Scratch
 
 
 def _small_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
+    for batch in map(_checked, batches):
         step = min(BATCH_ROWS, max(1, 4 * BATCH_BYTES // _longest_dictionary_value(batch)))
         for start in range(0, batch.num_rows, step):
             yield from _halves(_cast_batch(batch.slice(start, step), schema))
@@ -104,6 +112,7 @@ class ArrowReader(ColumnarReader):
 
     def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
         super().__init__(schema, entry.arrow_schema())
+        self._name = file.name
         rows = entry.artifacts.get("rows")
         self._firsts = map_int64(cache, entry.artifacts["batches"])
         with open(cache.path(rows.name) if rows else file.path, "rb") as opened:

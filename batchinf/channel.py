@@ -72,7 +72,8 @@ class Channel:
     def receive(self, wait_s: float | None) -> list[Any]:
         """Messages that have come, after at most `wait_s` seconds (None: as long as it takes).
 
-        An empty list with `is_closed` set: the peer is gone. Repeated and foreign messages are left out.
+        An empty list with `is_closed` set: the peer is gone. Repeated and foreign messages are left out; what is no
+        message at all ends the connection.
         """
         # Not `select`, which takes no descriptor beyond 1023.
         poller = select.poll()
@@ -87,7 +88,15 @@ class Channel:
             self.is_closed = True
             return []
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [message for line in lines if (message := self._open(json.loads(line))) is not None]
+        messages = []
+        try:
+            for line in lines:
+                if (message := self._open(json.loads(line))) is not None:
+                    messages.append(message)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            # No peer of ours writes this. It hears of the end, too, and ends itself.
+            self.close()
+        return messages
 
     def _open(self, envelope: dict[str, Any]) -> Any:
         if envelope["incarnation"] != self._incarnation or envelope["sequence"] <= self._received:

@@ -1,7 +1,9 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
 import dataclasses
+import io
 import json
+import re
 import sys
 import traceback
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -83,7 +85,7 @@ def validate(
     from batchinf.validation import validation_report
 
     for line in validation_report(_read(spec, set_), num_rows):
-        print(line)
+        print(_plain(line))
 
 
 @app.command()
@@ -92,7 +94,7 @@ def status(out: Out) -> None:
     from batchinf.look import status_lines
 
     for line in status_lines(out):
-        print(line)
+        print(_plain(line))
 
 
 @app.command()
@@ -101,7 +103,7 @@ def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows
     from batchinf.look import head_rows
 
     for row in head_rows(out, num_rows):
-        print(json.dumps(row, ensure_ascii=False, default=str))
+        print(_plain(json.dumps(row, ensure_ascii=False, default=str)))
 
 
 @app.command()
@@ -154,11 +156,14 @@ def _read(path: str, overrides: list[str] | None) -> "SpecFile":
 
 def main() -> NoReturn:
     """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # whatever a row holds, and whatever the terminal takes
     try:
         app()
     except BatchinfError as error:
         prefix = "" if isinstance(error, Interrupted) else "error: "
-        print(f"{prefix}{error}", file=sys.stderr)
+        print(f"{prefix}{_plain(str(error))}", file=sys.stderr)
         if isinstance(error, Interrupted):
             print("run the same command again to go on", file=sys.stderr)
         elif not isinstance(error, UserError) and error.exit_code == 1:
@@ -167,6 +172,11 @@ def main() -> NoReturn:
     except OSError as error:
         from batchinf.storage import disk_error
 
-        print(f"error: {disk_error(error)}", file=sys.stderr)
+        print(f"error: {_plain(disk_error(error))}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
+
+
+def _plain(text: str) -> str:
+    """Text without what a terminal would obey: names of columns and files may be strangers'."""
+    return re.sub("[\0-\b\v-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -66,7 +66,8 @@ def whole_lines(folder: Folder, name: str) -> Iterator[Fields]:
 
 
 def _has_later_commit(lines: Iterable[bytes], number: int) -> bool:
-    return any((fields := _decode(line)) and fields.get("commit", 0) > number for line in lines)
+    marks = ((_decode(line) or {}).get("commit") for line in lines)
+    return any(isinstance(mark, int) and mark > number for mark in marks)
 
 
 def damage(folder: Folder, name: str, what: str) -> OutputError:
@@ -85,7 +86,10 @@ def _decode(line: bytes) -> Fields | None:
     body = line[:-_CHECKSUM_BYTES]
     if line[-_CHECKSUM_BYTES:] != _CHECKSUM % zlib.crc32(b"}", zlib.crc32(body)):
         return None
-    fields: Fields = json.loads(body.decode() + "}")
+    try:
+        fields: Fields = json.loads(body.decode() + "}")
+    except (ValueError, RecursionError):  # a checksum says nothing of who wrote the line
+        return None
     return fields
 
 

@@ -33,7 +33,7 @@ from batchinf.stop_signals import ahead_of_time_limit
 from batchinf.storage import Folder
 from batchinf.trials import Trials
 
-FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
+FOLDERS = ("manifest", "parts", "staging", "journal", "logs", "source")
 _LOST_TO_NAME = 20
 
 

@@ -95,12 +95,16 @@ def _first_pass(file: InputFile, format: Format, cache: Folder) -> FileEntry:
     with Scratch(cache, file, format) as scratch:
         try:
             found = _PASSES[format](file, scratch)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, LookupError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:  # the system's, such as a full disk: not the file's content
                 raise
-            raise InputError(f"{file.name} cannot be read as {format}: {error}; is it damaged?") from error
+            raise InputError(f"{file.name} cannot be read as {format}: {_words(error)}; is it damaged?") from error
         refuse_twins(found.schema.names, file.name)
         if stamp(file.path) != before:
             raise InputError(f"{file.name} changed while it was read; start again once it is complete")
         artifacts = scratch.publish(found.hash)
     return FileEntry(file.path, format, *before, found.hash, found.num_rows, schema_text(found.schema), artifacts)
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:500].encode(errors="backslashreplace").decode()

@@ -15,6 +15,7 @@ from batchinf.column_types import settled_schema
 from batchinf.errors import InputError
 from batchinf.input_files import InputLocation, format_of, stamp
 from batchinf.reader import ColumnarReader
+from batchinf.saved_dataset import check_saved
 from batchinf.source_cache import locked, read_record, write_record
 from batchinf.storage import Folder
 
@@ -52,7 +53,8 @@ class DatasetReader(ColumnarReader):
 
 def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
     """The dataset; what the hub gave is noted in `cache`. Raises `InputError` if it cannot be loaded."""
-    if _is_saved(os.path.expanduser(input.path)):
+    if _is_saved(path := os.path.expanduser(input.path)):
+        check_saved(path, cache)
         dataset = _load(input)
         return DatasetReader(dataset, _saved_fingerprint(dataset))
     return DatasetReader(*_open_hub_dataset(input, cache))

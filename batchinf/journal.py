@@ -36,6 +36,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQ16s8x")
 _HEADER_BYTES = _HEADER.size + 8
 _READ_BYTES = 1 << 20
+KEYS = ("row_index", "request_index", "num_requests")
 # Small batches are joined up to this: taking at random from few large ones is quicker.
 BATCH_BYTES = 4 << 20
 
@@ -67,9 +68,7 @@ class Segment:
     def keys(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """`row_index` int64, `request_index` int32 and `num_requests` int32, each [num_rows]."""
         table = self.table()
-        row_index, request_index, num_requests = (
-            table.column(name).to_numpy() for name in ("row_index", "request_index", "num_requests")
-        )
+        row_index, request_index, num_requests = (table.column(name).to_numpy() for name in KEYS)
         return row_index, request_index, num_requests
 
     def num_errors(self) -> int:
@@ -150,8 +149,13 @@ class Journal:
             num_rows = _check_bytes(shard, file)
         segment = Segment(self._folder, name, num_rows)
         # From here on the bytes are those that were written: what differs is another job's, not damage.
-        if not segment.table().schema.equals(self._schema) or segment.table().num_rows != num_rows:
+        table = segment.table()
+        if not table.schema.equals(self._schema) or table.num_rows != num_rows:
             raise _DamagedError("its columns are not this job's")
+        # Nor do checksums say who wrote it, and offsets are followed without a look.
+        table.validate(full=True)
+        if any(table.column(name).null_count for name in KEYS if name in table.column_names):
+            raise _DamagedError("a result without its key")
         segment.close()
         return segment
 

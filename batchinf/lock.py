@@ -73,9 +73,12 @@ class Holder:
         """Who wrote these bytes; None if they are not whole."""
         try:
             fields: dict[str, Any] = json.loads(data)
-            return cls(**fields)
-        except (ValueError, TypeError):
+            holder = cls(**fields)
+        except (ValueError, TypeError, RecursionError):
             return None
+        values = [(getattr(holder, field.name), field.type) for field in dataclasses.fields(cls)]
+        is_ours = all(type(value) is kind for value, kind in values)
+        return holder if is_ours and all(value.isprintable() for value, kind in values if kind is str) else None
 
     def __str__(self) -> str:
         return f"pid {self.pid} on host {self.host}"

@@ -7,15 +7,18 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinf import non_finite
+from batchinf.arrow_damage import python_rows
 from batchinf.errors import OutputError
 from batchinf.job import carried_columns, open_input
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, judge
 from batchinf.manifest import State, read_state
 from batchinf.parts import part_name
-from batchinf.shards import total_rows, total_shards
+from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.slices import JobFolder, Slice, job_folders, read_cut, source_folder
 from batchinf.spec import JobSpec
 from batchinf.status import JobStatus, count, describe, duration, read_status
@@ -50,14 +53,14 @@ def status_lines(out: str) -> list[str]:
 
 def _totals(state: State) -> tuple[int, int]:
     # Output rows and parts of a whole job.
-    spec = JobSpec.model_validate(state.header.spec)
+    spec = _spec(state)
     return total_rows(state.extents) * spec.sampling.n, total_shards(state.extents)
 
 
 def _total_lines(states: Sequence[State], num_rows: int, num_shards: int) -> list[str]:
     """The job, and what is committed of it, over all of its slices that have begun."""
-    header = min((state.header for state in states), key=lambda header: header.created_at)
-    spec = JobSpec.model_validate(header.spec)
+    first = min(states, key=lambda state: state.header.created_at)
+    header, spec = first.header, _spec(first)
     return [
         f"model {spec.model.name}, task {spec.task}, begun {header.created_at}, "
         f"{sum(state.last_epoch for state in states)} start(s), "
@@ -137,7 +140,8 @@ def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with contextlib.closing(_tables_of_all(out, num_rows)) as tables:
         for table in tables:
-            rows.extend(table.slice(0, num_rows - len(rows)).to_pylist())
+            found = python_rows(table.slice(0, num_rows - len(rows)))
+            rows.extend(values or {"error": error} for values, error in found)
             if len(rows) >= num_rows:
                 break
     return rows
@@ -158,8 +162,7 @@ def _finished_tables(folder: Folder, state: State, num_rows: int) -> Generator[p
         journalled = None
         for shard in range(min(total_shards(state.extents), _SHARDS_TO_LOOK_AT)):
             if shard in state.parts:
-                with pq.ParquetFile(folder.path(f"parts/{part_name(shard)}")) as file:
-                    yield from (file.read_row_group(index) for index in range(file.num_row_groups))
+                yield from _part_tables(folder, f"parts/{part_name(shard)}")
             else:
                 if journalled is None:
                     journalled = _Journalled(folder, state)
@@ -167,15 +170,25 @@ def _finished_tables(folder: Folder, state: State, num_rows: int) -> Generator[p
                 yield journalled.rows(shard, num_rows)
 
 
+def _part_tables(folder: Folder, name: str) -> Generator[pa.Table, None, None]:
+    try:
+        with pq.ParquetFile(folder.path(name)) as file:
+            yield from (file.read_row_group(index) for index in range(file.num_row_groups))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise OutputError(f"{folder.path(name)} is damaged: {reason}") from error
+
+
 class _Journalled:
     """Finished rows that are in no part yet."""
 
     def __init__(self, folder: Folder, state: State) -> None:
-        self._spec = JobSpec.model_validate(state.header.spec)
+        self._spec = _spec(state)
         self._task = get_task(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
         self._source = open_input(self._spec, source_folder(folder, Slice.of(state.header.identity)))
         self._columns = carried_columns(self._spec)
+        self._extents = state.extents
 
     def close(self) -> None:
         """Close the input."""
@@ -189,7 +202,10 @@ class _Journalled:
             with contextlib.suppress(FileNotFoundError):
                 tables.append(segment.table())
         results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
-        results = results.sort_by([("row_index", "ascending"), ("request_index", "ascending")]).slice(0, num_rows)
+        own = shard_at(self._extents, shard)
+        is_own = (pc.field("row_index") >= own.start) & (pc.field("row_index") < own.stop)
+        order = [("row_index", "ascending"), ("request_index", "ascending")]
+        results = results.filter(is_own).sort_by(order).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
         if not self._columns:
             return self._task.reduce(None, results)
@@ -208,3 +224,10 @@ def _open(out: str) -> tuple[Folder, State]:
 
 def _read(folder: Folder) -> State | None:
     return read_state(folder) if folder.exists("manifest") else None
+
+
+def _spec(state: State) -> JobSpec:
+    try:
+        return JobSpec.model_validate(state.header.spec)
+    except ValueError as error:
+        raise OutputError("the manifest holds a job that this batchinf cannot read: use the one that wrote it") from error

@@ -18,6 +18,7 @@ from batchinf import faults
 from batchinf.commit_log import CommitLog, Fields, damage, encode_commits, read_lines
 from batchinf.errors import OutputError
 from batchinf.lock import JobLock
+from batchinf.manifest_lines import check_line
 from batchinf.part_line import PartLine, part_line
 from batchinf.records import Part, ProcessGroup
 from batchinf.retry_log import Retry
@@ -256,13 +257,14 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
         if fields.get("job_id", owner) != owner:
             raise damage(folder, name, f"it is a log of another job, {fields['job_id']}")
         try:
+            check_version(folder, fields)
+            check_line(fields)
             if fields["kind"] == "snapshot":
                 state, replaced = State(), fields["replaces"]
             elif fields["kind"] == "snapshot_end":
                 replaced = []
-            check_version(folder, fields)
             state.apply(fields)
-        except LookupError as error:
+        except (LookupError, ValueError) as error:
             raise damage(folder, name, f"line {number} does not follow from those before it") from error
     if any(not folder.exists(log) for log in replaced):
         raise damage(folder, name, "its snapshot lacks the end")
@@ -271,11 +273,10 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
 
 def check_version(folder: Folder, fields: Fields) -> None:
     """Raise OutputError for a line of a later format version."""
-    if fields.get("format_version", 0) > FORMAT_VERSION:
-        raise OutputError(
-            f"{folder.root} was written by a newer batchinf, in format version {fields['format_version']}; "
-            f"this one reads up to version {FORMAT_VERSION}: install a newer one"
-        )
+    version = fields.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        what = f"{folder.root} was written by a newer batchinf, in format version {version}"
+        raise OutputError(f"{what}; this one reads up to version {FORMAT_VERSION}: install a newer one")
 
 
 def _event(fields: Fields) -> EventLine:
@@ -284,7 +285,6 @@ def _event(fields: Fields) -> EventLine:
 
 
 def _pick(cls: type[_T], fields: Fields) -> _T:
-    # Of the same format version, a line may yet say more than this reader knows.
     return cls(*(fields[field.name] for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
 
 

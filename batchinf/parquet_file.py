@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from batchinf.arrow_damage import check_num_rows
 from batchinf.arrow_file import BATCH_BYTES, BATCH_ROWS, spool
 from batchinf.column_types import plain_schema
 from batchinf.input_files import BLOCK_BYTES, InputFile, open_input
@@ -35,10 +36,12 @@ def pass_parquet(file: InputFile, scratch: Scratch) -> Found:
     metadata = pq.read_metadata(file.path)
     schema = plain_schema(metadata.schema.to_arrow_schema())
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
     if any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups):
         row_bytes = max(group.total_byte_size // max(1, group.num_rows) for group in groups)
         batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
-        spool(_batches(file, _repeated_columns(metadata), batch_rows), schema, scratch)
+        num_rows = spool(_batches(file, _repeated_columns(metadata), batch_rows), schema, scratch)
+        check_num_rows(file.name, metadata.num_rows, [num_rows])
     return Found(parquet_hash(file), metadata.num_rows, schema)
 
 
@@ -70,6 +73,7 @@ class ParquetReader(ColumnarReader):
 
     def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema) -> None:
         super().__init__(schema, entry.arrow_schema())
+        self._name = file.name
         metadata = pq.read_metadata(file.path)
         self._file = pq.ParquetFile(file.path, metadata=metadata, read_dictionary=_repeated_columns(metadata))
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))

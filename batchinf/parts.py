@@ -33,6 +33,8 @@ _PREFIX = "batchinf."
 # Results are taken, and kept columns read, in pieces of this size; a row group collects pieces.
 PIECE_BYTES = 16 << 20
 ROW_GROUP_BYTES = 128 << 20
+# Of one row, in a segment that is to be believed: a byte of memory is given to each.
+_MOST_REQUESTS = 1 << 20
 # Rows of kept columns whose size is not known yet: few at first, then at most four times as many as before.
 _FIRST_ROWS, _MOST_ROWS = 64, 4096
 # Larger results are quicker to copy one by one than to `take`: 52 us against 106 for 45 KB, 29 against 4 for 1.4 KB.
@@ -98,7 +100,10 @@ class OpenShard:
         damaged = list(found.damaged)
         for segment in found.segments:
             try:
-                self._note(*segment.keys())
+                keys = segment.keys()
+                if np.any(keys[2] > _MOST_REQUESTS):
+                    raise ValueError(f"got results of rows with more than {_MOST_REQUESTS:,} requests")
+                self._note(*keys)
             except ValueError:
                 damaged.append(segment.name)
             else:

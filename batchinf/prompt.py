@@ -14,16 +14,13 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
-import jinja2.sandbox
 
 from batchinf.errors import ModelError, RowError, SpecError
 from batchinf.records import Prompt
+from batchinf.sandbox import LONGEST_TEXT, Environment, NullPrinted, RanAway
 from batchinf.source import Row
 from batchinf.spec import JobSpec
 
-# Far beyond any model's context; a template that goes on for longer has run away.
-_LONGEST_TEXT = 64 << 20
-_MOST_BITS = 1 << 20
 # Of one call of the tokenizer: it needs about 190 bytes a character for a moment.
 _BATCH_CHARS = 1 << 20
 _PROBED_CHARS_PER_TOKEN = 4
@@ -244,60 +241,19 @@ def _check_text(text: str) -> str | RowError:
 # Templates
 
 
-class _NullPrinted(Exception):
-    """A template prints a null, which would read as the word None."""
-
-
-class _RanAway(Exception):
-    """A template makes more text than any model takes."""
-
-
-class _Environment(jinja2.sandbox.SandboxedEnvironment):
-    """Jinja2's sandbox, in which nothing is random, a null is no text, and no product fills the memory."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_refuse_null
-        )
-        del self.filters["random"], self.globals["lipsum"]
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and max(_num_items(left, right), _num_items(right, left)) > _LONGEST_TEXT:
-            raise _RanAway
-        if operator == "**" and _num_bits(left, right) > _MOST_BITS:
-            raise _RanAway
-        return super().call_binop(context, operator, left, right)
-
-
-def _num_items(sequence: Any, factor: Any) -> int:
-    """Length of `sequence * factor`; 0 where that is a number."""
-    return len(sequence) * factor if isinstance(sequence, str | list | tuple) and isinstance(factor, int) else 0
-
-
-def _num_bits(base: Any, exponent: Any) -> int:
-    """Size of `base ** exponent` in bits, about; 0 where it is no whole number."""
-    return base.bit_length() * exponent if isinstance(base, int) and isinstance(exponent, int) else 0
-
-
-def _refuse_null(value: Any) -> Any:
-    if value is None:
-        raise _NullPrinted
-    return value
-
-
 def _compile(source: str) -> tuple[jinja2.Template, tuple[str, ...]]:
     """The template and, sorted, the columns that it names. Raises SpecError."""
-    environment = _Environment()
+    environment = Environment()
     try:
         tree = environment.parse(source)
-        template = environment.from_string(source)
+        environment.from_string(source)  # its errors name lines; those of a changed tree do not
+        has_includes = any(True for _ in jinja2.meta.find_referenced_templates(tree))
+        columns = tuple(sorted(jinja2.meta.find_undeclared_variables(tree)))
+        template = environment.guarded(tree)
     except jinja2.TemplateSyntaxError as error:
         raise SpecError(f"input.prompt_template, line {error.lineno}: {_describe(error)}") from error
-    if any(True for _ in jinja2.meta.find_referenced_templates(tree)):
+    if has_includes:
         raise SpecError("input.prompt_template: it includes another template; write it as one")
-    columns = tuple(sorted(jinja2.meta.find_undeclared_variables(tree)))
     if not columns:
         raise SpecError("input.prompt_template: it names no column; write {{ column }} where a row's value goes")
     return template, columns
@@ -305,18 +261,20 @@ def _compile(source: str) -> tuple[jinja2.Template, tuple[str, ...]]:
 
 def _fill(template: jinja2.Template, columns: Sequence[str], values: Mapping[str, object]) -> str | RowError:
     pieces, length = [], 0
+    assert isinstance(template.environment, Environment)
+    template.environment.begin()
     try:
         for piece in template.generate(values):
             length += len(piece)
-            if length > _LONGEST_TEXT:
-                raise _RanAway
+            if length > LONGEST_TEXT:
+                raise RanAway
             pieces.append(piece)
-    except _NullPrinted:
+    except NullPrinted:
         nulls = [name for name in columns if values.get(name, "") is None]
         where = f" (null here: {_list(nulls)})" if nulls else ""
         return RowError("null_prompt", f"the template prints a null{where}; {{{{ x or '' }}}} would print nothing")
-    except _RanAway:
-        return RowError("template_error", f"the template makes more than {_LONGEST_TEXT:,} characters")
+    except RanAway as error:
+        return RowError("template_error", str(error) or f"the template makes more than {LONGEST_TEXT:,} characters")
     except Exception as error:
         # A template calls what it likes on what a row holds, so anything may come out.
         return RowError("template_error", f"the template failed{_line(error)}: {_describe(error)}")

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinf.arrow_damage import python_rows, with_text
 from batchinf.column_types import cast_column
+from batchinf.errors import InputError
 
 Record = tuple[dict[str, Any], str | None]  # its values, or why it cannot be read
 
@@ -33,6 +35,8 @@ class Reader(Protocol):
 class ColumnarReader:
     """Arrow data: a format says only how to slice rows out of it."""
 
+    _name = "the input"
+
     def __init__(self, schema: pa.Schema, own: Iterable[pa.Field]) -> None:
         self._schema = schema  # of the source
         self._own = {field.name: field for field in own}  # of the columns that are in this file
@@ -43,22 +47,33 @@ class ColumnarReader:
         if not names:
             return [({}, None) for _ in range(start, stop)]
         table = self._typed(start, stop, [self._own[name] for name in names])
-        lists = [column.to_pylist() for column in table.columns]
-        return [(dict(zip(names, values, strict=True)), None) for values in zip(*lists, strict=True)]
+        return [(values, error and f"{self._name}: {error}") for values, error in python_rows(table)]
 
     def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
         """See `Reader`."""
-        return self._typed(start, stop, [self._schema.field(name) for name in columns])
+        table = self._typed(start, stop, [self._schema.field(name) for name in columns])
+        return pa.Table.from_arrays([with_text(column) for column in table.columns], schema=table.schema)
 
     def _typed(self, start: int, stop: int, fields: Sequence[pa.Field]) -> pa.Table:
-        here = self._slice(start, stop, [field.name for field in fields if field.name in self._own])
-        arrays = [
-            self._cast(here.column(field.name), field.type)
-            if field.name in self._own
-            else pa.nulls(stop - start, field.type)
-            for field in fields
-        ]
+        names = [field.name for field in fields if field.name in self._own]
+        try:
+            here = self._slice(start, stop, names)
+            arrays = [
+                self._cast(here.column(field.name), field.type)
+                if field.name in self._own
+                else pa.nulls(stop - start, field.type)
+                for field in fields
+            ]
+        except (pa.ArrowException, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # the system's: not the file's content
+                raise
+            raise self._damaged(str(error)) from error
+        if names and here.num_rows != stop - start:
+            raise self._damaged(f"{stop - start:,} rows were to come, but {here.num_rows:,} came")
         return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+    def _damaged(self, reason: str) -> InputError:
+        return InputError(f"{self._name} cannot be read: {' '.join(reason.split())}; is it damaged?")
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
         raise NotImplementedError

@@ -67,6 +67,7 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
     "tensor_parallel_size": "parallel.tensor_parallel_size",
     "pipeline_parallel_size": "parallel.pipeline_parallel_size",
     "data_parallel_size": "parallel.data_parallel_size",
+    "hf_token": "HF_TOKEN in the environment",  # what the spec says is recorded
 }
 
 

@@ -28,6 +28,7 @@ MAX_NODES = 10_000
 MAX_DEPTH = 50
 MAX_ERRORS = 10
 
+_SECRETS = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH"  # in a variable's name: its value must stand in no file
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "(?:0|[1-9][0-9]{0,99})"  # any number that means something; longer ones are text
 _OCTAL_OR_HEX = "0o[0-7]{1,99}|0x[0-9a-fA-F]{1,99}"
@@ -285,8 +286,7 @@ def _expand_paths(data: dict[str, Any], places: Mapping[str, str]) -> None:
             try:
                 fields[name] = _expand(fields[name])
             except KeyError as error:
-                message = f"{error.args[0]} is unset or empty in the environment; set it, or write $$ for a plain $"
-                problems.append(_line(places, f"{section}.{name}", message))
+                problems.append(_line(places, f"{section}.{name}", f"{error.args[0]}, or write $$ for a plain $"))
     if problems:
         raise _joined(problems)
 
@@ -295,7 +295,9 @@ def _expand(path: str) -> str:
     def variable(match: re.Match[str]) -> str:
         value = "$" if match[0] == "$$" else os.environ.get(match[1] or match[2])
         if not value:
-            raise KeyError(_clip(match[0]))
+            raise KeyError(f"{_clip(match[0])} is unset or empty in the environment; set it")
+        if re.search(_SECRETS, match[0]):
+            raise KeyError(f"{_clip(match[0])} is named like a secret, and paths are recorded; take another variable")
         return value
 
     expanded = re.sub(r"\$(?:(\$|[A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})", variable, path)

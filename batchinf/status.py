@@ -5,7 +5,8 @@ import math
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from batchinf.storage import Folder
 
@@ -51,6 +52,9 @@ class JobStatus:
     message: str = ""
 
 
+_STATUS = TypeAdapter(JobStatus)
+
+
 class Rates:
     """Rates over a moving window, from totals as they grow."""
 
@@ -84,10 +88,8 @@ def write_status(folder: Folder, status: JobStatus) -> None:
 def read_status(folder: Folder) -> JobStatus | None:
     """The last snapshot, or None where there is none that can be read."""
     try:
-        data: dict[str, Any] = json.loads(folder.read(STATUS_FILE))
-        replicas = tuple(ReplicaStatus(**{**r, "devices": tuple(r["devices"])}) for r in data.pop("replicas"))
-        return JobStatus(replicas=replicas, **data)
-    except (OSError, ValueError, TypeError, KeyError):
+        return _STATUS.validate_json(folder.read(STATUS_FILE), strict=True)
+    except (OSError, ValueError):
         return None
 
 

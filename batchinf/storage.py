@@ -46,6 +46,8 @@ class Folder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for name in names:
+                if self.path(name).is_symlink():
+                    raise _is_link(self.path(name))
                 self.path(name).mkdir(exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot create the output folder {disk_error(error, self.root)}") from error
@@ -234,6 +236,21 @@ def naming(path: pathlib.Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is None or pathlib.Path(os.fsdecode(error.filename)).name.startswith(_TEMPORARY):
             error.filename, error.filename2 = os.fspath(path), None
+        raise
+
+
+def _is_link(path: pathlib.Path) -> OutputError:
+    # Who can plant a link could otherwise have files written, swept and deleted elsewhere.
+    return OutputError(f"{path} is a symbolic link, which is not followed; remove it, or set output.path to its target")
+
+
+def open_log(path: pathlib.Path) -> IO[bytes]:
+    """A log to append to. Raises OutputError for a symbolic link."""
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _is_link(path) from error
         raise
 
 

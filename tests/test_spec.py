@@ -371,7 +371,10 @@ def test_engine_arguments():
         check_engine_arguments(read(LEAST, "engine.model=x"), None)
     check_engine_arguments(read(LEAST + "engine: {anything: 1}"), None)
     check_engine_arguments(read(LEAST + "engine: {enforce_eager: true, max_model_len: 5}"), known)
-    assert all(field in field_docs() for field in ENGINE_ARGUMENTS_ELSEWHERE.values())
+    elsewhere = {name: field for name, field in ENGINE_ARGUMENTS_ELSEWHERE.items() if name != "hf_token"}
+    assert all(field in field_docs() for field in elsewhere.values())
+    with pytest.raises(SpecError, match=r"say HF_TOKEN in the environment instead$"):
+        check_engine_arguments(read(LEAST, "engine.hf_token=x"), None)
 
 
 # -- out again, and whatever comes in --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import psutil
 from batchinf.channel import Channel
 from batchinf.flight import FlightRecord
 from batchinf.records import Command, Event, Launch
+from batchinf.storage import open_log
 
 _PORTS_A_REPLICA = 40
 _FIRST_PORT = 20_000
@@ -80,7 +81,7 @@ class LocalBackend:
         root = str(pathlib.Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         sockets = _sockets_folder(launch)
-        with theirs, log.open("ab") as output:
+        with theirs, open_log(log) as output:
             log_start = output.tell()
             process = subprocess.Popen(
                 # -P: a `queue.py` in the user's folder must not take the place of Python's own.
@@ -166,6 +167,11 @@ def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: in
         "VLLM_NO_USAGE_STATS": "1",
         # vLLM 0.26 picks ports at random and two replicas can race for one: each gets a range of its own.
         "VLLM_PORT": str(_FIRST_PORT + os.getpid() % 500 * _PORTS_A_REPLICA + replica * _PORTS_A_REPLICA),
+        # A replica is on one host: what listens in it must not be reached from others. Gloo would take the address
+        # that the host's name has, and vLLM that of the interface that leads out.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
     if not slot_devices:
         wanted |= {

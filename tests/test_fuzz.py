@@ -1,0 +1,184 @@
+"""A few hundred hurt files for each reader; `make fuzz` runs many. What fuzzing has found stays found."""
+
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+
+import fuzz
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import jobs
+from batchinf import commit_log, look
+from batchinf.channel import Channel
+from batchinf.errors import InputError, OutputError
+from batchinf.lock import LOCK, Holder
+from batchinf.manifest import read_state
+from batchinf.source import InputLocation, open_source
+from batchinf.status import STATUS_FILE, read_status
+from batchinf.storage import Folder
+
+CASES = int(os.environ.get("CASES", "2500"))
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+SHARES = fuzz.shares(list(fuzz.TARGETS), CASES)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        out = fuzz.make_job(tmp_path_factory.mktemp("job"))
+        patch.setenv(fuzz.JOB, str(out))
+        yield out
+
+
+@pytest.mark.timeout(max(300, CASES))
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_no_hurt_file_is_a_bug(name: str, job: pathlib.Path) -> None:
+    counts, failure = fuzz.fuzz(name, SHARES[name], SEED)
+    assert not failure, failure
+    assert counts["cases"] >= SHARES[name]
+
+
+def test_a_bug_is_found(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(folder: pathlib.Path, made: object, case: object) -> None:
+        raise KeyError(case)
+
+    monkeypatch.setitem(fuzz.TARGETS, "spec", fuzz.Target(lambda made: fuzz.VALUES, run, lambda folder: None))
+    with pytest.raises(KeyError):
+        fuzz.run_target("spec", 5, 0, tmp_path)
+
+
+# -- found by fuzzing --------------------------------------------------------------------------------------------------
+
+
+def test_a_line_with_its_checksum_that_is_no_json(tmp_path: pathlib.Path) -> None:
+    import zlib
+
+    (tmp_path / "manifest").mkdir()
+    for body in (b"", b"\xff", b"[" * 100_000):
+        (tmp_path / "manifest" / "000001.jsonl").write_bytes(body + b',"crc":"%08x"}\n' % zlib.crc32(body + b"}"))
+        assert read_state(Folder(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "event", "name": "ready", "at": "2026-01-01T00:00:00+00:00"},
+        {"kind": "event", "name": "x", "at": "yesterday"},
+        {
+            "kind": "extent",
+            "start": 0,
+            "num_rows": 2**62,
+            "rows_per_shard": 1,
+            "first_shard": 0,
+            "source_fingerprint": "",
+        },
+        {"kind": "part", "shard": -1},
+        {"kind": [], "name": {}},
+        {},
+    ],
+)
+def test_a_line_that_means_nothing_is_damage(line: dict[str, object], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "manifest").mkdir()
+    (tmp_path / "manifest" / "000001.jsonl").write_bytes(commit_log.encode_commits([[line]]))
+    with pytest.raises(OutputError, match="damaged"):
+        read_state(Folder(tmp_path))
+
+
+@pytest.mark.parametrize("data", [b"null", b"[]", b'"x"', b"[" * 100_000, b'{"replicas": 5}'])
+def test_a_status_or_a_lock_that_is_something_else(data: bytes, tmp_path: pathlib.Path) -> None:
+    (tmp_path / STATUS_FILE).write_bytes(data)
+    assert read_status(Folder(tmp_path)) is None
+    assert Holder.decode(data) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("epoch", None), ("pid", "1\0"), ("host", "\x1b[2J"), ("start_time", 1.5)])
+def test_a_lock_with_a_field_of_another_type(name: str, value: object) -> None:
+    good = json.loads(Holder.this_process().encode())
+    assert Holder.decode(json.dumps(good).encode()) is not None
+    assert Holder.decode(json.dumps({**good, name: value}).encode()) is None
+
+
+def test_a_line_that_is_no_message_ends_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours, "1")
+        theirs.sendall(b"null\n")
+        assert channel.receive(1.0) == []
+        assert channel.is_closed
+        assert theirs.recv(1) == b""
+
+
+def test_text_that_is_not_utf8_is_an_error_row_and_no_bad_part(tmp_path: pathlib.Path) -> None:
+    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"good", b"b\xffd"]).buffers())
+    nested = pa.ListArray.from_arrays(pa.array([0, 1, 2]), bad)
+    table = pa.table({"prompt": bad, "tags": nested, "n": [1, 2]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        source = open_source(InputLocation(str(tmp_path / name)), tmp_path / f"cache {name}")
+        good, broken = source.read(0, 2, ["prompt"])
+        assert good.values == {"prompt": "good"} and good.error is None
+        assert not broken.values and name in str(broken.error) and "prompt" in str(broken.error)
+        kept = source.read_columns(0, 2, ["prompt", "tags", "n"])
+        kept.validate(full=True)
+        assert kept["prompt"].to_pylist() == ["good", "b\ufffdd"]
+        assert kept["tags"].to_pylist() == [["good"], ["b\ufffdd"]]
+        source.close()
+
+
+def test_offsets_that_point_outside_of_an_arrow_file_are_refused(tmp_path: pathlib.Path) -> None:
+    text = pa.array(["some text", "more"])
+    offsets = pa.py_buffer(np.array([0, 2**30, 13], np.int32).tobytes())
+    wild = pa.Array.from_buffers(pa.string(), 2, [None, offsets, text.buffers()[2]])
+    table = pa.Table.from_arrays([wild], ["prompt"])
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(InputError, match="damaged"):
+        open_source(InputLocation(str(tmp_path / "a.arrow")), tmp_path / "cache")
+
+
+def test_a_year_that_python_does_not_have_is_an_error_row(tmp_path: pathlib.Path) -> None:
+    table = pa.table({"prompt": ["a", "b"], "at": pa.array([0, 2**62], pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_source(InputLocation(str(tmp_path / "a.parquet")), tmp_path / "cache")
+    first, second = source.read(0, 2)
+    assert first.error is None and "at" in str(second.error)
+    source.close()
+
+
+def test_a_damaged_page_of_parquet_names_the_file(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": [f"text {i}" for i in range(1000)]}), path)
+    data = bytearray(path.read_bytes())
+    data[4:40] = bytes(36)
+    path.write_bytes(data)
+    source = open_source(InputLocation(str(path)), tmp_path / "cache")
+    with pytest.raises(InputError, match=r"a\.parquet cannot be read"):
+        source.read(0, 10)
+    source.close()
+
+
+def test_head_names_a_damaged_part(job: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    fuzz._link(job, out, "parts")
+    part = min((out / "parts").iterdir())
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(OutputError, match=r"part-000000\.parquet is damaged"):
+        look.head_rows(str(out), 5)
+    assert LOCK in {path.name for path in out.iterdir()}
+
+
+def test_a_traceback_reaches_no_user(job: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    fuzz._link(job, out, "manifest")
+    (out / "manifest" / "000009.jsonl").write_bytes(commit_log.encode_commits([[{"kind": "part", "shard": "x"}]]))
+    for command in ("status", "head"):
+        done = jobs.run(command, out)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
