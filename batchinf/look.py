@@ -230,4 +230,4 @@ def _spec(state: State) -> JobSpec:
     try:
         return JobSpec.model_validate(state.header.spec)
     except ValueError as error:
-        raise OutputError("the manifest holds a job that this batchinf cannot read: use the one that wrote it") from error
+        raise OutputError("the manifest holds a job that this batchinf cannot read: use the right version") from error
