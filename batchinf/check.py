@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from batchinf.errors import OutputError
+from batchinf.job_state import State, last_epoch, read_state
 from batchinf.journal import Journal, list_shards
 from batchinf.lock import LOCK, Holder, JobLock, judge
-from batchinf.manifest import State, last_epoch, read_state
 from batchinf.parts import parse_part_name, part_name
 from batchinf.proof import NUM_THREADS, Flaw, find_flaw, other_owner
 from batchinf.salvage import move_aside, rebuild_manifest

@@ -124,7 +124,7 @@ def check(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
-    from batchinf.spec_file import json_schema
+    from batchinf.spec_docs import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

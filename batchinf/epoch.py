@@ -12,8 +12,9 @@ from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_cut, check_drift, new_header, open_job
+from batchinf.job_state import Header, State, last_epoch, read_state
 from batchinf.lock import JobLock
-from batchinf.manifest import Header, Manifest, State, last_epoch, read_state
+from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.progress import ProgressDisplay

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 
 from batchinf.errors import BatchinfError, RowError
 from batchinf.job import Job
+from batchinf.job_state import State
 from batchinf.journal import Journal, list_shards
-from batchinf.manifest import State
 from batchinf.parts import part_name
 from batchinf.prompt import PromptBuilder, load_tokenizer
 from batchinf.storage import Folder

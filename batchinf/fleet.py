@@ -39,7 +39,6 @@ _BACK_OFF_S = 1.0
 _MAX_BACK_OFF_S = 30.0
 # How long a replica may take to end after it has said why it does.
 _LAST_WORDS_S = 10.0
-_LOG_TAIL_BYTES = 64 << 10
 # How a process ends that somebody else wants gone, in contrast to a segmentation fault.
 _FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 _NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())

@@ -6,8 +6,8 @@ import pathlib
 
 from batchinf import faults
 from batchinf.errors import OutputError
+from batchinf.job_state import last_epoch
 from batchinf.lock import LOCK, JobLock
-from batchinf.manifest import last_epoch
 from batchinf.progress import ProgressDisplay
 from batchinf.storage import Folder, reason, sync_folder
 

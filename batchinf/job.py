@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinf.errors import DriftError
-from batchinf.manifest import FORMAT_VERSION, Header
+from batchinf.job_state import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
 from batchinf.shards import Extent, choose_rows_per_shard

@@ -14,9 +14,9 @@ from batchinf import non_finite
 from batchinf.arrow_damage import python_rows
 from batchinf.errors import OutputError
 from batchinf.job import carried_columns, open_input
+from batchinf.job_state import State, read_state
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, judge
-from batchinf.manifest import State, read_state
 from batchinf.parts import part_name
 from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.slices import JobFolder, Slice, job_folders, read_cut, source_folder

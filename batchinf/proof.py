@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.errors import OutputError
+from batchinf.job_state import State
 from batchinf.journal import footer_is_sealed
-from batchinf.manifest import State
 from batchinf.part_line import PartLine
 from batchinf.parts import FORMAT_VERSION, part_name
 from batchinf.records import Shard

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from batchinf import journal, selection
 from batchinf.backends.local import end_process_group, sweep_sockets
 from batchinf.job import Job
+from batchinf.job_state import State
 from batchinf.lock import Holder, process_start
-from batchinf.manifest import Manifest, State
+from batchinf.manifest import Manifest
 from batchinf.parts import parse_part_name, parse_staging_name, part_name, verify_part
 from batchinf.proof import changed_parts, job_of
 from batchinf.records import Part, ProcessGroup

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from batchinf import faults
 from batchinf.errors import DriftError, OutputError
 from batchinf.job import Job, carried_columns, check_drift
-from batchinf.manifest import Header, Manifest, State
+from batchinf.job_state import Header, State
+from batchinf.manifest import Manifest
 from batchinf.part_names import part_name
 from batchinf.predicate import Predicate
 from batchinf.replace import piece_rows

@@ -4,8 +4,8 @@ import os
 import pathlib
 
 from batchinf.job import Job, carried_columns, estimated_bytes_per_row
+from batchinf.job_state import State
 from batchinf.journal import row_bytes
-from batchinf.manifest import State
 from batchinf.shards import total_shards
 
 # Rows of the input whose kept columns are measured.

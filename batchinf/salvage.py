@@ -9,7 +9,8 @@ from collections import Counter
 
 from batchinf.commit_log import Fields, encode_commits, whole_lines
 from batchinf.errors import OutputError
-from batchinf.manifest import EventLine, State, check_version, list_logs, snapshot_commits
+from batchinf.job_state import EventLine, State, check_version, list_logs
+from batchinf.manifest import snapshot_commits
 from batchinf.parts import parse_part_name
 from batchinf.proof import job_of
 from batchinf.storage import Folder

@@ -4,12 +4,10 @@ Each field is *identity* (a change is refused on resume), *layout* (chosen once,
 Reading YAML, overriding and reporting errors with line and column live in `spec_file`.
 """
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -51,7 +49,7 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
     """max_num_seqs max_num_batched_tokens gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override
     enable_prefix_caching block_size distributed_executor_backend max_parallel_loading_workers cpu_offload_gb
     swap_space disable_custom_all_reduce enable_chunked_prefill async_scheduling enforce_eager compilation_config
-    disable_log_stats download_dir kv_offloading_size kv_offloading_backend worker_extension_cls
+    disable_log_stats scheduler_cls download_dir kv_offloading_size kv_offloading_backend worker_extension_cls
     """.split()
 )
 
@@ -322,14 +320,15 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
                 kind: Resume = "runtime" if argument in RUNTIME_ENGINE_ARGUMENTS else "identity"
                 yield f"engine.{argument}", setting, kind
         else:
-            yield f"{prefix}{name}", _plain(value), _resume(info.json_schema_extra, f"{prefix}{name}")
+            yield f"{prefix}{name}", _plain(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _resume(extra: Any, name: str) -> Resume:
+def resume_of(extra: Any, name: str) -> Resume:
+    """What a field's `json_schema_extra` says of a change. Raises TypeError where it says nothing."""
     kind = (extra or {}).get("resume")
     if kind not in ("identity", "layout", "runtime"):
         raise TypeError(f"spec field {name} does not say what a change on resume means")
@@ -342,62 +341,3 @@ def _is_json(value: Any) -> bool:
         return bool(json.loads(text.encode()) == value)
     except (TypeError, ValueError):
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class FieldDoc:
-    """What there is to say of a field or a section, for error messages and the reference in `docs/spec.md`.
-
-    name: dotted, as in `sampling.max_tokens`. allowed: its values in words. resume: None for a section.
-    """
-
-    name: str
-    allowed: str
-    is_required: bool
-    default: Any
-    resume: Resume | None
-    meaning: str
-
-
-@functools.cache
-def field_docs() -> dict[str, FieldDoc]:
-    """All sections and fields by name, in the order of the spec."""
-    schema = JobSpec.model_json_schema()
-    return {doc.name: doc for doc in _document(JobSpec, "", {**schema["$defs"], "JobSpec": schema})}
-
-
-def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> Iterator[FieldDoc]:
-    for name, info in section.model_fields.items():
-        types = [t for t in (info.annotation, *get_args(info.annotation)) if isinstance(t, type)]
-        inner = next((t for t in types if issubclass(t, Section)), None)
-        schema = schemas[section.__name__]["properties"][name]
-        allowed = f"a mapping of fields ({', '.join(inner.model_fields)})" if inner else _in_words(schema)
-        yield FieldDoc(
-            name=f"{prefix}{name}",
-            allowed=f"text, or {allowed}" if inner is ModelSpec else allowed,
-            is_required=info.is_required(),
-            default=schema.get("default"),
-            resume=None if inner else _resume(info.json_schema_extra, f"{prefix}{name}"),
-            meaning=info.description or (inner and inner.__doc__) or "",
-        )
-        if inner:
-            yield from _document(inner, f"{prefix}{name}.", schemas)
-
-
-_WORDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text"}
-_LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
-
-
-def _in_words(schema: dict[str, Any]) -> str:
-    # Null is left out: it says the same as leaving out the field.
-    if "anyOf" in schema:
-        return ", or ".join(_in_words(choice) for choice in schema["anyOf"] if choice != {"type": "null"})
-    if "const" in schema:
-        return str(schema["const"])
-    if "enum" in schema:
-        return f"one of {', '.join(schema['enum'])}"
-    if "items" in schema:
-        noun, comma, limits = _in_words(schema["items"]).removeprefix("a ").partition(",")
-        return f"a list of {noun}s{comma}{limits}"
-    limits = " and ".join(f"{word} {schema[key]}" for key, word in _LIMITS.items() if key in schema)
-    return _WORDS.get(schema.get("type", ""), "a mapping") + (limits and f", {limits}")

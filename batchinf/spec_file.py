@@ -19,7 +19,8 @@ from pydantic_core import ErrorDetails
 
 from batchinf.errors import SpecError
 from batchinf.slices import Slice
-from batchinf.spec import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec, field_docs
+from batchinf.spec import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec
+from batchinf.spec_docs import field_docs
 from batchinf.storage import reason
 
 # A spec is a page of text. The limits keep a wrong or hostile file from costing more than a moment.
@@ -113,17 +114,6 @@ def dump_spec(spec: JobSpec) -> str:
         if data[section][name] is not None:
             data[section][name] = data[section][name].replace("$", "$$")
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31))
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a spec file, for editors."""
-    schema = JobSpec.model_json_schema()
-    schema["properties"]["model"] = {
-        "title": "Model",
-        "description": f"{field_docs()['model'].meaning} Text is short for a mapping with that name.",
-        "anyOf": [{"type": "string", "minLength": 1}, {"$ref": "#/$defs/ModelSpec"}],
-    }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "batchinf job spec"}
 
 
 class _Loader(yaml.SafeLoader):

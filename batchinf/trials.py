@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.fleet import Ended, Fleet, Member
-from batchinf.manifest import Manifest, State
+from batchinf.job_state import State
+from batchinf.manifest import Manifest
 from batchinf.quarantine import Case, Quarantine
 from batchinf.records import Shard, Trial
 from batchinf.shards import Extent, shard_at

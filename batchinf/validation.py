@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator
 
 from batchinf.job import Job, open_job
-from batchinf.manifest import read_state
+from batchinf.job_state import read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from batchinf.job_state import State, read_state
 from batchinf.journal import Journal, list_shards
-from batchinf.manifest import State, read_state
 from batchinf.parts import parse_part_name, parse_staging_name, verify_part
 from batchinf.shards import shard_at
 from batchinf.spec import JobSpec

@@ -44,9 +44,10 @@ from batchinf import journal, look, parts, recovery
 from batchinf.channel import Channel
 from batchinf.commit_log import encode_commits
 from batchinf.errors import RowError, UserError
+from batchinf.job_state import last_epoch, read_state
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, JobLock
-from batchinf.manifest import Manifest, last_epoch, read_state
+from batchinf.manifest import Manifest
 from batchinf.parts import OpenShard, verify_part
 from batchinf.prompt import Renderer
 from batchinf.records import Assign, Failed, Progress, Shard

@@ -17,7 +17,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.manifest import State, read_state
+from batchinf.job_state import State, read_state
 from batchinf.storage import Folder
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -33,7 +33,7 @@ import pyarrow as pa
 import xxhash
 
 import jobs
-from batchinf.manifest import PartLine
+from batchinf.job_state import PartLine
 from batchinf.parts import part_name
 
 # Of a sample of jobs, what makes their rows: each is compared with an unhurt run of its own.

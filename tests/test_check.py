@@ -22,8 +22,8 @@ from batchinf import proof
 from batchinf.check import check_lines
 from batchinf.commit_log import encode_commits, whole_lines
 from batchinf.errors import OutputError
+from batchinf.job_state import State, read_state
 from batchinf.journal import Journal
-from batchinf.manifest import State, read_state
 from batchinf.proof import changed_parts, find_flaw
 from batchinf.records import Shard
 from batchinf.shards import shard_at

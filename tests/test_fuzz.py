@@ -16,8 +16,8 @@ import jobs
 from batchinf import commit_log, look
 from batchinf.channel import Channel
 from batchinf.errors import InputError, OutputError
+from batchinf.job_state import read_state
 from batchinf.lock import LOCK, Holder
-from batchinf.manifest import read_state
 from batchinf.source import InputLocation, open_source
 from batchinf.status import STATUS_FILE, read_status
 from batchinf.storage import Folder

@@ -16,17 +16,9 @@ from hypothesis import strategies as st
 
 from batchinf.commit_log import encode_commits
 from batchinf.errors import OutputError
+from batchinf.job_state import FORMAT_VERSION, NUM_KEPT_EVENTS, Header, PartLine, State, last_epoch, read_state
 from batchinf.lock import LOCK, JobLock, LockLost
-from batchinf.manifest import (
-    FORMAT_VERSION,
-    NUM_KEPT_EVENTS,
-    Header,
-    Manifest,
-    PartLine,
-    State,
-    last_epoch,
-    read_state,
-)
+from batchinf.manifest import Manifest
 from batchinf.records import Part, ProcessGroup
 from batchinf.retry_log import Retry
 from batchinf.shards import Extent, next_extent, total_shards

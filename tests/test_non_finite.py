@@ -15,8 +15,8 @@ from test_tasks_generate import make_results, make_spec
 import jobs
 from batchinf import parts
 from batchinf.commit_log import encode_commits
+from batchinf.job_state import PartLine, read_state
 from batchinf.journal import Journal
-from batchinf.manifest import PartLine, read_state
 from batchinf.non_finite import count_rows, lines, logprob_columns
 from batchinf.parts import OpenShard, verify_part, write_part
 from batchinf.records import Part

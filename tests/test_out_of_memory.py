@@ -14,7 +14,8 @@ import pytest
 import jobs
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.fleet import Fleet
-from batchinf.manifest import Header, Manifest, read_state
+from batchinf.job_state import Header, read_state
+from batchinf.manifest import Manifest
 from batchinf.memory import GIB, Fit, Needs, kv_cache_of
 from batchinf.out_of_memory import OutOfMemory, effective, explain, recognise, step_down
 from batchinf.placement import Slot

@@ -494,7 +494,7 @@ def test_words_of_strangers_do_not_reach_the_terminal_raw(tmp_path: pathlib.Path
 def test_process_groups_that_were_never_replicas_are_no_manifest(tmp_path: pathlib.Path) -> None:
     """A group of 0 would be the reader's own."""
     from batchinf.commit_log import encode_commits
-    from batchinf.manifest import read_state
+    from batchinf.job_state import read_state
     from batchinf.storage import Folder
 
     (tmp_path / "manifest").mkdir()

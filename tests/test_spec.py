@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from batchinf.engine import engine_argument_names
 from batchinf.errors import SpecError
-from batchinf.spec import ENGINE_ARGUMENTS_ELSEWHERE, RUNTIME_ENGINE_ARGUMENTS, JobSpec, field_docs, fields, fingerprint
-from batchinf.spec_file import MAX_BYTES, SpecFile, check_engine_arguments, dump_spec, json_schema, read_spec
+from batchinf.spec import ENGINE_ARGUMENTS_ELSEWHERE, RUNTIME_ENGINE_ARGUMENTS, JobSpec, fields, fingerprint
+from batchinf.spec_docs import field_docs, json_schema
+from batchinf.spec_file import MAX_BYTES, SpecFile, check_engine_arguments, dump_spec, read_spec
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "spec.md"
