@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 # row_index, then 0 for a free slot or 2 * (order of entering) + (1 once a token came out).
 _SLOT = struct.Struct("<qq")
-# Far more than any engine's window; requests beyond it are not recorded.
-_NUM_SLOTS = 1 << 16
+# Far more than any engine's window; requests beyond it are not recorded. The second where a limit on the size of files,
+# which holds for memory too, allows no more.
+_NUM_SLOTS = (1 << 16, 1 << 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,19 @@ class FlightRecord:
     def __init__(self, descriptor: int) -> None:
         """descriptor: of the memory, which stays open until `close`."""
         self._descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, _NUM_SLOTS * _SLOT.size)
-        self._free = list(range(_NUM_SLOTS - 1, -1, -1))
+        num_bytes = os.fstat(descriptor).st_size
+        self._memory = mmap.mmap(descriptor, num_bytes)
+        self._free = list(range(num_bytes // _SLOT.size - 1, -1, -1))
         self._num_entered = 0
 
     @classmethod
     def create(cls) -> "FlightRecord":
         """New memory, with nothing in flight. Linux only, as process groups and /proc are elsewhere in batchinf."""
         descriptor = os.memfd_create("batchinf-flight")
-        os.ftruncate(descriptor, _NUM_SLOTS * _SLOT.size)
+        try:
+            os.ftruncate(descriptor, _NUM_SLOTS[0] * _SLOT.size)
+        except OSError:
+            os.ftruncate(descriptor, _NUM_SLOTS[1] * _SLOT.size)
         return cls(descriptor)
 
     def fileno(self) -> int:

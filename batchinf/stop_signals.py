@@ -116,7 +116,7 @@ def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """End what runs within at once when a stop is asked for, and raise Interrupted.
 
-    Once that is decided, no further signal changes the exit code: the process ignores them to its end.
+    Once that is decided, or all is done, no further signal changes the exit code: the process ignores them to its end.
     """
 
     def interrupt(number: int) -> None:
@@ -132,10 +132,10 @@ def interruptible() -> Iterator[None]:
             except KeyboardInterrupt:
                 number = _heard[0][0] if _heard else signal.SIGINT
                 raise Interrupted(f"stopped on {request_name(number)}") from None
-        except Interrupted:
+        finally:
+            # Interrupted or done, the exit code is settled, and holds to the very end of the process.
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-            raise
 
 
 @contextlib.contextmanager

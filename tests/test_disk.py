@@ -328,7 +328,7 @@ def num_journalled(out: pathlib.Path, shard: int) -> int:
 
 def test_a_slow_disk_is_waited_for_and_reported(tmp_path: pathlib.Path) -> None:
     out, marker = tmp_path / "out", tmp_path / "held"
-    sampling = {"n": 4, "temperature": 0.8, "max_tokens": 256, "logprobs": 20}
+    sampling = {"n": 4, "temperature": 0.8, "max_tokens": 512, "logprobs": 20}
     sections: dict[str, Any] = {
         "sampling": sampling,
         "parallel": ONE_REPLICA,
