@@ -98,8 +98,9 @@ quickstart: install
 
 test: check
 
+# A file's tests run in one process, as many share an engine or a job.
 check: lint
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
 
 MINUTES ?= 30
 CASES ?= 50000
