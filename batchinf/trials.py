@@ -114,9 +114,7 @@ class Trials:
             case = self._quarantine.of(member.slot.replica)
             if case is None or not member.is_running or member.replica is None:
                 continue
-            # All probes are given at once, halves one by one.
-            what = case.stage if case.stage == "probe" else f"{case.stage} {case.groups}"
-            given = case.origin, f"{member.replica.launch.incarnation} {what}"
+            given = case.origin, member.replica.launch.incarnation
             if self._given.get(member.slot.replica) == given:
                 continue
             self._given[member.slot.replica] = given
@@ -130,12 +128,15 @@ class Trials:
 
     def survived(self, member: Member, rows: Iterable[int]) -> None:
         """A member's engine came well out of a trial of these rows."""
-        case = self._quarantine.of(member.slot.replica)
-        if case is not None and member.replica is not None:
+        before = self._quarantine.of(member.slot.replica)
+        if before is not None and member.replica is not None:
             self._tried_in.add(member.replica.launch.incarnation)
-            if case.stage == "probe":
-                self._num_tried[case.replica] = self._num_tried.get(case.replica, 0) + 1
-        self._quarantine.survived(member.slot.replica, rows)
+            if before.stage == "probe":
+                self._num_tried[before.replica] = self._num_tried.get(before.replica, 0) + 1
+        after = self._quarantine.survived(member.slot.replica, rows)
+        # All probes were given at once; anything else comes one by one.
+        if before is None or after is None or not before.stage == after.stage == "probe":
+            self._given.pop(member.slot.replica, None)
 
     def forget(self, shard: int) -> None:
         """A shard is committed: what was known of its rows is of no more use."""

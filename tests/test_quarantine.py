@@ -5,14 +5,22 @@ import json
 import math
 import pathlib
 import random
+import types
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import pytest
 
 import jobs
 from batchinf.flight import FlightRecord, InFlight
+from batchinf.job_state import EventLine, State
+from batchinf.manifest import Manifest
 from batchinf.quarantine import Case, Quarantine
 from batchinf.records import Shard
+from batchinf.shards import Extent, shard_at
+from batchinf.storage import Folder
+from batchinf.trials import Trials
 
 WINDOW = 64
 
@@ -246,3 +254,29 @@ def test_a_row_that_kills_real_vllm(tmp_path: pathlib.Path) -> None:
     assert hurt[10]["error_type"] == "engine_death"
     assert unhurt[10]["num_output_tokens"] > 0
     assert len(deaths_of(tmp_path / "hurt" / "out")) <= 4
+
+
+def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> None:
+    """Rows that were probed come last in halves too; each trial that went well is followed by the next."""
+    given: list[object] = []
+    fleet: Any = types.SimpleNamespace(
+        members=[types.SimpleNamespace(slot=types.SimpleNamespace(replica=0), is_running=True)],
+        try_rows=lambda member, trial: given.append((trial.is_probe, trial.groups)),
+        assign=lambda member, shards, attempts, condemned: given.append(shards),
+    )
+    fleet.members[0].replica = types.SimpleNamespace(launch=types.SimpleNamespace(incarnation="a"))
+    extents = (Extent(0, 20, 20, 0),)
+    case = Case("a", 0, (0,), (7, 8), "probe", (8,), ((7, 8), (8,)))
+    folder = Folder(tmp_path)
+    folder.make("manifest")
+    state = State()
+    state.kept["case/a"] = EventLine("death", "", {"kept_as": "case/a", **case.fields()})
+    manifest = Manifest(folder, 1)
+    trials = Trials(extents, state, np.zeros(1, np.bool_), fleet, manifest)
+    for rows in ((8,), (7,), (8,), (8,), ()):
+        trials.give(lambda shards: 1)
+        trials.give(lambda shards: 1)  # nothing is given twice
+        trials.survived(fleet.members[0], rows)
+    manifest.close()
+    halves = [(False, ((row,),)) for row in (7, 8, 8)]
+    assert given == [(True, ((8,),)), *halves, [shard_at(extents, 0)]]
