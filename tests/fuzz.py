@@ -883,8 +883,8 @@ def _run_prompt(folder: pathlib.Path, made: list[Renderer], case: Any) -> None:
         found.encode()
 
 
-def _reader(format: str) -> Target:
-    return Target(_input_case, _run_input, lambda folder: _input_files(folder, format), 4)
+def _reader(format: str, weight: int = 4) -> Target:
+    return Target(_input_case, _run_input, lambda folder: _input_files(folder, format), weight)
 
 
 TARGETS: dict[str, Target] = {
@@ -900,7 +900,7 @@ TARGETS: dict[str, Target] = {
     "jsonl.zst": _reader("jsonl.zst"),
     "text": _reader("text"),
     "csv": _reader("csv"),
-    "parquet": _reader("parquet"),
+    "parquet": _reader("parquet", 1),  # each case costs a process
     "arrow": _reader("arrow"),
     "arrow stream": _reader("arrow stream"),
     "saved dataset": Target(_saved_case, _run_saved, _saved_files),

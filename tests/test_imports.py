@@ -19,10 +19,10 @@ MAX_LINES = 400
 # place, and must be free of cycles among themselves.
 ORDER = """
     errors faults storage spec records model_files hub model input_files source_cache column_types arrow_damage
-    reader arrow_file csv_file line_file parquet_file saved_dataset hf_dataset first_pass source sandbox prompt
-    detokenizer tasks.* placement shards engine vllm_engine journal parts byte_queue feeder writer worker commit_log
-    lock manifest_lines manifest spec_file status channel job replica backends.* fleet progress coordinator recovery
-    epoch look validation cli __main__
+    reader arrow_file csv_file line_file parquet_probe parquet_file saved_dataset hf_dataset first_pass source
+    sandbox prompt detokenizer tasks.* placement shards engine vllm_engine journal parts byte_queue feeder writer
+    worker commit_log lock manifest_lines manifest spec_file status channel job replica backends.* fleet progress
+    coordinator recovery epoch look validation cli __main__
 """.split()
 VLLM_ADAPTER = "vllm_engine"
 
