@@ -26,9 +26,9 @@ def check_batch(batch: pa.RecordBatch) -> None:
 def _as_bytes(type: pa.DataType) -> pa.DataType:
     """The type with bytes in place of text, at every depth."""
     if isinstance(type, pa.ListType):
-        return pa.list_(pa.field(type.value_field.name, _as_bytes(type.value_type)))
+        return pa.list_(_as_bytes(type.value_type))
     if isinstance(type, pa.LargeListType):
-        return pa.large_list(pa.field(type.value_field.name, _as_bytes(type.value_type)))
+        return pa.large_list(_as_bytes(type.value_type))
     if isinstance(type, pa.StructType):
         return pa.struct([pa.field(field.name, _as_bytes(field.type)) for field in type])
     return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(type, type)

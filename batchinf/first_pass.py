@@ -12,6 +12,7 @@ from batchinf.errors import InputError
 from batchinf.input_files import Format, InputFile, content_hash, open_input, stamp
 from batchinf.line_file import pass_jsonl, pass_text
 from batchinf.parquet_file import parquet_hash, pass_parquet
+from batchinf.parquet_probe import probe_footers
 from batchinf.source_cache import (
     FileEntry,
     Found,
@@ -55,6 +56,8 @@ def _examine_alone(files: Sequence[InputFile], format: Format, cache: Folder) ->
     known = load_entries(cache)
     entries: dict[str, FileEntry] = {}
     unsaved_bytes = 0
+    if format == "parquet":
+        probe_footers([file for file in files if _trusted(file, format, known.get(file.name), cache) is None])
     for file in files:
         old = known.get(file.name)
         entry = _trusted(file, format, old, cache) or _unchanged(file, format, old, cache)

@@ -481,6 +481,19 @@ def _json_bytes(base: Any, case: Any) -> bytes:
     return hurts if isinstance(hurts, bytes) else hurt(json.dumps(base).encode(), hurts)
 
 
+_HOLDERS = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(["host", "machine", "boot_id", "pid_namespace", "since", "token"], st.text(max_size=9)),
+        **dict.fromkeys(["pid", "start_time", "epoch", "heartbeat"], st.integers() | st.sampled_from(_NUMBERS)),
+    },
+)
+
+
+def _lock_case(made: tuple[pathlib.Path, Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(_json_case(made), st.tuples(_HOLDERS, st.none()), st.tuples(_HOLDERS, st.none()))
+
+
 def _lock_base(folder: pathlib.Path) -> tuple[pathlib.Path, Any]:
     return _job(folder), asdict(Holder.this_process())
 
@@ -488,7 +501,8 @@ def _lock_base(folder: pathlib.Path) -> tuple[pathlib.Path, Any]:
 def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -> None:
     out = folder / "out"
     _link(made[0], out, LOCK)
-    (out / LOCK).write_bytes(_json_bytes(made[1], case))
+    is_whole = isinstance(case[0], dict)
+    (out / LOCK).write_bytes(json.dumps({**made[1], **case[0]}).encode() if is_whole else _json_bytes(made[1], case))
     for line in look.status_lines(str(out)):
         line.encode()
     lock = JobLock(Folder(out))
@@ -884,8 +898,8 @@ def _run_prompt(folder: pathlib.Path, made: list[Renderer], case: Any) -> None:
         found.encode()
 
 
-def _reader(format: str) -> Target:
-    return Target(_input_case, _run_input, lambda folder: _input_files(folder, format), 4)
+def _reader(format: str, weight: int = 4) -> Target:
+    return Target(_input_case, _run_input, lambda folder: _input_files(folder, format), weight)
 
 
 TARGETS: dict[str, Target] = {
@@ -893,7 +907,7 @@ TARGETS: dict[str, Target] = {
     "manifest": Target(_manifest_case, _run_manifest, _logs),
     "journal": Target(_journal_case, _run_journal, _job),
     "part": Target(_part_case, _run_part, _job),
-    "lock": Target(_json_case, _run_lock, _lock_base),
+    "lock": Target(_lock_case, _run_lock, _lock_base),
     "status": Target(_json_case, _run_status, _status_base),
     "message": Target(_channel_case, _run_channel, _channel_base, 6),
     "jsonl": _reader("jsonl"),
@@ -901,7 +915,7 @@ TARGETS: dict[str, Target] = {
     "jsonl.zst": _reader("jsonl.zst"),
     "text": _reader("text"),
     "csv": _reader("csv"),
-    "parquet": _reader("parquet"),
+    "parquet": _reader("parquet", 1),  # each case costs a process
     "arrow": _reader("arrow"),
     "arrow stream": _reader("arrow stream"),
     "saved dataset": Target(_saved_case, _run_saved, _saved_files),

@@ -1,9 +1,13 @@
 """A few hundred hurt files for each reader; `make fuzz` runs many. What fuzzing has found stays found."""
 
+import base64
+import contextlib
 import json
 import os
 import pathlib
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import fuzz
@@ -22,6 +26,12 @@ from batchinf.source import InputLocation, open_source
 from batchinf.status import STATUS_FILE, read_status
 from batchinf.storage import Folder
 
+# A whole file of one row but for one bit in its footer.
+FOOTER = (
+    "UEFSMRUAFRYVFiwVAhUAFQYVBhw2ACgBYRgBYRERAAAAAgAAAAIBAQAAAGEVBBksNQAYBnNjaGVtYRUCABUIJQIYBnByb21wdCUATBwAAAAWAhkc"
+    "GRwmABwVDBklBgAZGAZwcm9tcHQVABYCFlAWUCYIPDYAKAFhGAFhEREAGRwVABUAFQIAPBYCGQYZJgACAAAAFlAWAiYIFlAAKCBwYXJxdWV0LWNw"
+    "cC1hcnJvdyB2ZXJzaW9uIDI2LjAuMRkcHAAAAJgAAABQQVIx"
+)
 CASES = int(os.environ.get("CASES", "2500"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 SHARES = fuzz.shares(list(fuzz.TARGETS), CASES)
@@ -161,6 +171,27 @@ def test_a_damaged_page_of_parquet_names_the_file(tmp_path: pathlib.Path) -> Non
     source = open_source(InputLocation(str(path)), tmp_path / "cache")
     with pytest.raises(InputError, match=r"a\.parquet cannot be read"):
         source.read(0, 10)
+    source.close()
+
+
+def test_a_footer_that_ends_the_process_ends_another_one(tmp_path: pathlib.Path) -> None:
+    data = bytearray(base64.b64decode(FOOTER))
+    (tmp_path / "a.parquet").write_bytes(data)
+    code = f"import pyarrow.parquet as pq; pq.read_metadata({str(tmp_path / 'a.parquet')!r}).row_group(0).column(0)"
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode < 0
+    with pytest.raises(InputError, match=r"a\.parquet") if died else contextlib.nullcontext():
+        open_source(InputLocation(str(tmp_path / "a.parquet")), tmp_path / "cache").close()
+
+
+def test_a_list_whose_items_have_no_name_in_utf8(tmp_path: pathlib.Path) -> None:
+    table = pa.table({"prompt": ["a"], "tags": pa.array([["x"]], pa.list_(pa.field("iteM", pa.string())))})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    data = (tmp_path / "a.arrow").read_bytes()
+    assert data.count(b"iteM") == 2
+    (tmp_path / "a.arrow").write_bytes(data.replace(b"iteM", b"ite\xff"))
+    source = open_source(InputLocation(str(tmp_path / "a.arrow")), tmp_path / "cache")
+    assert source.read_columns(0, 1, ["tags"])["tags"].to_pylist() == [["x"]]
     source.close()
 
 
