@@ -34,7 +34,7 @@ from batchinf.stop_signals import ahead_of_time_limit
 from batchinf.storage import Folder
 from batchinf.trials import Trials
 
-FOLDERS = ("manifest", "parts", "staging", "journal", "logs", "source")
+FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 _LOST_TO_NAME = 20
 
 
@@ -81,7 +81,7 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
         check_drift(open_job(file), state.header)
         return _finished(file, state, was_done=True)
-    folder.make(*FOLDERS)
+    folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
         _hold_and_run(file, folder, state, display, retry)
     done = read_state(folder)

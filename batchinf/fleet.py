@@ -239,7 +239,7 @@ class Fleet:
             _update(member, event)
         member.cause = cause if member.failed is None else told_cause(member.failed.cause, replica)
         lifetime_s, was_asked = replica.lifetime_s(), member.is_stopping or is_own_doing
-        code = replica.process.poll()
+        code, in_flight = replica.process.poll(), tuple(replica.flight.in_flight())
         self._backend.end(replica)
         self._spent = (
             self._spent[0] + member.progress.num_prompt_tokens,
@@ -252,8 +252,7 @@ class Fleet:
         # Anything but the engine's death is no row's doing; nor is that, where lower settings may mend it.
         is_death = not was_asked and (member.failed is None or member.failed.error_type == EngineDeadError.__name__)
         is_death = is_death and (verdict is None or verdict.action == "died")
-        flight = tuple(replica.flight.in_flight()) if is_death else ()
-        replica.flight.close()
+        flight = in_flight if is_death else ()
         ended = Ended(
             member, incarnation, lifetime_s, shards, tuple(events), member.cause, was_asked, flight, was_killed, verdict
         )

@@ -73,6 +73,7 @@ class Trials:
             return ""
         replica = end.member.slot.replica
         is_fresh = end.incarnation not in self._tried_in
+        before = self._quarantine.of(replica)
         case, row = self._quarantine.died(replica, end.incarnation, end.shards, end.flight, is_fresh, end.was_killed)
         self._keep(case, end)
         if row is not None:
@@ -80,8 +81,9 @@ class Trials:
             self._quarantine.condemned[row] = message
             self._manifest.event("condemned", kept_as=f"{_CONDEMNED}{row}", row_index=row, message=message)
             said = f"row {row} kills the engine: it becomes an error row"
-            # An engine that condemns row after row, and does nothing well between them, is broken itself.
-            if self._num_tried.pop(replica, 0):
+            # An engine that condemns row after row, and does nothing well between them, is broken itself. A probe that
+            # went well says little of one that does not outlive a few steps.
+            if self._num_tried.pop(replica, 0) and before is not None and before.stage == "probe":
                 self._fleet.excuse(end.member)
         elif case.is_on_trial:
             # The search makes headway with each death, until one row is left.

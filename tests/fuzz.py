@@ -453,7 +453,7 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
     state = read_state(own)
     if state is None:
         return
-    look._spec(own, state)
+    look._spec(state)
     recovery.end_process_groups(state)
     for event in state.events:
         assert event.name != "ready" or isinstance(event.fields["versions"], dict)

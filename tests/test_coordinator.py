@@ -22,6 +22,7 @@ import jobs
 from batchinf.backends.local import LocalBackend, LocalReplica
 from batchinf.channel import Channel
 from batchinf.fleet import Fleet, last_error, told_cause
+from batchinf.flight import FlightRecord
 from batchinf.journal import Journal
 from batchinf.look import head_rows
 from batchinf.placement import Slot
@@ -336,7 +337,9 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
     process.wait()
     (tmp_path / "sockets").mkdir()
     channel = Channel(ours, "000001.0001")
-    member.replica = LocalReplica(launch_of(tmp_path), process, channel, tmp_path / "log", 0, tmp_path / "sockets")
+    member.replica = LocalReplica(
+        launch_of(tmp_path), process, channel, FlightRecord.create(), tmp_path / "log", 0, tmp_path / "sockets"
+    )
     closed = ShardClosed(Part(7, "000007-x.parquet", 1, 0, 1, 1, 1, ""))
     replica = Channel(theirs, "000001.0001")
     replica.send(closed)

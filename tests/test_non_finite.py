@@ -135,8 +135,8 @@ def test_a_part_and_a_log_of_before_the_counts(folder: Folder, monkeypatch: pyte
     assert adopted is not None
     assert (adopted.num_rows, adopted.num_nan_rows, adopted.num_inf_rows) == (part.num_rows, 0, 0)
     line = {k: v for k, v in PartLine.of(part)._asdict().items() if k not in counts}
-    header = {"kind": "header", **{k: 1 if k == "format_version" else {} for k in
-              ("format_version", "job_id", "created_at", "identity", "fingerprint", "layout", "spec")}}  # fmt: skip
+    texts = {"job_id": "j", "created_at": "2026-01-01T00:00:00+00:00", "fingerprint": "f00d"}
+    header = {"kind": "header", "format_version": 1, **texts, "identity": {}, "layout": {}, "spec": {}}
     extent = {"kind": "extent", "start": 0, "num_rows": 600, "rows_per_shard": 60, "first_shard": 0}
     lines_ = [header, {**extent, "source_fingerprint": "f"}, {"kind": "part", **line}]
     folder.path("manifest/000001.jsonl").write_bytes(encode_commits([lines_]))

@@ -444,7 +444,7 @@ def test_a_step_is_remembered_however_much_happens_after_it(tmp_path: pathlib.Pa
     for epoch in (1, 2, 3):
         manifest = Manifest(folder, epoch)
         if epoch == 1:
-            manifest.header(Header(1, "id", "2026-01-01", {}, "f", {}, {}))
+            manifest.header(Header(1, "id", "2026-01-01T00:00:00+00:00", {}, "f", {}, {}))
             kept = {"kept_as": "oom_step_down", "replica": 0, "incarnation": "i", "applies_to": {}}
             manifest.event("oom_step_down", **kept, **fields)
         for number in range(1200):

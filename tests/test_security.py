@@ -1,6 +1,7 @@
 """What a stranger's rows, files and models cannot do, and what stays secret. docs/security.md says why for each."""
 
 import ast
+import contextlib
 import json
 import os
 import pathlib
@@ -136,9 +137,11 @@ def test_an_extension_type_of_a_file_runs_nothing(extension: bytes, format: str,
     else:
         with pa.ipc.new_file(path, schema) as writer:
             writer.write_table(table)
-    source = open_source(InputLocation(str(path)), tmp_path / "cache")
-    assert [row.values["prompt"] for row in source.read(0, 2)] == ["a", "b"]
-    source.close()
+    # Where `datasets` has been imported its own type looks into the metadata, as JSON: the file is then refused.
+    with contextlib.suppress(InputError):
+        source = open_source(InputLocation(str(path)), tmp_path / "cache")
+        assert [row.values["prompt"] for row in source.read(0, 2)] == ["a", "b"]
+        source.close()
     assert not trace.exists()
 
 

@@ -29,6 +29,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors  # noqa: E402
 
 from batchinf import vllm_engine as adapter  # noqa: E402
+from batchinf import vllm_logprobs  # noqa: E402
 from batchinf.vllm_engine import VllmEngine  # noqa: E402
 
 NUM_PROMPTS = 40
@@ -246,16 +247,16 @@ def test_flat_logprobs_are_the_same(engine: VllmEngine, reference: Reference, mo
 
 
 def test_vllm_has_the_seam_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert adapter.install_arrays()
-    monkeypatch.setattr(adapter, "LogprobsProcessor", object)
-    assert not adapter.install_arrays()
+    assert vllm_logprobs.install_arrays()
+    monkeypatch.setattr(vllm_logprobs, "LogprobsProcessor", object)
+    assert not vllm_logprobs.install_arrays()
 
 
 def processors(k: int) -> tuple[Any, Any]:
     """Ours and vLLM's own for the same request."""
     params = SamplingParams(logprobs=k, prompt_logprobs=k, flat_logprobs=True, detokenize=False)
     request = types.SimpleNamespace(sampling_params=params)
-    ours = adapter.ArrayLogprobsProcessor.from_new_request(None, request)
+    ours = vllm_logprobs.ArrayLogprobsProcessor.from_new_request(None, request)
     return ours, LogprobsProcessor.from_new_request(None, request)
 
 
@@ -292,7 +293,7 @@ def test_several_positions_and_chunks_at_a_time(k: int, wider: int) -> None:
         (ours.logprobs, vllms.logprobs, 6),
         (ours.prompt_logprobs, vllms.prompt_logprobs, 10),
     ):
-        arrays, expected = (adapter._token_logprobs(rows, k, num_tokens) for rows in (kept, flat))
+        arrays, expected = (vllm_logprobs.token_logprobs(rows, k, num_tokens) for rows in (kept, flat))
         assert arrays is not None
         assert expected is not None
         for name in ("token_ids", "logprobs", "ranks"):
@@ -300,10 +301,10 @@ def test_several_positions_and_chunks_at_a_time(k: int, wider: int) -> None:
             assert one.dtype == other.dtype
             assert one.flags.c_contiguous
             np.testing.assert_array_equal(one, other)
-    total = np.cumsum(adapter._token_logprobs(ours.logprobs, k, 6).logprobs[:, 0], dtype=float)[-1]  # type: ignore[union-attr]
+    total = np.cumsum(vllm_logprobs.token_logprobs(ours.logprobs, k, 6).logprobs[:, 0], dtype=float)[-1]  # type: ignore[union-attr]
     assert total == vllms.cumulative_logprob
     with pytest.raises(BatchinfError, match="6 rows of logprobs for 5 tokens"):
-        adapter._token_logprobs(ours.logprobs, k, 5)
+        vllm_logprobs.token_logprobs(ours.logprobs, k, 5)
 
 
 def test_finish_reasons_are_those_of_vllm() -> None:

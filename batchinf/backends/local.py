@@ -64,6 +64,7 @@ class LocalReplica:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         self.channel.close()
+        self.flight.close()
         shutil.rmtree(self.sockets, ignore_errors=True)
 
 
