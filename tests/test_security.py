@@ -136,9 +136,14 @@ def test_an_extension_type_of_a_file_runs_nothing(extension: bytes, format: str,
     else:
         with pa.ipc.new_file(path, schema) as writer:
             writer.write_table(table)
-    source = open_source(InputLocation(str(path)), tmp_path / "cache")
-    assert [row.values["prompt"] for row in source.read(0, 2)] == ["a", "b"]
-    source.close()
+    try:
+        source = open_source(InputLocation(str(path)), tmp_path / "cache")
+    except InputError as error:
+        # `datasets`, once it is imported, reads what its own types say of themselves, as JSON.
+        assert extension.startswith(b"datasets") and "damaged" in str(error)  # noqa: PT017
+    else:
+        assert [row.values["prompt"] for row in source.read(0, 2)] == ["a", "b"]
+        source.close()
     assert not trace.exists()
 
 
