@@ -98,7 +98,7 @@ def _first_pass(file: InputFile, format: Format, cache: Folder) -> FileEntry:
     with Scratch(cache, file, format) as scratch:
         try:
             found = _PASSES[format](file, scratch)
-        except (OSError, ValueError, LookupError, pa.ArrowException) as error:
+        except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:  # the system's, such as a full disk: not the file's content
                 raise
             raise InputError(f"{file.name} cannot be read as {format}: {_words(error)}; is it damaged?") from error

@@ -172,7 +172,6 @@ def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: in
         # that the host's name has, and vLLM that of the interface that leads out.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
     }
     if not slot_devices:
         wanted |= {
