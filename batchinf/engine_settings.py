@@ -71,10 +71,10 @@ class EngineSettings:
         """Engine arguments for the next start."""
         return {**self._spec.engine, **self._lowered}
 
-    def launch_spec(self, incarnation: str) -> str:
-        """The job's spec as JSON, as this incarnation is to have it."""
+    def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
+        """The job's spec as JSON, as this incarnation is to have it; `spec`: a retry's, whose sampling is another."""
         self._launched[incarnation] = self._generation, self.engine
-        return self._spec.model_copy(update={"engine": self.engine}).model_dump_json()
+        return (spec or self._spec).model_copy(update={"engine": self.engine}).model_dump_json()
 
     def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
         """Lower the settings, if that can help; each incarnation once, after its end. was_up: it had started."""

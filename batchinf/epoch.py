@@ -286,7 +286,7 @@ def launcher(
             slot.replica,
             incarnation,
             os.fspath(job.folder.root),
-            settings.launch_spec(incarnation),
+            settings.launch_spec(incarnation, job.spec),
             job.model.path,
             job.model.tokenizer,
             job.model.commit,

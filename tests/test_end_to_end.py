@@ -122,8 +122,9 @@ def test_a_signal_to_all_processes_engine_core_included(
 ) -> None:
     """As Slurm ends a job. What the signal cuts short, which vLLM gives back as `abort`, is run again."""
     out = tmp_path / "out"
+    output = {"include_prompt": True, "rows_per_shard": 4}
     # Few at a time, so that there is work left, and requests in the engine, when the first part is there.
-    spec = real_job(tmp_path, rows_in, engine={**ENGINE, "max_num_seqs": 4}, output={"rows_per_shard": 4})
+    spec = real_job(tmp_path, rows_in, engine={**ENGINE, "max_num_seqs": 4}, output=output)
     process = jobs.start("run", spec, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     jobs.wait_until(lambda: list((out / "parts").glob("*.parquet")) or process.poll() is not None, wait_s=540)
     everyone = jobs.family(process.pid)
