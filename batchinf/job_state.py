@@ -190,7 +190,7 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
     known: of an earlier call; it is given back if the logs, which only grow, have the same sizes. Needs no lock: where
     a compaction has put other logs in their place, it begins again. Raises OutputError for damage and a newer format.
     """
-    for _ in range(_MAX_LOOKS):
+    for look in range(_MAX_LOOKS):
         state, failure, logs, sizes = None, None, list_logs(folder), folder.sizes(FOLDER)
         if known is not None and known._sizes == sizes:
             return known
@@ -199,7 +199,8 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
         except (OSError, OutputError) as error:
             failure = error
         # A listing is no snapshot: it may lack both a log that has just been deleted and the one in its place.
-        if logs == list_logs(folder):
+        # Nor do two that agree prove that both saw all: what looks like damage is looked at again.
+        if logs == list_logs(folder) and (failure is None or look >= 2):
             break
     if isinstance(failure, OSError):
         raise OutputError(f"cannot read {folder.path(FOLDER)}: {reason(failure)}") from failure
