@@ -279,10 +279,11 @@ def hurt(folder: pathlib.Path, harm: str) -> None:
 def test_a_disk_that_fails_once(where: str, tmp_path: pathlib.Path) -> None:
     out, once = tmp_path / "out", tmp_path / "once"
     once.mkdir()
-    spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 40})
+    # One replica: beside another, the job may be done before the one that died is started again.
+    spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 40}, parallel=ONE_REPLICA)
     jobs.finish(spec, faults=f"{where}=raise {errno.EIO}", BATCHINF_FAULTS_ONCE=str(once))
     assert jobs.rows_of(out) == list(jobs.unhurt())
-    assert len(jobs.events_of(out, "replica_started")) == 3
+    assert len(jobs.events_of(out, "replica_started")) == 2
     [cause] = [event["cause"] for event in jobs.events_of(out, "replica_ended") if event["cause"]]
     assert "input/output error" in cause.lower()
     assert leftovers(out) == []

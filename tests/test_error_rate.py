@@ -28,11 +28,11 @@ def job_of(folder: pathlib.Path, prompt: Callable[[int], Any], num_rows: int, **
     )
 
 
-def half_bad(index: int) -> str | None:
-    """Every second prompt is bad: four in five of those null, the others too long."""
-    if index % 2:
+def most_bad(index: int) -> str | None:
+    """Three prompts in five are bad, two of those null and one too long. (Half is where a few rows decide.)"""
+    if index % 5 > 2:
         return f"Say {index}."
-    return WORD * (500 + index % 100) if index % 10 == 0 else None
+    return WORD * (500 + index % 100) if index % 5 == 0 else None
 
 
 def error_of(errors: str) -> str:
@@ -41,8 +41,8 @@ def error_of(errors: str) -> str:
     return errors[errors.index("error: ") :]
 
 
-def test_half_of_the_first_rows_failing_ends_a_job_early(tmp_path: pathlib.Path) -> None:
-    spec, out, num_rows = job_of(tmp_path, half_bad, 6000), tmp_path / "out", 6000
+def test_most_of_the_first_rows_failing_ends_a_job_early(tmp_path: pathlib.Path) -> None:
+    spec, out, num_rows = job_of(tmp_path, most_bad, 6000), tmp_path / "out", 6000
     first = jobs.run("run", spec)
     assert first.returncode == 2, first.stderr
     said = error_of(first.stderr)
@@ -63,17 +63,17 @@ def test_half_of_the_first_rows_failing_ends_a_job_early(tmp_path: pathlib.Path)
     assert "rows have failed; the job was ended early" in error_of(again.stderr)
 
     finished = jobs.finish(spec, "--set", "max_error_rate=1", "--set", "scripted.step_s=0")
-    assert f"{num_rows:,} output rows, {num_rows // 2:,} of them errors" in finished.stdout
+    assert f"{num_rows:,} output rows, {num_rows * 3 // 5:,} of them errors" in finished.stdout
     rows = jobs.table_of(out).select(["row_index", "error_type", "text"]).to_pylist()
     assert [row["row_index"] for row in rows] == list(range(num_rows))
-    assert [row["error_type"] is None for row in rows] == [index % 2 == 1 for index in range(num_rows)]
+    assert [row["error_type"] is None for row in rows] == [index % 5 > 2 for index in range(num_rows)]
     assert all((row["text"] is None) == (row["error_type"] is not None) for row in rows)
 
     # A job that is done is not ended early any more.
     done = jobs.run("run", spec)
     assert done.returncode == 3
     assert "2,400 × null_prompt: column 'prompt' is null" in error_of(done.stderr)
-    assert "600 × prompt_too_long" in done.stderr
+    assert "1,200 × prompt_too_long" in done.stderr
 
 
 def test_just_below_half_runs_to_its_end(tmp_path: pathlib.Path) -> None:
