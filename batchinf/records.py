@@ -42,12 +42,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row made ready for an engine: its token ids, or why there are none."""
+    """A row made ready for an engine: its token ids, or why there are none.
+
+    sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit.
+    """
 
     row_index: int
     token_ids: list[int]
     text: str | None
     error: RowError | None
+    sampling: SamplingSpec | None = None
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,8 @@ class Completion:
 class Result:
     """One finished request, ready to be stored: a completion with its text, or an error.
 
-    A row is finished when it has `num_requests` results. Text that was produced stays beside an error.
+    A row is finished when it has `num_requests` results. Text that was produced stays beside an error. reasoning: what
+    the model thought before the text, where that is split off; the text is None where it never came to an end.
     """
 
     prompt: Prompt
@@ -116,6 +122,7 @@ class Result:
     text: str | None
     error: RowError | None
     attempts: int
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,8 +192,10 @@ def assemble(
     selection = chosen_rows(folder, retry) if retry else None
     write_file = write_replacement if retry else write_part
 
+    id_column, keep_columns = spec.input.id_column, tuple(spec.output.keep_columns)
+
     def write(shard: OpenShard) -> Part:
-        return write_file(folder, shard, source, spec.input.id_column, spec.output.keep_columns, stored, incarnation)
+        return write_file(folder, shard, source, id_column, keep_columns, stored, incarnation)
 
     def open_shard(shard: Shard) -> OpenShard:
         opened = OpenShard(shard, task, journal, None if selection is None else selection.chosen(shard))

@@ -7,39 +7,28 @@ Reading YAML, overriding and reporting errors with line and column live in `spec
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator, model_validator
 
-Resume = Literal["identity", "layout", "runtime"]
+from batchinf.spec_fields import (
+    IDENTITY,
+    LAYOUT,
+    RUNTIME,
+    Path,
+    Positive,
+    Resume,
+    Section,
+    Text,
+    Whole,
+    is_json,
+    resume_of,
+    wrong,
+)
+from batchinf.spec_input import InputSpec
+from batchinf.spec_sampling import SamplingSpec
 
-IDENTITY = Field(json_schema_extra={"resume": "identity"})
-LAYOUT = Field(json_schema_extra={"resume": "layout"})
-RUNTIME = Field(json_schema_extra={"resume": "runtime"})
-
-
-def _wrong(reason: str, field: str = "") -> PydanticCustomError:
-    # What a validator raises: `field` is the one to look at, below the section or field that is validated.
-    return PydanticCustomError("wrong", "{reason}", {"reason": reason, "field": field})
-
-
-def _usable_path(path: str) -> str:
-    if "\0" in path:
-        raise _wrong(f"got {path!r}; a path cannot hold a null character")
-    if path.startswith("~"):
-        raise _wrong(f"got {path!r}, but there is no such user's home; for a name that begins with ~ write ./~")
-    return path
-
-
-# What vLLM and Arrow hold in 32 bits, and seconds that a clock can wait, are bounded here, so that nothing overflows.
-Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Text = Annotated[str, Field(min_length=1)]
-Path = Annotated[Text, AfterValidator(_usable_path)]
-# Strictness would refuse a list where a tuple is kept; the items stay strict.
-Texts = Annotated[tuple[Text, ...], Field(strict=False)]
-TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
+__all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "SamplingSpec", "ScriptedSpec", "Section"]
 
 # Fields in which environment variables and ~ are expanded when a spec is read from a file.
 PATH_FIELDS = (("model", "name"), ("model", "tokenizer"), ("input", "path"), ("output", "path"))
@@ -69,18 +58,6 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
 }
 
 
-def _as_tuple(texts: tuple[str, ...] | str) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else texts
-
-
-class Section(BaseModel):
-    """Base of every mapping in a spec: immutable, strict about types, closed to unknown keys."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
 class ModelSpec(Section):
     """Which weights, and how they are loaded."""
 
@@ -98,100 +75,8 @@ class ModelSpec(Section):
     """vLLM's weight format; `dummy` gives random weights in the model's shape."""
     trust_remote_code: Annotated[bool, IDENTITY] = False
     """Run Python code that comes with the model. Only for models that you trust as you trust a program."""
-
-
-class InputSpec(Section):
-    """Where the rows come from, and what of a row is the prompt."""
-
-    path: Annotated[Path, RUNTIME]
-    """A file, a glob, a folder, or a Hugging Face dataset id. Known on resume by its content."""
-    format: Annotated[Literal["jsonl", "parquet", "csv", "text", "arrow", "hf"] | None, RUNTIME] = None
-    """Default: told from the name's ending."""
-    split: Annotated[Text | None, IDENTITY] = None
-    """Split of a Hugging Face dataset; default `train`."""
-    name: Annotated[Text | None, IDENTITY] = None
-    """Configuration of a Hugging Face dataset."""
-    revision: Annotated[Text | None, IDENTITY] = None
-    """Revision of a Hugging Face dataset."""
-    prompt_column: Annotated[Text | None, IDENTITY] = None
-    """The column that holds the prompt, as text; default `prompt`, unless `prompt_template` is given."""
-    prompt_template: Annotated[Text | None, IDENTITY] = None
-    """A Jinja2 template over the row's columns, in place of `prompt_column`."""
-    id_column: Annotated[Text | None, IDENTITY] = None
-    """The column that is carried to the output as `id`, in its own type."""
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
-        if self.prompt_column is not None and self.prompt_template is not None:
-            raise _wrong("got a template beside prompt_column; give one of them", "prompt_template")
-        return self
-
-    @model_validator(mode="after")
-    def _hub_only(self) -> Self:
-        for field in ("split", "name", "revision"):
-            if self.format not in (None, "hf") and getattr(self, field) is not None:
-                raise _wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "
-                             f"(format hf) has a {field}: leave it out", field)  # fmt: skip
-        return self
-
-
-class SamplingSpec(Section):
-    """vLLM's sampling parameters under vLLM's names. Unset ones come from the model's generation_config."""
-
-    n: Annotated[Positive, IDENTITY] = 1
-    """Samples for each row; each is an output row with its own `sample_index` and seed."""
-    temperature: Annotated[float | None, Field(ge=0, le=2), IDENTITY] = None
-    """0 is greedy."""
-    top_p: Annotated[float | None, Field(gt=0, le=1), IDENTITY] = None
-    """Nucleus sampling: the smallest set of tokens whose probabilities reach this."""
-    top_k: Annotated[Whole | None, IDENTITY] = None
-    """Sample from this many likeliest tokens; 0 is all."""
-    min_p: Annotated[float | None, Field(ge=0, le=1), IDENTITY] = None
-    """Least probability relative to the likeliest token."""
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2), IDENTITY] = None
-    """Penalty on tokens that stand in the output already."""
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2), IDENTITY] = None
-    """Penalty on tokens by how often they stand in the output already."""
-    repetition_penalty: Annotated[float | None, Field(gt=0), IDENTITY] = None
-    """Factor on tokens that stand in the prompt or the output; 1 is none."""
-    max_tokens: Annotated[Positive | None, IDENTITY] = None
-    """Most output tokens for a sample; default: what fits `max_model_len`."""
-    min_tokens: Annotated[Whole, IDENTITY] = 0
-    """Least output tokens before a stop is heeded."""
-    stop: Annotated[Texts | Text, AfterValidator(_as_tuple), IDENTITY] = ()
-    """Strings that end a sample. Each costs decoding in the engine."""
-    stop_token_ids: Annotated[TokenIds, IDENTITY] = ()
-    """Token ids that end a sample, beside the model's own."""
-    include_stop_str_in_output: Annotated[bool, IDENTITY] = False
-    """Keep the stop string in the text."""
-    ignore_eos: Annotated[bool, IDENTITY] = False
-    """Go on after the end-of-sequence token."""
-    skip_special_tokens: Annotated[bool, IDENTITY] = True
-    """Leave special tokens out of the text."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), IDENTITY] = 0
-    """The job's seed; each sampled request's own is a hash of it, the row and the request."""
-    logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
-    """Store each output token's logprob and rank, and those of this many likeliest tokens; unset: none."""
-    prompt_logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
-    """The same for the prompt's tokens."""
-
-    @model_validator(mode="after")
-    def _greedy_is_one(self) -> Self:
-        if self.temperature == 0 and self.n > 1:
-            raise _wrong(f"got {self.n} with temperature 0; greedy samples are all equal: set n to 1, "
-                         "or a temperature above 0", "n")  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _least_below_most(self) -> Self:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _wrong(f"got {self.min_tokens} with max_tokens {self.max_tokens}; must not be above it", "min_tokens")
-        return self
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whichever way it was written."""
-        return _as_tuple(self.stop)
+    reasoning_parser: Annotated[Text | None, IDENTITY] = None
+    """vLLM's name of a reasoning parser, such as `qwen3`: what the model thinks goes to the column `reasoning`."""
 
 
 class ParallelSpec(Section):
@@ -218,15 +103,26 @@ class OutputSpec(Section):
     """Store the rendered `prompt` and its `prompt_token_ids`."""
     include_token_ids: Annotated[bool, IDENTITY] = True
     """Store `token_ids`."""
-    keep_columns: Annotated[Texts, IDENTITY] = ()
-    """Input columns to carry to the output."""
+    keep_columns: Annotated[dict[Text, Text], IDENTITY] = Field(default_factory=dict)
+    """Input columns to carry to the output: a list, or a mapping of each to its name there."""
+
+    @field_validator("keep_columns", mode="before")
+    @classmethod
+    def _named_as_they_are(cls, columns: Any) -> Any:
+        if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
+            return columns
+        for column in columns:
+            if columns.count(column) > 1:
+                raise wrong(f"got {column!r} twice; name each column once")
+        return {column: column for column in columns}
 
     @field_validator("keep_columns")
     @classmethod
-    def _each_once(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
-        for column in columns:
-            if columns.count(column) > 1:
-                raise _wrong(f"got {column!r} twice; name each column once")
+    def _each_name_once(cls, columns: dict[str, str]) -> dict[str, str]:
+        names = list(columns.values())
+        for name in names:
+            if names.count(name) > 1:
+                raise wrong(f"got {name!r} for two columns; give each a name of its own")
         return columns
 
 
@@ -271,6 +167,8 @@ class JobSpec(Section):
     """When memory runs out: start the engine again with lower batch limits and share of the memory, or give up."""
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
     """Share of error rows above which a finished job exits with 3; below 0.5, half of the first 1,000 end it early."""
+    same_device: Annotated[bool, RUNTIME] = False
+    """Refuse to go on where the device, or a version of vLLM, torch or transformers, is another than before."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None
     """Run the scripted engine in place of vLLM."""
 
@@ -286,11 +184,11 @@ class JobSpec(Section):
     @classmethod
     def _plain_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
         for argument, value in engine.items():
-            if not _is_json({argument: value}):
-                raise _wrong("must be made of text, finite numbers, true or false, null, lists and mappings", argument)
+            if not is_json({argument: value}):
+                raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings", argument)
         share = engine.get("gpu_memory_utilization", 0.5)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise _wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
+            raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
         return engine
 
     @property
@@ -324,20 +222,6 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def resume_of(extra: Any, name: str) -> Resume:
-    """What a field's `json_schema_extra` says of a change. Raises TypeError where it says nothing."""
-    kind = (extra or {}).get("resume")
-    if kind not in ("identity", "layout", "runtime"):
-        raise TypeError(f"spec field {name} does not say what a change on resume means")
-    return kind  # type: ignore[no-any-return]
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        return bool(json.loads(text.encode()) == value)
-    except (TypeError, ValueError):
-        return False
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.model_dump(mode="json") if isinstance(value, Section) else value

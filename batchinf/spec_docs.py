@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from batchinf.spec import JobSpec, ModelSpec, Resume, Section, resume_of
+from batchinf.spec import JobSpec, ModelSpec, Section
+from batchinf.spec_fields import Resume, resume_of
 
 
 @dataclass(frozen=True, slots=True)
