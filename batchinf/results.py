@@ -88,6 +88,7 @@ class Results:
         if not states:
             raise OutputError(f"{self.folder} holds no job: there is no manifest in it; give a job's output.path")
         self.spec: dict[str, Any] = states[0].header.spec
+        self.identity: dict[str, Any] = states[0].header.identity
         self.num_rows = sum(state.num_rows for state in states)
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
         self.parts: list[pathlib.Path] = [
@@ -133,8 +134,8 @@ class Results:
         if not pa.types.is_list(type):
             raise OutputError(f"column {column!r} holds {type}, no lists: ask for it with array()")
         # A piece at a time: together they may be more than Arrow's lists of 32 bits can hold.
-        pieces = [_ragged(batch.column(0)) for batch in self.batches([column])]
-        return _joined(pieces) if pieces else _ragged(pa.array([], type))
+        pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
+        return _joined(pieces) if pieces else to_ragged(pa.array([], type))
 
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset; it keeps an Arrow copy in its own cache and maps it into memory."""
@@ -159,7 +160,8 @@ def _paths(folder: pathlib.Path, state: State) -> list[pathlib.Path]:
     return [folder / part_name(shard) for shard in sorted(state.parts)]
 
 
-def _ragged(array: pa.ListArray) -> Ragged:
+def to_ragged(array: pa.ListArray) -> Ragged:
+    """A column of lists, or of lists of lists that have one length, as values and offsets. Raises OutputError."""
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     inner = array.flatten()

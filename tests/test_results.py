@@ -10,7 +10,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.errors import OutputError
-from batchinf.results import Ragged, Results, _ragged
+from batchinf.results import Ragged, Results, to_ragged
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +114,12 @@ def test_no_job(tmp_path: pathlib.Path) -> None:
 
 
 def test_odd_lists() -> None:
-    empty = _ragged(pa.array([], pa.list_(pa.float32())))
+    empty = to_ragged(pa.array([], pa.list_(pa.float32())))
     assert (len(empty), empty.sum().tolist()) == (0, [])
-    nothing = _ragged(pa.array([None, []], pa.list_(pa.list_(pa.int32()))))
+    nothing = to_ragged(pa.array([None, []], pa.list_(pa.list_(pa.int32()))))
     assert (nothing.values.shape, nothing.is_null.tolist()) == ((0, 0), [True, False])
-    sliced = _ragged(pa.array([[9], [1, 2], None, [3]], pa.list_(pa.int32())).slice(1))
+    sliced = to_ragged(pa.array([[9], [1, 2], None, [3]], pa.list_(pa.int32())).slice(1))
     assert [sliced[i].tolist() for i in range(3)] == [[1, 2], [], [3]]
     assert Ragged(sliced.values, sliced.offsets, sliced.is_null).sum().tolist() == [3, 0, 3]
     with pytest.raises(OutputError, match="lists of 1 to 2 items are no array"):
-        _ragged(pa.array([[[1], [2, 3]]], pa.list_(pa.list_(pa.int32()))))
+        to_ragged(pa.array([[[1], [2, 3]]], pa.list_(pa.list_(pa.int32()))))
