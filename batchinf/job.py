@@ -3,11 +3,12 @@
 import datetime
 import json
 import pathlib
+import re
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.errors import DriftError
+from batchinf.errors import DriftError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
@@ -53,6 +54,16 @@ class Job:
 
 def open_job(file: SpecFile, cache: pathlib.Path | None = None) -> Job:
     """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run."""
+    try:
+        return _open_job(file, cache)
+    except SpecError as error:
+        field = re.match(r"[a-z_]+(\.[a-z_]+)+(?=[:,])", str(error))
+        if field is None:
+            raise
+        raise SpecError(file.line(field[0], "") + str(error)[field.end() :]) from error
+
+
+def _open_job(file: SpecFile, cache: pathlib.Path | None) -> Job:
     folder = job_folder(file.spec.output.path, file.slice)
     model = resolve(file.spec.model)
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))

@@ -1,5 +1,6 @@
 """What `validate` shows: that spec, input, columns, model and prompts hold together, without an engine or a GPU."""
 
+import contextlib
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -26,14 +27,15 @@ def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
         # A job that has begun has its first pass over the input behind it.
         own = folder.path(SOURCE_FOLDER)
         job = open_job(file, own if own.is_dir() else pathlib.Path(scratch))
-        yield f"spec {file.path}: good"
-        yield from _model_lines(job)
-        yield from _input_lines(job)
-        yield "sampling: " + ", ".join(
-            f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
-        )
-        yield from _prompt_lines(job, num_rows)
-        yield from _output_lines(job, folder)
+        with contextlib.closing(job.source):
+            yield f"spec {file.path}: good"
+            yield from _model_lines(job)
+            yield from _input_lines(job)
+            yield "sampling: " + ", ".join(
+                f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
+            )
+            yield from _prompt_lines(job, num_rows)
+            yield from _output_lines(job, folder)
 
 
 def _model_lines(job: Job) -> Iterator[str]:
