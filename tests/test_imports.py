@@ -24,7 +24,7 @@ ORDER = """
     parquet_file saved_dataset hf_dataset first_pass source sandbox prompt detokenizer tasks.* placement shards
     selection engine vllm_logprobs vllm_scheduler vllm_engine journal non_finite parts replace byte_queue flight
     feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine spec_file
-    status channel job room failures replica backends.* replica_log fleet trials progress coordinator recovery
+    status channel job room failures replica backends.* replica_log fleet trials platforms progress coordinator recovery
     retry epoch fresh look check validation cli __main__
 """.split()
 VLLM_ADAPTERS = {"vllm_engine", "vllm_logprobs", "vllm_scheduler"}
