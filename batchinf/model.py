@@ -74,6 +74,7 @@ def resolve(spec: ModelSpec, began_as: str = "") -> Model:
     tokenizer = place
     if spec.tokenizer is not None:
         tokenizer = _locate("model.tokenizer", spec.tokenizer, None, "dummy", tokenizer_commit)
+    _check_tokenizer(tokenizer)
     config = _read_config(place)
     generation_config = place.folder / "generation_config.json"
     is_to_be_fetched = place.is_online and bool(model_files.problems(place.folder, spec.load_format))
@@ -162,6 +163,16 @@ def _read_config(place: _Place) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"model.name: '{place.name}' has no config.json; give a model in the Hugging Face format")
     return model_files.read_json(path)
+
+
+def _check_tokenizer(place: _Place) -> None:
+    """Where it is plain that there is none: transformers would take 10 s, and three lines, to say so."""
+    config = place.folder / "tokenizer_config.json"
+    if not config.is_file():
+        return
+    is_plain = model_files.read_json(config).get("tokenizer_class") in model_files.PLAIN_TOKENIZERS
+    if is_plain and not any(next(place.folder.glob(it), None) for it in model_files.VOCABULARY_FILES):
+        raise ModelError(f"'{place.name}' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer")
 
 
 def _has_chat_template(folder: pathlib.Path) -> bool:

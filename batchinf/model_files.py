@@ -24,7 +24,8 @@ TOKENIZER_FILES = (
     "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
-# A tokenizer of the plain class is made from one of these.
+# Tokenizers of the plain class are made from one of these.
+PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
 # Pattern of the weight files, and the index that names them where they are several.

@@ -16,7 +16,6 @@ import jinja2
 import jinja2.meta
 
 from batchinf.errors import ModelError, RowError, SpecError
-from batchinf.model_files import VOCABULARY_FILES
 from batchinf.records import Prompt
 from batchinf.sandbox import LONGEST_TEXT, Environment, NullPrinted, RanAway
 from batchinf.source import Row
@@ -33,8 +32,6 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
     """The transformers tokenizer in a folder or under a hub id. Raises ModelError, in one line."""
     try:
         tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=trust_remote_code)
-    except ModelError:
-        raise
     except Exception as error:
         # Anything at all may come out of here, code of the model's own included.
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -54,14 +51,10 @@ def _tokenizer_class(path: str) -> Any:
     with contextlib.suppress(OSError, ValueError):
         folder = pathlib.Path(path)
         named = json.loads((folder / "tokenizer_config.json").read_bytes()).get("tokenizer_class")
-        if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-            if not any(next(folder.glob(pattern), None) for pattern in VOCABULARY_FILES):
-                raise ModelError(f"the model in '{path}' has no tokenizer.json; copy it there, or name a tokenizer in "
-                                 "model.tokenizer")  # fmt: skip
-            if (folder / "tokenizer.json").is_file():
-                from transformers import PreTrainedTokenizerFast
+        if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
 
-                return PreTrainedTokenizerFast
+            return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
     return AutoTokenizer

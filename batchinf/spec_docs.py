@@ -37,6 +37,8 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
         inner = next((t for t in types if issubclass(t, Section)), None)
         schema = schemas[section.__name__]["properties"][name]
         allowed = f"a mapping of fields ({', '.join(inner.model_fields)})" if inner else _in_words(schema)
+        if "short" in schema:
+            allowed = f"{_in_words(schema['short'])}, or {allowed}"
         yield FieldDoc(
             name=f"{prefix}{name}",
             allowed=f"text, or {allowed}" if inner is ModelSpec else allowed,
@@ -71,6 +73,11 @@ def _in_words(schema: dict[str, Any]) -> str:
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a spec file, for editors."""
     schema = JobSpec.model_json_schema()
+    for section in schema["$defs"].values():
+        for name, field in section["properties"].items():
+            if (short := field.pop("short", None)) is not None:
+                about = {key: field.pop(key) for key in ("description", "default", "title", "resume") if key in field}
+                section["properties"][name] = {**about, "anyOf": [short, field]}
     schema["properties"]["model"] = {
         "title": "Model",
         "description": f"{field_docs()['model'].meaning} Text is short for a mapping with that name.",

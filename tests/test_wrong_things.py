@@ -133,7 +133,7 @@ WRONG = [
           "model.name: 'model' has no config.json; give a model in the Hugging Face format",
           files={"model/config.json": None}),
     Wrong("no tokenizer", {},
-          "the model in 'model' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer",
+          "'model' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer",
           files={"model/tokenizer.json": None}),
     Wrong("no such folder", {"model": "./tiny"},
           "model.name: there is no folder './tiny'; a Hugging Face id would be 'org/name'"),
