@@ -65,8 +65,7 @@ class ModelSpec(Section):
     """Which weights, and how they are loaded."""
 
     name: Annotated[Path, RUNTIME]
-    """A Hugging Face id or a folder. On a resume an id is the commit that it was at first; a folder is known by its
-    config, tokenizer and weights' headers with a few bytes of each tensor, not by where it lies."""
+    """A Hugging Face id or a folder. A resume keeps an id's commit; a folder is known by content, not by its place."""
     revision: Annotated[Text | None, IDENTITY] = None
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: Annotated[Path | None, IDENTITY] = None
