@@ -16,7 +16,9 @@ from batchinf.job_state import Committed, Header, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
+from batchinf.model import check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
+from batchinf.platforms import Platforms
 from batchinf.progress import ProgressDisplay
 from batchinf.proof import changed_parts
 from batchinf.records import Launch
@@ -80,7 +82,7 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
     if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
-        check_drift(open_job(file), state.header)
+        check_drift(open_job(file, began_as=state.header.identity), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
@@ -112,7 +114,9 @@ def _run_epoch(
     retry: str | None,
 ) -> None:
     display.say("opening model and input")
-    job, request = open_job(file), None
+    job, request = open_job(file, began_as=None if state is None else state.header.identity), None
+    if job.spec.scripted is None:
+        check_weights(job.model, job.spec.model.load_format)
     if state is not None:
         if retry is None:
             check_drift(job, state.header)
@@ -213,12 +217,11 @@ def _run_rest(
         pending = Pending(state.extents, is_done, phase.num_chosen)
     trials = Trials(state.extents, state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
-    said = [event.fields["versions"] for event in state.events if event.name == "ready"]
-    versions = said[-1] if said else {}
+    platforms = Platforms(state, job.spec.same_device)
     telemetry = Telemetry(job.folder, epoch, [device for slot in slots for device in slot.devices])
     try:
         Coordinator(
-            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions, trials, telemetry
+            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
         ).run()
     except HopelessJob as error:
         found = read_state(job.folder)

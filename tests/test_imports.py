@@ -25,7 +25,7 @@ ORDER = """
     devices placement shards selection engine vllm_logprobs vllm_scheduler vllm_engine journal non_finite parts
     replace byte_queue flight feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage
     quarantine spec_file status channel job room failures replica backends.* replica_log fleet telemetry trials
-    progress coordinator recovery retry epoch fresh look results diff check validation cli __main__
+    progress coordinator recovery retry epoch fresh look results diff check validation cli __main__ platforms
 """.split()
 VLLM_ADAPTERS = {"vllm_engine", "vllm_logprobs", "vllm_scheduler"}
 
