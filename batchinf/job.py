@@ -11,6 +11,7 @@ from batchinf.errors import DriftError
 from batchinf.job_state import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
+from batchinf.row_sampling import check_sampling_columns
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, source_folder, write_cut
 from batchinf.source import InputLocation, Source, open_source
@@ -59,6 +60,7 @@ def open_job(file: SpecFile, cache: pathlib.Path | None = None) -> Job:
     spec = file.spec.model_copy(update={"sampling": sampling})
     source = open_input(spec, cache or source_folder(folder, file.slice))
     check_columns(spec, source.schema.names)
+    check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
     if file.slice is not None:
