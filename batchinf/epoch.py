@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf import failures, journal, non_finite
-from batchinf.coordinator import Committed, Coordinator
+from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_cut, check_drift, new_header, open_job
-from batchinf.job_state import Header, State, last_epoch, read_state
+from batchinf.job_state import Committed, Header, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
@@ -33,6 +33,7 @@ from batchinf.status import count, duration, read_status
 from batchinf.stop_signals import ahead_of_time_limit
 from batchinf.storage import Folder
 from batchinf.structures import check_structures
+from batchinf.telemetry import Telemetry
 from batchinf.trials import Trials
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -218,14 +219,17 @@ def _run_rest(
     pending.withhold(trials.shards)
     said = [event.fields["versions"] for event in state.events if event.name == "ready"]
     versions = said[-1] if said else {}
+    telemetry = Telemetry(job.folder, epoch, [device for slot in slots for device in slot.devices])
     try:
         Coordinator(
-            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions, trials
+            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions, trials, telemetry
         ).run()
     except HopelessJob as error:
         found = read_state(job.folder)
         assert found is not None
         raise HopelessJob("\n".join([str(error), *failures.report(job, found)])) from None
+    finally:
+        telemetry.close()
     if slots[0].devices:
         warm.parent.mkdir(parents=True, exist_ok=True)
         warm.touch()

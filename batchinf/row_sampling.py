@@ -118,7 +118,7 @@ def _may_fit(field: str, type: pa.DataType) -> bool:
         return _may_fit(field, type.value_type) if not pa.types.is_nested(type.value_type) else False
     if field in _TEXTS:
         return _is_text(type)
-    return pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_decimal(type)
+    return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_decimal(type))
 
 
 def _is_text(type: pa.DataType) -> bool:

@@ -21,6 +21,7 @@ from batchinf.spec_fields import (
     Section,
     Text,
     Whole,
+    identity_or,
     is_json,
     resume_of,
     wrong,
@@ -29,6 +30,8 @@ from batchinf.spec_input import InputSpec
 from batchinf.spec_sampling import SamplingSpec
 
 __all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "SamplingSpec", "ScriptedSpec", "Section"]
+
+TEXTS = {"type": "array", "items": {"type": "string"}}
 
 # Fields in which environment variables and ~ are expanded when a spec is read from a file.
 PATH_FIELDS = (("model", "name"), ("model", "tokenizer"), ("input", "path"), ("output", "path"))
@@ -104,8 +107,8 @@ class OutputSpec(Section):
     """Store the rendered `prompt` and its `prompt_token_ids`."""
     include_token_ids: Annotated[bool, IDENTITY] = True
     """Store `token_ids`."""
-    keep_columns: Annotated[dict[Text, Text], IDENTITY] = Field(default_factory=dict)
-    """Input columns to carry to the output: a list, or a mapping of each to its name there."""
+    keep_columns: Annotated[dict[Text, Text], identity_or(TEXTS)] = Field(default_factory=dict)
+    """Input columns to carry to the output, under their own names or, from a mapping, others."""
 
     @field_validator("keep_columns", mode="before")
     @classmethod

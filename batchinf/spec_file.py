@@ -344,7 +344,7 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
 
 def _hint(value: Any, types: set[str]) -> str:
     match value:
-        case "":
+        case "" | []:
             return " that is not empty"
         case str() if "tuple_type" in types:
             return f"; for a list of one write [{_clip(value)}]"
