@@ -13,9 +13,11 @@ from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer, show
 from batchinf.records import Prompt
 from batchinf.room import room_warning
+from batchinf.row_sampling import sampling_line
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
+from batchinf.structures import check_structures
 
 _MOST_IDS = 16
 
@@ -36,6 +38,9 @@ def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
             yield "sampling: " + ", ".join(
                 f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
             )
+            if rows_own := sampling_line(job.spec.sampling):
+                yield f"each row's own sampling: {rows_own}; null is the job's"
+            yield from check_structures(file, job.model.tokenizer)
             yield from _prompt_lines(job, num_rows)
             yield from _output_lines(job, folder, state)
 
