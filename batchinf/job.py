@@ -11,8 +11,9 @@ from batchinf.errors import DriftError
 from batchinf.job_state import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
+from batchinf.prompt_checks import check_prompts
 from batchinf.shards import Extent, choose_rows_per_shard
-from batchinf.slices import Cut, Slice, check_place, job_folder, source_folder, write_cut
+from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.source import InputLocation, Source, open_source
 from batchinf.spec import JobSpec, fields, fingerprint
 from batchinf.spec_file import SpecFile
@@ -57,6 +58,7 @@ def open_job(file: SpecFile, cache: pathlib.Path | None = None) -> Job:
     model = resolve(file.spec.model)
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
+    check_prompts(file, spec, model)
     source = open_input(spec, cache or source_folder(folder, file.slice))
     check_columns(spec, source.schema.names)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
@@ -86,13 +88,23 @@ def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,
         layout={"rows_per_shard": rows_per_shard},
         spec=job.spec.model_dump(mode="json"),
     )
     return header, Extent(job.rows.start, len(job.rows), rows_per_shard, first_shard=0)
+
+
+def begun_at(job: Job, header: Header | None) -> str | None:
+    """When the job was begun, in ISO format, the same for all of its slices; None for one that has yet to begin."""
+    cut = None if job.slice is None else read_cut(job.spec.output.path)
+    return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:
@@ -117,7 +129,7 @@ def check_cut(job: Job) -> None:
         return
     check_place(job.spec.output.path, job.slice)
     identity = {name: value for name, value in job.identity.items() if name != "slice"}
-    cut = write_cut(job.spec.output.path, Cut(job.slice.num_slices, job.source.num_rows, identity))
+    cut = write_cut(job.spec.output.path, Cut(job.slice.num_slices, job.source.num_rows, identity, _now()))
     check_place(job.spec.output.path, job.slice)
     if cut.identity != identity:
         raise _drift(f"{job.spec.output.path} holds slices of a job", cut.identity, identity)

@@ -183,6 +183,7 @@ class Launch:
     metadata: what each part's Parquet metadata carries beside the versions.
     cpus: the processor cores it may use; empty means all that it inherited.
     source_folder: what the first pass over the input found, where that is not in the output folder itself.
+    begun_at: when the job was begun, in ISO format: templates that print the date see this one.
     """
 
     replica: int
@@ -195,6 +196,7 @@ class Launch:
     metadata: dict[str, str]
     cpus: tuple[int, ...] = ()
     source_folder: str | None = None
+    begun_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
-from batchinf.job import Job, open_job
+from batchinf.job import Job, begun_at, open_job
 from batchinf.job_state import read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer, show
+from batchinf.prompt_checks import prompt_warnings
 from batchinf.records import Prompt
 from batchinf.room import room_warning
 from batchinf.slices import SOURCE_FOLDER, read_cut
@@ -32,6 +33,7 @@ def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
         yield "sampling: " + ", ".join(
             f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
         )
+        yield from prompt_warnings(job.spec, job.model, job.source)
         yield from _prompt_lines(job, num_rows)
         yield from _output_lines(job, folder)
 
@@ -56,7 +58,9 @@ def _input_lines(job: Job) -> Iterator[str]:
 
 def _prompt_lines(job: Job, num_rows: int) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
+    state = read_state(job.folder) if job.folder.exists("manifest") else None
+    begun = begun_at(job, None if state is None else state.header)
+    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
     length = job.spec.engine.get("max_model_len") or job.model.max_model_len
     rows = job.source.read(0, min(num_rows, job.source.num_rows), builder.columns)
     for prompt in builder.build(rows, length):
