@@ -11,7 +11,7 @@ from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.fleet import Fleet
-from batchinf.job import Job, check_cut, check_drift, new_header, open_job
+from batchinf.job import Job, begun_at, check_cut, check_drift, new_header, open_job
 from batchinf.job_state import Committed, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
@@ -20,6 +20,7 @@ from batchinf.model import check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.platforms import Platforms
 from batchinf.progress import ProgressDisplay
+from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
@@ -148,6 +149,8 @@ def _run_epoch(
     if (warning := room_warning(job, state, len(slots))) is not None:
         display.say(warning)
     if not state.committed.all():
+        for line in prompt_warnings(job.spec, job.model, job.source):
+            display.say(line)
         _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
     _run_retries(job, manifest, lock, slots, epoch, display, settings, request)
     manifest.done()
@@ -292,6 +295,7 @@ def launcher(
     }
     if job.slice is not None:
         metadata["batchinf.slice"] = str(job.slice)
+    begun = begun_at(job, state.header)
 
     def launch(slot: Slot, incarnation: str) -> Launch:
         return Launch(
@@ -306,6 +310,7 @@ def launcher(
             slot.cpus if not slot.devices else (),
             os.fspath(source_folder(job.folder, job.slice)),
             state.extents,
+            begun,
         )
 
     return launch

@@ -13,6 +13,7 @@ from batchinf.errors import DriftError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
+from batchinf.prompt_checks import check_prompts
 from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
@@ -82,6 +83,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str,
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
+    check_prompts(file, spec, model)
     source = open_input(spec, cache or source_folder(folder, file.slice))
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
@@ -116,13 +118,23 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tup
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,
         layout={"rows_per_shard": rows_per_shard},
         spec=job.spec.model_dump(mode="json"),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
+
+
+def begun_at(job: Job, header: Header | None) -> str | None:
+    """When the job was begun, in ISO format, the same for all of its slices; None for one that has yet to begin."""
+    cut = None if job.slice is None else read_cut(job.spec.output.path)
+    return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:
@@ -147,7 +159,7 @@ def check_cut(job: Job) -> None:
         return
     check_place(job.spec.output.path, job.slice)
     identity = {name: value for name, value in job.identity.items() if name != "slice"}
-    cut = write_cut(job.spec.output.path, Cut(job.slice.num_slices, job.source.num_rows, identity))
+    cut = write_cut(job.spec.output.path, Cut(job.slice.num_slices, job.source.num_rows, identity, _now()))
     check_place(job.spec.output.path, job.slice)
     if cut.identity != identity:
         raise _drift(f"{job.spec.output.path} holds slices of a job", cut.identity, identity)

@@ -211,6 +211,7 @@ class Launch:
     cpus: the processor cores it may use; empty means all that it inherited.
     source_folder: what the first pass over the input found, where that is not in the output folder itself.
     extents: the job's, of which the run order is made.
+    begun_at: when the job was begun, in ISO format: templates that print the date see this one.
     """
 
     replica: int
@@ -224,6 +225,7 @@ class Launch:
     cpus: tuple[int, ...] = ()
     source_folder: str | None = None
     extents: tuple[Extent, ...] = ()
+    begun_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

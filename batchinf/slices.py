@@ -58,11 +58,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What all slices of an output folder have in common. num_rows: of the whole input. identity: of the job."""
+    """What all slices of an output folder have in common. num_rows: of the whole input. identity: of the job.
+
+    begun_at: when the first of them was begun, in ISO format; empty where that was not noted.
+    """
 
     num_slices: int
     num_rows: int
     identity: dict[str, Any]
+    begun_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,8 @@ def read_cut(out: str) -> Cut | None:
 
 
 def _is_typed(cut: Cut) -> bool:
-    return (type(cut.num_slices), type(cut.num_rows), type(cut.identity)) == (int, int, dict)
+    types = (type(cut.num_slices), type(cut.num_rows), type(cut.identity), type(cut.begun_at))
+    return types == (int, int, dict, str)
 
 
 def write_cut(out: str, cut: Cut) -> Cut:

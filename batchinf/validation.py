@@ -5,12 +5,13 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
-from batchinf.job import Job, open_job
+from batchinf.job import Job, begun_at, open_job
 from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer, show
+from batchinf.prompt_checks import prompt_warnings
 from batchinf.records import Prompt
 from batchinf.room import room_warning
 from batchinf.row_sampling import sampling_line
@@ -40,6 +41,7 @@ def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
             )
             if rows_own := sampling_line(job.spec.sampling):
                 yield f"each row's own sampling: {rows_own}; null is the job's"
+            yield from prompt_warnings(job.spec, job.model, job.source)
             yield from check_structures(file, job.model.tokenizer)
             yield from _prompt_lines(job, num_rows)
             yield from _output_lines(job, folder, state)
@@ -65,7 +67,9 @@ def _input_lines(job: Job) -> Iterator[str]:
 
 def _prompt_lines(job: Job, num_rows: int) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
+    state = read_state(job.folder) if job.folder.exists("manifest") else None
+    begun = begun_at(job, None if state is None else state.header)
+    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
     length = job.spec.engine.get("max_model_len") or job.model.max_model_len
     rows = job.source.read(0, min(num_rows, job.source.num_rows), builder.columns)
     for prompt in builder.build(rows, length):
