@@ -13,6 +13,11 @@ LAYOUT = Field(json_schema_extra={"resume": "layout"})
 RUNTIME = Field(json_schema_extra={"resume": "runtime"})
 
 
+def identity_or(short: dict[str, Any]) -> Any:
+    """An identity field for which something else may be written, of this JSON schema, that a validator writes out."""
+    return Field(json_schema_extra={"resume": "identity", "short": short})
+
+
 def wrong(reason: str, field: str = "") -> PydanticCustomError:
     """What a validator raises: `field` is the one to look at, below the section or field that is validated."""
     return PydanticCustomError("wrong", "{reason}", {"reason": reason, "field": field})

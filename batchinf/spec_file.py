@@ -263,6 +263,8 @@ def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
             raise SpecError(f"{place}: {section} is {_got(data[key])}, which has no fields; set {section} itself")
         data = data[key]
     data[last] = parsed
+    if [*sections] == ["sampling"] and isinstance(data.get("columns"), dict):
+        data["columns"].pop(last, None)  # it is to hold for every row
     for old in [name for name in places if name.startswith((f"{field}.", f"{field}["))]:
         del places[old]
     places.update({**reader.places, field: place})
@@ -342,7 +344,7 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
 
 def _hint(value: Any, types: set[str]) -> str:
     match value:
-        case "":
+        case "" | []:
             return " that is not empty"
         case str() if "tuple_type" in types:
             return f"; for a list of one write [{_clip(value)}]"

@@ -1,21 +1,24 @@
 """What `validate` shows: that spec, input, columns, model and prompts hold together, without an engine or a GPU."""
 
+import contextlib
 import pathlib
 import tempfile
 from collections.abc import Iterator
 
 from batchinf.choose import Chosen, choose, described
 from batchinf.job import Job, open_job
-from batchinf.job_state import read_state
+from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer, show
 from batchinf.records import Prompt
 from batchinf.room import room_warning
+from batchinf.row_sampling import sampling_line
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
+from batchinf.structures import check_structures
 
 _MOST_IDS = 16
 
@@ -23,21 +26,27 @@ _MOST_IDS = 16
 def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
     """Lines for people, as each check passes. Raises UserError at the first that does not."""
     folder = Folder(file.spec.output.path)
+    state = read_state(folder) if folder.exists("manifest") else None
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has its first pass over the input behind it.
         own = folder.path(SOURCE_FOLDER)
-        job = open_job(file, own if own.is_dir() else pathlib.Path(scratch))
-        yield f"spec {file.path}: good"
-        yield from _model_lines(job)
-        yield from _input_lines(job)
-        chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects else None
-        if chosen is not None:
-            yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
-        yield "sampling: " + ", ".join(
-            f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
-        )
-        yield from _prompt_lines(job, num_rows, chosen)
-        yield from _output_lines(job, folder, chosen)
+        began_as = None if state is None else state.header.identity
+        job = open_job(file, own if own.is_dir() else pathlib.Path(scratch), began_as)
+        with contextlib.closing(job.source):
+            yield f"spec {file.path}: good"
+            yield from _model_lines(job)
+            yield from _input_lines(job)
+            chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects and state is None else None
+            if chosen is not None:
+                yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
+            yield "sampling: " + ", ".join(
+                f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
+            )
+            if rows_own := sampling_line(job.spec.sampling):
+                yield f"each row's own sampling: {rows_own}; null is the job's"
+            yield from check_structures(file, job.model.tokenizer)
+            yield from _prompt_lines(job, num_rows, chosen)
+            yield from _output_lines(job, folder, state, chosen)
 
 
 def _model_lines(job: Job) -> Iterator[str]:
@@ -81,8 +90,7 @@ def _one_prompt(tokenizer: object, prompt: Prompt) -> Iterator[str]:
     yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{more}"
 
 
-def _output_lines(job: Job, folder: Folder, chosen: Chosen | None) -> Iterator[str]:
-    state = read_state(folder) if folder.exists("manifest") else None
+def _output_lines(job: Job, folder: Folder, state: State | None, chosen: Chosen | None) -> Iterator[str]:
     if (cut := read_cut(str(folder.root))) is not None:
         yield f"output {folder.root}: a job in {cut.num_slices} slices"
     elif state is None:
