@@ -101,6 +101,6 @@ def json_schema() -> dict[str, Any]:
 
 def _with_form(field: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
     """A field's schema that allows another form too."""
-    about = {key: field[key] for key in ("description", "default", "title", "resume") if key in field}
+    about: dict[str, Any] = {key: field[key] for key in ("description", "default", "title", "resume") if key in field}
     own = {key: value for key, value in field.items() if key not in about}
     return {**about, "anyOf": [form, *own.get("anyOf", [own])]}
