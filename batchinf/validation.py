@@ -3,24 +3,37 @@
 import contextlib
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from batchinf.job import Job, open_job
 from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
-from batchinf.prompt import PromptBuilder, load_tokenizer, show
-from batchinf.records import Prompt
+from batchinf.prompt import PromptBuilder, load_tokenizer
 from batchinf.room import room_warning
+from batchinf.shown_rows import find_row, random_rows, read_rows, row_lines
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
+from batchinf.tasks import get_task
+from batchinf.token_lengths import TokenLengths, sample_rows
 
-_MOST_IDS = 16
+_COLUMNS = 100
+_LONG = 1 << 30  # tokens that fit where nothing says how many
 
 
-def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Which rows to show: the first `num_rows`, as many at random with `seed`, or those that are named."""
+
+    num_rows: int
+    named: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
     """Lines for people, as each check passes. Raises UserError at the first that does not."""
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
@@ -33,10 +46,8 @@ def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
             yield f"spec {file.path}: good"
             yield from _model_lines(job)
             yield from _input_lines(job)
-            yield "sampling: " + ", ".join(
-                f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
-            )
-            yield from _prompt_lines(job, num_rows)
+            yield from _sampling_lines(job)
+            yield from _prompt_lines(job, looks)
             yield from _output_lines(job, folder, state)
 
 
@@ -45,7 +56,8 @@ def _model_lines(job: Job) -> Iterator[str]:
     model = job.model
     architecture = ", ".join(model.config.get("architectures") or ["of unknown architecture"])
     where = f"commit {model.commit}" if model.commit else model.path
-    yield f"model {model.name}: {architecture}, {where}, content {model.fingerprint}; weights whole"
+    yield f"model {model.name}: {architecture}; weights whole"
+    yield f"  {where}, content {model.fingerprint}"
     # The first of the devices, which are taken to be alike.
     device_bytes, device_name = next((device_size(device) for device in visible_devices()), (None, ""))
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
@@ -58,23 +70,63 @@ def _input_lines(job: Job) -> Iterator[str]:
     yield "columns: " + ", ".join(f"{field.name} {field.type}" for field in source.schema)
 
 
-def _prompt_lines(job: Job, num_rows: int) -> Iterator[str]:
+def _sampling_lines(job: Job) -> Iterator[str]:
+    """What is not vLLM's default, with where it is from, then what is."""
+    sampling, origins = job.spec.sampling, job.origins
+    given = [f"{name} {getattr(sampling, name)} ({origins[name]})" for name in origins if origins[name] != "default"]
+    others = sampling.model_dump(exclude_defaults=True, exclude={*origins, "columns", "structured_outputs"})
+    given += [f"{name} {value} (spec)" for name, value in others.items()]
+    left = [f"{name} {getattr(sampling, name)}" for name in origins if origins[name] == "default"]
+    yield from _wrapped("sampling: ", given or ["nothing is given"])
+    yield from _wrapped("  by default ", [text.replace("max_tokens None", "max_tokens what fits") for text in left])
+
+
+def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:
+    """Words with commas between them, lines of 100 columns; a word is never broken."""
+    line = first
+    for number, word in enumerate(words):
+        end = "," if number < len(words) - 1 else ""
+        if len(line) + len(word) > _COLUMNS and line.strip():
+            yield line.rstrip()
+            line = "  "
+        line += f"{word}{end} "
+    if words:
+        yield line.rstrip()
+
+
+def _prompt_lines(job: Job, looks: Looks) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
-    length = job.spec.engine.get("max_model_len") or job.model.max_model_len
-    rows = job.source.read(0, min(num_rows, job.source.num_rows), builder.columns)
-    for prompt in builder.build(rows, length):
-        yield from _one_prompt(tokenizer, prompt)
+    builder, task = PromptBuilder(job.spec, tokenizer, job.model.vocab_size), get_task(job.spec)
+    length, positions, id_column = _max_model_len(job), job.rows, job.spec.input.id_column
+    named = [find_row(job.source, id_column, text) for text in looks.named]
+    yield ""
+    lengths = TokenLengths(len(positions), length, job.spec.sampling.max_tokens)
+    for sampled in sample_rows(positions, looks.seed or 0):
+        for prompt in builder.build(read_rows(job.source, sampled, builder.columns), length):
+            lengths.add(prompt)
+    yield from lengths.lines()
+    chosen = named or list(positions[: looks.num_rows])
+    if looks.seed is not None and not named:
+        chosen = random_rows(positions, looks.num_rows, looks.seed)
+        yield ""
+        yield f"rows drawn with --seed {looks.seed}:"
+    columns = [*builder.columns, *([id_column] if id_column else [])]
+    for position in chosen:
+        [row] = read_rows(job.source, [position], columns)
+        [prompt] = builder.build([row], length)
+        requests = task.expand(prompt, length or _LONG)
+        yield ""
+        row_id = row.values.get(id_column) if id_column else None
+        yield from row_lines(prompt, row_id, requests, tokenizer, job.spec.sampling, length, bool(named))
+    yield ""
 
 
-def _one_prompt(tokenizer: object, prompt: Prompt) -> Iterator[str]:
-    if prompt.error is not None:
-        yield f"row {prompt.row_index}: {prompt.error.error_type}: {prompt.error.error_message}"
-        return
-    ids = prompt.token_ids
-    more = "" if len(ids) <= _MOST_IDS else ", …"
-    yield f"row {prompt.row_index}, {len(ids):,} tokens: {show(tokenizer, ids)!r}"
-    yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{more}"
+def _max_model_len(job: Job) -> int | None:
+    """What the engine will have, as far as can be told without it."""
+    if job.spec.scripted is not None:
+        return job.spec.scripted.max_model_len
+    given = job.spec.engine.get("max_model_len")
+    return given if isinstance(given, int) and given > 0 else job.model.max_model_len
 
 
 def _output_lines(job: Job, folder: Folder, state: State | None) -> Iterator[str]:

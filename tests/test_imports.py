@@ -25,7 +25,8 @@ ORDER = """
     devices placement shards selection engine vllm_logprobs vllm_scheduler vllm_engine journal non_finite parts
     replace byte_queue flight feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage
     quarantine spec_file status channel job room failures replica backends.* replica_log fleet telemetry trials
-    platforms progress coordinator recovery retry epoch fresh look check validation cli __main__
+    platforms progress coordinator recovery retry epoch fresh look check
+    token_lengths shown_rows validation cli __main__
 """.split()
 VLLM_ADAPTERS = {"vllm_engine", "vllm_logprobs", "vllm_scheduler"}
 
