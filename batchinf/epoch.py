@@ -34,6 +34,7 @@ from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
 from batchinf.stop_signals import ahead_of_time_limit
 from batchinf.storage import Folder
+from batchinf.structures import check_structures
 from batchinf.telemetry import Telemetry
 from batchinf.trials import Trials
 
@@ -123,6 +124,9 @@ def _run_epoch(
         else:
             job, request = take_request(job, state, retry)
         end_process_groups(state)
+    if job.spec.scripted is None and (state is None or request is not None):
+        for line in check_structures(file, job.model.tokenizer):
+            display.say(line)
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)

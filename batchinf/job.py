@@ -13,6 +13,7 @@ from batchinf.errors import DriftError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
+from batchinf.row_sampling import check_sampling_columns
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.source import InputLocation, Source, open_source
@@ -82,6 +83,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str,
     spec = file.spec.model_copy(update={"sampling": sampling})
     source = open_input(spec, cache or source_folder(folder, file.slice))
     check_columns(spec, source.schema.names)
+    check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
     if file.slice is not None:

@@ -17,6 +17,7 @@ import jinja2.meta
 
 from batchinf.errors import ModelError, RowError, SpecError
 from batchinf.records import Prompt
+from batchinf.row_sampling import RowSampling, wanted_columns
 from batchinf.sandbox import LONGEST_TEXT, Environment, NullPrinted, RanAway
 from batchinf.source import Row
 from batchinf.spec import JobSpec
@@ -72,6 +73,7 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:
     wanted = [(where, name) for name in Renderer(spec).columns]
     wanted += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
     wanted += [("output.keep_columns", name) for name in spec.output.keep_columns]
+    wanted += wanted_columns(spec.sampling)
     for field, name in wanted:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -114,6 +116,7 @@ class PromptBuilder:
 
     def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None) -> None:
         self._renderer = Renderer(spec)
+        self._sampling = RowSampling(spec.sampling)
         self._tokenizer = tokenizer
         self._keeps_text = spec.output.include_prompt
         self._vocab_size = vocab_size
@@ -121,8 +124,8 @@ class PromptBuilder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns that a prompt is made of."""
-        return self._renderer.columns
+        """The input columns that a prompt is made of, and those of the row's own sampling."""
+        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns]))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it."""
@@ -137,7 +140,7 @@ class PromptBuilder:
                 prompts.append(Prompt(row.row_index, [], kept, outcome))
             else:
                 prompts.append(Prompt(row.row_index, outcome, kept, None))
-        return prompts
+        return self._sampling.apply(rows, prompts)
 
     def preview(self, row: Row, num_chars: int) -> str | RowError:
         """The beginning of a row's text as the model sees it, special tokens and all, for people to read."""

@@ -108,7 +108,7 @@ def _clip(text: str, is_whole: bool) -> str:
 def _sampling(requests: Sequence[Request], own: SamplingSpec | None, job: SamplingSpec, left: int | None) -> str:
     """What counts for a row, its own value beside the job's. left: tokens that fit after its prompt."""
     words = []
-    for name, value in job.model_dump().items():
+    for name, value in job.model_dump(exclude={"columns", "structured_outputs"}).items():
         mine = value if own is None else getattr(own, name)
         if mine != value and name != "max_tokens":
             words.append(f"{name} {mine} (the row's own; the job's is {value})")

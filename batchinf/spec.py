@@ -54,6 +54,7 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
     "quantization": "model.quantization",
     "load_format": "model.load_format",
     "trust_remote_code": "model.trust_remote_code",
+    "reasoning_parser": "model.reasoning_parser",
     "tensor_parallel_size": "parallel.tensor_parallel_size",
     "pipeline_parallel_size": "parallel.pipeline_parallel_size",
     "data_parallel_size": "parallel.data_parallel_size",
@@ -223,6 +224,9 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
                 kind: Resume = "runtime" if argument in RUNTIME_ENGINE_ARGUMENTS else "identity"
                 yield f"engine.{argument}", setting, kind
         else:
+            # A mapping's order does not count when two are compared; that of columns must.
+            if name == "keep_columns":
+                value = [old if old == new else [old, new] for old, new in value.items()]
             yield f"{prefix}{name}", _plain(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
 
 

@@ -13,10 +13,12 @@ from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer
 from batchinf.room import room_warning
+from batchinf.row_sampling import sampling_line
 from batchinf.shown_rows import find_row, random_rows, read_rows, row_lines
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
+from batchinf.structures import check_structures
 from batchinf.tasks import get_task
 from batchinf.token_lengths import TokenLengths, sample_rows
 
@@ -47,6 +49,9 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
             yield from _model_lines(job)
             yield from _input_lines(job)
             yield from _sampling_lines(job)
+            if rows_own := sampling_line(job.spec.sampling):
+                yield f"each row's own sampling: {rows_own}; null is the job's"
+            yield from check_structures(file, job.model.tokenizer)
             yield from _prompt_lines(job, looks)
             yield from _output_lines(job, folder, state)
 

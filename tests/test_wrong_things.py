@@ -73,8 +73,8 @@ WRONG = [
           "job.yaml:4:3: input.prompt_template: got prompt_template beside prompt_column; give one of them"),
     # Columns
     Wrong("clash unnamed", {"output": {"keep_columns": ["text"]}},
-          "job.yaml:9:3: output.keep_columns: got text, which the output has a column of its own for; keep it as "
-          "input.id_column, or rename it in the input",
+          "job.yaml:9:3: output.keep_columns: got text, which the output has a column of its own for; give it "
+          "another name, as in {text: input_text}",
           rows=({"id": 1, "prompt": "Once", "text": "x"},)),
     Wrong("twice the same name", {"output": {"keep_columns": {"language": "a", "prompt": "a"}}},
           "job.yaml:9:3: output.keep_columns: got 'a' for two columns; give each a name of its own"),
