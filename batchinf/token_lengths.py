@@ -14,6 +14,7 @@ MOST_SAMPLED = 1000
 _RUN_ROWS = 10
 _MOST_BARS = 12
 _COLUMNS = 80
+_MOST_CHARS = 120  # of what is said of an error
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -52,7 +53,7 @@ class TokenLengths:
         return len(self.lengths) + self.errors.total()
 
     def lines(self) -> Iterator[str]:
-        """For people, at most 80 columns each."""
+        """For people."""
         is_all = self.num_sampled == self.num_rows
         which = f"all {self.num_rows:,}" if is_all else f"{self.num_sampled:,} of {self.num_rows:,}"
         yield f"prompt lengths in tokens ({which} rows):"
@@ -75,7 +76,7 @@ class TokenLengths:
             for name, number in self.errors.most_common():
                 first = self.firsts[name]
                 words = " ".join(f"{number:,} {name}, first row {first.row_index:,}: {_message(first)}".split())
-                yield f"    {words if len(words) <= _COLUMNS - 4 else words[: _COLUMNS - 5] + '…'}"
+                yield f"    {words if len(words) <= _MOST_CHARS else words[: _MOST_CHARS - 1] + '…'}"
 
 
 def _message(prompt: Prompt) -> str:
@@ -95,7 +96,7 @@ def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
 
 
 def bars(lengths: Sequence[int]) -> Iterator[str]:
-    """A histogram in text: even steps or, where the longest are far from the others, doubling ones."""
+    """A histogram in 80 columns: even steps or, where the longest are far from the others, doubling ones."""
     edges = _edges(sorted(lengths))
     counts = [0] * (len(edges) - 1)
     for length in lengths:

