@@ -27,7 +27,8 @@ ORDER = """
     journal non_finite open_shard parts replace byte_queue flight feeder writer worker commit_log lock
     manifest_lines job_state manifest proof salvage quarantine spec_file prompt_checks status channel job
     structures exclude choose room failures replica backends.* replica_log fleet telemetry trials platforms
-    progress coordinator forecast recovery retry epoch fresh look results diff check validation cli __main__
+    progress coordinator forecast recovery retry epoch fresh look results diff check token_lengths shown_rows
+    validation cli __main__
 """.split()
 VLLM_ADAPTERS = {"vllm_engine", "vllm_logprobs", "vllm_reasoning", "vllm_scheduler", "vllm_structures"}
 
