@@ -79,7 +79,7 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
     if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
-        check_drift(open_job(file), state.header)
+        check_drift(open_job(file, state=state), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
@@ -111,7 +111,7 @@ def _run_epoch(
     retry: str | None,
 ) -> None:
     display.say("opening model and input")
-    job, request = open_job(file), None
+    job, request = open_job(file, state=state), None
     if state is not None:
         if retry is None:
             check_drift(job, state.header)
@@ -293,6 +293,7 @@ def launcher(
             metadata,
             slot.cpus if not slot.devices else (),
             os.fspath(source_folder(job.folder, job.slice)),
+            job.source.fingerprints,
         )
 
     return launch

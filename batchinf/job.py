@@ -4,16 +4,17 @@ import datetime
 import json
 import pathlib
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchinf.errors import DriftError
-from batchinf.job_state import FORMAT_VERSION, Header
+from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
 from batchinf.shards import Extent, choose_rows_per_shard
-from batchinf.slices import Cut, Slice, check_place, job_folder, source_folder, write_cut
-from batchinf.source import InputLocation, Source, open_source
+from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
+from batchinf.source import InputLocation, NewRows, Source, open_source
 from batchinf.spec import JobSpec, fields, fingerprint
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
@@ -51,20 +52,33 @@ class Job:
         return fingerprint(self.identity)
 
 
-def open_job(file: SpecFile, cache: pathlib.Path | None = None) -> Job:
-    """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run."""
+def open_job(
+    file: SpecFile, cache: pathlib.Path | None = None, state: State | None = None, new: NewRows = "refuse"
+) -> Job:
+    """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
+
+    state: of the job that is gone on with. new: what becomes of rows that came since.
+    """
     folder = job_folder(file.spec.output.path, file.slice)
     model = resolve(file.spec.model)
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
-    source = open_input(spec, cache or source_folder(folder, file.slice))
+    source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
     check_columns(spec, source.schema.names)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
-    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
+    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
     if file.slice is not None:
         identity["slice"] = str(file.slice)
     # Through JSON and back, so that it compares equal to what the manifest gives.
     return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)), file.slice)
+
+
+def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
+    """What the job has taken in of its input; a slice that has not begun takes what the others did."""
+    if state is not None:
+        return state.source_fingerprints
+    cut = read_cut(file.spec.output.path) if file.slice is not None else None
+    return () if cut is None else (str(cut.identity.get("input", "")),)
 
 
 def carried_columns(spec: JobSpec) -> list[str]:
@@ -72,10 +86,11 @@ def carried_columns(spec: JobSpec) -> list[str]:
     return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
 
 
-def open_input(spec: JobSpec, cache: pathlib.Path) -> Source:
-    """The job's source; what its first pass finds is kept in `cache`."""
+def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
+    """The job's source; what its first pass finds is kept in `cache`. See `open_source`."""
     where = spec.input
-    return open_source(InputLocation(where.path, where.format, where.split, where.revision, where.name), cache)
+    location = InputLocation(where.path, where.format, where.split, where.revision, where.name)
+    return open_source(location, cache, taken, new)
 
 
 def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:

@@ -186,7 +186,8 @@ class _Journalled:
         self._spec = _spec(state)
         self._task = get_task(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
-        self._source = open_input(self._spec, source_folder(folder, Slice.of(state.header.identity)))
+        cache = source_folder(folder, Slice.of(state.header.identity))
+        self._source = open_input(self._spec, cache, state.source_fingerprints, "ignore")
         self._columns = carried_columns(self._spec)
         self._extents = state.extents
 

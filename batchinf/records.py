@@ -183,6 +183,7 @@ class Launch:
     metadata: what each part's Parquet metadata carries beside the versions.
     cpus: the processor cores it may use; empty means all that it inherited.
     source_folder: what the first pass over the input found, where that is not in the output folder itself.
+    taken: the fingerprints of what the job has taken in of its input, the last one last.
     """
 
     replica: int
@@ -195,6 +196,7 @@ class Launch:
     metadata: dict[str, str]
     cpus: tuple[int, ...] = ()
     source_folder: str | None = None
+    taken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
