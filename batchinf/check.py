@@ -15,6 +15,7 @@ from batchinf.journal import Journal, list_shards
 from batchinf.lock import LOCK, Holder, JobLock, judge
 from batchinf.parts import parse_part_name, part_name
 from batchinf.proof import NUM_THREADS, Flaw, find_flaw, other_owner
+from batchinf.run_order import RunOrder
 from batchinf.salvage import move_aside, rebuild_manifest
 from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.slices import job_folders
@@ -148,10 +149,11 @@ def _check_parts(folder: Folder, state: State, looked: _Looked, is_deep: bool, r
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
     num_samples = JobSpec.model_validate(state.header.spec).sampling.n
+    order = RunOrder(folder, state.extents)
 
     def look(shard: int) -> Flaw | None:
         place = shard_at(state.extents, shard)
-        return find_flaw(folder, state.header.job_id, place, state.parts[shard], num_samples, is_deep=is_deep)
+        return find_flaw(folder, state.header.job_id, place, state.parts[shard], num_samples, order, is_deep=is_deep)
 
     found = {}
     with ThreadPoolExecutor(NUM_THREADS) as pool:

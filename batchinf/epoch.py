@@ -12,7 +12,7 @@ from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_cut, check_drift, new_header, open_job
-from batchinf.job_state import Header, State, last_epoch, read_state
+from batchinf.job_state import State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
@@ -25,6 +25,7 @@ from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.retry_log import Retry
 from batchinf.room import room_warning
+from batchinf.run_order import RunOrder
 from batchinf.shards import Pending, total_rows, total_shards
 from batchinf.slices import check_place, job_folder, source_folder
 from batchinf.spec import fingerprint
@@ -191,7 +192,7 @@ def _run_rest(
     fleet = Fleet(
         slots,
         job.spec.sampling.n,
-        launcher(job, state.header, settings, None if phase is None else phase.retry),
+        launcher(job, state, settings, None if phase is None else phase.retry),
         epoch,
         job.folder.path("logs"),
         job.spec.max_restarts,
@@ -210,7 +211,7 @@ def _run_rest(
         is_done = phase.num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
         pending = Pending(state.extents, is_done, phase.num_chosen)
-    trials = Trials(state.extents, state, is_done, fleet, manifest)
+    trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
     said = [event.fields["versions"] for event in state.events if event.name == "ready"]
     versions = said[-1] if said else {}
@@ -268,12 +269,12 @@ def compile_marker(job: Job) -> pathlib.Path:
 
 
 def launcher(
-    job: Job, header: Header, settings: EngineSettings, retry: Retry | None = None
+    job: Job, state: State, settings: EngineSettings, retry: Retry | None = None
 ) -> Callable[[Slot, str], Launch]:
     """What each new incarnation of a replica is told."""
     metadata = {
-        "batchinf.job_id": header.job_id,
-        "batchinf.fingerprint": header.fingerprint,
+        "batchinf.job_id": state.header.job_id,
+        "batchinf.fingerprint": state.header.fingerprint,
         "batchinf.model": job.model.name,
         "batchinf.model_commit": job.model.commit or job.model.fingerprint,
         **({} if retry is None else retry_metadata(retry)),
@@ -294,6 +295,7 @@ def launcher(
             slot.cpus if not slot.devices else (),
             os.fspath(source_folder(job.folder, job.slice)),
             job.source.fingerprints,
+            state.extents,
         )
 
     return launch

@@ -12,6 +12,7 @@ from batchinf.errors import DriftError
 from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
+from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.source import InputLocation, NewRows, Source, open_source
@@ -93,11 +94,15 @@ def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), ne
     return open_source(location, cache, taken, new)
 
 
-def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
-    """What is written once, at a job's first start: its identity, and how its rows are cut."""
+def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
+    """What is written once, at a job's first start: its identity, and how its rows are cut.
+
+    choice: the rows that are run, their bitmap written; None is all of the job's.
+    """
+    choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
-        rows_per_shard = choose_rows_per_shard(len(job.rows), num_replicas, estimated_bytes_per_row(job.spec))
+        rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, estimated_bytes_per_row(job.spec))
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,
@@ -107,7 +112,7 @@ def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
         layout={"rows_per_shard": rows_per_shard},
         spec=job.spec.model_dump(mode="json"),
     )
-    return header, Extent(job.rows.start, len(job.rows), rows_per_shard, first_shard=0)
+    return header, choice.extent(rows_per_shard, first_shard=0)
 
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:

@@ -22,10 +22,11 @@ ORDER = """
     retry_log part_names part_line predicate model_files hub model memory out_of_memory engine_settings
     input_files remote_files source_cache column_types arrow_damage reader arrow_file csv_file line_file
     parquet_probe parquet_file saved_dataset hf_dataset first_pass generations intake source sandbox prompt
-    detokenizer tasks.* placement shards selection engine vllm_logprobs vllm_scheduler vllm_engine journal
-    non_finite parts replace byte_queue flight feeder writer worker commit_log lock manifest_lines job_state
-    manifest proof salvage quarantine spec_file status channel job room failures replica backends.* replica_log
-    fleet trials progress coordinator recovery retry epoch fresh look check validation cli __main__
+    detokenizer tasks.* placement shards shard_rows selection run_order engine vllm_logprobs vllm_scheduler
+    vllm_engine journal non_finite open_shard parts replace byte_queue flight feeder writer worker commit_log lock
+    manifest_lines job_state manifest proof salvage quarantine spec_file status channel job room failures replica
+    backends.* replica_log fleet trials progress coordinator recovery retry epoch fresh look check validation cli
+    __main__
 """.split()
 VLLM_ADAPTERS = {"vllm_engine", "vllm_logprobs", "vllm_scheduler"}
 

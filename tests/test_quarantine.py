@@ -18,6 +18,7 @@ from batchinf.job_state import EventLine, State
 from batchinf.manifest import Manifest
 from batchinf.quarantine import Case, Quarantine
 from batchinf.records import Shard
+from batchinf.run_order import RunOrder
 from batchinf.shards import Extent, shard_at
 from batchinf.storage import Folder
 from batchinf.trials import Trials
@@ -265,14 +266,14 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
         assign=lambda member, shards, attempts, condemned: given.append(shards),
     )
     fleet.members[0].replica = types.SimpleNamespace(launch=types.SimpleNamespace(incarnation="a"))
-    extents = (Extent(0, 20, 20, 0),)
+    extents = (Extent.of_all(0, 20, 20, 0),)
     case = Case("a", 0, (0,), (7, 8), "probe", (8,), ((7, 8), (8,)))
     folder = Folder(tmp_path)
     folder.make("manifest")
     state = State()
     state.kept["case/a"] = EventLine("death", "", {"kept_as": "case/a", **case.fields()})
     manifest = Manifest(folder, 1)
-    trials = Trials(extents, state, np.zeros(1, np.bool_), fleet, manifest)
+    trials = Trials(RunOrder(folder, extents), state, np.zeros(1, np.bool_), fleet, manifest)
     for rows in ((8,), (7,), (8,), (8,), ()):
         trials.give(lambda shards: 1)
         trials.give(lambda shards: 1)  # nothing is given twice
