@@ -10,6 +10,7 @@ from batchinf import failures, journal, non_finite
 from batchinf.coordinator import Committed, Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
+from batchinf.extend import add_extent, has_more, open_extended, said
 from batchinf.fleet import Fleet
 from batchinf.job import Job, check_cut, check_drift, new_header, open_job
 from batchinf.job_state import State, last_epoch, read_state
@@ -37,6 +38,7 @@ from batchinf.trials import Trials
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 _LOST_TO_NAME = 20
+NOTHING_NEW = "--extend: the input has nothing that the job has not taken in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,10 @@ class Summary:
         ]
 
 
-def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) -> Summary:
+def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False) -> Summary:
     """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
+
+    extends: what has come to its input since is taken in first.
 
     To be called within `interruptible`: only the coordinator drains.
 
@@ -80,23 +84,27 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
     if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
-        check_drift(open_job(file, state=state), state.header)
-        return _finished(file, state, was_done=True)
+        job = open_extended(file, state) if extends else open_job(file, state=state)
+        check_drift(job, state.header)
+        if not extends or not has_more(job, state):
+            if extends:
+                display.say(NOTHING_NEW)
+            return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
-        _hold_and_run(file, folder, state, display, retry)
+        _hold_and_run(file, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
 
 
 def _hold_and_run(
-    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None
+    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None, extends: bool
 ) -> None:
     lock = JobLock(folder)
     epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
     try:
-        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry)
+        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry, extends)
     finally:
         lock.release()
         display.close()
@@ -110,9 +118,11 @@ def _run_epoch(
     epoch: int,
     display: ProgressDisplay,
     retry: str | None,
+    extends: bool,
 ) -> None:
     display.say("opening model and input")
-    job, request = open_job(file, state=state), None
+    job = open_extended(file, state) if extends and state is not None else open_job(file, state=state)
+    request = None
     if state is not None:
         if retry is None:
             check_drift(job, state.header)
@@ -128,6 +138,8 @@ def _run_epoch(
         state = _begin(job, manifest, len(slots))
     else:
         note_ended(state, read_status(folder), manifest)
+        if extends:
+            state = _extend(job, state, manifest, len(slots), display)
     found = recover(job, state.extents, state, manifest)
     manifest.event("epoch", epoch=epoch, job_id=state.header.job_id, adopted=len(found.adopted), lost=list(found.lost))
     manifest.commit()
@@ -145,6 +157,17 @@ def _run_epoch(
     manifest.commit()
     manifest.close()
     _tidy(folder)
+
+
+def _extend(job: Job, state: State, manifest: Manifest, num_replicas: int, display: ProgressDisplay) -> State:
+    if not has_more(job, state):
+        display.say(NOTHING_NEW)
+        return state
+    num_rows = add_extent(job, state, manifest, num_replicas)
+    display.say(said(job, state, num_rows))
+    extended = read_state(job.folder)
+    assert extended is not None
+    return extended
 
 
 def _engine_settings(job: Job, slots: list[Slot], state: State | None, display: ProgressDisplay) -> EngineSettings:

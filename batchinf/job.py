@@ -42,6 +42,11 @@ class Job:
     slice: Slice | None = None
 
     @property
+    def location(self) -> InputLocation:
+        """Where its input is."""
+        return _location(self.spec)
+
+    @property
     def rows(self) -> range:
         """The rows that are to be run, by their positions in the input."""
         num_rows = self.source.num_rows
@@ -70,8 +75,23 @@ def open_job(
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
     if file.slice is not None:
         identity["slice"] = str(file.slice)
+    if state is not None:
+        identity["input.limit"] = _limit_as_begun(folder, identity["input.limit"], state, new)
     # Through JSON and back, so that it compares equal to what the manifest gives.
     return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)), file.slice)
+
+
+def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
+    """What the job's identity says of the limit: one that was raised, or is now, is the same job's.
+
+    Raises DriftError where it is lowered, or raised without `--extend`.
+    """
+    begun, last = state.header.identity.get("input.limit"), state.limit
+    is_raised = last is not None and (limit is None or limit > last)
+    if limit == last or (new == "take" and is_raised):
+        return begun
+    error = _drift(f"{folder.root} holds a job", {"input.limit": last}, {"input.limit": limit})
+    raise DriftError(f"{error}\nwith --extend, input.limit may be raised, but not lowered")
 
 
 def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
@@ -89,9 +109,12 @@ def carried_columns(spec: JobSpec) -> list[str]:
 
 def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
     """The job's source; what its first pass finds is kept in `cache`. See `open_source`."""
+    return open_source(_location(spec), cache, taken, new)
+
+
+def _location(spec: JobSpec) -> InputLocation:
     where = spec.input
-    location = InputLocation(where.path, where.format, where.split, where.revision, where.name)
-    return open_source(location, cache, taken, new)
+    return InputLocation(where.path, where.format, where.split, where.revision, where.name)
 
 
 def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
@@ -157,7 +180,7 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
 
 
 def _show(identity: dict[str, Any], name: str) -> str:
-    if name not in identity:
+    if name not in identity or (name == "input.limit" and identity[name] is None):
         return "nothing"
     meaning = {"model": "a model with content ", "input": "an input with content "}.get(name, "")
     return meaning + json.dumps(identity[name], ensure_ascii=False)

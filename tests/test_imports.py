@@ -25,8 +25,8 @@ ORDER = """
     detokenizer tasks.* placement shards shard_rows selection run_order engine vllm_logprobs vllm_scheduler
     vllm_engine journal non_finite open_shard parts replace byte_queue flight feeder writer worker commit_log lock
     manifest_lines job_state manifest proof salvage quarantine spec_file status channel job room failures replica
-    backends.* replica_log fleet trials progress coordinator recovery retry epoch fresh look check validation cli
-    __main__
+    backends.* replica_log fleet trials progress coordinator recovery retry extend epoch fresh look check validation
+    cli __main__
 """.split()
 VLLM_ADAPTERS = {"vllm_engine", "vllm_logprobs", "vllm_scheduler"}
 

@@ -1,0 +1,79 @@
+"""`--extend`: files and rows that came since, and a raised limit, as a new extent of a job; `epoch` has it run.
+
+What was taken in keeps its positions and its cuts. An extent counts once its line does, in one commit; what a crash
+before that leaves behind, a record of the input and a bitmap, means nothing, and is made again.
+"""
+
+from batchinf import faults
+from batchinf.errors import InputError
+from batchinf.hf_dataset import is_dataset
+from batchinf.job import Job, carried_columns, estimated_bytes_per_row, open_job
+from batchinf.job_state import State
+from batchinf.manifest import Manifest
+from batchinf.run_order import Choice
+from batchinf.shards import choose_rows_per_shard, total_rows, total_shards
+from batchinf.spec_file import SpecFile
+
+
+def open_extended(file: SpecFile, state: State) -> Job:
+    """The job with all that its input has by now.
+
+    Raises DriftError where what was taken in before is changed or gone, or the limit is lowered; InputError where what
+    is new cannot be the job's.
+    """
+    job = open_job(file, state=state, new="take")
+    if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(job.location):
+        raise InputError(
+            f"{file.spec.input.path} is a Hugging Face dataset that has changed: --extend takes files, as which rows "
+            "of a dataset are new cannot be known; give the new rows as files, or a new job with input.exclude"
+        )
+    if has_more(job, state):
+        _check_types(job)
+    return job
+
+
+def has_more(job: Job, state: State) -> bool:
+    """Whether there is something that the job has not taken in: files, rows, or a higher limit."""
+    return job.source.fingerprint != state.source_fingerprints[-1] or job.spec.input.limit != state.limit
+
+
+def _check_types(job: Job) -> None:
+    """What goes from the input to the output keeps its type: readers take all parts as one table."""
+    before, now = job.source.schemas[0], job.source.schema
+    for name in carried_columns(job.spec):
+        if not before.field(name).equals(now.field(name)):
+            was, is_now = before.field(name).type, now.field(name).type
+            raise InputError(
+                f"column {name!r} is {was} in the job's output, and is {is_now} with what is new in "
+                f"{job.spec.input.path}; write it as {was} there, or give the new rows a job of their own"
+            )
+
+
+def add_extent(job: Job, state: State, manifest: Manifest, num_replicas: int) -> int:
+    """Take in what is new, durably; the number of rows to run that came so."""
+    choice = _choice(job, state)
+    extent = choice.extent(_rows_per_shard(job, state, choice.num_rows, num_replicas), total_shards(state.extents))
+    faults.point("extend.before_line")
+    manifest.extent(extent, job.source.fingerprint, {"limit": job.spec.input.limit})
+    manifest.commit()
+    faults.point("extend.after_line")
+    return choice.num_rows
+
+
+def _choice(job: Job, state: State) -> Choice:
+    start, first_row = total_rows(state.extents), state.extents[-1].stop_row
+    return Choice(start, job.source.num_rows - first_row, first_row, job.source.num_rows)
+
+
+def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) -> int:
+    """As the user said, or what fits these rows: the first may have been few, and these many."""
+    if state.header.spec.get("output", {}).get("rows_per_shard", "auto") != "auto":
+        return int(state.header.layout["rows_per_shard"])
+    return choose_rows_per_shard(num_rows, num_replicas, estimated_bytes_per_row(job.spec))
+
+
+def said(job: Job, state: State, num_rows: int) -> str:
+    """A line for the user on what has been taken in."""
+    num_new = job.source.num_rows - state.extents[-1].stop_row
+    more = "" if num_rows == num_new else f", {num_rows:,} of them to run"
+    return f"extended: {num_new:,} more rows of the input are taken in{more}"
