@@ -37,6 +37,9 @@ def status_lines(out: str) -> list[str]:
     folder, state = _open(out)
     snapshot = read_status(folder)
     lines = [f"{out}: {_stands(folder, state, snapshot)}", *_total_lines([state], *_totals(state))]
+    if len(state.extents) > 1:
+        times = ", ".join(f"{extent.num_rows:,}" for extent in state.extents)
+        lines.append(f"rows came in {len(state.extents)} times: {times}")
     if state.retries:
         retry = state.retries[max(state.retries)]
         num_replaced = sum(part.retry == retry.number for part in state.parts.values())

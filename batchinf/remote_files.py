@@ -93,7 +93,15 @@ class _Stream(io.RawIOBase):
         if not self.closed:
             with contextlib.suppress(Exception):
                 self._stream.close()
+                if _protocol(self._file.system) in _HTTP:  # it only asks for its connection to be closed
+                    _closed(self._stream)
         super().close()
+
+
+def _closed(stream: Any) -> None:
+    from fsspec.asyn import sync
+
+    sync(stream.loop, stream._close)
 
 
 def find_remote(input: InputLocation) -> tuple[Format, list[InputFile]]:
@@ -184,19 +192,22 @@ def _told(url: str) -> Iterator[None]:
         yield
     except BatchinfError:
         raise
-    except FileNotFoundError as error:
-        raise InputError(f"{url} is not there: mend the URL, or put the file there") from error
-    except ImportError as error:
-        raise InputError(f"{url} cannot be read, as a package is missing: {_words(error)}") from error
     except Exception as error:  # each file system's library has errors of its own
-        if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
-            raise InputError(
-                f"{url} cannot be read: no permission; give credentials in the environment, as its library takes them"
-            ) from error
-        raise InputError(
-            f"{url} cannot be read: {_words(error)}; check the URL, the network, and credentials in the environment"
-        ) from error
+        raise InputError(_line(url, error)) from error
 
 
-def _words(error: Exception) -> str:
+def _line(url: str, error: BaseException) -> str:
+    # fsspec says of whatever keeps it from an HTTP server that the file is not there.
+    why = (error.__cause__ or error) if isinstance(error, FileNotFoundError) else error
+    status = getattr(why, "status", None)
+    if isinstance(why, ImportError):
+        return f"{url} cannot be read, as a package is missing: {_words(why)}"
+    if isinstance(why, PermissionError) or status in (401, 403):
+        return f"{url} cannot be read: no permission; give credentials in the environment, as its library takes them"
+    if isinstance(why, FileNotFoundError) or status in (404, 410):
+        return f"{url} is not there: mend the URL, or put the file there"
+    return f"{url} cannot be read: {_words(why)}; check the URL, the network, and credentials in the environment"
+
+
+def _words(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
