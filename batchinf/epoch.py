@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinf import failures, journal, non_finite
+from batchinf import choose, failures, journal, non_finite
 from batchinf.coordinator import Committed, Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.extend import add_extent, has_more, open_extended, said
 from batchinf.fleet import Fleet
-from batchinf.job import Job, check_cut, check_drift, new_header, open_job
+from batchinf.forecast import CHOSEN, forecast
+from batchinf.job import Job, check_drift, new_header, open_job
 from batchinf.job_state import State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
@@ -26,7 +27,7 @@ from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.retry_log import Retry
 from batchinf.room import room_warning
-from batchinf.run_order import RunOrder
+from batchinf.run_order import Choice, RunOrder
 from batchinf.shards import Pending, total_rows, total_shards
 from batchinf.slices import check_place, job_folder, source_folder
 from batchinf.spec import fingerprint
@@ -56,6 +57,7 @@ class Summary:
     num_inf_rows: int
     device_s: float
     was_done: bool
+    forecast: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """For people."""
@@ -66,6 +68,7 @@ class Summary:
             f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
             *non_finite.lines(self.num_nan_rows, self.num_inf_rows),
+            *self.forecast,
         ]
 
 
@@ -83,7 +86,7 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, 
     state = read_state(folder) if folder.exists("manifest") else None
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
-    if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
+    if state is not None and state.is_done and retry is None and _is_whole(folder, state):
         job = open_extended(file, state) if extends else open_job(file, state=state)
         check_drift(job, state.header)
         if not extends or not has_more(job, state):
@@ -96,6 +99,10 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, 
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
+
+
+def _is_whole(folder: Folder, state: State) -> bool:
+    return RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)
 
 
 def _hold_and_run(
@@ -132,14 +139,16 @@ def _run_epoch(
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
-    check_cut(job)
+    choice = choose.begin(job, file, display.say) if state is None else None
+    if state is not None:
+        choose.restore(job, file, state, display.say)
     manifest = Manifest(folder, epoch, lock, state)
     if state is None:
-        state = _begin(job, manifest, len(slots))
+        state = _begin(job, manifest, len(slots), choice)
     else:
         note_ended(state, read_status(folder), manifest)
         if extends:
-            state = _extend(job, state, manifest, len(slots), display)
+            state = _extend(job, file, state, manifest, len(slots), display)
     found = recover(job, state.extents, state, manifest)
     manifest.event("epoch", epoch=epoch, job_id=state.header.job_id, adopted=len(found.adopted), lost=list(found.lost))
     manifest.commit()
@@ -159,11 +168,13 @@ def _run_epoch(
     _tidy(folder)
 
 
-def _extend(job: Job, state: State, manifest: Manifest, num_replicas: int, display: ProgressDisplay) -> State:
+def _extend(
+    job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, display: ProgressDisplay
+) -> State:
     if not has_more(job, state):
         display.say(NOTHING_NEW)
         return state
-    num_rows = add_extent(job, state, manifest, num_replicas)
+    num_rows = add_extent(job, file, state, manifest, num_replicas, display.say)
     display.say(said(job, state, num_rows))
     extended = read_state(job.folder)
     assert extended is not None
@@ -180,7 +191,7 @@ def _engine_settings(job: Job, slots: list[Slot], state: State | None, display: 
     return EngineSettings(job.spec, fit_of(job.model, job.spec, device_bytes, device_name), lowered)
 
 
-def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
+def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | None) -> State:
     if job.folder.list("parts"):
         raise OutputError(
             f"{job.folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
@@ -189,10 +200,12 @@ def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
     # Results of a job that no manifest describes are nobody's.
     for shard in journal.list_shards(job.folder):
         journal.drop(job.folder, shard)
-    header, extent = new_header(job, num_replicas)
+    header, extent = new_header(job, num_replicas, choice)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
     manifest.header(header)
     manifest.extent(extent, job.source.fingerprint)
+    if job.spec.input.selects:
+        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=extent.num_rows, num_input_rows=job.source.num_rows)
     manifest.commit()
     state = read_state(job.folder)
     assert state is not None
@@ -358,6 +371,7 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
         num_inf_rows=sum(part.num_inf_rows for part in state.parts.values()),
         device_s=state.device_s,
         was_done=was_done,
+        forecast=tuple(forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:

@@ -5,12 +5,13 @@ before that leaves behind, a record of the input and a bitmap, means nothing, an
 """
 
 from batchinf import faults
+from batchinf.choose import Chosen, Say, choose
 from batchinf.errors import InputError
+from batchinf.forecast import CHOSEN
 from batchinf.hf_dataset import is_dataset
 from batchinf.job import Job, carried_columns, estimated_bytes_per_row, open_job
 from batchinf.job_state import State
 from batchinf.manifest import Manifest
-from batchinf.run_order import Choice
 from batchinf.shards import choose_rows_per_shard, total_rows, total_shards
 from batchinf.spec_file import SpecFile
 
@@ -49,10 +50,15 @@ def _check_types(job: Job) -> None:
             )
 
 
-def add_extent(job: Job, state: State, manifest: Manifest, num_replicas: int) -> int:
+def add_extent(
+    job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say = lambda line: None
+) -> int:
     """Take in what is new, durably; the number of rows to run that came so."""
-    choice = _choice(job, state)
+    choice = _chosen(job, file, state, say).write(job.folder, len(state.extents) + 1, total_rows(state.extents))
     extent = choice.extent(_rows_per_shard(job, state, choice.num_rows, num_replicas), total_shards(state.extents))
+    if job.spec.input.selects:
+        num_rows = total_rows(state.extents) + choice.num_rows
+        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=num_rows, num_input_rows=job.source.num_rows)
     faults.point("extend.before_line")
     manifest.extent(extent, job.source.fingerprint, {"limit": job.spec.input.limit})
     manifest.commit()
@@ -60,9 +66,13 @@ def add_extent(job: Job, state: State, manifest: Manifest, num_replicas: int) ->
     return choice.num_rows
 
 
-def _choice(job: Job, state: State) -> Choice:
-    start, first_row = total_rows(state.extents), state.extents[-1].stop_row
-    return Choice(start, job.source.num_rows - first_row, first_row, job.source.num_rows)
+def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:
+    """Of the rows behind those that were looked at, what the job's own words choose, as far as its limit goes."""
+    first_row, limit = state.extents[-1].stop_row, job.spec.input.limit
+    left = None if limit is None else limit - total_rows(state.extents)
+    if left == 0 or first_row == job.source.num_rows:
+        return Chosen(0, first_row, first_row, None)
+    return choose(job, file, first_row, left, say, job.folder.root, may_be_none=True)
 
 
 def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) -> int:
@@ -75,5 +85,4 @@ def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) ->
 def said(job: Job, state: State, num_rows: int) -> str:
     """A line for the user on what has been taken in."""
     num_new = job.source.num_rows - state.extents[-1].stop_row
-    more = "" if num_rows == num_new else f", {num_rows:,} of them to run"
-    return f"extended: {num_new:,} more rows of the input are taken in{more}"
+    return f"extended: {num_rows:,} rows to run, of {num_new:,} that were not looked at before"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.errors import DriftError
+from batchinf.errors import DriftError, OutputError
 from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
@@ -154,16 +154,34 @@ def check_drift(job: Job, header: Header) -> None:
     raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
 
 
+def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
+    """Join a slice to the others of its output folder, which run so many rows together.
+
+    Raises DriftError where they began as another job, and OutputError where they run other rows.
+    """
+    assert job.slice is not None
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), selection))
+    check_cut(job)
+    if (cut.num_rows, cut.selection) != (num_rows, selection):
+        raise OutputError(
+            f"{out}: its slices began with {cut.num_rows:,} rows, and other rows are chosen now, {num_rows:,}; "
+            "put back what chose them, or give the job another output.path"
+        )
+
+
 def check_cut(job: Job) -> None:
-    """Join a slice to the others of its output folder. Raises DriftError where they began as another job."""
-    if job.slice is None:
-        return
-    check_place(job.spec.output.path, job.slice)
-    identity = {name: value for name, value in job.identity.items() if name != "slice"}
-    cut = write_cut(job.spec.output.path, Cut(job.slice.num_slices, job.source.num_rows, identity))
-    check_place(job.spec.output.path, job.slice)
-    if cut.identity != identity:
-        raise _drift(f"{job.spec.output.path} holds slices of a job", cut.identity, identity)
+    """Raise DriftError where the other slices of the output folder began as another job."""
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    identity, cut = _identity_of_all(job), read_cut(out)
+    if cut is not None and cut.identity != identity:
+        raise _drift(f"{out} holds slices of a job", cut.identity, identity)
+
+
+def _identity_of_all(job: Job) -> dict[str, Any]:
+    return {name: value for name, value in job.identity.items() if name != "slice"}
 
 
 def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError:

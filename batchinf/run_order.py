@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchinf.errors import OutputError
 from batchinf.records import Extent, Shard
 from batchinf.selection import RUN_FOLDER, Int64Array, Selection, chosen_rows
 from batchinf.shard_rows import ShardRows
@@ -84,6 +85,15 @@ class RunOrder:
         for number, extent in enumerate(self.extents):
             if extent.selection is not None:
                 self._selection(number)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each bitmap is there, as it was written."""
+        try:
+            self.check()
+        except OutputError:
+            return False
+        return True
 
     def _extent(self, shard: Shard) -> Extent:
         return self.extents[bisect.bisect_right(self.extents, shard.start, key=lambda extent: extent.start) - 1]

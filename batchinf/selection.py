@@ -47,6 +47,11 @@ class Selection:
         np.bitwise_or.at(self._bits, places >> 3, np.left_shift(np.uint8(1), (places & 7).astype(np.uint8)))
         self._firsts = None
 
+    def until(self, stop_row: int) -> "Selection":
+        """The same, of rows before `stop_row` alone; no later one may be chosen."""
+        num_rows = stop_row - self.first_row
+        return Selection(self.first_row, num_rows, self._bits[: -(-num_rows // 8)])
+
     def chosen(self, rows: ShardRows) -> BoolArray:
         """Which of a shard's rows are chosen, bool [len(rows)]; rows that came later are not."""
         if not rows.is_consecutive:

@@ -4,6 +4,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
+from batchinf.choose import Chosen, choose, described
 from batchinf.job import Job, open_job
 from batchinf.job_state import read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
@@ -29,11 +30,14 @@ def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
         yield f"spec {file.path}: good"
         yield from _model_lines(job)
         yield from _input_lines(job)
+        chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects else None
+        if chosen is not None:
+            yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
         yield "sampling: " + ", ".join(
             f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
         )
-        yield from _prompt_lines(job, num_rows)
-        yield from _output_lines(job, folder)
+        yield from _prompt_lines(job, num_rows, chosen)
+        yield from _output_lines(job, folder, chosen)
 
 
 def _model_lines(job: Job) -> Iterator[str]:
@@ -54,11 +58,15 @@ def _input_lines(job: Job) -> Iterator[str]:
     yield "columns: " + ", ".join(f"{field.name} {field.type}" for field in source.schema)
 
 
-def _prompt_lines(job: Job, num_rows: int) -> Iterator[str]:
+def _prompt_lines(job: Job, num_rows: int, chosen: Chosen | None) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
     length = job.spec.engine.get("max_model_len") or job.model.max_model_len
-    rows = job.source.read(0, min(num_rows, job.source.num_rows), builder.columns)
+    if chosen is None or chosen.selection is None:
+        rows = job.source.read(0, min(num_rows, job.source.num_rows), builder.columns)
+    else:
+        first = chosen.selection.rows(0, min(num_rows, chosen.num_rows))
+        rows = job.source.read_rows(first, builder.columns)
     for prompt in builder.build(rows, length):
         yield from _one_prompt(tokenizer, prompt)
 
@@ -73,7 +81,7 @@ def _one_prompt(tokenizer: object, prompt: Prompt) -> Iterator[str]:
     yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{more}"
 
 
-def _output_lines(job: Job, folder: Folder) -> Iterator[str]:
+def _output_lines(job: Job, folder: Folder, chosen: Chosen | None) -> Iterator[str]:
     state = read_state(folder) if folder.exists("manifest") else None
     if (cut := read_cut(str(folder.root))) is not None:
         yield f"output {folder.root}: a job in {cut.num_slices} slices"
@@ -83,5 +91,7 @@ def _output_lines(job: Job, folder: Folder) -> Iterator[str]:
         yield f"output {folder.root}: the job there is done"
     else:
         yield f"output {folder.root}: a job with {len(state.parts):,} parts to go on with"
-    if (state is None or not state.is_done) and (warning := room_warning(job, state, 1)) is not None:
+    if (state is None or not state.is_done) and (
+        warning := room_warning(job, state, 1, None if chosen is None else chosen.num_rows)
+    ) is not None:
         yield warning
