@@ -6,6 +6,7 @@ before that leaves behind, a record of the input and a bitmap, means nothing, an
 
 from batchinf import faults
 from batchinf.choose import Chosen, Say, choose
+from batchinf.column_types import is_json
 from batchinf.errors import InputError
 from batchinf.forecast import CHOSEN
 from batchinf.hf_dataset import is_dataset
@@ -42,8 +43,11 @@ def _check_types(job: Job) -> None:
     """What goes from the input to the output keeps its type: readers take all parts as one table."""
     before, now = job.source.schemas[0], job.source.schema
     for name in carried_columns(job.spec):
-        if not before.field(name).equals(now.field(name)):
-            was, is_now = before.field(name).type, now.field(name).type
+        if not before.field(name).equals(now.field(name), check_metadata=True):
+            was, is_now = (
+                "of mixed types" if is_json(field) else str(field.type)
+                for field in (before.field(name), now.field(name))
+            )
             raise InputError(
                 f"column {name!r} is {was} in the job's output, and is {is_now} with what is new in "
                 f"{job.spec.input.path}; write it as {was} there, or give the new rows a job of their own"

@@ -146,12 +146,17 @@ def _connect(url: str) -> tuple[Any, str]:
 
 def _list(system: Any, path: str) -> dict[str, dict[str, Any]]:
     """What the file system says of each file that is meant, by its place."""
+    is_http = _protocol(system) in _HTTP
     if _is_glob(system, path):
+        if is_http:  # else a server that does not answer is one without files
+            system.ls(re.split(r"[*[]", path)[0].rpartition("/")[0] + "/", detail=False)
         found = system.glob(path, detail=True)
         return {place: info for place, info in found.items() if info.get("type") == "file"}
-    is_folder = path.endswith("/") if _protocol(system) in _HTTP else None
-    info = {} if is_folder else system.info(path)
-    if is_folder or info.get("type") == "directory":
+    if is_http and path.endswith("/"):
+        walked = system.walk(path, on_error="raise", detail=True)
+        return {info["name"]: info for _, _, files in walked for info in files.values()}
+    info = system.info(path)
+    if info.get("type") == "directory":
         return dict(system.find(path, detail=True))
     return {path: info}
 

@@ -239,8 +239,9 @@ def test_one_clear_line_for_what_cannot_be_had(path: str, message: str, served: 
 
 def test_one_clear_line_without_network_package_or_protocol(served: Served, tmp_path: pathlib.Path) -> None:
     served.close()
-    with pytest.raises(InputError, match="check the URL, the network, and credentials in the environment"):
-        rows_of(f"{served.url}/a.jsonl", tmp_path / "cache")
+    for path in ("a.jsonl", "", "*.jsonl"):
+        with pytest.raises(InputError, match="check the URL, the network, and credentials in the environment"):
+            rows_of(f"{served.url}/{path}", tmp_path / "cache")
     with pytest.raises(InputError, match=r"nothing://a\.jsonl cannot be read: Protocol not known: nothing; check"):
         rows_of("nothing://a.jsonl", tmp_path / "cache")
     with contextlib.suppress(ImportError):
