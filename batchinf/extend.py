@@ -4,6 +4,8 @@ What was taken in keeps its positions and its cuts. An extent counts once its li
 before that leaves behind, a record of the input and a bitmap, means nothing, and is made again.
 """
 
+import pyarrow as pa
+
 from batchinf import faults
 from batchinf.choose import Chosen, Say, choose
 from batchinf.column_types import is_json
@@ -44,14 +46,15 @@ def _check_types(job: Job) -> None:
     before, now = job.source.schemas[0], job.source.schema
     for name in carried_columns(job.spec):
         if not before.field(name).equals(now.field(name), check_metadata=True):
-            was, is_now = (
-                "of mixed types" if is_json(field) else str(field.type)
-                for field in (before.field(name), now.field(name))
-            )
+            was, is_now = (_type_of(schema.field(name)) for schema in (before, now))
             raise InputError(
                 f"column {name!r} is {was} in the job's output, and is {is_now} with what is new in "
                 f"{job.spec.input.path}; write it as {was} there, or give the new rows a job of their own"
             )
+
+
+def _type_of(field: pa.Field) -> str:
+    return "of mixed types" if is_json(field) else str(field.type)
 
 
 def add_extent(
