@@ -278,3 +278,28 @@ def test_extents_without_rows_are_passed_over() -> None:
     rows = [int(row) for rows in order.shards() for row in rows.positions()]
     assert rows == list(range(8))
     assert total_shards(extents) == len(list(order.shards()))
+
+
+def test_a_limit_is_raised_over_what_the_job_chooses(tmp_path: pathlib.Path) -> None:
+    spec = begin(tmp_path, input={"where": "id % 2 = 0", "limit": 15})
+    out = tmp_path / "out"
+    even = [(row, id) for row, id in EXPECTED if id % 2 == 0]
+    assert ids_of(out) == even[:15]
+    for arguments in (["--set", "input.limit=18"], ["--extend", "--set", "input.limit=14"]):
+        refused = jobs.run("run", spec, *arguments)
+        assert refused.returncode == 2
+        assert "input.limit: the job has 15, now it is" in refused.stderr
+        assert "with --extend, input.limit may be raised, but not lowered" in refused.stderr
+    # The files are taken in, though there is no room for their rows yet.
+    jobs.finish(spec, "--extend")
+    assert ids_of(out) == even[:15]
+    jobs.finish(spec, "--extend", "--set", "input.limit=25")
+    assert ids_of(out) == even[:25]
+    refused = jobs.run("run", spec)
+    assert refused.returncode == 2
+    assert "input.limit: the job has 25, now it is 15" in refused.stderr
+    jobs.finish(spec, "--extend", "--set", "input.limit=")
+    assert ids_of(out) == even
+    assert "was already done" in jobs.finish(spec, "--set", "input.limit=").stdout
+    assert [extent.num_rows for extent in jobs.state_of(out).extents] == [15, 0, 10, len(even) - 25]
+    assert jobs.run("check", out, "--deep").returncode == 0
