@@ -86,7 +86,8 @@ class Replica:
         started = time.monotonic()
         self._channel.send(Phase("loading the tokenizer and opening the input"))
         tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
-        source = open_input(self._spec, pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER)))
+        cache = pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER))
+        source = open_input(self._spec, cache, self._launch.taken, "ignore")
         self._channel.send(Phase("starting the engine"))
         engine = self._start_engine(tokenizer)
         try:

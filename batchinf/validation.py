@@ -48,8 +48,7 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has its first pass over the input behind it.
         own = folder.path(SOURCE_FOLDER)
-        began_as = None if state is None else state.header.identity
-        job = open_job(file, own if own.is_dir() else pathlib.Path(scratch), began_as)
+        job = open_job(file, own, state) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):
             yield f"spec {file.path}: good"
             yield from _model_lines(job)
