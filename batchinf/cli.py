@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import random
 import re
 import sys
 import traceback
@@ -95,12 +96,26 @@ def run(
 def validate(
     spec: SpecPath,
     set_: Overrides = None,
-    num_rows: Annotated[int, typer.Option("-n", min=1, help="Rendered prompts to show.")] = 2,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show, with their prompts as rendered.")] = 2,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--row",
+            metavar="ID",
+            help="Show this row: its id or, where the job has no id_column, its position from 0; may be repeated.",
+        ),
+    ] = None,
+    is_random: Annotated[bool, typer.Option("--random", help="Show rows drawn at random, not the first.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Draw the rows of an earlier --random.")] = None,
 ) -> None:
-    """Check spec, input, columns, model and prompts, without an engine or a GPU."""
-    from batchinf.validation import validation_report
+    """Check spec, input, columns, model and prompts, and show rows as they will run, without an engine or a GPU."""
+    if rows and (is_random or seed is not None):
+        raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
+    from batchinf.validation import Looks, validation_report
 
-    for line in validation_report(_read(spec, set_), num_rows):
+    if is_random and seed is None:
+        seed = random.randrange(100_000)
+    for line in validation_report(_read(spec, set_), Looks(num_rows, tuple(rows or ()), seed)):
         print(_plain(line))
 
 
@@ -135,6 +150,26 @@ def check(
 
     for line in check_lines(out, is_deep=deep, repair=repair):
         print(line)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A job's output folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="That of another job over the same rows.")],
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="KEY", help="Join rows by `row_index` or `id`; default: by what fits the inputs."),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--out", metavar="FILE.parquet", help="Also write a row for each row of both.")
+    ] = None,
+    num_rows: Annotated[int, typer.Option("-n", min=0, help="Changed rows to show.")] = 3,
+) -> None:
+    """Say what changed between two jobs over the same rows: outputs, errors, logprobs of the tokens that both gave."""
+    from batchinf.diff import diff_lines
+
+    for line in diff_lines(a, b, on, to, num_rows):
+        print(_plain(line))
 
 
 @app.command()

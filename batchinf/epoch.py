@@ -7,19 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf import choose, failures, journal, non_finite
-from batchinf.coordinator import Committed, Coordinator
+from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.extend import add_extent, has_more, open_extended, said
 from batchinf.fleet import Fleet
 from batchinf.forecast import CHOSEN, forecast
-from batchinf.job import Job, check_drift, new_header, open_job
-from batchinf.job_state import State, last_epoch, read_state
+from batchinf.job import Job, begun_at, check_drift, new_header, open_job
+from batchinf.job_state import Committed, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
+from batchinf.model import check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
+from batchinf.platforms import Platforms
 from batchinf.progress import ProgressDisplay
+from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
@@ -35,6 +38,8 @@ from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
 from batchinf.stop_signals import ahead_of_time_limit
 from batchinf.storage import Folder
+from batchinf.structures import check_structures
+from batchinf.telemetry import Telemetry
 from batchinf.trials import Trials
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -130,12 +135,17 @@ def _run_epoch(
     display.say("opening model and input")
     job = open_extended(file, state) if extends and state is not None else open_job(file, state=state)
     request = None
+    if job.spec.scripted is None:
+        check_weights(job.model, job.spec.model.load_format)
     if state is not None:
         if retry is None:
             check_drift(job, state.header)
         else:
             job, request = take_request(job, state, retry)
         end_process_groups(state)
+    if job.spec.scripted is None and (state is None or request is not None):
+        for line in check_structures(file, job.model.tokenizer):
+            display.say(line)
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
@@ -160,6 +170,8 @@ def _run_epoch(
     if (warning := room_warning(job, state, len(slots))) is not None:
         display.say(warning)
     if not state.committed.all():
+        for line in prompt_warnings(job.spec, job.model, job.source):
+            display.say(line)
         _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
     _run_retries(job, manifest, lock, slots, epoch, display, settings, request)
     manifest.done()
@@ -249,16 +261,18 @@ def _run_rest(
         pending = Pending(state.extents, is_done, phase.num_chosen)
     trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
-    said = [event.fields["versions"] for event in state.events if event.name == "ready"]
-    versions = said[-1] if said else {}
+    platforms = Platforms(state, job.spec.same_device)
+    telemetry = Telemetry(job.folder, epoch, [device for slot in slots for device in slot.devices])
     try:
         Coordinator(
-            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions, trials
+            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
         ).run()
     except HopelessJob as error:
         found = read_state(job.folder)
         assert found is not None
         raise HopelessJob("\n".join([str(error), *failures.report(job, found)])) from None
+    finally:
+        telemetry.close()
     if slots[0].devices:
         warm.parent.mkdir(parents=True, exist_ok=True)
         warm.touch()
@@ -317,6 +331,7 @@ def launcher(
     }
     if job.slice is not None:
         metadata["batchinf.slice"] = str(job.slice)
+    begun = begun_at(job, state.header)
 
     def launch(slot: Slot, incarnation: str) -> Launch:
         return Launch(
@@ -332,6 +347,7 @@ def launcher(
             os.fspath(source_folder(job.folder, job.slice)),
             job.source.fingerprints,
             state.extents,
+            begun,
         )
 
     return launch

@@ -3,15 +3,18 @@
 import datetime
 import json
 import pathlib
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.errors import DriftError, OutputError
+from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
+from batchinf.prompt_checks import check_prompts
+from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
@@ -59,18 +62,47 @@ class Job:
 
 
 def open_job(
-    file: SpecFile, cache: pathlib.Path | None = None, state: State | None = None, new: NewRows = "refuse"
+    file: SpecFile,
+    cache: pathlib.Path | None = None,
+    began_as: Mapping[str, Any] | None = None,
+    *,
+    state: State | None = None,
+    new: NewRows = "refuse",
 ) -> Job:
     """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
 
-    state: of the job that is gone on with. new: what becomes of rows that came since.
+    began_as: the identity of the folder's job, where it has begun: its model's commit is gone on with. state: of the
+    job that is gone on with, with what it has taken in of its input. new: what becomes of rows that came since.
     """
+    began_as = state.header.identity if state is not None else began_as
+    try:
+        return _open_job(file, cache, began_as or _cut_identity(file), state, new)
+    except SpecError as error:
+        field = re.match(r"[a-z_]+(\.[a-z_]+)+(?=[:,])", str(error))
+        if field is None:
+            raise
+        raise SpecError(file.line(field[0], "") + str(error)[field.end() :]) from error
+
+
+def _cut_identity(file: SpecFile) -> Mapping[str, Any]:
+    """What the slices of the job have in common, where there are some."""
+    cut = read_cut(file.spec.output.path)
+    return {} if cut is None else cut.identity
+
+
+def _open_job(
+    file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str, Any], state: State | None, new: NewRows
+) -> Job:
     folder = job_folder(file.spec.output.path, file.slice)
-    model = resolve(file.spec.model)
+    # Another revision in the spec is another model.
+    is_same = began_as.get("model.revision") == file.spec.model.revision
+    model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
+    check_prompts(file, spec, model)
     source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
     check_columns(spec, source.schema.names)
+    check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
     if file.slice is not None:
@@ -129,13 +161,23 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tup
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,
         layout={"rows_per_shard": rows_per_shard},
         spec=job.spec.model_dump(mode="json"),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
+
+
+def begun_at(job: Job, header: Header | None) -> str | None:
+    """When the job was begun, in ISO format, the same for all of its slices; None for one that has yet to begin."""
+    cut = None if job.slice is None else read_cut(job.spec.output.path)
+    return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:
@@ -162,7 +204,7 @@ def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
     assert job.slice is not None
     out = job.spec.output.path
     check_place(out, job.slice)
-    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), selection))
+    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), _now(), selection))
     check_cut(job)
     if (cut.num_rows, cut.selection) != (num_rows, selection):
         raise OutputError(

@@ -7,13 +7,15 @@ from typing import Any, get_args
 
 from batchinf.spec import JobSpec, ModelSpec, Section
 from batchinf.spec_fields import Resume, resume_of
+from batchinf.spec_sampling import PER_ROW_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
 class FieldDoc:
     """What there is to say of a field or a section, for error messages and the reference in `docs/spec.md`.
 
-    name: dotted, as in `sampling.max_tokens`. allowed: its values in words. resume: None for a section.
+    name: dotted, as in `sampling.max_tokens`; `input.messages[]` stands for each item of a list.
+    allowed: its values in words. resume: None for a section.
     """
 
     name: str
@@ -37,16 +39,29 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
         inner = next((t for t in types if issubclass(t, Section)), None)
         schema = schemas[section.__name__]["properties"][name]
         allowed = f"a mapping of fields ({', '.join(inner.model_fields)})" if inner else _in_words(schema)
+        if "short" in schema:
+            allowed = f"{_in_words(schema['short'])}, or {allowed}"
         yield FieldDoc(
             name=f"{prefix}{name}",
             allowed=f"text, or {allowed}" if inner is ModelSpec else allowed,
             is_required=info.is_required(),
             default=schema.get("default"),
             resume=None if inner else resume_of(info.json_schema_extra, f"{prefix}{name}"),
-            meaning=info.description or (inner and inner.__doc__) or "",
+            meaning=" ".join((info.description or (inner and inner.__doc__) or "").split()),
         )
         if inner:
             yield from _document(inner, f"{prefix}{name}.", schemas)
+        elif (item := _item(info.annotation)) is not None:
+            allowed = f"a mapping of fields ({', '.join(item.model_fields)})"
+            yield FieldDoc(f"{prefix}{name}[]", allowed, False, None, None, " ".join((item.__doc__ or "").split()))
+            yield from _document(item, f"{prefix}{name}[].", schemas)
+
+
+def _item(annotation: Any) -> type[Section] | None:
+    """The section that each item of a list is, where that is so."""
+    inside = [_item(argument) for argument in get_args(annotation)]
+    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+    return annotation if is_section else next(filter(None, inside), None)
 
 
 _WORDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text"}
@@ -64,6 +79,8 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "items" in schema:
         noun, comma, limits = _in_words(schema["items"]).removeprefix("a ").partition(",")
         return f"a list of {noun}s{comma}{limits}"
+    if "file" in schema.get("properties", {}):
+        return "{file: path}"
     limits = " and ".join(f"{word} {schema[key]}" for key, word in _LIMITS.items() if key in schema)
     return _WORDS.get(schema.get("type", ""), "a mapping") + (limits and f", {limits}")
 
@@ -71,9 +88,34 @@ def _in_words(schema: dict[str, Any]) -> str:
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a spec file, for editors."""
     schema = JobSpec.model_json_schema()
+    for section in schema["$defs"].values():
+        for name, field in section["properties"].items():
+            if (short := field.pop("short", None)) is not None:
+                section["properties"][name] = _with_form(field, short)
+    sampling = schema["$defs"]["SamplingSpec"]["properties"]
+    for name in PER_ROW_FIELDS:
+        sampling[name] = _with_form(sampling[name], {"$ref": "#/$defs/Column"})
+    schema["$defs"]["Column"] = {
+        "title": "Column",
+        "description": "The input column that holds each row's own value; null there is the job's.",
+        "type": "object",
+        "properties": {
+            "column": {"title": "Column", "description": "Its name.", "type": "string", "minLength": 1},
+        },
+        "required": ["column"],
+        "additionalProperties": False,
+    }
     schema["properties"]["model"] = {
         "title": "Model",
         "description": f"{field_docs()['model'].meaning} Text is short for a mapping with that name.",
         "anyOf": [{"type": "string", "minLength": 1}, {"$ref": "#/$defs/ModelSpec"}],
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "batchinf job spec"}
+
+
+def _with_form(field: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+    """A field's schema that allows another form too."""
+    names = ("description", "default", "title", "resume")
+    about: dict[str, Any] = {name: field[name] for name in names if name in field}
+    own = {key: value for key, value in field.items() if key not in about}
+    return {**about, "anyOf": [form, *own.get("anyOf", [own])]}
