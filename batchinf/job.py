@@ -94,6 +94,8 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
     check_prompts(file, spec, model)
+    # Before the input is looked at, which may have grown too.
+    limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
@@ -102,7 +104,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     if file.slice is not None:
         identity["slice"] = str(file.slice)
     if state is not None:
-        identity["input.limit"] = _limit_as_begun(folder, identity["input.limit"], state, new)
+        identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
     return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)), file.slice)
 

@@ -129,7 +129,7 @@ def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:
     path.write_text('{"prompt": "Twice"}\n' * 20)
     drifted = jobs.run("run", spec)
     assert drifted.returncode == 2
-    assert_one_clear_line(drifted.stderr, "input:", "another output.path")
+    assert_one_clear_line(drifted.stderr, "1 file is changed: prompts.jsonl", "another output.path")
 
 
 def test_runtime_and_layout_may_change(done: Any) -> None:
