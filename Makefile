@@ -98,9 +98,9 @@ quickstart: install
 
 test: check
 
-# A file's tests run in one process, as many share an engine or a job.
+# A file's tests run in one process, as many share an engine or a job; tests/conftest.py has the order of the files.
 check: lint
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 MINUTES ?= 30
 CASES ?= 50000

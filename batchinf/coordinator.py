@@ -14,15 +14,18 @@ from batchinf.errors import BatchinfError, EngineStartError, HopelessJob, Interr
 from batchinf.failures import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.fleet import Ended, Fleet, Member
 from batchinf.job import Job
+from batchinf.job_state import Committed
 from batchinf.journal import drop
 from batchinf.lock import Holder, JobLock, process_start
 from batchinf.manifest import Manifest
 from batchinf.parts import part_name
+from batchinf.platforms import Platforms, kept_as
 from batchinf.progress import ProgressDisplay
 from batchinf.records import DISK_ERROR, Event, Part, Ready, Revoked, Shard, ShardBegun, ShardClosed, Stop, Tried
 from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations
 from batchinf.status import JobStatus, Rates, write_status
 from batchinf.stop_signals import ENDING_S, StopRequests, on_stop_signals
+from batchinf.telemetry import ReplicaLook, Telemetry
 from batchinf.trials import Trials
 
 _POLL_S = 0.2
@@ -42,11 +45,11 @@ class Coordinator:
         display: ProgressDisplay,
         num_rows: int,
         num_shards: int,
-        committed: "Committed",
-        versions: dict[str, str],
+        committed: Committed,
+        platforms: Platforms,
         trials: Trials,
+        telemetry: Telemetry,
     ) -> None:
-        """versions: what replicas of earlier epochs said of themselves; empty if there were none."""
         self._job = job
         self._manifest = manifest
         self._lock = lock
@@ -57,11 +60,12 @@ class Coordinator:
         self._num_shards = num_shards
         self._committed = committed
         self._trials = trials
+        self._telemetry = telemetry
         self._attempts: dict[int, int] = {}
         self._rates = Rates()
         self._next_status = 0.0
         self._requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
-        self._versions = versions
+        self._platforms = platforms
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
         # What the first replica that found the disk full said; the others would find it so in turn.
@@ -253,17 +257,11 @@ class Coordinator:
             self._manifest.commit()
 
     def _note_ready(self, member: Member, event: Ready) -> None:
-        versions = event.engine.versions
-        if self._versions and versions != self._versions:
-            changes = ", ".join(
-                f"{name} {self._versions.get(name, 'absent')} -> {versions.get(name, 'absent')}"
-                for name in sorted(self._versions.keys() | versions.keys())
-                if self._versions.get(name) != versions.get(name)
-            )
-            self._display.say(f"warning: replica {member.slot.replica} runs other versions than before: {changes}")
-        self._versions = versions
+        if (warning := self._platforms.admit(member.slot.replica, event.engine)) is not None:
+            self._display.say(warning)
         self._manifest.event(
             "ready",
+            kept_as=kept_as(event.engine),
             replica=member.slot.replica,
             start_s=event.start_s,
             device=event.engine.device,
@@ -357,6 +355,14 @@ class Coordinator:
         with contextlib.suppress(OSError):
             write_status(self._job.folder, status)
         self._display.show(status)
+        if self._telemetry.is_due:
+            self._telemetry.look(
+                [
+                    ReplicaLook.of(m.slot.replica, m.replica.launch.incarnation, m.state, m.progress)
+                    for m in self._fleet.members
+                    if m.replica is not None
+                ]
+            )
 
     def _status(self, state: str) -> JobStatus:
         members = self._fleet.members
@@ -381,18 +387,3 @@ class Coordinator:
             updated_at=round(time.time(), 3),
             message="" if state != "starting" else "; ".join(f"replica {m.slot.replica} {m.state}" for m in members),
         )
-
-
-class Committed:
-    """Totals of what has been run and committed."""
-
-    def __init__(self, num_shards: int, num_rows: int, num_errors: int) -> None:
-        self.num_shards = num_shards
-        self.num_rows = num_rows
-        self.num_errors = num_errors
-
-    def add(self, part: Part) -> None:
-        """Count a part that has been committed."""
-        self.num_shards += 1
-        self.num_rows += part.num_rows - part.num_kept
-        self.num_errors += part.num_errors - part.num_kept_errors

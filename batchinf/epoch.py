@@ -7,16 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf import failures, journal, non_finite
-from batchinf.coordinator import Committed, Coordinator
+from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.fleet import Fleet
 from batchinf.job import Job, begun_at, check_cut, check_drift, new_header, open_job
-from batchinf.job_state import Header, State, last_epoch, read_state
+from batchinf.job_state import Committed, Header, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
+from batchinf.model import check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
+from batchinf.platforms import Platforms
 from batchinf.progress import ProgressDisplay
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
@@ -33,6 +35,8 @@ from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
 from batchinf.stop_signals import ahead_of_time_limit
 from batchinf.storage import Folder
+from batchinf.structures import check_structures
+from batchinf.telemetry import Telemetry
 from batchinf.trials import Trials
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -80,7 +84,7 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
     if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
-        check_drift(open_job(file), state.header)
+        check_drift(open_job(file, began_as=state.header.identity), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
@@ -112,13 +116,18 @@ def _run_epoch(
     retry: str | None,
 ) -> None:
     display.say("opening model and input")
-    job, request = open_job(file), None
+    job, request = open_job(file, began_as=None if state is None else state.header.identity), None
+    if job.spec.scripted is None:
+        check_weights(job.model, job.spec.model.load_format)
     if state is not None:
         if retry is None:
             check_drift(job, state.header)
         else:
             job, request = take_request(job, state, retry)
         end_process_groups(state)
+    if job.spec.scripted is None and (state is None or request is not None):
+        for line in check_structures(file, job.model.tokenizer):
+            display.say(line)
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
@@ -215,16 +224,18 @@ def _run_rest(
         pending = Pending(state.extents, is_done, phase.num_chosen)
     trials = Trials(state.extents, state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
-    said = [event.fields["versions"] for event in state.events if event.name == "ready"]
-    versions = said[-1] if said else {}
+    platforms = Platforms(state, job.spec.same_device)
+    telemetry = Telemetry(job.folder, epoch, [device for slot in slots for device in slot.devices])
     try:
         Coordinator(
-            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, versions, trials
+            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
         ).run()
     except HopelessJob as error:
         found = read_state(job.folder)
         assert found is not None
         raise HopelessJob("\n".join([str(error), *failures.report(job, found)])) from None
+    finally:
+        telemetry.close()
     if slots[0].devices:
         warm.parent.mkdir(parents=True, exist_ok=True)
         warm.touch()

@@ -3,15 +3,18 @@
 import datetime
 import json
 import pathlib
+import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.errors import DriftError
+from batchinf.errors import DriftError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
+from batchinf.row_sampling import check_sampling_columns
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.source import InputLocation, Source, open_source
@@ -52,15 +55,37 @@ class Job:
         return fingerprint(self.identity)
 
 
-def open_job(file: SpecFile, cache: pathlib.Path | None = None) -> Job:
-    """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run."""
+def open_job(file: SpecFile, cache: pathlib.Path | None = None, began_as: Mapping[str, Any] | None = None) -> Job:
+    """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
+
+    began_as: the identity of the folder's job, where it has begun: its model's commit is gone on with.
+    """
+    try:
+        return _open_job(file, cache, began_as or _cut_identity(file))
+    except SpecError as error:
+        field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
+        if field is None:
+            raise
+        raise SpecError(file.line(field[0], "") + str(error)[field.end() :]) from error
+
+
+def _cut_identity(file: SpecFile) -> Mapping[str, Any]:
+    """What the slices of the job have in common, where there are some."""
+    cut = read_cut(file.spec.output.path)
+    return {} if cut is None else cut.identity
+
+
+def _open_job(file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str, Any]) -> Job:
     folder = job_folder(file.spec.output.path, file.slice)
-    model = resolve(file.spec.model)
+    # Another revision in the spec is another model.
+    is_same = began_as.get("model.revision") == file.spec.model.revision
+    model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
     check_prompts(file, spec, model)
     source = open_input(spec, cache or source_folder(folder, file.slice))
     check_columns(spec, source.schema.names)
+    check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
     if file.slice is not None:

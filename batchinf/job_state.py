@@ -273,3 +273,18 @@ def _event(fields: Fields) -> EventLine:
 
 def _pick(cls: type[_T], fields: Fields) -> _T:
     return cls(*(fields[field.name] for field in dataclasses.fields(cls)))  # type: ignore[arg-type]
+
+
+class Committed:
+    """Totals of what has been run and committed."""
+
+    def __init__(self, num_shards: int, num_rows: int, num_errors: int) -> None:
+        self.num_shards = num_shards
+        self.num_rows = num_rows
+        self.num_errors = num_errors
+
+    def add(self, part: Part) -> None:
+        """Count a part that has been committed."""
+        self.num_shards += 1
+        self.num_rows += part.num_rows - part.num_kept
+        self.num_errors += part.num_errors - part.num_kept_errors

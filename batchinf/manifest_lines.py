@@ -89,6 +89,7 @@ class _ReplicaEnded(_Event):
 
 
 class _Ready(_Event):
+    device: str = ""
     versions: dict[Text, Text]
 
 

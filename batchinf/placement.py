@@ -3,15 +3,14 @@
 Nothing here touches CUDA: devices are counted through NVML, so that each replica can still choose its own.
 """
 
-import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
+from batchinf.devices import handle_of, open_nvml
 from batchinf.errors import SpecError, UserError
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION
 from batchinf.spec import JobSpec
@@ -45,7 +44,7 @@ class DeviceUse:
 
 def visible_devices() -> tuple[str, ...]:
     """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them; empty where there are none."""
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             return ()
         every = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
@@ -109,26 +108,22 @@ def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
 
 def device_size(device: str) -> tuple[int | None, str]:
     """A device's memory in bytes, None where NVML does not say, and its name."""
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             return None, ""
         try:
-            handle = _handle(nvml, device)
+            handle = handle_of(nvml, device)
             return int(nvml.nvmlDeviceGetMemoryInfo(handle).total), str(nvml.nvmlDeviceGetName(handle))
         except nvml.NVMLError:
             return None, ""
 
 
-def _handle(nvml: Any, device: str) -> Any:
-    return nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else nvml.nvmlDeviceGetHandleByUUID(device)
-
-
 def _device_memory(device: str) -> tuple[int, int, list[DeviceUse]]:
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             return 0, 0, []
         try:
-            handle = _handle(nvml, device)
+            handle = handle_of(nvml, device)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         except nvml.NVMLError:
@@ -142,18 +137,3 @@ def _user(pid: int) -> str:
         return str(psutil.Process(pid).username())
     except psutil.Error:
         return "another container or user"
-
-
-@contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()

@@ -18,9 +18,9 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from batchinf import __version__, faults
+from batchinf.answers import Answers
 from batchinf.byte_queue import ByteQueue
 from batchinf.channel import Channel
-from batchinf.detokenizer import Detokenizer
 from batchinf.engine import Engine, ScriptedEngine
 from batchinf.errors import BatchinfError, EngineDeadError, OutputError
 from batchinf.feeder import FailedRow, Feeder, Pending
@@ -205,7 +205,7 @@ def assemble(
         writer.track(opened)
         return opened
 
-    writer = Writer(finished, task, Detokenizer(tokenizer), spec.sampling, write, emit, spec.checkpoint_interval_s)
+    writer = Writer(finished, task, answers_of(spec, tokenizer), write, emit, spec.checkpoint_interval_s)
     prompts = PromptBuilder(spec, tokenizer, info.vocab_size, begun_at)
 
     def fail(row: FailedRow) -> None:
@@ -213,6 +213,21 @@ def assemble(
 
     feeder = Feeder(source, prompts, task, open_shard, ready, fail, emit, info.max_model_len)
     return Worker(engine, ready, finished, feeder, writer, flight), feeder
+
+
+def answers_of(spec: JobSpec, tokenizer: object) -> Answers:
+    """How completions are read; vLLM is imported for what only it knows. The scripted engine obeys no structure."""
+    split = matches = None
+    if spec.model.reasoning_parser is not None:
+        from batchinf.vllm_reasoning import reasoner_of
+
+        split = reasoner_of(spec, tokenizer).split
+    structure = spec.sampling.structured_outputs or {}
+    if spec.scripted is None and structure.keys() & {"regex", "grammar"}:
+        from batchinf.vllm_structures import matcher
+
+        matches = matcher(structure)
+    return Answers(spec, tokenizer, split, matches)
 
 
 def warm_up_request(spec: JobSpec) -> Request:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from batchinf.spec import JobSpec, ModelSpec, Section
 from batchinf.spec_fields import Resume, resume_of
+from batchinf.spec_sampling import PER_ROW_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,31 @@ def json_schema() -> dict[str, Any]:
     for section in schema["$defs"].values():
         for name, field in section["properties"].items():
             if (short := field.pop("short", None)) is not None:
-                about = {key: field.pop(key) for key in ("description", "default", "title", "resume") if key in field}
-                section["properties"][name] = {**about, "anyOf": [short, field]}
+                section["properties"][name] = _with_form(field, short)
+    sampling = schema["$defs"]["SamplingSpec"]["properties"]
+    for name in PER_ROW_FIELDS:
+        sampling[name] = _with_form(sampling[name], {"$ref": "#/$defs/Column"})
+    schema["$defs"]["Column"] = {
+        "title": "Column",
+        "description": "The input column that holds each row's own value; null there is the job's.",
+        "type": "object",
+        "properties": {
+            "column": {"title": "Column", "description": "Its name.", "type": "string", "minLength": 1},
+        },
+        "required": ["column"],
+        "additionalProperties": False,
+    }
     schema["properties"]["model"] = {
         "title": "Model",
         "description": f"{field_docs()['model'].meaning} Text is short for a mapping with that name.",
         "anyOf": [{"type": "string", "minLength": 1}, {"$ref": "#/$defs/ModelSpec"}],
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "batchinf job spec"}
+
+
+def _with_form(field: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+    """A field's schema that allows another form too."""
+    names = ("description", "default", "title", "resume")
+    about: dict[str, Any] = {name: field[name] for name in names if name in field}
+    own = {key: value for key, value in field.items() if key not in about}
+    return {**about, "anyOf": [form, *own.get("anyOf", [own])]}

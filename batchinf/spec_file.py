@@ -264,6 +264,8 @@ def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
             raise SpecError(f"{place}: {section} is {_got(data[key])}, which has no fields; set {section} itself")
         data = data[key]
     data[last] = parsed
+    if [*sections] == ["sampling"] and isinstance(data.get("columns"), dict):
+        data["columns"].pop(last, None)  # it is to hold for every row
     for old in [name for name in places if name.startswith((f"{field}.", f"{field}["))]:
         del places[old]
     places.update({**reader.places, field: place})

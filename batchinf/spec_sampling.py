@@ -1,5 +1,6 @@
 """The section `sampling` of a spec: vLLM's sampling parameters under vLLM's names."""
 
+import json
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -97,7 +98,7 @@ class SamplingSpec(Section):
         if not is_right:
             allowed = {"json": "a JSON schema, as a mapping or as text", "choice": "a list of texts"}
             raise wrong(f"must be {allowed.get(kind, 'text')}", kind)
-        return structure
+        return {"json": _schema_text(value)} if kind == "json" else structure
 
     @model_validator(mode="after")
     def _greedy_is_one(self) -> Self:
@@ -116,3 +117,13 @@ class SamplingSpec(Section):
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whichever way it was written."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+
+def _schema_text(schema: dict[str, Any] | str) -> str:
+    """A JSON schema as text, however it was written: its properties' order is that of the output, and must count."""
+    try:
+        plain = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        reason = f"got text that is not JSON: {error}; must be a JSON schema, as a mapping or as text"
+        raise wrong(reason, "json") from None
+    return json.dumps(plain, ensure_ascii=False)

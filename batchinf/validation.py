@@ -1,11 +1,12 @@
 """What `validate` shows: that spec, input, columns, model and prompts hold together, without an engine or a GPU."""
 
+import contextlib
 import pathlib
 import tempfile
 from collections.abc import Iterator
 
 from batchinf.job import Job, begun_at, open_job
-from batchinf.job_state import read_state
+from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
@@ -13,9 +14,11 @@ from batchinf.prompt import PromptBuilder, load_tokenizer, show
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.records import Prompt
 from batchinf.room import room_warning
+from batchinf.row_sampling import sampling_line
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
+from batchinf.structures import check_structures
 
 _MOST_IDS = 16
 
@@ -23,19 +26,25 @@ _MOST_IDS = 16
 def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
     """Lines for people, as each check passes. Raises UserError at the first that does not."""
     folder = Folder(file.spec.output.path)
+    state = read_state(folder) if folder.exists("manifest") else None
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has its first pass over the input behind it.
         own = folder.path(SOURCE_FOLDER)
-        job = open_job(file, own if own.is_dir() else pathlib.Path(scratch))
-        yield f"spec {file.path}: good"
-        yield from _model_lines(job)
-        yield from _input_lines(job)
-        yield "sampling: " + ", ".join(
-            f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
-        )
-        yield from prompt_warnings(job.spec, job.model, job.source)
-        yield from _prompt_lines(job, num_rows)
-        yield from _output_lines(job, folder)
+        began_as = None if state is None else state.header.identity
+        job = open_job(file, own if own.is_dir() else pathlib.Path(scratch), began_as)
+        with contextlib.closing(job.source):
+            yield f"spec {file.path}: good"
+            yield from _model_lines(job)
+            yield from _input_lines(job)
+            yield "sampling: " + ", ".join(
+                f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
+            )
+            if rows_own := sampling_line(job.spec.sampling):
+                yield f"each row's own sampling: {rows_own}; null is the job's"
+            yield from check_structures(file, job.model.tokenizer)
+            yield from prompt_warnings(job.spec, job.model, job.source)
+            yield from _prompt_lines(job, num_rows, state)
+            yield from _output_lines(job, folder, state)
 
 
 def _model_lines(job: Job) -> Iterator[str]:
@@ -56,9 +65,8 @@ def _input_lines(job: Job) -> Iterator[str]:
     yield "columns: " + ", ".join(f"{field.name} {field.type}" for field in source.schema)
 
 
-def _prompt_lines(job: Job, num_rows: int) -> Iterator[str]:
+def _prompt_lines(job: Job, num_rows: int, state: State | None) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    state = read_state(job.folder) if job.folder.exists("manifest") else None
     begun = begun_at(job, None if state is None else state.header)
     builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
     length = job.spec.engine.get("max_model_len") or job.model.max_model_len
@@ -77,8 +85,7 @@ def _one_prompt(tokenizer: object, prompt: Prompt) -> Iterator[str]:
     yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{more}"
 
 
-def _output_lines(job: Job, folder: Folder) -> Iterator[str]:
-    state = read_state(folder) if folder.exists("manifest") else None
+def _output_lines(job: Job, folder: Folder, state: State | None) -> Iterator[str]:
     if (cut := read_cut(str(folder.root))) is not None:
         yield f"output {folder.root}: a job in {cut.num_slices} slices"
     elif state is None:

@@ -5,6 +5,7 @@ Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ betw
 
 import contextlib
 import copy
+import operator
 import os
 import platform
 import signal
@@ -22,7 +23,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -46,6 +47,9 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
 # Fields of SamplingSpec that SamplingParams has under the same name; None leaves vLLM's default.
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
     include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
+# What a template of SamplingParams is made of; requests with one have `max_tokens` and `seed` of their own.
+_TEMPLATE_OF = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids")
+_MOST_TEMPLATES = 1024
 
 
 class VllmEngine:
@@ -70,7 +74,9 @@ class VllmEngine:
         self._live: dict[str, Request] = {}
         self._unbegun: deque[tuple[Request, Any]] = deque()  # no first token yet, with vLLM's own record
         self._death: str | None = None
-        self._template: tuple[SamplingSpec | None, Any] = (None, None)
+        self._latest: tuple[SamplingSpec | None, Any] = (None, None)
+        self._templates: dict[Any, Any] = {}
+        self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self.info = _info(self._engine.vllm_config, arguments, environment)
 
     def warm_up(self, request: Request) -> None:
@@ -137,16 +143,29 @@ class VllmEngine:
     def _params(self, request: Request) -> Any:
         """The request's own SamplingParams, as vLLM writes into what it is given; building one costs 30 µs.
 
-        The copy shares with its template only what vLLM either replaces, or extends by the same ids each time.
+        The copy shares with its template only what vLLM either replaces, or extends by the same ids each time, and the
+        structure, which vLLM checks at every request, and once says otherwise to the same effect.
         """
-        if request.sampling is not self._template[0]:
-            try:
-                self._template = request.sampling, sampling_params(request.sampling)
-            except _REFUSALS as error:
-                raise RequestRefused(RowError("invalid_sampling", str(error))) from error
-        params = copy.copy(self._template[1])
+        if request.sampling is not self._latest[0]:
+            self._latest = request.sampling, self._template(request.sampling)
+        params = copy.copy(self._latest[1])
         params.max_tokens, params.seed = request.max_tokens, request.seed
         return params
+
+    def _template(self, sampling: SamplingSpec) -> Any:
+        """Found again by what it is made of: rows may all have other objects, and differ in `seed` alone."""
+        structure = sampling.structured_outputs or {}
+        lists = [value if isinstance(value, str) else tuple(value) for value in structure.values()]
+        key = (_TEMPLATE_OF(sampling), *structure, *lists)
+        found = self._templates.get(key)
+        if found is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            try:
+                found = self._templates[key] = sampling_params(sampling, self._keeps_special_tokens)
+            except _REFUSALS as error:
+                raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+        return found
 
     def _objection(self, request: Request) -> RowError | None:
         """What vLLM would refuse as well, said more plainly, and what it lets through."""
@@ -213,6 +232,8 @@ def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revisi
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
+    if spec.sampling.structured_outputs is not None:  # which begin after the thinking
+        given["reasoning_parser"] = spec.model.reasoning_parser
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
     known = EngineArgs.__dataclass_fields__  # they come and go between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
@@ -229,9 +250,16 @@ def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
     return {"enforce_eager": True, "dtype": dtype, **whole}
 
 
-def sampling_params(sampling: SamplingSpec) -> Any:
-    """SamplingParams that lack only `max_tokens` and `seed`. vLLM decodes only where it must look for stop strings."""
+def sampling_params(sampling: SamplingSpec, keeps_special_tokens: bool = False) -> Any:
+    """SamplingParams that lack only `max_tokens` and `seed`. vLLM decodes only where it must look for stop strings.
+
+    keeps_special_tokens: in the text, whatever the job says: the marks between thinking and answer may be such.
+    """
     given = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
+    if keeps_special_tokens:
+        given["skip_special_tokens"] = False
+    if sampling.structured_outputs is not None:
+        given["structured_outputs"] = StructuredOutputsParams(**sampling.structured_outputs)
     return SamplingParams(
         **given,
         stop=list(sampling.stop_strings),

@@ -7,12 +7,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from batchinf import faults
+from batchinf.answers import Answers
 from batchinf.byte_queue import ByteQueue
-from batchinf.detokenizer import Detokenizer
 from batchinf.feeder import FailedRow, Pending
 from batchinf.parts import OpenShard
 from batchinf.records import Completion, Event, Part, Result, ShardClosed
-from batchinf.spec import SamplingSpec
 from batchinf.tasks import Task
 
 # Results wait up to this long for company: encoding and decoding cost far less in batches.
@@ -58,8 +57,7 @@ class Writer(threading.Thread):
         self,
         finished: ByteQueue[Finished | FailedRow],
         task: Task,
-        detokenizer: Detokenizer,
-        sampling: SamplingSpec,
+        answers: Answers,
         write_part: Callable[[OpenShard], Part],
         emit: Callable[[Event], None],
         checkpoint_interval_s: float,
@@ -67,8 +65,7 @@ class Writer(threading.Thread):
         super().__init__(name="writer", daemon=True)
         self._finished = finished
         self._task = task
-        self._detokenizer = detokenizer
-        self._sampling = sampling
+        self._answers = answers
         self._write_part = write_part
         self._emit = emit
         self._interval_s = checkpoint_interval_s
@@ -137,18 +134,19 @@ class Writer(threading.Thread):
     def _store(self, items: Sequence[Finished | FailedRow]) -> None:
         faults.point("writer.store")
         finished = [item for item in items if isinstance(item, Finished)]
-        texts = self._detokenizer.decode([item.completion for item in finished], self._sampling)
+        answers = self._answers.read([item.completion for item in finished])
         by_shard: dict[int, tuple[OpenShard, list[Result]]] = {}
-        for item, text in zip(finished, texts, strict=True):
+        for item, answer in zip(finished, answers, strict=True):
             pending = item.pending
             result = Result(
                 pending.prompt,
                 pending.request.request_index,
                 pending.num_requests,
                 item.completion,
-                text,
-                None,
+                answer.text,
+                answer.error,
                 pending.attempts,
+                answer.reasoning,
             )
             by_shard.setdefault(pending.shard.index, (pending.shard, []))[1].append(result)
         for row in (item for item in items if isinstance(item, FailedRow)):

@@ -1,4 +1,4 @@
-"""The one real engine that the tests share: the sample model on the CPU, in this process."""
+"""The one real engine that the tests share, and the order in which files are run: the longest first."""
 
 import os
 from collections.abc import Iterator
@@ -23,6 +23,18 @@ for name, value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+
+# Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
+LONGEST_FIRST = """test_quarantine test_end_to_end test_recovery test_disk test_stop_signals test_coordinator
+    test_two_at_once test_out_of_memory test_retry test_security test_vllm_engine test_check test_error_rate
+    test_slices test_elastic test_fresh test_hostile test_fuzz test_loss""".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort files, and leave the order within each as it is."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="session")

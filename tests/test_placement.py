@@ -59,7 +59,8 @@ class Nvml(types.ModuleType):
         return int(uuid[-1])
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-        return types.SimpleNamespace(total=80 * GIB, free=int((80 - self.held.get(handle, 0)) * GIB))
+        held = int(self.held.get(handle, 0) * GIB)
+        return types.SimpleNamespace(total=80 * GIB, free=80 * GIB - held, used=held)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
         held = self.held.get(handle, 0) * GIB

@@ -51,7 +51,8 @@ class Reference:
     sampled: list[Any]
 
 
-@pytest.fixture(scope="module")
+# Of the session: where it ends, vLLM tears down what it shares with the tests' own engine in this process.
+@pytest.fixture(scope="session")
 def reference() -> Iterator[Reference]:
     """`LLM.generate` in this process, with vLLM's own defaults for all that the adapter chooses."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

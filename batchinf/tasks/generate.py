@@ -23,8 +23,8 @@ _MAX_OFFSET = 2**31 - 1
 _INT32 = np.dtype(np.int32)
 
 # Kept out of dictionaries and statistics: nearly every value is different, or long.
-_UNIQUE = frozenset({"id", "row_index", "prompt_hash", "prompt", "text", "cumulative_logprob"})
-_NO_STATISTICS = frozenset({"prompt", "text", "error_message"})
+_UNIQUE = frozenset({"id", "row_index", "prompt_hash", "prompt", "text", "reasoning", "cumulative_logprob"})
+_NO_STATISTICS = frozenset({"prompt", "text", "reasoning", "error_message"})
 
 
 def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
@@ -49,7 +49,7 @@ class Generate:
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """n requests. `max_tokens` is what the user asks for, even past `max_model_len`, else what fits."""
-        sampling = self._sampling
+        sampling = prompt.sampling or self._sampling
         max_tokens = sampling.max_tokens or max(1, max_model_len - len(prompt.token_ids))
         is_greedy = sampling.temperature == 0
         return [
@@ -85,15 +85,19 @@ class Generate:
     def output_schema(self, columns: Sequence[pa.Field]) -> pa.Schema:
         """id · row_index · prompt_hash · sample_index · kept columns · everything else in the results' order."""
         ids, kept = (columns[:1], columns[1:]) if self._has_id else ((), columns)
+        kept = [field.with_name(self._name(field.name)) for field in kept]
         results = [field for field in self.result_schema if field.name not in ("request_index", "num_requests")]
         sample_index = pa.field("sample_index", pa.int32())
         fields = [*(field.with_name("id") for field in ids), *results[:2], sample_index, *kept, *results[2:]]
         names = [field.name for field in fields]
         taken = sorted({field.name for field in kept if names.count(field.name) > 1})
         if taken:
+            names_of = {new: column for column, new in self._output.keep_columns.items()}
+            own, other = ("columns", "other names") if len(taken) > 1 else ("a column", "another name")
             raise SpecError(
-                f"output.keep_columns: got {', '.join(taken)}, which the output has a column of its own for; "
-                "keep it as input.id_column, or rename it in the input"
+                f"output.keep_columns: got {', '.join(taken)}, which the output has {own} of its own for; "
+                f"give {'them' if len(taken) > 1 else 'it'} {other}, as in "
+                f"{{{names_of.get(taken[0], taken[0])}: input_{taken[0]}}}"
             )
         return pa.schema([pa.field(field.name, field.type) for field in fields])
 
@@ -104,9 +108,14 @@ class Generate:
         arrays["sample_index"] = arrays["request_index"]
         if columns is not None:
             columns = _repeat(columns, results.column("row_index").to_numpy())
-            names = ["id", *columns.column_names[1:]] if self._has_id else columns.column_names
+            kept = columns.column_names[1:] if self._has_id else columns.column_names
+            names = [*(["id"] if self._has_id else []), *map(self._name, kept)]
             arrays |= dict(zip(names, columns.columns, strict=True))
         return pa.Table.from_arrays([arrays[name] for name in schema.names], schema=schema)
+
+    def _name(self, column: str) -> str:
+        """What a kept column is called in the output."""
+        return self._output.keep_columns.get(column, column)
 
     def parquet_options(self, schema: pa.Schema) -> dict[str, Any]:
         """zstd 1, byte-stream split on logprobs and ids, dictionaries where values repeat, checksums on pages."""
@@ -136,6 +145,7 @@ def _result_schema(spec: JobSpec) -> pa.Schema:
         ("prompt_hash", pa.int64()),
         *(prompt if output.include_prompt else []),
         ("text", pa.string()),
+        *([("reasoning", pa.string())] if spec.model.reasoning_parser is not None else []),
         *([("token_ids", _list(pa.int32()))] if output.include_token_ids else []),
         ("finish_reason", pa.string()),
         ("stop_reason", pa.string()),
@@ -192,6 +202,7 @@ def _text_columns(results: Sequence[Result]) -> dict[str, pa.Array]:
     stops = [None if c is None or c.stop_reason is None else str(c.stop_reason) for c in completions]
     return {
         "text": _strings([result.text for result in results]),
+        "reasoning": _strings([result.reasoning for result in results]),
         "finish_reason": _strings([None if c is None else c.finish_reason for c in completions]),
         "stop_reason": _strings(stops),
         "error_type": _strings([None if error is None else error.error_type for error in errors]),
