@@ -82,7 +82,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str,
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
-    check_prompts(file, spec, model)
+    check_prompts(spec, model)
     source = open_input(spec, cache or source_folder(folder, file.slice))
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
