@@ -71,7 +71,7 @@ def open_job(
     try:
         return _open_job(file, cache, state, new)
     except SpecError as error:
-        field = re.match(r"[a-z_]+(\.[a-z_]+)+(?=[:,])", str(error))
+        field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
         if field is None:
             raise
         raise SpecError(file.line(field[0], "") + str(error)[field.end() :]) from error
@@ -93,7 +93,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
-    check_prompts(file, spec, model)
+    check_prompts(spec, model)
     # Before the input is looked at, which may have grown too.
     limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)

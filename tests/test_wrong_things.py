@@ -89,6 +89,49 @@ WRONG = [
           {"input": {"messages_column": "m", "add_generation_prompt": True, "continue_final_message": True}},
           "job.yaml:5:3: input.add_generation_prompt: got true with continue_final_message; the final message goes "
           "on or a new turn begins: give one of them"),
+    Wrong("no chat template", {"input": {"system_prompt": "Be brief."}},
+          "job.yaml:4:3: input.system_prompt: it needs a chat template, and the model 'model' has none; give "
+          "one as input.chat_template: {file: template.jinja}", files={"model/chat_template.jinja": None}),
+    Wrong("chat template syntax", {"input": {"chat_template": "a\n{% for m in messages %}"}},
+          "job.yaml:4:3: input.chat_template: line 2: Unexpected end of template. Jinja was looking for the "
+          "following tags: 'endfor' or 'else'. The innermost block that needs to be closed is 'for'."),
+    Wrong("chat template's path", {"input": {"chat_template": "templates/llama.jinja"}},
+          "job.yaml:4:3: input.chat_template: it has nothing of `messages` in it, so that all prompts would be "
+          "the same; is it a file's path? Write input.chat_template: {file: path}"),
+    Wrong("chat template argument", {"input": {"chat_template_kwargs": {"enable_thinkng": False}}},
+          "job.yaml:4:3: input.chat_template_kwargs: the chat template has no variable 'enable_thinkng'; it "
+          "has: none"),
+    Wrong("chat template argument elsewhere", {"input": {"chat_template_kwargs": {"add_generation_prompt": True}}},
+          "job.yaml:5:5: input.chat_template_kwargs.add_generation_prompt: it is no variable of a chat "
+          "template; say input.add_generation_prompt instead"),
+    Wrong("a typo in a message", {"input": {"messages": [{"role": "user", "content": "{{ promt }}"}]}},
+          "job.yaml:6:5: input.messages[0].content: the input has no column 'promt'; did you mean 'prompt'? it "
+          "has: id, prompt, language"),
+    Wrong("messages without a column", {"input": {"messages": [{"role": "user", "content": "Hello"}]}},
+          "job.yaml:4:3: input.messages: they name no column; write {{ column }} where a row's value goes"),
+    Wrong("template syntax in a message", {"input": {"messages": [{"role": "user", "content": "a\n{{ prompt"}]}},
+          "job.yaml:6:5: input.messages[0].content, line 2: unexpected end of template, expected 'end of print "
+          "statement'."),
+    Wrong("messages_column", {"input": {"messages_column": "chat"}},
+          "job.yaml:4:3: input.messages_column: the input has no column 'chat'; it has: id, prompt, language"),
+    Wrong("token_ids_column", {"input": {"token_ids_column": "ids"}},
+          "job.yaml:4:3: input.token_ids_column: the input has no column 'ids'; did you mean 'id'? it has: id, "
+          "prompt, language"),
+    Wrong("two system messages",
+          {"input": {"messages": [{"role": "system", "content": "{{ prompt }}"}], "system_prompt": "Be brief."}},
+          "job.yaml:7:3: input.system_prompt: got it beside messages, which begin with a system message; give "
+          "one of them"),
+    Wrong("missing file", {"input": {"prompt_template": {"file": "prompt.jinja"}}},
+          "job.yaml:4:3: input.prompt_template: cannot read the file prompt.jinja: no such file or directory"),
+    Wrong("file of a variable", {"input": {"system_prompt": {"file": "$NO_SUCH_THING/a"}}},
+          "job.yaml:4:3: input.system_prompt: $NO_SUCH_THING is unset or empty in the environment; set it, or "
+          "write $$ for a plain $"),
+    Wrong("no room for a prompt",
+          {"input": {"on_overlong": "truncate_left"}, "engine": {"max_model_len": 16}},
+          "job.yaml:4:3: input.on_overlong: max_tokens 16 leaves no room for a prompt in max_model_len=16"),
+    Wrong("truncate_tokens", {"input": {"prompt_template": "{{ prompt | truncate_tokens(side='left') }}"}},
+          "job.yaml:4:3: input.prompt_template, line 1: truncate_tokens: call it as truncate_tokens(n), or "
+          "truncate_tokens(n, side='left')"),
     # Selection
     Wrong("sample of all and more", {"input": {"sample": 1.5}},
           "job.yaml:4:3: input.sample: got 1.5; must be a number, above 0 and at most 1"),
