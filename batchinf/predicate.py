@@ -107,6 +107,9 @@ class Predicate:
     def _wrong(self, what: str) -> PredicateError:
         # Behind its first line DuckDB shows the statement, and names that are like the one that is wrong.
         said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
+        said = re.sub(
+            r'^Binder Error: Referenced column "(.*)" not found in FROM clause!?$', r"there is no column '\1'", said
+        )
         opening, allowed, example = "", "", "language = 'en'"
         if self._table == "output":
             opening, allowed, example = "--retry: ", f"`{ERRORS}` or ", "finish_reason = 'length'"
