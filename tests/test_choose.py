@@ -287,8 +287,8 @@ def test_rows_that_other_jobs_have_done_are_left_out(tmp_path: pathlib.Path) -> 
     [
         (
             {"where": "langauge = 'de'"},
-            "input.where: got \"langauge = 'de'\": there is no column 'langauge'; must be an expression in SQL over the "
-            "input's columns, such as \"language = 'en'\"; there are id, prompt, language, score, meta",
+            "input.where: got \"langauge = 'de'\": there is no column 'langauge'; must be an expression in SQL over "
+            "the input's columns, such as \"language = 'en'\"; there are id, prompt, language, score, meta",
         ),
         ({"where": "id = 3; select 1"}, "input.where: got 'id = 3; select 1': syntax error"),
         ({"where": "prompt::int = 3"}, "input.where: got 'prompt::int = 3': Conversion Error"),
