@@ -149,6 +149,8 @@ class _Scan:
             self._id_column, own = given.id_column, pa.field("prompt_hash", pa.int64())
             if given.exclude.on == "id":
                 self._id_column = given.id_column or "custom_id"  # OpenAI's, whose lines need no word of it
+                if self._id_column not in schema.names:
+                    raise file.error("input.exclude.on", f"got id, but the input has no column {self._id_column!r}")
                 own = schema.field(self._id_column)
                 columns.append(self._id_column)
             else:

@@ -200,8 +200,9 @@ WRONG = [
           "job.yaml:4:3: input.where: got 'id + 1': it must be true or false, but is BIGINT; must be an "
           "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
     Wrong("where, a query", {"input": {"where": "id in (select 1)"}},
-          "job.yaml:4:3: input.where: got 'id in (select 1)': it must speak of one row alone, but it holds a query; must "
-          "be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+          "job.yaml:4:3: input.where: got 'id in (select 1)': it must speak of one row alone, but it holds a query; "
+          "must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, "
+          "language"),
     Wrong("where, a value that does not fit", {"input": {"where": "prompt::int = 1"}},
           "job.yaml:4:3: input.where: got 'prompt::int = 1': Conversion Error: Could not convert string 'Once upon a "
           "time' to INT32 when casting from source column prompt; must be an "
