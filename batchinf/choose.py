@@ -72,9 +72,12 @@ def choose(
     limit: int | None,
     say: Say = lambda line: None,
     scratch: pathlib.Path | None = None,
+    *,
+    may_be_none: bool = False,
 ) -> Chosen:
-    """The chosen rows from `first_row` on, `limit` of them at most. Raises UserError, where no row is left too.
+    """The chosen rows from `first_row` on, `limit` of them at most.
 
+    Raises UserError, where no row is left too, unless there may be none.
     scratch: a folder for temporary files; None is the system's.
     """
     given, num_rows = job.spec.input, job.source.num_rows - first_row
@@ -85,7 +88,7 @@ def choose(
     say(f"choosing rows by {described(job)}")
     with _Scan(job, file, scratch) as scan:
         chosen = scan.run(first_row, job.source.num_rows, limit)
-    if not chosen.num_rows:
+    if not chosen.num_rows and not may_be_none:
         raise file.error("input", f"{described(job)} leaves none of the {num_rows:,} rows; nothing would be run")
     say(f"{chosen.num_rows:,} of {num_rows:,} rows are chosen; that took {time.monotonic() - began:.1f} s")
     return chosen

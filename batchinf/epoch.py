@@ -10,9 +10,10 @@ from batchinf import choose, failures, journal, non_finite
 from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
+from batchinf.extend import add_extent, has_more, open_extended, said
 from batchinf.fleet import Fleet
 from batchinf.forecast import CHOSEN, forecast
-from batchinf.job import Job, check_drift, new_header, open_job
+from batchinf.job import Job, begun_at, check_drift, new_header, open_job
 from batchinf.job_state import Committed, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
@@ -21,6 +22,7 @@ from batchinf.model import check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.platforms import Platforms
 from batchinf.progress import ProgressDisplay
+from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
@@ -42,6 +44,7 @@ from batchinf.trials import Trials
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 _LOST_TO_NAME = 20
+NOTHING_NEW = "--extend: the input has nothing that the job has not taken in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,10 @@ class Summary:
         ]
 
 
-def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) -> Summary:
+def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False) -> Summary:
     """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
+
+    extends: what has come to its input since is taken in first.
 
     To be called within `interruptible`: only the coordinator drains.
 
@@ -87,11 +92,15 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
     if state is not None and state.is_done and retry is None and _is_whole(folder, state):
-        check_drift(open_job(file, began_as=state.header.identity), state.header)
-        return _finished(file, state, was_done=True)
+        job = open_extended(file, state) if extends else open_job(file, state=state)
+        check_drift(job, state.header)
+        if not extends or not has_more(job, state):
+            if extends:
+                display.say(NOTHING_NEW)
+            return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
-        _hold_and_run(file, folder, state, display, retry)
+        _hold_and_run(file, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
@@ -102,12 +111,12 @@ def _is_whole(folder: Folder, state: State) -> bool:
 
 
 def _hold_and_run(
-    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None
+    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None, extends: bool
 ) -> None:
     lock = JobLock(folder)
     epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
     try:
-        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry)
+        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry, extends)
     finally:
         lock.release()
         display.close()
@@ -121,9 +130,11 @@ def _run_epoch(
     epoch: int,
     display: ProgressDisplay,
     retry: str | None,
+    extends: bool,
 ) -> None:
     display.say("opening model and input")
-    job, request = open_job(file, began_as=None if state is None else state.header.identity), None
+    job = open_extended(file, state) if extends and state is not None else open_job(file, state=state)
+    request = None
     if job.spec.scripted is None:
         check_weights(job.model, job.spec.model.load_format)
     if state is not None:
@@ -146,6 +157,8 @@ def _run_epoch(
         state = _begin(job, manifest, len(slots), choice)
     else:
         note_ended(state, read_status(folder), manifest)
+        if extends:
+            state = _extend(job, file, state, manifest, len(slots), display)
     found = recover(job, state.extents, state, manifest)
     manifest.event("epoch", epoch=epoch, job_id=state.header.job_id, adopted=len(found.adopted), lost=list(found.lost))
     manifest.commit()
@@ -157,12 +170,27 @@ def _run_epoch(
     if (warning := room_warning(job, state, len(slots))) is not None:
         display.say(warning)
     if not state.committed.all():
+        for line in prompt_warnings(job.spec, job.model, job.source):
+            display.say(line)
         _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
     _run_retries(job, manifest, lock, slots, epoch, display, settings, request)
     manifest.done()
     manifest.commit()
     manifest.close()
     _tidy(folder)
+
+
+def _extend(
+    job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, display: ProgressDisplay
+) -> State:
+    if not has_more(job, state):
+        display.say(NOTHING_NEW)
+        return state
+    num_rows = add_extent(job, file, state, manifest, num_replicas, display.say)
+    display.say(said(job, state, num_rows))
+    extended = read_state(job.folder)
+    assert extended is not None
+    return extended
 
 
 def _engine_settings(job: Job, slots: list[Slot], state: State | None, display: ProgressDisplay) -> EngineSettings:
@@ -303,6 +331,7 @@ def launcher(
     }
     if job.slice is not None:
         metadata["batchinf.slice"] = str(job.slice)
+    begun = begun_at(job, state.header)
 
     def launch(slot: Slot, incarnation: str) -> Launch:
         return Launch(
@@ -316,7 +345,9 @@ def launcher(
             metadata,
             slot.cpus if not slot.devices else (),
             os.fspath(source_folder(job.folder, job.slice)),
+            job.source.fingerprints,
             state.extents,
+            begun,
         )
 
     return launch

@@ -5,19 +5,20 @@ import json
 import pathlib
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchinf.errors import DriftError, OutputError, SpecError
-from batchinf.job_state import FORMAT_VERSION, Header
+from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
+from batchinf.prompt_checks import check_prompts
 from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
-from batchinf.source import InputLocation, Source, open_source
+from batchinf.source import InputLocation, NewRows, Source, open_source
 from batchinf.spec import JobSpec, fields, fingerprint
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
@@ -44,6 +45,11 @@ class Job:
     slice: Slice | None = None
 
     @property
+    def location(self) -> InputLocation:
+        """Where its input is."""
+        return _location(self.spec)
+
+    @property
     def rows(self) -> range:
         """The rows that are to be run, by their positions in the input."""
         num_rows = self.source.num_rows
@@ -55,13 +61,15 @@ class Job:
         return fingerprint(self.identity)
 
 
-def open_job(file: SpecFile, cache: pathlib.Path | None = None, began_as: Mapping[str, Any] | None = None) -> Job:
+def open_job(
+    file: SpecFile, cache: pathlib.Path | None = None, state: State | None = None, new: NewRows = "refuse"
+) -> Job:
     """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
 
-    began_as: the identity of the folder's job, where it has begun: its model's commit is gone on with.
+    state: of the job that is gone on with, its model's commit too. new: what becomes of rows that came since.
     """
     try:
-        return _open_job(file, cache, began_as or _cut_identity(file))
+        return _open_job(file, cache, state, new)
     except SpecError as error:
         field = re.match(r"[a-z_]+(\.[a-z_]+)+(?=[:,])", str(error))
         if field is None:
@@ -69,28 +77,55 @@ def open_job(file: SpecFile, cache: pathlib.Path | None = None, began_as: Mappin
         raise SpecError(file.line(field[0], "") + str(error)[field.end() :]) from error
 
 
-def _cut_identity(file: SpecFile) -> Mapping[str, Any]:
-    """What the slices of the job have in common, where there are some."""
+def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
+    """The identity of the folder's job, or what its slices have in common; empty where it has yet to begin."""
+    if state is not None:
+        return state.header.identity
     cut = read_cut(file.spec.output.path)
     return {} if cut is None else cut.identity
 
 
-def _open_job(file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str, Any]) -> Job:
+def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, new: NewRows) -> Job:
+    began_as = _began_as(file, state)
     folder = job_folder(file.spec.output.path, file.slice)
     # Another revision in the spec is another model.
     is_same = began_as.get("model.revision") == file.spec.model.revision
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
-    source = open_input(spec, cache or source_folder(folder, file.slice))
+    check_prompts(file, spec, model)
+    source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
-    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
+    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
     if file.slice is not None:
         identity["slice"] = str(file.slice)
+    if state is not None:
+        identity["input.limit"] = _limit_as_begun(folder, identity["input.limit"], state, new)
     # Through JSON and back, so that it compares equal to what the manifest gives.
     return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)), file.slice)
+
+
+def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
+    """What the job's identity says of the limit: one that was raised, or is now, is the same job's.
+
+    Raises DriftError where it is lowered, or raised without `--extend`.
+    """
+    begun, last = state.header.identity.get("input.limit"), state.limit
+    is_raised = last is not None and (limit is None or limit > last)
+    if limit == last or (new == "take" and is_raised):
+        return begun
+    error = _drift(f"{folder.root} holds a job", {"input.limit": last}, {"input.limit": limit})
+    raise DriftError(f"{error}\nwith --extend, input.limit may be raised, but not lowered")
+
+
+def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
+    """What the job has taken in of its input; a slice that has not begun takes what the others did."""
+    if state is not None:
+        return state.source_fingerprints
+    cut = read_cut(file.spec.output.path) if file.slice is not None else None
+    return () if cut is None else (str(cut.identity.get("input", "")),)
 
 
 def carried_columns(spec: JobSpec) -> list[str]:
@@ -98,10 +133,14 @@ def carried_columns(spec: JobSpec) -> list[str]:
     return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
 
 
-def open_input(spec: JobSpec, cache: pathlib.Path) -> Source:
-    """The job's source; what its first pass finds is kept in `cache`."""
+def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
+    """The job's source; what its first pass finds is kept in `cache`. See `open_source`."""
+    return open_source(_location(spec), cache, taken, new)
+
+
+def _location(spec: JobSpec) -> InputLocation:
     where = spec.input
-    return open_source(InputLocation(where.path, where.format, where.split, where.revision, where.name), cache)
+    return InputLocation(where.path, where.format, where.split, where.revision, where.name)
 
 
 def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
@@ -116,13 +155,23 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tup
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,
         layout={"rows_per_shard": rows_per_shard},
         spec=job.spec.model_dump(mode="json"),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
+
+
+def begun_at(job: Job, header: Header | None) -> str | None:
+    """When the job was begun, in ISO format, the same for all of its slices; None for one that has yet to begin."""
+    cut = None if job.slice is None else read_cut(job.spec.output.path)
+    return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:
@@ -149,7 +198,7 @@ def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
     assert job.slice is not None
     out = job.spec.output.path
     check_place(out, job.slice)
-    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), selection))
+    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), _now(), selection))
     check_cut(job)
     if (cut.num_rows, cut.selection) != (num_rows, selection):
         raise OutputError(
@@ -185,7 +234,7 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
 
 
 def _show(identity: dict[str, Any], name: str) -> str:
-    if name not in identity:
+    if name not in identity or (name == "input.limit" and identity[name] is None):
         return "nothing"
     meaning = {"model": "a model with content ", "input": "an input with content "}.get(name, "")
     return meaning + json.dumps(identity[name], ensure_ascii=False)

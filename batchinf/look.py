@@ -37,6 +37,9 @@ def status_lines(out: str) -> list[str]:
     folder, state = _open(out)
     snapshot = read_status(folder)
     lines = [f"{out}: {_stands(folder, state, snapshot)}", *_total_lines([state], *_totals(state))]
+    if len(state.extents) > 1:
+        times = ", ".join(f"{extent.num_rows:,}" for extent in state.extents)
+        lines.append(f"rows came in {len(state.extents)} times: {times}")
     if state.retries:
         retry = state.retries[max(state.retries)]
         num_replaced = sum(part.retry == retry.number for part in state.parts.values())
@@ -186,7 +189,8 @@ class _Journalled:
         self._spec = _spec(state)
         self._task = get_task(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
-        self._source = open_input(self._spec, source_folder(folder, Slice.of(state.header.identity)))
+        cache = source_folder(folder, Slice.of(state.header.identity))
+        self._source = open_input(self._spec, cache, state.source_fingerprints, "ignore")
         self._columns = carried_columns(self._spec)
         self._order = RunOrder(folder, state.extents)
 

@@ -210,7 +210,9 @@ class Launch:
     metadata: what each part's Parquet metadata carries beside the versions.
     cpus: the processor cores it may use; empty means all that it inherited.
     source_folder: what the first pass over the input found, where that is not in the output folder itself.
+    taken: the fingerprints of what the job has taken in of its input, the last one last.
     extents: the job's, of which the run order is made.
+    begun_at: when the job was begun, in ISO format: templates that print the date see this one.
     """
 
     replica: int
@@ -223,7 +225,9 @@ class Launch:
     metadata: dict[str, str]
     cpus: tuple[int, ...] = ()
     source_folder: str | None = None
+    taken: tuple[str, ...] = ()
     extents: tuple[Extent, ...] = ()
+    begun_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

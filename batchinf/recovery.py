@@ -77,7 +77,8 @@ def _seconds(at: str) -> float:
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> Recovered:
     """Bring folder and manifest together again; the manifest's new lines are committed by the caller."""
     folder = job.folder
-    for name in ("", "parts", "staging", "journal", "manifest", "source", selection.RETRY_FOLDER, selection.RUN_FOLDER):
+    own = ("parts", "staging", "journal", "manifest", "source", "source/generations")
+    for name in ("", *own, selection.RETRY_FOLDER, selection.RUN_FOLDER):
         folder.sweep(name)
     _settle(folder, state, manifest)
     lost = _check_parts(job, state, manifest)

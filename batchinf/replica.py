@@ -86,7 +86,8 @@ class Replica:
         started = time.monotonic()
         self._channel.send(Phase("loading the tokenizer and opening the input"))
         tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
-        source = open_input(self._spec, pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER)))
+        cache = pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER))
+        source = open_input(self._spec, cache, self._launch.taken, "ignore")
         self._channel.send(Phase("starting the engine"))
         engine = self._start_engine(tokenizer)
         try:
@@ -115,7 +116,10 @@ class Replica:
     def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:
         name, metadata = self._launch.incarnation, self._launch.metadata
         emit, flight, order = self._channel.send, self._flight, RunOrder(self._folder, self._launch.extents)
-        return assemble(self._spec, task, engine, source, tokenizer, self._folder, name, metadata, emit, flight, order)
+        folder, begun_at = self._folder, self._launch.begun_at
+        return assemble(
+            self._spec, task, engine, source, tokenizer, folder, name, metadata, emit, flight, order, begun_at
+        )
 
     def _begin(self, worker: Worker, feeder: Feeder) -> None:
         with self._lock:
@@ -183,6 +187,7 @@ def assemble(
     emit: Callable[[Event], None],
     flight: FlightRecord,
     order: RunOrder | None = None,
+    begun_at: str | None = None,
 ) -> tuple[Worker, Feeder]:
     """A worker with its feeder, writer and queues around an engine, and the feeder, which takes its shards.
 
@@ -211,7 +216,7 @@ def assemble(
         return opened
 
     writer = Writer(finished, task, answers_of(spec, tokenizer), write, emit, spec.checkpoint_interval_s)
-    prompts = PromptBuilder(spec, tokenizer, info.vocab_size)
+    prompts = PromptBuilder(spec, tokenizer, info.vocab_size, begun_at)
 
     def fail(row: FailedRow) -> None:
         finished.put(row, _FAILED_ROW_BYTES * len(row.results))

@@ -263,7 +263,7 @@ def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
     assert "other rows are chosen now" in done.stderr
     done = jobs.run("run", spec, "--set", "input.limit=3")
     assert done.returncode == 2
-    assert "input.limit: the job has null, now it is 3" in done.stderr
+    assert "input.limit: the job has nothing, now it is 3" in done.stderr
 
 
 def test_rows_that_other_jobs_have_done_are_left_out(tmp_path: pathlib.Path) -> None:

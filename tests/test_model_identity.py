@@ -112,3 +112,18 @@ def alterations(folder: pathlib.Path) -> dict[str, bytes]:
         "tokenizer_config.json": (folder / "tokenizer_config.json").read_bytes().replace(b"2048", b"2047"),
         "model.safetensors": weights[:place] + b'"F16" ' + weights[place + 6 :],
     }
+
+
+def test_weights_that_are_not_whole_are_said_before_an_engine_starts(tmp_path: pathlib.Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused = jobs.run("run", jobs.spec_of(tmp_path, model=str(model), scripted=None))
+    assert_refused(
+        refused,
+        f"the weights of '{model}' are not whole: model-00002-of-00002.safetensors is missing. Copy them again, or get "
+        f"them with `hf download ORG/MODEL --local-dir {model}`\n",
+    )
+    assert not any((tmp_path / "out" / "logs").iterdir())

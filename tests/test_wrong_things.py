@@ -168,6 +168,16 @@ WRONG = [
           "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, openai, parquet, csv, text, arrow, hf"),
     Wrong("no rows", {},
           "rows.jsonl has no rows; give an input with at least one", rows=()),
+    # Rows to look at
+    Wrong("no such id", {"input": {"id_column": "id"}},
+          "--row 3: none of 2 rows has this in 'id' (int64)", arguments=("--row", "3")),
+    Wrong("id of another type", {"input": {"id_column": "id"}},
+          "--row one: the ids in 'id' are int64; give one of them", arguments=("--row", "one")),
+    Wrong("no such position", {},
+          "--row 2: the job has no id_column, so a row is named by its position, 0 to 1", arguments=("--row", "2")),
+    Wrong("named and drawn", {},
+          "got --row with --random; the one names rows, the other draws them: give one of them",
+          arguments=("--row", "1", "--random")),
     # The spec itself
     Wrong("unknown section", {"sampler": {"top_p": 1}},
           "job.yaml:9:1: sampler: unknown field; did you mean input.sample? Allowed: model, task, input, sampling, "

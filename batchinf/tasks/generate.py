@@ -153,6 +153,7 @@ def _result_schema(spec: JobSpec) -> pa.Schema:
         *_logprob_fields("", sampling.logprobs, logprob),
         *_logprob_fields("prompt_", sampling.prompt_logprobs, logprob),
         ("num_prompt_tokens", pa.int32()),
+        *([("prompt_truncated", pa.bool_())] if spec.input.on_overlong != "error" else []),
         ("num_output_tokens", pa.int32()),
         ("error_type", pa.string()),
         ("error_message", pa.string()),
@@ -217,6 +218,7 @@ def _prompt_columns(results: Sequence[Result], include_prompt: bool) -> dict[str
     columns = {
         "prompt_hash": pa.array([hashes[id(prompt)] for prompt in prompts], pa.int64()),
         "num_prompt_tokens": pa.array([len(prompt.token_ids) or None for prompt in prompts], pa.int32()),
+        "prompt_truncated": pa.array([p.is_truncated if p.token_ids else None for p in prompts], pa.bool_()),
     }
     if include_prompt:
         columns["prompt"] = _strings([prompt.text for prompt in prompts])
