@@ -241,6 +241,29 @@ WRONG = [
     Wrong("override without a value", {},
           "--set sampling.max_tokens: must be field=value, such as --set sampling.max_tokens=64",
           arguments=("--set", "sampling.max_tokens")),
+
+    # Rows that cannot be chosen
+    Wrong("where, unknown column", {"input": {"where": "langage = 'en'"}},
+          "job.yaml:4:3: input.where: got \"langage = 'en'\": there is no column 'langage'; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, no expression", {"input": {"where": "id = 1; drop table input"}},
+          "job.yaml:4:3: input.where: got 'id = 1; drop table input': syntax error at or near \";\"; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, no truth value", {"input": {"where": "id + 1"}},
+          "job.yaml:4:3: input.where: got 'id + 1': it must be true or false, but is BIGINT; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, a query", {"input": {"where": "id in (select 1)"}},
+          "job.yaml:4:3: input.where: got 'id in (select 1)': it must speak of one row alone, but it holds a query; "
+          "must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, "
+          "language"),
+    Wrong("where, a value that does not fit", {"input": {"where": "prompt::int = 1"}},
+          "job.yaml:4:3: input.where: got 'prompt::int = 1': Conversion Error: Could not convert string 'Once upon a "
+          "time' to INT32 when casting from source column prompt; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("nothing chosen", {"input": {"where": "id > 2"}},
+          "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 rows; nothing would be run"),
+    Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
+          "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no manifest in it; give a job's output.path"),
 ]  # fmt: skip
 
 
