@@ -60,10 +60,6 @@ class VllmEngine:
         arguments = engine_arguments(spec, model_path, tokenizer_path, revision)
         self._stats = _Stats()
         install_arrays()
-        if spec.sampling.structured_outputs is not None:
-            from batchinf.vllm_structures import check_once
-
-            check_once()
         try:
             self._engine: Any = LLMEngine.from_engine_args(
                 EngineArgs(**arguments),
@@ -72,6 +68,12 @@ class VllmEngine:
             )
         except Exception as error:
             raise EngineStartError(f"vLLM could not start: {_one_line(error)}") from error
+        if spec.sampling.structured_outputs is not None:
+            from batchinf.vllm_structures import check_once, tell_parser
+
+            check_once()
+            if spec.model.reasoning_parser is not None and spec.input.chat_template_kwargs:
+                tell_parser(self._engine, spec.input.chat_template_kwargs)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
