@@ -122,6 +122,26 @@ def check(
 
 
 @app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A job's output folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="That of another job over the same rows.")],
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="KEY", help="Join rows by `row_index` or `id`; default: by what fits the inputs."),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--out", metavar="FILE.parquet", help="Also write a row for each row of both.")
+    ] = None,
+    num_rows: Annotated[int, typer.Option("-n", min=0, help="Changed rows to show.")] = 3,
+) -> None:
+    """Say what changed between two jobs over the same rows: outputs, errors, logprobs of the tokens that both gave."""
+    from batchinf.diff import diff_lines
+
+    for line in diff_lines(a, b, on, to, num_rows):
+        print(_plain(line))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
     from batchinf.spec_docs import json_schema

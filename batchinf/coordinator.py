@@ -19,6 +19,7 @@ from batchinf.journal import drop
 from batchinf.lock import Holder, JobLock, process_start
 from batchinf.manifest import Manifest
 from batchinf.parts import part_name
+from batchinf.platforms import Platforms, kept_as
 from batchinf.progress import ProgressDisplay
 from batchinf.records import DISK_ERROR, Event, Part, Ready, Revoked, Shard, ShardBegun, ShardClosed, Stop, Tried
 from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations
@@ -45,11 +46,10 @@ class Coordinator:
         num_rows: int,
         num_shards: int,
         committed: Committed,
-        versions: dict[str, str],
+        platforms: Platforms,
         trials: Trials,
         telemetry: Telemetry,
     ) -> None:
-        """versions: what replicas of earlier epochs said of themselves; empty if there were none."""
         self._job = job
         self._manifest = manifest
         self._lock = lock
@@ -65,7 +65,7 @@ class Coordinator:
         self._rates = Rates()
         self._next_status = 0.0
         self._requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
-        self._versions = versions
+        self._platforms = platforms
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
         # What the first replica that found the disk full said; the others would find it so in turn.
@@ -257,17 +257,11 @@ class Coordinator:
             self._manifest.commit()
 
     def _note_ready(self, member: Member, event: Ready) -> None:
-        versions = event.engine.versions
-        if self._versions and versions != self._versions:
-            changes = ", ".join(
-                f"{name} {self._versions.get(name, 'absent')} -> {versions.get(name, 'absent')}"
-                for name in sorted(self._versions.keys() | versions.keys())
-                if self._versions.get(name) != versions.get(name)
-            )
-            self._display.say(f"warning: replica {member.slot.replica} runs other versions than before: {changes}")
-        self._versions = versions
+        if (warning := self._platforms.admit(member.slot.replica, event.engine)) is not None:
+            self._display.say(warning)
         self._manifest.event(
             "ready",
+            kept_as=kept_as(event.engine),
             replica=member.slot.replica,
             start_s=event.start_s,
             device=event.engine.device,

@@ -86,7 +86,7 @@ class ScriptedEngine:
             max_model_len=script.max_model_len,
             max_num_seqs=script.max_num_seqs,
             vocab_size=vocab_size,
-            device="none",
+            device=script.device,
             versions={"batchinf": __version__, "engine": "scripted"},
         )
 

@@ -28,6 +28,7 @@ _LENGTH_KEYS = (
 )  # fmt: skip
 # Kinds of rotary scaling after which the config's length is the scaled one already.
 _ROPE_ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+_TOKENIZER = ", tokenizer "  # in a fingerprint, before that of a tokenizer of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +62,19 @@ class _Place:
     is_online: bool = False
 
 
-def resolve(spec: ModelSpec) -> Model:
+def resolve(spec: ModelSpec, began_as: str = "") -> Model:
     """Find the model and its tokenizer and read what they say of themselves; the weights are left to `check_weights`.
 
     Asks the hub for the commit of a hub id and gets its small files; without a network the cache serves.
+    began_as: the fingerprint that a job began with; the commits in it are gone on with, wherever branches are by now.
     Raises ModelError, in one line.
     """
-    place = _locate("model.name", spec.name, spec.revision, spec.load_format)
-    tokenizer = place if spec.tokenizer is None else _locate("model.tokenizer", spec.tokenizer, None, "dummy")
+    model_commit, tokenizer_commit = _commits(began_as, spec)
+    place = _locate("model.name", spec.name, spec.revision, spec.load_format, model_commit)
+    tokenizer = place
+    if spec.tokenizer is not None:
+        tokenizer = _locate("model.tokenizer", spec.tokenizer, None, "dummy", tokenizer_commit)
+    _check_tokenizer(tokenizer)
     config = _read_config(place)
     generation_config = place.folder / "generation_config.json"
     is_to_be_fetched = place.is_online and bool(model_files.problems(place.folder, spec.load_format))
@@ -107,7 +113,7 @@ def _remedy(model: Model, problems: str) -> str:
     return f"Copy them again, or get them with `hf download ORG/MODEL --local-dir {model.path}`"
 
 
-def _locate(field: str, name: str, revision: str | None, load_format: str) -> _Place:
+def _locate(field: str, name: str, revision: str | None, load_format: str, commit: str | None) -> _Place:
     folder = pathlib.Path(name)
     if folder.is_dir():
         if revision is not None:
@@ -117,7 +123,12 @@ def _locate(field: str, name: str, revision: str | None, load_format: str) -> _P
         raise ModelError(f"{field}: '{name}' is a file; give the folder that holds config.json and the weights")
     if name.startswith(("/", ".")) or name.count("/") > 1:
         raise ModelError(f"{field}: there is no folder '{name}'; a Hugging Face id would be 'org/name'")
-    snapshot = hub.find(field, name, revision, lambda folder: not model_files.problems(folder, load_format))
+    try:
+        snapshot = hub.find(field, name, commit or revision, lambda it: not model_files.problems(it, load_format))
+    except ModelError as error:
+        if commit is None:
+            raise
+        raise ModelError(f"{error}. The job began with this commit: get it back, or begin a new job") from error
     return _Place(name, snapshot.folder, snapshot.commit, snapshot.is_online)
 
 
@@ -128,7 +139,16 @@ def _fingerprint(place: _Place, tokenizer: _Place, spec: ModelSpec) -> str:
     fingerprint = _identify(place, names, spec.load_format)
     if tokenizer is place:
         return fingerprint
-    return f"{fingerprint}, tokenizer {_identify(tokenizer, model_files.TOKENIZER_FILES + code, 'dummy')}"
+    return f"{fingerprint}{_TOKENIZER}{_identify(tokenizer, model_files.TOKENIZER_FILES + code, 'dummy')}"
+
+
+def _commits(fingerprint: str, spec: ModelSpec) -> tuple[str | None, str | None]:
+    """The commits of model and tokenizer in a fingerprint, where it names the hub ids of the spec."""
+    model, _, tokenizer = fingerprint.partition(_TOKENIZER)
+    named = [text.rpartition("@") for text in (model, tokenizer)]
+    wanted = [spec.name, spec.tokenizer]
+    commits = [commit if name == want else None for (name, _, commit), want in zip(named, wanted, strict=True)]
+    return commits[0], commits[1]
 
 
 def _identify(place: _Place, names: tuple[str, ...], load_format: str) -> str:
@@ -143,6 +163,16 @@ def _read_config(place: _Place) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"model.name: '{place.name}' has no config.json; give a model in the Hugging Face format")
     return model_files.read_json(path)
+
+
+def _check_tokenizer(place: _Place) -> None:
+    """Where it is plain that there is none: transformers would take 10 s, and three lines, to say so."""
+    config = place.folder / "tokenizer_config.json"
+    if not config.is_file():
+        return
+    is_plain = model_files.read_json(config).get("tokenizer_class") in model_files.PLAIN_TOKENIZERS
+    if is_plain and not any(next(place.folder.glob(it), None) for it in model_files.VOCABULARY_FILES):
+        raise ModelError(f"'{place.name}' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer")
 
 
 def _has_chat_template(folder: pathlib.Path) -> bool:

@@ -24,6 +24,9 @@ TOKENIZER_FILES = (
     "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
+# Tokenizers of the plain class are made from one of these.
+PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
 # Pattern of the weight files, and the index that names them where they are several.
 _SAFETENSORS = ("*.safetensors", "model.safetensors.index.json")

@@ -66,7 +66,7 @@ class ModelSpec(Section):
     """Which weights, and how they are loaded."""
 
     name: Annotated[Path, RUNTIME]
-    """A Hugging Face id or a folder. Known on resume by its content or commit, not by where it lies."""
+    """A Hugging Face id or a folder. A resume keeps an id's commit; a folder is known by content, not by its place."""
     revision: Annotated[Text | None, IDENTITY] = None
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: Annotated[Path | None, IDENTITY] = None
@@ -143,6 +143,8 @@ class ScriptedSpec(Section):
     """Longest prompt and output together, in tokens."""
     vary_lengths: Annotated[bool, IDENTITY] = True
     """Outputs end at a length drawn from the prompt's hash; else all reach `max_tokens`."""
+    device: Annotated[Text, RUNTIME] = "none"
+    """What it says that it runs on."""
 
 
 class JobSpec(Section):
@@ -172,7 +174,7 @@ class JobSpec(Section):
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
     """Share of error rows above which a finished job exits with 3; below 0.5, half of the first 1,000 end it early."""
     same_device: Annotated[bool, RUNTIME] = False
-    """Refuse to go on where the device, or a version of vLLM, torch or transformers, is another than before."""
+    """Refuse a replica whose device, or version of vLLM, torch, transformers or CUDA, is another than before."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None
     """Run the scripted engine in place of vLLM."""
 

@@ -1,0 +1,200 @@
+"""A job's output as arrays: its committed parts as tables, as numpy, and as a Hugging Face dataset.
+
+    results = batchinf.open("out/my-job")
+    logprobs = results.ragged("logprobs")     # logprobs[i]: those of the i-th output row
+    means = logprobs.mean()                   # one number for each row, without a Python loop
+    dataset = results.dataset()               # a datasets.Dataset, memory-mapped
+
+Only what the manifest names is read, in the order of the parts: a job at work can be read, and gives what is done.
+"""
+
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinf.errors import OutputError
+from batchinf.job_state import State, read_state
+from batchinf.part_names import part_name
+from batchinf.slices import job_folders
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Lists of different lengths, end to end.
+
+    values: [num_values, ...], of all lists; where the lists hold lists of one length, as the top k, that is its second
+    dimension. Null values are NaN, or -1 where they are whole numbers. offsets: int64 [num_lists + 1]; list i is
+    `values[offsets[i]:offsets[i + 1]]`. is_null: bool [num_lists], the lists that were never produced; they are empty.
+    """
+
+    values: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int64]
+    is_null: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.is_null)
+
+    def __getitem__(self, index: int) -> npt.NDArray[Any]:
+        """The values of one list, as a view."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"got list {index} of {len(self)}")
+        index %= len(self)
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """int64 [num_lists]."""
+        return np.diff(self.offsets)
+
+    def sum(self) -> npt.NDArray[np.float64]:
+        """float64 [num_lists, ...]: of the values that are not NaN; 0 where there are none."""
+        return self._add(np.nan_to_num(self.values.astype(np.float64), nan=0.0))
+
+    def mean(self) -> npt.NDArray[np.float64]:
+        """float64 [num_lists, ...]: of the values that are not NaN; NaN where there are none."""
+        counts = self._add((~np.isnan(self.values.astype(np.float64))).astype(np.float64))
+        with np.errstate(invalid="ignore"):
+            return self.sum() / counts
+
+    def _add(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        # reduceat adds no empty run, and takes the next value for it.
+        sums = np.zeros((len(self), *values.shape[1:]))
+        is_full = self.lengths > 0
+        if is_full.any():
+            sums[is_full] = np.add.reduceat(values, self.offsets[:-1][is_full])
+        return sums
+
+
+class Results:
+    """What is committed of a job, or of all slices of one."""
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        """out: the job's output folder. Raises OutputError if there is no job in it."""
+        self.folder = os.fspath(out)
+        jobs = job_folders(self.folder)
+        found = [(job.folder, read_state(job.folder)) for job in jobs if job.folder.exists("manifest")]
+        states = [state for _, state in found if state is not None]
+        if not states:
+            raise OutputError(f"{self.folder} holds no job: there is no manifest in it; give a job's output.path")
+        self.spec: dict[str, Any] = states[0].header.spec
+        self.identity: dict[str, Any] = states[0].header.identity
+        self.num_rows = sum(state.num_rows for state in states)
+        self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
+        self.parts: list[pathlib.Path] = [
+            path for folder, state in found if state is not None for path in _paths(folder.path("parts"), state)
+        ]
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        stands = "done" if self.is_done else "not done"
+        return f"<Results of {self.folder}: {self.num_rows:,} rows in {len(self.parts):,} parts, {stands}>"
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns. Raises OutputError where nothing is committed yet."""
+        if not self.parts:
+            raise OutputError(f"{self.folder}: nothing is committed yet; look again once a part is")
+        return pq.read_schema(self.parts[0]).remove_metadata()
+
+    def batches(self, columns: Sequence[str] | None = None, num_rows: int = 4096) -> Iterator[pa.RecordBatch]:
+        """All rows in order, at most `num_rows` at a time: in bounded memory, however many there are."""
+        names = self._names(columns)
+        for path in self.parts:
+            with pq.ParquetFile(path) as file:
+                yield from file.iter_batches(num_rows, columns=names)
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """All rows in order, in memory. Name the columns that you need: those of tokens are most of it."""
+        names = self._names(columns)
+        return pa.concat_tables([pq.read_table(path, columns=names) for path in self.parts])
+
+    def array(self, column: str) -> npt.NDArray[Any]:
+        """[num_rows]: a column that has no lists; nulls are NaN, or None where values are not numbers."""
+        type = self._type(column)
+        if pa.types.is_nested(type):
+            raise OutputError(f"column {column!r} holds {type}: ask for it with ragged()")
+        return np.asarray(self.table([column]).column(0).to_numpy())
+
+    def ragged(self, column: str) -> Ragged:
+        """A column of lists, as `logprobs`, `token_ids` or `top_logprobs`, as values and offsets."""
+        type = self._type(column)
+        if not pa.types.is_list(type):
+            raise OutputError(f"column {column!r} holds {type}, no lists: ask for it with array()")
+        # A piece at a time: together they may be more than Arrow's lists of 32 bits can hold.
+        pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
+        return _joined(pieces) if pieces else to_ragged(pa.array([], type))
+
+    def dataset(self) -> "Dataset":
+        """All rows as a Hugging Face dataset; it keeps an Arrow copy in its own cache and maps it into memory."""
+        from datasets import Dataset
+
+        self.schema  # noqa: B018  for its error
+        return Dataset.from_parquet([str(path) for path in self.parts])
+
+    def _names(self, columns: Sequence[str] | None) -> list[str]:
+        schema = self.schema
+        for name in columns or ():
+            if name not in schema.names:
+                raise OutputError(f"{self.folder} has no column {name!r}; it has {', '.join(schema.names)}")
+        return list(schema.names if columns is None else columns)
+
+    def _type(self, column: str) -> pa.DataType:
+        [name] = self._names([column])
+        return self.schema.field(name).type
+
+
+def _paths(folder: pathlib.Path, state: State) -> list[pathlib.Path]:
+    return [folder / part_name(shard) for shard in sorted(state.parts)]
+
+
+def to_ragged(array: pa.ListArray) -> Ragged:
+    """A column of lists, or of lists of lists that have one length, as values and offsets. Raises OutputError."""
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    inner = array.flatten()
+    is_null = np.asarray(array.is_null())
+    if not pa.types.is_list(inner.type):
+        return Ragged(_flat(inner), offsets, is_null)
+    widths = pc.list_value_length(inner).to_numpy(zero_copy_only=False)
+    known = widths[~np.isnan(widths)] if widths.dtype.kind == "f" else widths
+    if len(known) and known.min() != known.max():
+        raise OutputError(
+            f"lists of {int(known.min())} to {int(known.max())} items are no array: read them with table()"
+        )
+    width = int(known[0]) if len(known) else 0
+    flat = _flat(inner.flatten())
+    values = np.full((len(inner), width), -1 if flat.dtype.kind in "iu" else np.nan, flat.dtype)
+    values[~np.asarray(inner.is_null())] = flat.reshape(len(known), width)
+    return Ragged(values, offsets, is_null)
+
+
+def _joined(pieces: Sequence[Ragged]) -> Ragged:
+    # A piece all of whose lists are null says nothing of how wide they are.
+    values = [piece.values for piece in pieces if len(piece.values)] or [pieces[0].values]
+    lengths = np.concatenate([piece.lengths for piece in pieces])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    return Ragged(np.concatenate(values), offsets, np.concatenate([piece.is_null for piece in pieces]))
+
+
+def _flat(array: pa.Array) -> npt.NDArray[Any]:
+    """Without null, so that whole numbers stay whole; float16 stays as it is."""
+    if not array.null_count:
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+    if pa.types.is_integer(array.type):
+        return np.asarray(array.fill_null(-1).to_numpy(zero_copy_only=False))
+    values = np.array(array.to_numpy(zero_copy_only=False))
+    values[np.asarray(array.is_null())] = np.nan
+    return values

@@ -1,0 +1,125 @@
+"""A job's output as arrays: equal to what Parquet holds, for whole jobs and slices, done or not."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import batchinf
+import jobs
+from batchinf.errors import OutputError
+from batchinf.results import Ragged, Results, to_ragged
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A job whose every eighth row is an error."""
+    folder = tmp_path_factory.mktemp("job")
+    prompts = ["", *[f"Say {number}." for number in range(1, 8)]] * 30
+    path = folder / "rows.jsonl"
+    path.write_text("".join(f'{{"id": {i}, "prompt": "{prompt}"}}\n' for i, prompt in enumerate(prompts)))
+    sampling = {"logprobs": 3, "prompt_logprobs": 2}
+    output = {"keep_columns": [], "rows_per_shard": 50, "logprobs_dtype": "float16"}
+    jobs.finish(jobs.spec_of(folder, input={"path": str(path)}, sampling=sampling, output=output, max_error_rate=1))
+    return folder / "out"
+
+
+def test_a_whole_job(out: pathlib.Path) -> None:
+    results, rows = batchinf.open(out), jobs.table_of(out)
+    assert (len(results), results.is_done) == (240, True)
+    assert results.table().equals(rows)
+    assert pa.Table.from_batches(results.batches(num_rows=7)).equals(rows)
+    assert results.schema.names == rows.schema.names
+    assert results.array("row_index").tolist() == list(range(240))
+    assert results.array("finish_reason").tolist() == rows["finish_reason"].to_pylist()
+    assert np.isnan(results.array("num_output_tokens")).sum() == 30
+    assert results.spec["sampling"]["logprobs"] == 3
+
+
+@pytest.mark.parametrize("column", ["token_ids", "logprobs", "ranks"])
+def test_lists(out: pathlib.Path, column: str) -> None:
+    ragged, expected = batchinf.open(out).ragged(column), jobs.table_of(out)[column].to_pylist()
+    assert [None if ragged.is_null[i] else ragged[i].tolist() for i in range(len(ragged))] == expected
+    assert ragged.lengths.sum() == len(ragged.values)
+    assert ragged[-1].tolist() == expected[-1]
+    with pytest.raises(IndexError):
+        ragged[240]
+
+
+def test_lists_of_lists(out: pathlib.Path) -> None:
+    results, table = batchinf.open(out), jobs.table_of(out)
+    top = results.ragged("top_token_ids")
+    assert top.values.shape[1] == 3
+    assert top.values.dtype == np.int32
+    for row, expected in enumerate(table["top_token_ids"].to_pylist()):
+        assert top[row].tolist() == (expected or [])
+    # A prompt's first token has no logprob.
+    prompt = results.ragged("prompt_top_logprobs")
+    assert prompt.values.dtype == np.float16
+    for row, expected in enumerate(table["prompt_top_logprobs"].to_pylist()):
+        if expected is not None:
+            assert np.isnan(prompt[row][0]).all()
+            assert prompt[row][1:].tolist() == expected[1:]
+    assert results.ragged("prompt_top_token_ids")[1][0].tolist() == [-1, -1]
+    assert results.ragged("prompt_logprobs")[1][1:].tolist() == table["prompt_logprobs"][1].as_py()[1:]
+
+
+def test_sums_and_means(out: pathlib.Path) -> None:
+    results = batchinf.open(out)
+    logprobs = results.ragged("logprobs")
+    sums = [sum(row or []) for row in jobs.table_of(out)["logprobs"].to_pylist()]
+    assert np.allclose(logprobs.sum(), sums)
+    assert np.isnan(logprobs.mean()).sum() == 30
+    prompt = results.ragged("prompt_logprobs")
+    first = [value for value in jobs.table_of(out)["prompt_logprobs"][1].as_py() if value is not None]
+    assert np.isclose(prompt.mean()[1], sum(first) / len(first))
+
+
+def test_a_dataset(out: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    dataset = batchinf.open(out).dataset()
+    assert dataset["row_index"][:] == list(range(240))
+    assert dataset[5]["token_ids"] == jobs.table_of(out)["token_ids"][5].as_py()
+
+
+def test_slices_and_a_job_at_work(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path)
+    jobs.finish(spec, "--slice", "1/2")
+    results = batchinf.open(tmp_path / "out")
+    assert not results.is_done
+    assert 0 < len(results) == results.table(["row_index"]).num_rows
+    assert results.array("row_index").tolist() == sorted(results.array("row_index"))
+    assert "not done" in repr(results)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda results: results.array("txt"), "has no column 'txt'; it has id, row_index"),
+        (lambda results: results.array("logprobs"), "ask for it with ragged()"),
+        (lambda results: results.ragged("text"), "no lists: ask for it with array()"),
+    ],
+)
+def test_what_is_refused(out: pathlib.Path, ask: Any, message: str) -> None:
+    with pytest.raises(OutputError) as error:
+        ask(batchinf.open(out))
+    assert message in str(error.value)
+
+
+def test_no_job(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(OutputError, match="holds no job"):
+        Results(tmp_path)
+
+
+def test_odd_lists() -> None:
+    empty = to_ragged(pa.array([], pa.list_(pa.float32())))
+    assert (len(empty), empty.sum().tolist()) == (0, [])
+    nothing = to_ragged(pa.array([None, []], pa.list_(pa.list_(pa.int32()))))
+    assert (nothing.values.shape, nothing.is_null.tolist()) == ((0, 0), [True, False])
+    sliced = to_ragged(pa.array([[9], [1, 2], None, [3]], pa.list_(pa.int32())).slice(1))
+    assert [sliced[i].tolist() for i in range(3)] == [[1, 2], [], [3]]
+    assert Ragged(sliced.values, sliced.offsets, sliced.is_null).sum().tolist() == [3, 0, 3]
+    with pytest.raises(OutputError, match="lists of 1 to 2 items are no array"):
+        to_ragged(pa.array([[[1], [2, 3]]], pa.list_(pa.list_(pa.int32()))))

@@ -1,0 +1,259 @@
+"""Each wrong thing that a user may ask for, with the exact words of its one clear line, and exit 2.
+
+A row of the table: what is changed in a small job that is right, what of the input or the model, and what `validate`
+says. To add one, append a `Wrong` to WRONG with `error=""`: the failing test shows the text.
+"""
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import yaml
+from hub_server import Hub, serving
+
+import jobs
+from batchinf import cli
+
+ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
+INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One wrong thing.
+
+    changes: sections of the spec, merged over the small job's; a section that is None is left out. files: by name, put
+    into the working folder, or taken away (None); `model/` there is the sample model. arguments: of the command line,
+    beside the spec. command: `validate`, or what else is to say it. error: stderr after `error: `, without the working
+    folder's own path.
+    """
+
+    name: str
+    changes: dict[str, Any]
+    error: str
+    rows: tuple[dict[str, Any], ...] = ROWS
+    files: dict[str, str | bytes | None] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    command: str = "validate"
+
+
+WRONG = [
+    # A typo in a column
+    Wrong("prompt_column", {"input": {"prompt_column": "promt"}},
+          "job.yaml:4:3: input.prompt_column: the input has no column 'promt'; did you mean 'prompt'? it has: id, "
+          "prompt, language"),
+    Wrong("prompt_template", {"input": {"prompt_template": "Translate {{ promt }}"}},
+          "job.yaml:4:3: input.prompt_template: the input has no column 'promt'; did you mean 'prompt'? it has: id,"
+          " prompt, language"),
+    Wrong("id_column", {"input": {"id_column": "idd"}},
+          "job.yaml:4:3: input.id_column: the input has no column 'idd'; did you mean 'id'? it has: id, prompt, "
+          "language"),
+    Wrong("keep_columns", {"output": {"keep_columns": ["langage"]}},
+          "job.yaml:9:3: output.keep_columns: the input has no column 'langage'; did you mean 'language'? it has: "
+          "id, prompt, language"),
+    Wrong("no column at all", {},
+          "job.yaml:2:1: input.prompt_column: the input has no column 'prompt'; it has: text",
+          rows=({"text": "Once"},)),
+    # Templates
+    Wrong("template without a column", {"input": {"prompt_template": "Tell me a story."}},
+          "job.yaml:4:3: input.prompt_template: it names no column; write {{ column }} where a row's value goes"),
+    Wrong("template syntax", {"input": {"prompt_template": "One:\n{{ prompt"}},
+          "job.yaml:4:3: input.prompt_template, line 2: unexpected end of template, expected 'end of print "
+          "statement'."),
+    Wrong("template filter", {"input": {"prompt_template": "{{ prompt | shorten(9) }}"}},
+          "job.yaml:4:3: input.prompt_template, line 1: No filter named 'shorten'."),
+    Wrong("template include", {"input": {"prompt_template": "{% include 'x' %}{{ prompt }}"}},
+          "job.yaml:4:3: input.prompt_template: it includes another template; write it as one"),
+    Wrong("two prompts", {"input": {"prompt_template": "{{ prompt }}", "prompt_column": "prompt"}},
+          "job.yaml:4:3: input.prompt_template: got prompt_template beside prompt_column; give one of them"),
+    # Columns
+    Wrong("clash unnamed", {"output": {"keep_columns": ["text"]}},
+          "job.yaml:9:3: output.keep_columns: got text, which the output has a column of its own for; give it "
+          "another name, as in {text: input_text}",
+          rows=({"id": 1, "prompt": "Once", "text": "x"},)),
+    Wrong("twice the same name", {"output": {"keep_columns": {"language": "a", "prompt": "a"}}},
+          "job.yaml:9:3: output.keep_columns: got 'a' for two columns; give each a name of its own"),
+    # Chat
+    Wrong("truncate with chat", {"input": {"system_prompt": "Be brief.", "on_overlong": "truncate_left"}},
+          "job.yaml:5:3: input.on_overlong: got truncate_left with system_prompt; it would cut the instructions or "
+          "the assistant's header off a conversation: cut a long column with {{ column | truncate_tokens(n) }}"),
+    Wrong("ids with chat", {"input": {"token_ids_column": "ids", "system_prompt": "Be brief."}},
+          "job.yaml:5:3: input.system_prompt: got it beside token_ids_column, whose ids are taken as they are; give"
+          " one of them"),
+    Wrong("prefill and turn",
+          {"input": {"messages_column": "m", "add_generation_prompt": True, "continue_final_message": True}},
+          "job.yaml:5:3: input.add_generation_prompt: got true with continue_final_message; the final message goes "
+          "on or a new turn begins: give one of them"),
+    # Selection
+    Wrong("sample of all and more", {"input": {"sample": 1.5}},
+          "job.yaml:4:3: input.sample: got 1.5; must be a number, above 0 and at most 1"),
+    Wrong("limit of none", {"input": {"limit": 0}},
+          "job.yaml:4:3: input.limit: got 0; must be a whole number, at least 1 and at most 2147483647"),
+    Wrong("exclude without id", {"input": {"exclude": {"job": "out/old", "on": "id"}}},
+          "job.yaml:6:5: input.exclude.on: got id, but the job has no id_column: name it, or say prompt_hash"),
+    # Sampling
+    Wrong("sampling field", {"sampling": {"max_tokns": 3}},
+          "job.yaml:7:3: sampling.max_tokns: unknown field; did you mean max_tokens? Allowed: n, temperature, "
+          "top_p, top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, "
+          "stop, stop_token_ids, include_stop_str_in_output, ignore_eos, skip_special_tokens, seed, logprobs, "
+          "prompt_logprobs, structured_outputs, columns"),
+    Wrong("sampling value", {"sampling": {"temperature": -1}},
+          "job.yaml:5:3: sampling.temperature: got -1; must be a number, at least 0 and at most 2"),
+    Wrong("greedy samples", {"sampling": {"n": 4}},
+          "job.yaml:7:3: sampling.n: got 4 with temperature 0; greedy samples are all equal: set n to 1, or a "
+          "temperature above 0"),
+    Wrong("a row's own n", {"sampling": {"columns": {"n": "language"}}},
+          "job.yaml:8:5: sampling.columns.n: a row cannot have its own; it can have temperature, top_p, top_k, "
+          "min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
+          "stop_token_ids, seed"),
+    Wrong("two structures", {"sampling": {"structured_outputs": {"json": {}, "regex": "a"}}},
+          "job.yaml:7:3: sampling.structured_outputs: got json, regex; must be one of json, regex, choice, grammar"),
+    Wrong("no structure", {"sampling": {"structured_outputs": {"jsn": {}}}},
+          "job.yaml:7:3: sampling.structured_outputs: got jsn; must be one of json, regex, choice, grammar"),
+    # The model
+    Wrong("missing shard", {},
+          "the weights of 'model' are not whole: model-00001-of-00002.safetensors is missing; "
+          "model-00002-of-00002.safetensors is missing. Copy them again, or get them with `hf download ORG/MODEL "
+          "--local-dir model`", files={"model/model.safetensors": None,
+          "model/model.safetensors.index.json": json.dumps(INDEX)}),
+    Wrong("cut weights", {},
+          "the weights of 'model' are not whole: model.safetensors is cut short, or no safetensors file (1 bytes). "
+          "Copy them again, or get them with `hf download ORG/MODEL --local-dir model`",
+          files={"model/model.safetensors": b"\x10"}),
+    Wrong("no weights", {},
+          "the weights of 'model' are not whole: the folder has no weights (consolidated*.safetensors, "
+          "*.safetensors, *.bin, *.pt). Copy them again, or get them with `hf download ORG/MODEL --local-dir model`",
+          files={"model/model.safetensors": None}),
+    Wrong("no config", {},
+          "model.name: 'model' has no config.json; give a model in the Hugging Face format",
+          files={"model/config.json": None}),
+    Wrong("no tokenizer", {},
+          "'model' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer",
+          files={"model/tokenizer.json": None}),
+    Wrong("no such folder", {"model": "./tiny"},
+          "model.name: there is no folder './tiny'; a Hugging Face id would be 'org/name'"),
+    Wrong("gated model", {"model": "org/gated"},
+          "model.name: 'org/gated' is gated; accept its licence at HUB/org/gated, then run `hf auth login`"),
+    Wrong("gated files", {"model": "org/half-gated"},
+          "model.name: 'org/half-gated' is gated; accept its licence at HUB/org/half-gated, then run `hf auth "
+          "login`"),
+    Wrong("absent model", {"model": "org/absent"},
+          "model.name: there is no folder 'org/absent', nor a model 'org/absent' on the hub; check the name; a "
+          "private one needs `hf auth login`"),
+    Wrong("absent revision", {"model": {"name": "org/open", "revision": "v9"}},
+          "model.name: 'org/open' has no revision 'v9'; its branches and tags are at HUB/org/open/tree/main"),
+    Wrong("refused token", {"model": "org/private"},
+          "model.name: the hub refuses this machine's token for 'org/private'; run `hf auth login`"),
+    # vLLM's arguments
+    Wrong("unknown engine argument", {"engine": {"max_model_length": 512}},
+          "job.yaml:10:3: engine.max_model_length: no engine argument of the installed vLLM; did you mean "
+          "max_model_len?"),
+    Wrong("engine argument elsewhere", {"engine": {"tensor_parallel_size": 2}},
+          "job.yaml:10:3: engine.tensor_parallel_size: say parallel.tensor_parallel_size instead"),
+    # The input
+    Wrong("no such file", {"input": {"path": "row.jsonl"}},
+          "row.jsonl does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id"),
+    Wrong("no file matches", {"input": {"path": "rows/*.jsonl"}},
+          "no file matches rows/*.jsonl; mend the glob, or put it in quotes if a shell expanded it"),
+    Wrong("unknown ending", {"input": {"path": "rows.xls"}},
+          "the ending of rows.xls is not known; the formats are jsonl, parquet, csv, text, arrow and hf, by the "
+          "endings .jsonl, .ndjson, .parquet, .pq, .csv, .txt, .text, .arrow, .feather, .ipc; name it so, or set "
+          "`format`", files={"rows.xls": "x"}),
+    Wrong("unknown format", {"input": {"format": "xls"}},
+          "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, openai, parquet, csv, text, arrow, hf"),
+    Wrong("no rows", {},
+          "rows.jsonl has no rows; give an input with at least one", rows=()),
+    # The spec itself
+    Wrong("unknown section", {"sampler": {"top_p": 1}},
+          "job.yaml:9:1: sampler: unknown field; did you mean input.sample? Allowed: model, task, input, sampling, "
+          "parallel, engine, output, checkpoint_interval_s, drain_timeout_s, stop_before_s, stall_timeout_s, "
+          "max_restarts, on_oom, max_error_rate, same_device, scripted"),
+    Wrong("no input", {"input": None},
+          "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "
+          "prompt_column, prompt_template, messages, messages_column, token_ids_column, system_prompt, "
+          "chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, "
+          "id_column, where, sample, limit, exclude). Where the rows come from, which of them are run, and what of "
+          "a row is the prompt."),
+    Wrong("not YAML", {},
+          "job.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream "
+          "end>'; does a text need quotes?", files={"job.yaml": "model: [tiny\n"}),
+    Wrong("no such spec", {},
+          "job.yaml: no such file or directory; must be a job spec, such as jobs/quickstart.yaml",
+          files={"job.yaml": None}),
+    Wrong("override without a value", {},
+          "--set sampling.max_tokens: must be field=value, such as --set sampling.max_tokens=64",
+          arguments=("--set", "sampling.max_tokens")),
+]  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving(tmp_path, monkeypatch) as hub:
+        hub.refusals["org/gated"] = (403, {"X-Error-Code": "GatedRepo"})
+        hub.refusals["org/private"] = (401, {"X-Error-Message": "Invalid credentials in Authorization header"})
+        hub.refs["org/half-gated"] = hub.refs["org/open"] = {"main": "c" * 40}
+        hub.commits["c" * 40] = {"config.json": b"{}"}
+        hub.gated_files.add("org/half-gated")
+        yield hub
+
+
+def lay_out(wrong: Wrong) -> None:
+    """The small job and what it needs, in the working folder."""
+    pathlib.Path("model").mkdir()
+    for path in jobs.MODEL.iterdir():
+        pathlib.Path("model", path.name).symlink_to(path)
+    spec: dict[str, Any] = {
+        "model": "model",
+        "input": {"path": "rows.jsonl"},
+        "sampling": {"temperature": 0.0, "max_tokens": 16},
+        "output": {"path": "out"},
+    }
+    for name, section in wrong.changes.items():
+        old = spec.get(name)
+        spec[name] = {**old, **section} if isinstance(old, dict) and isinstance(section, dict) else section
+    pathlib.Path("job.yaml").write_text(
+        yaml.safe_dump({k: v for k, v in spec.items() if v is not None}, sort_keys=False)
+    )
+    pathlib.Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong.rows))
+    for name, content in wrong.files.items():
+        path = pathlib.Path(name)
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
+def test_it_is_one_clear_line_and_exit_2(
+    wrong: Wrong,
+    tmp_path: pathlib.Path,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lay_out(wrong)
+    before = sorted(os.listdir())
+    monkeypatch.setattr(sys, "argv", ["batchinf", wrong.command, "job.yaml", *wrong.arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err.replace(f"{tmp_path}/", "").replace(hub.url, "HUB")
+    assert said == f"error: {wrong.error}\n"
+    assert ended.value.code == 2
+    # It is looked at before anything is written.
+    assert sorted(set(os.listdir()) - {"cache"}) == before
+
+
+def test_the_job_that_is_changed_is_right(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lay_out(Wrong("", {}, ""))
+    monkeypatch.setattr(sys, "argv", ["batchinf", "validate", "job.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (0, "")
