@@ -16,7 +16,7 @@ from batchinf.errors import RowError, SpecError
 from batchinf.records import Prompt
 from batchinf.row_sampling import RowSampling, wanted_columns
 from batchinf.source import Row
-from batchinf.spec import JobSpec
+from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.templates import RowTemplate
 from batchinf.words import list_names, name_type
 
@@ -179,7 +179,6 @@ class PromptBuilder:
         if spec.input.on_overlong != "error":
             self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
         self._max_tokens = spec.sampling.max_tokens
-        self._max_tokens_column = spec.sampling.columns.get("max_tokens")
         self._vocab_size = vocab_size
         self._may_exceed_vocab = vocab_size is not None and (self._takes_ids or _highest_id(tokenizer) >= vocab_size)
 
@@ -258,9 +257,8 @@ class PromptBuilder:
 
     def _room(self, row: Row) -> int:
         """Tokens that must fit after a prompt."""
-        own = None if self._max_tokens_column is None else row.values.get(self._max_tokens_column)
-        is_usable = isinstance(own, int) and not isinstance(own, bool) and own > 0
-        return own if is_usable and isinstance(own, int) else self._max_tokens or 1
+        own = self._sampling.of(row.values)
+        return (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or 1
 
     def _check_ids(self, ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         if not ids:
