@@ -18,6 +18,7 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import cli
+from batchinf.structures import reasoning_parser_names
 
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -154,6 +155,18 @@ WRONG = [
           "job.yaml:8:5: sampling.columns.n: a row cannot have its own; it can have temperature, top_p, top_k, "
           "min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
           "stop_token_ids, seed"),
+    Wrong("sampling column", {"sampling": {"max_tokens": {"column": "languge"}}},
+          "job.yaml:6:3: sampling.max_tokens: the input has no column 'languge'; did you mean 'language'? it has: id, "
+          "prompt, language"),
+    Wrong("sampling column's type", {"sampling": {"columns": {"max_tokens": "language"}}},
+          "job.yaml:6:3: sampling.max_tokens: the column 'language' holds text, or nothing at all; each value must be "
+          "a whole number, at least 1 and at most 2147483647, or null for the job's own"),
+    Wrong("clash of a new name", {"output": {"keep_columns": {"language": "token_ids", "prompt": "text"}}},
+          "job.yaml:9:3: output.keep_columns: got text, token_ids, which the output has columns of its own for; give "
+          "them other names, as in {prompt: input_text}"),
+    Wrong("schema that is not JSON", {"sampling": {"structured_outputs": {"json": "{type: object}"}}},
+          "job.yaml:8:5: sampling.structured_outputs.json: got text that is not JSON: Expecting property name enclosed "
+          "in double quotes: line 1 column 2 (char 1); must be a JSON schema, as a mapping or as text"),
     Wrong("two structures", {"sampling": {"structured_outputs": {"json": {}, "regex": "a"}}},
           "job.yaml:7:3: sampling.structured_outputs: got json, regex; must be one of json, regex, choice, grammar"),
     Wrong("no structure", {"sampling": {"structured_outputs": {"jsn": {}}}},
@@ -265,6 +278,10 @@ WRONG = [
     Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
           "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no manifest in it; give a job's output.path"),
 ]  # fmt: skip
+if (parsers := reasoning_parser_names()) is not None:  # vLLM is installed
+    said = f"got 'qwen33'; the installed vLLM has {', '.join(parsers)}"
+    changes = {"model": {"name": "model", "reasoning_parser": "qwen33"}}
+    WRONG.append(Wrong("reasoning parser", changes, f"job.yaml:3:3: model.reasoning_parser: {said}"))
 
 
 @pytest.fixture
