@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinf import failures, journal, non_finite
+from batchinf import choose, failures, journal, non_finite
 from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.fleet import Fleet
-from batchinf.job import Job, check_cut, check_drift, new_header, open_job
-from batchinf.job_state import Committed, Header, State, last_epoch, read_state
+from batchinf.forecast import CHOSEN, forecast
+from batchinf.job import Job, begun_at, check_drift, new_header, open_job
+from batchinf.job_state import Committed, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
@@ -20,6 +21,7 @@ from batchinf.model import check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.platforms import Platforms
 from batchinf.progress import ProgressDisplay
+from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
 from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
@@ -27,6 +29,7 @@ from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.retry_log import Retry
 from batchinf.room import room_warning
+from batchinf.run_order import Choice, RunOrder
 from batchinf.shards import Pending, total_rows, total_shards
 from batchinf.slices import check_place, job_folder, source_folder
 from batchinf.spec import fingerprint
@@ -57,6 +60,7 @@ class Summary:
     num_inf_rows: int
     device_s: float
     was_done: bool
+    forecast: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """For people."""
@@ -67,6 +71,7 @@ class Summary:
             f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
             *non_finite.lines(self.num_nan_rows, self.num_inf_rows),
+            *self.forecast,
         ]
 
 
@@ -82,7 +87,7 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     state = read_state(folder) if folder.exists("manifest") else None
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
-    if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
+    if state is not None and state.is_done and retry is None and _is_whole(folder, state):
         check_drift(open_job(file, began_as=state.header.identity), state.header)
         return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
@@ -91,6 +96,10 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
+
+
+def _is_whole(folder: Folder, state: State) -> bool:
+    return RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)
 
 
 def _hold_and_run(
@@ -130,10 +139,12 @@ def _run_epoch(
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
-    check_cut(job)
+    choice = choose.begin(job, file, display.say) if state is None else None
+    if state is not None:
+        choose.restore(job, file, state, display.say)
     manifest = Manifest(folder, epoch, lock, state)
     if state is None:
-        state = _begin(job, manifest, len(slots))
+        state = _begin(job, manifest, len(slots), choice)
     else:
         note_ended(state, read_status(folder), manifest)
     found = recover(job, state.extents, state, manifest)
@@ -147,6 +158,8 @@ def _run_epoch(
     if (warning := room_warning(job, state, len(slots))) is not None:
         display.say(warning)
     if not state.committed.all():
+        for line in prompt_warnings(job.spec, job.model, job.source):
+            display.say(line)
         _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
     _run_retries(job, manifest, lock, slots, epoch, display, settings, request)
     manifest.done()
@@ -165,7 +178,7 @@ def _engine_settings(job: Job, slots: list[Slot], state: State | None, display: 
     return EngineSettings(job.spec, fit_of(job.model, job.spec, device_bytes, device_name), lowered)
 
 
-def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
+def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | None) -> State:
     if job.folder.list("parts"):
         raise OutputError(
             f"{job.folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
@@ -174,10 +187,12 @@ def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
     # Results of a job that no manifest describes are nobody's.
     for shard in journal.list_shards(job.folder):
         journal.drop(job.folder, shard)
-    header, extent = new_header(job, num_replicas)
+    header, extent = new_header(job, num_replicas, choice)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
     manifest.header(header)
     manifest.extent(extent, job.source.fingerprint)
+    if job.spec.input.selects:
+        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=extent.num_rows, num_input_rows=job.source.num_rows)
     manifest.commit()
     state = read_state(job.folder)
     assert state is not None
@@ -200,7 +215,7 @@ def _run_rest(
     fleet = Fleet(
         slots,
         job.spec.sampling.n,
-        launcher(job, state.header, settings, None if phase is None else phase.retry),
+        launcher(job, state, settings, None if phase is None else phase.retry),
         epoch,
         job.folder.path("logs"),
         job.spec.max_restarts,
@@ -219,7 +234,7 @@ def _run_rest(
         is_done = phase.num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
         pending = Pending(state.extents, is_done, phase.num_chosen)
-    trials = Trials(state.extents, state, is_done, fleet, manifest)
+    trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
     platforms = Platforms(state, job.spec.same_device)
     telemetry = Telemetry(job.folder, epoch, [device for slot in slots for device in slot.devices])
@@ -279,18 +294,19 @@ def compile_marker(job: Job) -> pathlib.Path:
 
 
 def launcher(
-    job: Job, header: Header, settings: EngineSettings, retry: Retry | None = None
+    job: Job, state: State, settings: EngineSettings, retry: Retry | None = None
 ) -> Callable[[Slot, str], Launch]:
     """What each new incarnation of a replica is told."""
     metadata = {
-        "batchinf.job_id": header.job_id,
-        "batchinf.fingerprint": header.fingerprint,
+        "batchinf.job_id": state.header.job_id,
+        "batchinf.fingerprint": state.header.fingerprint,
         "batchinf.model": job.model.name,
         "batchinf.model_commit": job.model.commit or job.model.fingerprint,
         **({} if retry is None else retry_metadata(retry)),
     }
     if job.slice is not None:
         metadata["batchinf.slice"] = str(job.slice)
+    begun = begun_at(job, state.header)
 
     def launch(slot: Slot, incarnation: str) -> Launch:
         return Launch(
@@ -304,6 +320,8 @@ def launcher(
             metadata,
             slot.cpus if not slot.devices else (),
             os.fspath(source_folder(job.folder, job.slice)),
+            state.extents,
+            begun,
         )
 
     return launch
@@ -343,6 +361,7 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
         num_inf_rows=sum(part.num_inf_rows for part in state.parts.values()),
         device_s=state.device_s,
         was_done=was_done,
+        forecast=tuple(forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinf.errors import BatchinfError, RowError
-from batchinf.job import Job
+from batchinf.job import Job, begun_at
 from batchinf.job_state import State
 from batchinf.journal import Journal, list_shards
 from batchinf.parts import part_name
@@ -104,19 +104,19 @@ def report(job: Job, state: State) -> list[str]:
     """What a job that was ended early says: the commonest errors, a prompt of each, what is kept, what to do."""
     found = commonest(job.folder, state, Journal(job.folder, "look", get_task(job.spec).result_schema))
     return [
-        *lines(found, _prompts(job, found)),
+        *lines(found, _prompts(job, found, begun_at(job, state.header))),
         f"kept: {state.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had finished",
         "mend the spec or the input and give the new job another output.path; or let this one run on, error rows and "
         "all: the same command with --set max_error_rate=1",
     ]
 
 
-def _prompts(job: Job, failures: Sequence[Failure]) -> list[str]:
+def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[str]:
     try:
         tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     except BatchinfError:
         return []
-    builder = PromptBuilder(job.spec, tokenizer, None)
+    builder = PromptBuilder(job.spec, tokenizer, None, begun)
     return [_prompt(job, builder, failure.row_index) for failure in failures]
 
 

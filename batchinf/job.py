@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.errors import DriftError, SpecError
+from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.prompt import check_columns
+from batchinf.prompt_checks import check_prompts
 from batchinf.row_sampling import check_sampling_columns
+from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.source import InputLocation, Source, open_source
@@ -81,6 +83,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str,
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
+    check_prompts(file, spec, model)
     source = open_input(spec, cache or source_folder(folder, file.slice))
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
@@ -103,21 +106,35 @@ def open_input(spec: JobSpec, cache: pathlib.Path) -> Source:
     return open_source(InputLocation(where.path, where.format, where.split, where.revision, where.name), cache)
 
 
-def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
-    """What is written once, at a job's first start: its identity, and how its rows are cut."""
+def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
+    """What is written once, at a job's first start: its identity, and how its rows are cut.
+
+    choice: the rows that are run, their bitmap written; None is all of the job's.
+    """
+    choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
-        rows_per_shard = choose_rows_per_shard(len(job.rows), num_replicas, estimated_bytes_per_row(job.spec))
+        rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, estimated_bytes_per_row(job.spec))
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,
         layout={"rows_per_shard": rows_per_shard},
         spec=job.spec.model_dump(mode="json"),
     )
-    return header, Extent(job.rows.start, len(job.rows), rows_per_shard, first_shard=0)
+    return header, choice.extent(rows_per_shard, first_shard=0)
+
+
+def begun_at(job: Job, header: Header | None) -> str | None:
+    """When the job was begun, in ISO format, the same for all of its slices; None for one that has yet to begin."""
+    cut = None if job.slice is None else read_cut(job.spec.output.path)
+    return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:
@@ -136,16 +153,34 @@ def check_drift(job: Job, header: Header) -> None:
     raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
 
 
+def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
+    """Join a slice to the others of its output folder, which run so many rows together.
+
+    Raises DriftError where they began as another job, and OutputError where they run other rows.
+    """
+    assert job.slice is not None
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), _now(), selection))
+    check_cut(job)
+    if (cut.num_rows, cut.selection) != (num_rows, selection):
+        raise OutputError(
+            f"{out}: its slices began with {cut.num_rows:,} rows, and other rows are chosen now, {num_rows:,}; "
+            "put back what chose them, or give the job another output.path"
+        )
+
+
 def check_cut(job: Job) -> None:
-    """Join a slice to the others of its output folder. Raises DriftError where they began as another job."""
-    if job.slice is None:
-        return
-    check_place(job.spec.output.path, job.slice)
-    identity = {name: value for name, value in job.identity.items() if name != "slice"}
-    cut = write_cut(job.spec.output.path, Cut(job.slice.num_slices, job.source.num_rows, identity))
-    check_place(job.spec.output.path, job.slice)
-    if cut.identity != identity:
-        raise _drift(f"{job.spec.output.path} holds slices of a job", cut.identity, identity)
+    """Raise DriftError where the other slices of the output folder began as another job."""
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    identity, cut = _identity_of_all(job), read_cut(out)
+    if cut is not None and cut.identity != identity:
+        raise _drift(f"{out} holds slices of a job", cut.identity, identity)
+
+
+def _identity_of_all(job: Job) -> dict[str, Any]:
+    return {name: value for name, value in job.identity.items() if name != "slice"}
 
 
 def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError:

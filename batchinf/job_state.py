@@ -147,7 +147,7 @@ class State:
             case "header":
                 self._header = _pick(Header, fields)
             case "extent":
-                self._extend(_pick(Extent, fields), fields["source_fingerprint"])
+                self._extend(_extent(fields), fields["source_fingerprint"])
             case "done":
                 self.done = _event(fields)
             case "snapshot":
@@ -264,6 +264,14 @@ def check_version(folder: Folder, fields: Fields) -> None:
     if isinstance(version, int) and version > FORMAT_VERSION:
         what = f"{folder.root} was written by a newer batchinf, in format version {version}"
         raise OutputError(f"{what}; this one reads up to version {FORMAT_VERSION}: install a newer one")
+
+
+def _extent(fields: Fields) -> Extent:
+    # Lines of before there were selections are of all rows, whose places are their positions.
+    given = {name: value for name, value in fields.items() if value is not None}
+    first_row = given.get("first_row", given["start"])
+    own = {"first_row": first_row, "stop_row": first_row + given["num_rows"], "selection": None}
+    return _pick(Extent, {**own, **given})
 
 
 def _event(fields: Fields) -> EventLine:

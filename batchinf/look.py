@@ -7,7 +7,6 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinf import non_finite
@@ -18,6 +17,7 @@ from batchinf.job_state import State, read_state
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, judge
 from batchinf.parts import part_name
+from batchinf.run_order import RunOrder
 from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.slices import JobFolder, Slice, job_folders, read_cut, source_folder
 from batchinf.spec import JobSpec
@@ -188,7 +188,7 @@ class _Journalled:
         self._journal = Journal(folder, "look", self._task.result_schema)
         self._source = open_input(self._spec, source_folder(folder, Slice.of(state.header.identity)))
         self._columns = carried_columns(self._spec)
-        self._extents = state.extents
+        self._order = RunOrder(folder, state.extents)
 
     def close(self) -> None:
         """Close the input."""
@@ -202,8 +202,8 @@ class _Journalled:
             with contextlib.suppress(FileNotFoundError):
                 tables.append(segment.table())
         results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
-        own = shard_at(self._extents, shard)
-        is_own = (pc.field("row_index") >= own.start) & (pc.field("row_index") < own.stop)
+        own = self._order.of(shard_at(self._order.extents, shard))
+        is_own = pa.array(own.locals(results["row_index"].to_numpy()) >= 0)
         order = [("row_index", "ascending"), ("request_index", "ascending")]
         results = results.filter(is_own).sort_by(order).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))

@@ -1,76 +1,32 @@
-"""Row → text → token ids, in batches: the prompt column or the template, and every reason why a row has no prompt.
+"""Row → text → token ids, in batches, in each of the ways to say what a prompt is; and every reason why a row has none.
 
-Token ids are those that vLLM's `LLM.generate` makes of the same text. Reading rows is left to `source`.
+Token ids are those that vLLM's `LLM.generate` makes of the same text, or `LLM.chat` of the same messages. Reading rows
+is left to `source`, templates to `templates`, conversations to `chat`.
 """
 
-import contextlib
 import difflib
-import itertools
 import json
-import pathlib
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-import jinja2.meta
-
-from batchinf.errors import ModelError, RowError, SpecError
+from batchinf.chat import ChatTemplate, Message, read_messages
+from batchinf.encoder import Encoder, Side, TextCutter, enough_tokens, load_tokenizer, show
+from batchinf.errors import RowError, SpecError
 from batchinf.records import Prompt
 from batchinf.row_sampling import RowSampling, wanted_columns
-from batchinf.sandbox import LONGEST_TEXT, Environment, NullPrinted, RanAway
 from batchinf.source import Row
 from batchinf.spec import JobSpec
+from batchinf.templates import RowTemplate
+from batchinf.words import list_names, name_type
 
-# Of one call of the tokenizer: it needs about 190 bytes a character for a moment.
-_BATCH_CHARS = 1 << 20
-_PROBED_CHARS_PER_TOKEN = 4
-_LONGEST_WORD_TOKENS = 1024
-_SHOWN_COLUMNS = 20
-
-
-def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
-    """The transformers tokenizer in a folder or under a hub id. Raises ModelError, in one line."""
-    try:
-        tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        # Anything at all may come out of here, code of the model's own included.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        hint = "; set model.trust_remote_code to true if you trust it" if "trust_remote_code" in reason else ""
-        raise ModelError(f"cannot load the tokenizer of '{path}': {_shorten(reason, 300)}{hint}") from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        # Some tokenizer.json files carry the truncation of their training. Taken out once, here: each call would do
-        # it otherwise, and must not while another thread decodes.
-        backend.no_truncation()
-        backend.no_padding()
-    return tokenizer
-
-
-def _tokenizer_class(path: str) -> Any:
-    # AutoTokenizer imports torch and with it 8 s of processor time; a folder may say that the plain class will do.
-    with contextlib.suppress(OSError, ValueError):
-        folder = pathlib.Path(path)
-        named = json.loads((folder / "tokenizer_config.json").read_bytes()).get("tokenizer_class")
-        if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def show(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """A prompt as the model sees it, special tokens and all, for people to read."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+__all__ = ["PromptBuilder", "Renderer", "check_columns", "load_tokenizer", "show"]
 
 
 def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:
     """Raise SpecError if the spec names a column that the input does not have."""
     names = list(schema_names)
-    where = "input.prompt_column" if spec.input.prompt_template is None else "input.prompt_template"
-    wanted = [(where, name) for name in Renderer(spec).columns]
+    wanted = list(Renderer(spec).named_columns)
     wanted += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
     wanted += [("output.keep_columns", name) for name in spec.output.keep_columns]
     wanted += wanted_columns(spec.sampling)
@@ -78,151 +34,265 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             guess = f"; did you mean '{close[0]}'?" if close else ";"
-            raise SpecError(f"{field}: the input has no column '{name}'{guess} it has: {_list(names)}")
+            raise SpecError(f"{field}: the input has no column '{name}'{guess} it has: {list_names(names)}")
 
 
 class Renderer:
-    """Row → text."""
+    """Row → text, or token ids where a column holds them.
 
-    def __init__(self, spec: JobSpec) -> None:
-        """Compile the template. Raises SpecError, with its line, if that cannot be done."""
+    named_columns: the input columns that a prompt is made of, each behind the field of the spec that names it.
+    """
+
+    def __init__(self, spec: JobSpec, tokenizer: Any = None, begun_at: str | None = None) -> None:
+        """Compile the templates. Raises SpecError, with its line, if that cannot be done.
+
+        tokenizer: applies the chat template, and counts tokens for `truncate_tokens`; without one, conversations and
+        cut texts are not rendered, but columns are known. begun_at: see `ChatTemplate`.
+        """
+        self._input = where = spec.input
         self._column = spec.prompt_column
-        self._template: jinja2.Template | None = None
-        self.columns: tuple[str, ...] = (self._column,)  # the input columns that a prompt is made of
-        if spec.input.prompt_template is not None:
-            self._template, self.columns = _compile(spec.input.prompt_template)
+        self._template: RowTemplate | None = None
+        self._turns: list[tuple[str, RowTemplate]] = []
+        cut = None if tokenizer is None else TextCutter(tokenizer).cut
+        if where.messages is not None:
+            self._turns = [
+                (message.role, RowTemplate(message.content, f"input.messages[{number}].content", cut))
+                for number, message in enumerate(where.messages)
+            ]
+        elif where.prompt_template is not None:
+            self._template = RowTemplate(where.prompt_template, "input.prompt_template", cut)
+        self.named_columns = self._named_columns()
+        self._chat = None if tokenizer is None or not where.is_chat else ChatTemplate(where, tokenizer, begun_at)
+
+    def _named_columns(self) -> tuple[tuple[str, str], ...]:
+        if self._turns:
+            fields = [(f"input.messages[{number}].content", turn) for number, (_, turn) in enumerate(self._turns)]
+            named = tuple((field, column) for field, template in fields for column in template.columns)
+            if not named:
+                raise SpecError("input.messages: they name no column; write {{ column }} where a row's value goes")
+            return named
+        if self._template is not None:
+            if not self._template.columns:
+                raise SpecError(
+                    "input.prompt_template: it names no column; write {{ column }} where a row's value goes"
+                )
+            return tuple(("input.prompt_template", column) for column in self._template.columns)
+        for field in ("messages_column", "token_ids_column"):
+            if (column := getattr(self._input, field)) is not None:
+                return ((f"input.{field}", column),)
+        return (("input.prompt_column", self._column),)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that a prompt is made of, each once."""
+        return tuple(dict.fromkeys(column for _, column in self.named_columns))
 
     def render(self, row: Row) -> str | RowError:
         """The prompt's text, never empty, always encodable as UTF-8; or why there is none."""
         if row.error is not None:
             return RowError("unreadable", row.error)
-        text = self._take(row.values) if self._template is None else _fill(self._template, self.columns, row.values)
+        if not self._input.is_chat:
+            text = self._text(row.values)
+            return text if isinstance(text, RowError) else _check_text(text)
+        messages = self.messages(row)
+        if isinstance(messages, RowError):
+            return messages
+        assert self._chat is not None, "a conversation needs the tokenizer's chat template"
+        text = self._chat.render(messages)
         return text if isinstance(text, RowError) else _check_text(text)
 
-    def _take(self, values: Mapping[str, object]) -> str | RowError:
-        if self._column not in values:
-            others = f"; it has: {_list(values)}" if values else ""
-            return RowError("missing_column", f"row has no column '{self._column}'{others}")
-        value = values[self._column]
-        if value is None:
-            return RowError("null_prompt", f"column '{self._column}' is null")
-        if not isinstance(value, str):
-            return RowError("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
-        return value
+    def messages(self, row: Row) -> list[Message] | RowError:
+        """The row's conversation, before the chat template, or why there is none."""
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        found = self._messages(row.values)
+        system = self._input.system_prompt
+        if isinstance(found, RowError) or system is None:
+            return found
+        if found[0]["role"] == "system":
+            message = "the conversation begins with a system message of its own, beside input.system_prompt"
+            return RowError("invalid_messages", message)
+        return [{"role": "system", "content": system}, *found]
+
+    def _messages(self, values: Mapping[str, object]) -> list[Message] | RowError:
+        if (column := self._input.messages_column) is not None:
+            value = _take(values, column)
+            return value if isinstance(value, RowError) else read_messages(value, f"column '{column}'")
+        if not self._turns:
+            text = self._text(values)
+            wrong = text if isinstance(text, RowError) or text else _check_text(text)
+            return wrong if isinstance(wrong, RowError) else [{"role": "user", "content": text}]
+        messages: list[Message] = []
+        for role, template in self._turns:
+            content = template.fill(values)
+            if isinstance(content, RowError):
+                return content
+            messages.append({"role": role, "content": content})
+        return messages
+
+    def _text(self, values: Mapping[str, object]) -> str | RowError:
+        if self._template is not None:
+            return self._template.fill(values)
+        value = _take(values, self._column)
+        if isinstance(value, RowError | str):
+            return value
+        return RowError("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
+
+    def token_ids(self, row: Row) -> list[int] | RowError:
+        """The ids in the column that holds them, as they are, not checked against a vocabulary."""
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        column = self._input.token_ids_column
+        assert column is not None
+        value = _take(row.values, column)
+        if isinstance(value, RowError):
+            return value
+        got = name_type(value)
+        if isinstance(value, str):
+            try:
+                value, got = json.loads(value), "text that is not a list in JSON"
+            except (ValueError, RecursionError):
+                got = "text that is not JSON"
+        if isinstance(value, list):
+            for place, item in enumerate(value):
+                if isinstance(item, bool) or not isinstance(item, int):
+                    got = f"a list with {name_type(item)} at place {place}"
+                    break
+            else:
+                return value
+        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of token ids")
 
 
 class PromptBuilder:
     """Rows → prompts. vocab_size: the model's; ids at or above it would crash the engine (None: not known)."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None) -> None:
-        self._renderer = Renderer(spec)
+    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
+        """begun_at: when the job was begun, in ISO format; see `ChatTemplate`."""
+        self._renderer = Renderer(spec, tokenizer, begun_at)
+        # A chat template writes them all; the tokenizer's own would come a second time.
+        self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat)
         self._sampling = RowSampling(spec.sampling)
         self._tokenizer = tokenizer
+        self._takes_ids = spec.input.token_ids_column is not None
         self._keeps_text = spec.output.include_prompt
+        self._side: Side | None = None
+        if spec.input.on_overlong != "error":
+            self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
+        self._max_tokens = spec.sampling.max_tokens
+        self._max_tokens_column = spec.sampling.columns.get("max_tokens")
         self._vocab_size = vocab_size
-        self._may_exceed_vocab = vocab_size is not None and _highest_id(tokenizer) >= vocab_size
+        self._may_exceed_vocab = vocab_size is not None and (self._takes_ids or _highest_id(tokenizer) >= vocab_size)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The input columns that a prompt is made of, and those of the row's own sampling."""
-        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns]))
+        return tuple(dict.fromkeys((*self._renderer.columns, *self._sampling.columns)))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
-        """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it."""
-        texts = [self._refuse_endless(self._renderer.render(row), max_model_len) for row in rows]
-        batches = _batches([text for text in texts if isinstance(text, str)])
-        encoded = itertools.chain.from_iterable(self._encode(batch) for batch in batches)
-        prompts = []
-        for row, text in zip(rows, texts, strict=True):
-            outcome = text if isinstance(text, RowError) else self._check_ids(next(encoded), max_model_len)
-            kept = text if self._keeps_text and isinstance(text, str) else None
-            if isinstance(outcome, RowError):
-                prompts.append(Prompt(row.row_index, [], kept, outcome))
-            else:
-                prompts.append(Prompt(row.row_index, outcome, kept, None))
+        """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it.
+
+        With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
+        """
+        drafts = [self._draft(row, max_model_len) for row in rows]
+        encoded = self._encoder.encode([draft.text or "" for draft in drafts if draft.ids is None])
+        prompts = [
+            self._finish(row, draft, next(encoded) if draft.ids is None else draft.ids, max_model_len)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
         return self._sampling.apply(rows, prompts)
 
     def preview(self, row: Row, num_chars: int) -> str | RowError:
         """The beginning of a row's text as the model sees it, special tokens and all, for people to read."""
+        if self._takes_ids:
+            found = self._renderer.token_ids(row)
+            return found if isinstance(found, RowError) else show(self._tokenizer, found[:num_chars])[:num_chars]
         text = self._renderer.render(row)
         if isinstance(text, RowError):
             return text
         beginning = text[:num_chars]
-        ids = self._encode_one(beginning)
+        ids = self._encoder.encode_one(beginning)
         shown = beginning if isinstance(ids, RowError) else show(self._tokenizer, ids)
         return shown if len(text) <= num_chars else f"{shown}… ({len(text):,} characters)"
 
-    def _refuse_endless(self, text: str | RowError, max_model_len: int | None) -> str | RowError:
-        """Refuse a text whose beginning alone has far too many tokens, before the whole of it costs time and memory.
+    def _draft(self, row: Row, max_model_len: int | None) -> "_Draft":
+        """What a row comes to before its batch is encoded.
 
-        Tokens of a beginning may differ from those of the whole where it is cut: at most the longest word's, and white
-        space may vanish into what follows. So white space at the cut is left out, and twice the limit is asked for.
+        A text whose beginning alone has far too many tokens is refused, or cut, before the whole of it costs time and
+        memory.
         """
-        if isinstance(text, RowError) or max_model_len is None:
-            return text
-        enough = 2 * max_model_len + _LONGEST_WORD_TOKENS
-        num_chars = _PROBED_CHARS_PER_TOKEN * enough
-        while num_chars < len(text):
-            beginning = self._encode_one(text[:num_chars].rstrip())
-            if isinstance(beginning, RowError):
-                return beginning
-            if len(beginning) >= enough:
-                got = f"{len(text):,} characters, of which the first {num_chars:,} are {len(beginning):,} tokens"
-                return _too_long(got, max_model_len)
-            num_chars *= 2
-        return text
-
-    def _encode(self, texts: list[str]) -> list[list[int] | RowError]:
-        try:
-            return list(self._tokenize(texts))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:
-            # A panic in the tokenizers library is no Exception.
-            return [self._encode_one(text) for text in texts]
-
-    def _encode_one(self, text: str) -> list[int] | RowError:
-        # One text that a tokenizer (perhaps the model's own code) cannot take must not spoil its batch.
-        try:
-            return self._tokenize([text])[0]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            return RowError("tokenizer_error", f"the tokenizer failed: {_describe(error)}")
-
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        encoding = self._tokenizer(texts, add_special_tokens=True, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoding["input_ids"]
-        return ids
-
-    def _check_ids(self, ids: list[int] | RowError, max_model_len: int | None) -> list[int] | RowError:
+        if self._takes_ids:
+            return _Draft(None, self._renderer.token_ids(row))
+        text = self._renderer.render(row)
+        if isinstance(text, RowError):
+            return _Draft(None, text)
+        if max_model_len is None:
+            return _Draft(text)
+        found = self._encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
+        if found is None:
+            return _Draft(text)
+        ids, num_chars = found
         if isinstance(ids, RowError):
-            return ids
+            return _Draft(None, ids)
+        if self._side is None:
+            got = f"{len(text):,} characters, of which the first {num_chars:,} are {len(ids):,} tokens"
+            return _Draft(None, _too_long(got, max_model_len))
+        return _Draft(text, ids)
+
+    def _finish(self, row: Row, draft: "_Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
+        cut = ids
+        if isinstance(ids, list) and max_model_len is not None and self._side is not None:
+            cut = self._cut(row, ids, max_model_len, self._side)
+        outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
+        kept = draft.text if self._keeps_text else None
+        if isinstance(outcome, RowError):
+            return Prompt(row.row_index, [], kept, outcome)
+        return Prompt(row.row_index, outcome, kept, None, is_truncated=outcome is not ids)
+
+    def _cut(self, row: Row, ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
+        room = self._room(row)
+        cut = self._encoder.cut(ids, max_model_len - room, side)
+        if cut is not None:
+            return cut
+        message = f"max_tokens {room:,} leaves no room for a prompt in max_model_len={max_model_len}"
+        return RowError("prompt_too_long", message)
+
+    def _room(self, row: Row) -> int:
+        """Tokens that must fit after a prompt."""
+        own = None if self._max_tokens_column is None else row.values.get(self._max_tokens_column)
+        is_usable = isinstance(own, int) and not isinstance(own, bool) and own > 0
+        return own if is_usable and isinstance(own, int) else self._max_tokens or 1
+
+    def _check_ids(self, ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         if not ids:
             return RowError("empty_prompt", "the prompt has no tokens")
         if max_model_len is not None and len(ids) >= max_model_len:
             return _too_long(f"{len(ids):,} tokens", max_model_len)
+        if self._takes_ids and min(ids) < 0:
+            return RowError("invalid_token_id", f"got token id {min(ids)}; must not be negative")
         if self._may_exceed_vocab and max(ids) >= (self._vocab_size or 0):
+            shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [max(ids)])}')"
             return RowError(
                 "invalid_token_id",
-                f"token id {max(ids)} ('{show(self._tokenizer, [max(ids)])}') is outside the model's "
-                f"vocabulary of {self._vocab_size:,}",
+                f"token id {max(ids)}{shown} is outside the model's vocabulary of {self._vocab_size:,}",
             )
         return ids
 
 
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Runs of texts of at most `_BATCH_CHARS` characters, or of one text."""
-    batch: list[str] = []
-    num_chars = 0
-    for text in texts:
-        if batch and num_chars + len(text) > _BATCH_CHARS:
-            yield batch
-            batch, num_chars = [], 0
-        batch.append(text)
-        num_chars += len(text)
-    if batch:
-        yield batch
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A row's text, to be encoded where `ids` is None; else its ids already, or of an endless text enough of them."""
+
+    text: str | None
+    ids: list[int] | RowError | None = None
+
+
+def _take(values: Mapping[str, object], column: str) -> object:
+    """The value of a column, never None; or a RowError."""
+    if column not in values:
+        others = f"; it has: {list_names(values)}" if values else ""
+        return RowError("missing_column", f"row has no column '{column}'{others}")
+    value = values[column]
+    return RowError("null_prompt", f"column '{column}' is null") if value is None else value
 
 
 def _too_long(got: str, max_model_len: int) -> RowError:
@@ -241,74 +311,5 @@ def _check_text(text: str) -> str | RowError:
     return text
 
 
-# Templates
-
-
-def _compile(source: str) -> tuple[jinja2.Template, tuple[str, ...]]:
-    """The template and, sorted, the columns that it names. Raises SpecError."""
-    environment = Environment()
-    try:
-        tree = environment.parse(source)
-        environment.from_string(source)  # its errors name lines; those of a changed tree do not
-        has_includes = any(True for _ in jinja2.meta.find_referenced_templates(tree))
-        columns = tuple(sorted(jinja2.meta.find_undeclared_variables(tree)))
-        template = environment.guarded(tree)
-    except jinja2.TemplateSyntaxError as error:
-        raise SpecError(f"input.prompt_template, line {error.lineno}: {_describe(error)}") from error
-    if has_includes:
-        raise SpecError("input.prompt_template: it includes another template; write it as one")
-    if not columns:
-        raise SpecError("input.prompt_template: it names no column; write {{ column }} where a row's value goes")
-    return template, columns
-
-
-def _fill(template: jinja2.Template, columns: Sequence[str], values: Mapping[str, object]) -> str | RowError:
-    pieces, length = [], 0
-    assert isinstance(template.environment, Environment)
-    template.environment.begin()
-    try:
-        for piece in template.generate(values):
-            length += len(piece)
-            if length > LONGEST_TEXT:
-                raise RanAway
-            pieces.append(piece)
-    except NullPrinted:
-        nulls = [name for name in columns if values.get(name, "") is None]
-        where = f" (null here: {_list(nulls)})" if nulls else ""
-        return RowError("null_prompt", f"the template prints a null{where}; {{{{ x or '' }}}} would print nothing")
-    except RanAway as error:
-        return RowError("template_error", str(error) or f"the template makes more than {LONGEST_TEXT:,} characters")
-    except Exception as error:
-        # A template calls what it likes on what a row holds, so anything may come out.
-        return RowError("template_error", f"the template failed{_line(error)}: {_describe(error)}")
-    return "".join(pieces)
-
-
-def _line(error: Exception) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-    return f" at line {lines[-1]}" if lines else ""
-
-
 def _highest_id(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=-1)
-
-
-# Words
-
-
-def _list(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f", and {len(names) - _SHOWN_COLUMNS:,} more" if len(names) > _SHOWN_COLUMNS else ""
-    return ", ".join(names[:_SHOWN_COLUMNS]) + more
-
-
-def _describe(error: BaseException) -> str:
-    """An exception in one short line; its type too unless it is Jinja2's own, whose words say enough."""
-    words = _shorten(" ".join(str(error).split()), 300)
-    return words if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {words}"
-
-
-def _shorten(text: str, most: int) -> str:
-    """At most so many characters, and none that UTF-8 cannot encode: what a row holds may be quoted in it."""
-    short = text if len(text) <= most else text[:most] + "…"
-    return short.encode(errors="backslashreplace").decode()

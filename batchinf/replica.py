@@ -47,7 +47,9 @@ from batchinf.records import (
 )
 from batchinf.replace import write_replacement
 from batchinf.retry_log import retry_of
+from batchinf.run_order import RunOrder
 from batchinf.selection import chosen_rows
+from batchinf.shard_rows import ShardRows
 from batchinf.slices import SOURCE_FOLDER
 from batchinf.source import Source
 from batchinf.spec import JobSpec
@@ -112,8 +114,11 @@ class Replica:
 
     def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:
         name, metadata = self._launch.incarnation, self._launch.metadata
-        emit, flight = self._channel.send, self._flight
-        return assemble(self._spec, task, engine, source, tokenizer, self._folder, name, metadata, emit, flight)
+        emit, flight, order = self._channel.send, self._flight, RunOrder(self._folder, self._launch.extents)
+        folder, begun_at = self._folder, self._launch.begun_at
+        return assemble(
+            self._spec, task, engine, source, tokenizer, folder, name, metadata, emit, flight, order, begun_at
+        )
 
     def _begin(self, worker: Worker, feeder: Feeder) -> None:
         with self._lock:
@@ -180,8 +185,13 @@ def assemble(
     metadata: Mapping[str, str],
     emit: Callable[[Event], None],
     flight: FlightRecord,
+    order: RunOrder | None = None,
+    begun_at: str | None = None,
 ) -> tuple[Worker, Feeder]:
-    """A worker with its feeder, writer and queues around an engine, and the feeder, which takes its shards."""
+    """A worker with its feeder, writer and queues around an engine, and the feeder, which takes its shards.
+
+    order: None where places are positions.
+    """
     info = engine.info
     ready: ByteQueue[Pending] = ByteQueue(max(16, window(info.max_num_seqs) // 2), _READY_BYTES)
     finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
@@ -198,13 +208,14 @@ def assemble(
         return write_file(folder, shard, source, id_column, keep_columns, stored, incarnation)
 
     def open_shard(shard: Shard) -> OpenShard:
-        opened = OpenShard(shard, task, journal, None if selection is None else selection.chosen(shard))
+        rows = ShardRows(shard.start, shard.stop) if order is None else order.of(shard)
+        opened = OpenShard(shard, task, journal, None if selection is None else selection.chosen(rows), rows)
         opened.recover()
         writer.track(opened)
         return opened
 
     writer = Writer(finished, task, answers_of(spec, tokenizer), write, emit, spec.checkpoint_interval_s)
-    prompts = PromptBuilder(spec, tokenizer, info.vocab_size)
+    prompts = PromptBuilder(spec, tokenizer, info.vocab_size, begun_at)
 
     def fail(row: FailedRow) -> None:
         finished.put(row, _FAILED_ROW_BYTES * len(row.results))

@@ -3,8 +3,12 @@
 Text that is made step by step and kept is bounded by the number of steps and the size of each, not in all.
 """
 
+import datetime
+import decimal
 import functools
+import json
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -41,6 +45,7 @@ class Environment(jinja2.sandbox.SandboxedEnvironment):
         )
         self._num_steps = self._num_chars = 0
         del self.filters["random"], self.globals["lipsum"]
+        self.filters["tojson"] = _tojson
         self.filters |= {name: _sized(self.filters[name]) for name in _SIZED_FILTERS}
         self.filters |= {"batchinf_counted": self._counted, "batchinf_joined": _joined}
 
@@ -110,6 +115,25 @@ class _Guards(NodeTransformer):
         self.generic_visit(node)
         pieces = nodes.List(node.nodes, lineno=node.lineno)
         return nodes.Filter(pieces, "batchinf_joined", [], [], None, None, lineno=node.lineno)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As chat templates have it, in contrast to Jinja2's own: nothing is escaped for HTML. Dates are ISO text."""
+    if isinstance(value, jinja2.Undefined):
+        str(value)  # raises, with its name
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_json_text
+    )
+
+
+def _json_text(value: Any) -> str:
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal | uuid.UUID):
+        return str(value)
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
 
 
 def _joined(pieces: Iterable[Any]) -> str:

@@ -1,9 +1,9 @@
 """Rows for people to look at before a job runs: which ones, and each with its prompt, its length and its sampling."""
 
-import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,13 +12,38 @@ from batchinf.column_types import is_json
 from batchinf.errors import InputError
 from batchinf.prompt import show
 from batchinf.records import Prompt, Request
-from batchinf.source import Row, Source
+from batchinf.selection import Int64Array
+from batchinf.source import Source
 from batchinf.spec import SamplingSpec
 
 _MOST_IDS = 16
 _LOOK_ROWS = 50_000
 # Of a prompt that was not asked for by name.
 _HEAD_CHARS, _TAIL_CHARS = 1200, 600
+
+
+class ChosenRows(Sequence[int]):
+    """Positions of rows, ascending, which are looked up when they are asked for."""
+
+    def __init__(self, num_rows: int, rows: Callable[[int, int], Int64Array]) -> None:
+        """rows: the positions of those number `start` to `stop` (exclusive)."""
+        self._num_rows, self._rows = num_rows, rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(index)
+            return int(self._rows(index % len(self), index % len(self) + 1)[0])
+        start, stop, step = index.indices(len(self))
+        found: list[int] = self._rows(start, max(start, stop)).tolist()
+        return found[::step]
 
 
 def random_rows(positions: Sequence[int], num_rows: int, seed: int) -> list[int]:
@@ -60,15 +85,6 @@ def _as_type(field: pa.Field, wanted: str) -> pa.Array:
         return pa.array([wanted]).cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         raise InputError(f"--row {wanted}: the ids in '{field.name}' are {field.type}; give one of them") from None
-
-
-def read_rows(source: Source, positions: Sequence[int], columns: Sequence[str]) -> list[Row]:
-    """Rows at ascending positions; neighbours are read together."""
-    rows: list[Row] = []
-    for _, group in itertools.groupby(enumerate(positions), lambda pair: pair[1] - pair[0]):
-        run = [position for _, position in group]
-        rows += source.read(run[0], run[-1] + 1, columns)
-    return rows
 
 
 def row_lines(

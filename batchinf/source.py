@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
@@ -30,6 +32,8 @@ from batchinf.storage import Folder
 __all__ = ["InputLocation", "Row", "Source", "open_source"]
 
 OPEN_FILES = 16  # at once, of an input of many
+
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,16 @@ class Source:
             tables = [reader.table(first, last, columns) for reader, first, last in self._spans(start, stop)]
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
+    def read_rows(self, positions: Int64Array, columns: Sequence[str] | None = None) -> list[Row]:
+        """Rows at these positions, int64, ascending; see `read`. Adjacent ones are read together."""
+        return [row for start, stop in _runs(positions) for row in self.read(start, stop, columns)]
+
+    def columns_of(self, positions: Int64Array, columns: Sequence[str]) -> pa.Table:
+        """Rows at these positions, int64, ascending; see `read_columns`."""
+        if not len(positions):
+            return self.read_columns(0, 0, columns)
+        return pa.concat_tables([self.read_columns(start, stop, columns) for start, stop in _runs(positions)])
+
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Reader, int, int]]:
         if not 0 <= start <= stop <= self.num_rows:
             raise IndexError(f"rows {start} to {stop} of {self.num_rows}")
@@ -128,3 +142,11 @@ class Source:
         """Close the files; the source is not read afterwards."""
         with self._turn:
             self._readers.clear()
+
+
+def _runs(positions: Int64Array) -> Iterator[tuple[int, int]]:
+    """Runs of adjacent positions, each as (start, stop)."""
+    if len(positions):
+        cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+        firsts, lasts = positions[[0, *cuts]], positions[[*(cuts - 1), -1]]
+        yield from zip(firsts.tolist(), (lasts + 1).tolist(), strict=True)

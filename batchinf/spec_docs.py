@@ -14,7 +14,8 @@ from batchinf.spec_sampling import PER_ROW_FIELDS
 class FieldDoc:
     """What there is to say of a field or a section, for error messages and the reference in `docs/spec.md`.
 
-    name: dotted, as in `sampling.max_tokens`. allowed: its values in words. resume: None for a section.
+    name: dotted, as in `sampling.max_tokens`; `input.messages[]` stands for each item of a list.
+    allowed: its values in words. resume: None for a section.
     """
 
     name: str
@@ -46,10 +47,21 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
             is_required=info.is_required(),
             default=schema.get("default"),
             resume=None if inner else resume_of(info.json_schema_extra, f"{prefix}{name}"),
-            meaning=info.description or (inner and inner.__doc__) or "",
+            meaning=" ".join((info.description or (inner and inner.__doc__) or "").split()),
         )
         if inner:
             yield from _document(inner, f"{prefix}{name}.", schemas)
+        elif (item := _item(info.annotation)) is not None:
+            allowed = f"a mapping of fields ({', '.join(item.model_fields)})"
+            yield FieldDoc(f"{prefix}{name}[]", allowed, False, None, None, " ".join((item.__doc__ or "").split()))
+            yield from _document(item, f"{prefix}{name}[].", schemas)
+
+
+def _item(annotation: Any) -> type[Section] | None:
+    """The section that each item of a list is, where that is so."""
+    inside = [_item(argument) for argument in get_args(annotation)]
+    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+    return annotation if is_section else next(filter(None, inside), None)
 
 
 _WORDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text"}
@@ -67,6 +79,8 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "items" in schema:
         noun, comma, limits = _in_words(schema["items"]).removeprefix("a ").partition(",")
         return f"a list of {noun}s{comma}{limits}"
+    if "file" in schema.get("properties", {}):
+        return "{file: path}"
     limits = " and ".join(f"{word} {schema[key]}" for key, word in _LIMITS.items() if key in schema)
     return _WORDS.get(schema.get("type", ""), "a mapping") + (limits and f", {limits}")
 

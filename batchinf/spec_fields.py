@@ -18,6 +18,12 @@ def identity_or(short: dict[str, Any]) -> Any:
     return Field(json_schema_extra={"resume": "identity", "short": short})
 
 
+# A text, or what a text says, taken from a file when the spec is read; see `spec_values`.
+FROM_FILE = identity_or(
+    {"type": "object", "properties": {"file": {"type": "string"}}, "required": ["file"], "additionalProperties": False}
+)
+
+
 def wrong(reason: str, field: str = "") -> PydanticCustomError:
     """What a validator raises: `field` is the one to look at, below the section or field that is validated."""
     return PydanticCustomError("wrong", "{reason}", {"reason": reason, "field": field})

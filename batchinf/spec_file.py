@@ -21,6 +21,7 @@ from batchinf.errors import SpecError
 from batchinf.slices import Slice
 from batchinf.spec import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec
 from batchinf.spec_docs import field_docs
+from batchinf.spec_values import Files, clip, expand
 from batchinf.storage import reason
 
 # A spec is a page of text. The limits keep a wrong or hostile file from costing more than a moment.
@@ -29,7 +30,6 @@ MAX_NODES = 10_000
 MAX_DEPTH = 50
 MAX_ERRORS = 10
 
-_SECRETS = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH"  # in a variable's name: its value must stand in no file
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "(?:0|[1-9][0-9]{0,99})"  # any number that means something; longer ones are text
 _OCTAL_OR_HEX = "0o[0-7]{1,99}|0x[0-9a-fA-F]{1,99}"
@@ -83,6 +83,7 @@ def read_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Sp
         _override(data, places, text)
         _write_out_model(data)
     _expand_paths(data, places)
+    _take_in_files(data, places)
     try:
         return SpecFile(JobSpec.model_validate(data), places, name)
     except ValidationError as error:
@@ -194,7 +195,7 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode) and tag == "seq":
             return [self._named(f"{field}[{i}]", item, item, depth) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode) or tag not in _SCALARS or not _SCALARS[tag][0].match(node.value):
-            raise self._wrong(node, f"tag {_clip(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out")
+            raise self._wrong(node, f"tag {clip(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out")
         if any("\ud800" <= character <= "\udfff" for character in node.value):
             raise self._wrong(node, f"got {_got(node.value)}, which holds half a character (a surrogate)")
         return _SCALARS[tag][1](node.value)
@@ -219,7 +220,7 @@ class _Reader:
             if not isinstance(key, str):
                 raise self._wrong(key_node, f"got {_got(key)} for a field's name; must be text: does it need quotes?")
             if key in own:
-                raise self._wrong(key_node, f"{_clip(key)}: given twice; leave one of them out")
+                raise self._wrong(key_node, f"{clip(key)}: given twice; leave one of them out")
             own[key] = key_node, value_node
         return {**merged, **own}
 
@@ -247,7 +248,7 @@ def _write_out_model(data: dict[str, Any]) -> None:
 
 def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
     target, equals, value = text.partition("=")
-    place = f"--set {_clip(text)}"
+    place = f"--set {clip(text)}"
     field = target.strip()
     *sections, last = field.split(".")
     if not equals or not all([*sections, last]):
@@ -276,31 +277,25 @@ def _expand_paths(data: dict[str, Any], places: Mapping[str, str]) -> None:
         fields = data.get(section)
         if isinstance(fields, dict) and isinstance(fields.get(name), str):
             try:
-                fields[name] = _expand(fields[name])
+                fields[name] = expand(fields[name])
             except KeyError as error:
                 problems.append(_line(places, f"{section}.{name}", f"{error.args[0]}, or write $$ for a plain $"))
     if problems:
         raise _joined(problems)
 
 
-def _expand(path: str) -> str:
-    def variable(match: re.Match[str]) -> str:
-        value = "$" if match[0] == "$$" else os.environ.get(match[1] or match[2])
-        if not value:
-            raise KeyError(f"{_clip(match[0])} is unset or empty in the environment; set it")
-        if re.search(_SECRETS, match[0]):
-            raise KeyError(f"{_clip(match[0])} is named like a secret, and paths are recorded; take another variable")
-        return value
-
-    expanded = re.sub(r"\$(?:(\$|[A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})", variable, path)
-    return expanded if "\0" in expanded else os.path.expanduser(expanded)
+def _take_in_files(data: dict[str, Any], places: Mapping[str, str]) -> None:
+    files = Files(lambda text, name: _Reader(lambda at: f"{name}:{at.line + 1}:{at.column + 1}").read(text))
+    files.fill(data)
+    if files.problems:
+        raise _joined([_line(places, *problem) for problem in files.problems])
 
 
 def _line(places: Mapping[str, str], field: str, message: str) -> str:
     written = field
     while written not in places:
         written = re.sub(r"(?:^|\.|\[)[^.\[]*\Z", "", written)
-    return ": ".join(filter(None, [places[written], _clip(field, 200), message]))
+    return ": ".join(filter(None, [places[written], clip(field, 200), message]))
 
 
 def _joined(lines: Sequence[str]) -> SpecError:
@@ -314,28 +309,36 @@ def _explain(error: ValidationError) -> Iterator[tuple[str, str]]:
     for details in error.errors(include_url=False):
         by_field.setdefault(_field(details), []).append(details)
     for field, found in by_field.items():
+        if any(other.startswith(f"{field}[") for other in by_field):
+            continue  # a list that is too short without its wrong items
         details = max(found, key=lambda one: len(one["loc"]))
-        item = "".join(f"[{part}]" for part in details["loc"] if isinstance(part, int))
+        numbers = [part for part in details["loc"] if isinstance(part, int)]
+        item = "".join(f"[{number}]" for number in numbers[field.count("[") :])
         yield field + item, _message(field, details, {one["type"] for one in found})
 
 
 def _field(details: ErrorDetails) -> str:
     """The field that an error is about, without the parts of its `loc` that name one of several types."""
-    parts = [str(part) for part in details["loc"]]
-    if details["type"] == "extra_forbidden":
-        return ".".join(parts)
-    known = [part for depth, part in enumerate(parts, 1) if ".".join(parts[:depth]) in field_docs()]
-    return ".".join([*known, *filter(None, [details.get("ctx", {}).get("field")])])
+    field, last = "", details.get("ctx", {}).get("field")
+    *parts, unknown = details["loc"] if details["type"] == "extra_forbidden" else (*details["loc"], None)
+    for part in parts:
+        longer = f"{field}[{part}]" if isinstance(part, int) else f"{field}.{part}".lstrip(".")
+        field = longer if _doc_name(longer) in field_docs() else field
+    return ".".join(str(part) for part in (field, unknown, last) if part)
+
+
+def _doc_name(field: str) -> str:
+    return re.sub(r"\[[0-9]+\]", "[]", field)
 
 
 def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
     if details["type"] == "extra_forbidden":
-        *section, name = (str(part) for part in details["loc"])
-        own = _children(".".join(section))
+        name = str(details["loc"][-1])
+        own = _children(_doc_name(field.removesuffix(name).removesuffix(".")))
         return f"unknown field{_did_you_mean(name, own, _elsewhere()) or '.'} Allowed: {', '.join(own)}"
     if details["type"] in ("wrong", "value_error"):
         return str(details["ctx"].get("reason") or details["ctx"]["error"])
-    doc = field_docs()[field]
+    doc = field_docs()[_doc_name(field)]
     if details["type"] == "missing":
         return f"missing; must be {doc.allowed}. {doc.meaning}"
     hint = "; leave it out for its default" if details["input"] is None and not doc.is_required else ""
@@ -347,7 +350,7 @@ def _hint(value: Any, types: set[str]) -> str:
         case "" | []:
             return " that is not empty"
         case str() if "tuple_type" in types:
-            return f"; for a list of one write [{_clip(value)}]"
+            return f"; for a list of one write [{clip(value)}]"
         case str() if types & {"int_type", "float_type"} and re.match(rf"(?:{_FLOAT})\Z", value):
             return "; write it without quotes"
         case float() if "int_type" in types and value.is_integer() and abs(value) < 2**31:
@@ -358,7 +361,8 @@ def _hint(value: Any, types: set[str]) -> str:
 
 
 def _children(section: str) -> list[str]:
-    return [name for above, _, name in (field.rpartition(".") for field in field_docs()) if above == section]
+    names = [field.rpartition(".") for field in field_docs() if not field.endswith("]")]
+    return [name for above, _, name in names if above == section]
 
 
 @functools.cache
@@ -367,7 +371,7 @@ def _elsewhere() -> dict[str, str]:
     found = {name: f"engine.{name}" for name in ("max_model_len", *sorted(RUNTIME_ENGINE_ARGUMENTS))}
     for field in field_docs():
         section, _, name = field.rpartition(".")
-        if section != "scripted":
+        if section != "scripted" and not field.endswith("]"):
             shown = field if section else f"{field}, at the top level"
             found[name] = f"{found[name]} or {shown}" if name in found else shown
             found[field] = f"{name}, within {section}" if section else shown
@@ -382,13 +386,7 @@ def _did_you_mean(name: str, own: Iterable[str], elsewhere: Mapping[str, str]) -
 
 def _got(value: Any) -> str:
     if isinstance(value, str):
-        return f"'{_clip(value)}'" if value else "empty text"
+        return f"'{clip(value)}'" if value else "empty text"
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a mapping"
-    return "nothing (null)" if value is None else _clip(json.dumps(value))
-
-
-def _clip(text: str, length: int = 60) -> str:
-    """At most `length` characters, on one line, whatever the text holds."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: length + 1])
-    return shown if len(text) <= length else f"{shown[:length]}…"
+    return "nothing (null)" if value is None else clip(json.dumps(value))

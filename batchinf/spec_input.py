@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchinf.spec_fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, as_tuple, is_json, wrong
+from batchinf.spec_fields import FROM_FILE, IDENTITY, RUNTIME, Path, Positive, Section, Text, as_tuple, is_json, wrong
 
 # Each of them says alone what the prompt is.
 PROMPT_FORMS = ("prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column")
@@ -13,6 +13,13 @@ CHAT_FIELDS = (
     "messages", "messages_column", "system_prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message",
 )  # fmt: skip
+# What a chat template gets from other fields, or a tokenizer takes for itself, by the field to write instead.
+_KWARGS_ELSEWHERE = {
+    "add_generation_prompt": "input.add_generation_prompt", "continue_final_message": "input.continue_final_message",
+    "chat_template": "input.chat_template", "messages": "input.messages", "conversation": "input.messages",
+    **dict.fromkeys(("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+                     "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"), ""),
+}  # fmt: skip
 
 
 class MessageSpec(Section):
@@ -20,7 +27,7 @@ class MessageSpec(Section):
 
     role: Annotated[Text, IDENTITY]
     """Who says it: `system`, `user`, `assistant`, or what else the chat template knows."""
-    content: Annotated[str, IDENTITY]
+    content: Annotated[str, FROM_FILE]
     """What is said: a Jinja2 template over the row's columns."""
 
 
@@ -49,18 +56,18 @@ class InputSpec(Section):
     """Revision of a Hugging Face dataset."""
     prompt_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the prompt, as text; default `prompt`, unless another form of prompt is given."""
-    prompt_template: Annotated[Text | None, IDENTITY] = None
+    prompt_template: Annotated[Text | None, FROM_FILE] = None
     """A Jinja2 template over the row's columns, in place of `prompt_column`."""
-    messages: Annotated[Annotated[tuple[MessageSpec, ...], Field(strict=False, min_length=1)] | None, IDENTITY] = None
+    messages: Annotated[Annotated[tuple[MessageSpec, ...], Field(strict=False, min_length=1)] | None, FROM_FILE] = None
     """A conversation whose contents are Jinja2 templates over the row's columns, through the model's chat template."""
     messages_column: Annotated[Text | None, IDENTITY] = None
-    """The column that holds the conversation: a list of messages, or JSON text of one."""
+    """The column that holds the conversation: a list of messages with `role` and `content`, or JSON text of one."""
     token_ids_column: Annotated[Text | None, IDENTITY] = None
-    """The column that holds the prompt's token ids, taken as they are."""
-    system_prompt: Annotated[Text | None, IDENTITY] = None
-    """A system message before the others. Like all fields of chat, it makes text a user's message."""
-    chat_template: Annotated[Text | None, IDENTITY] = None
-    """A Jinja2 chat template in place of the model's own."""
+    """The column that holds the prompt's token ids, a list or JSON text of one, taken as they are."""
+    system_prompt: Annotated[Text | None, FROM_FILE] = None
+    """A system message before the others, as plain text. Like all fields of chat, it makes text a user's message."""
+    chat_template: Annotated[Text | None, FROM_FILE] = None
+    """A Jinja2 chat template in place of the model's own, or the name of another of the model's."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, IDENTITY] = None
     """Further variables of the chat template, such as `enable_thinking: false`."""
     add_generation_prompt: Annotated[bool | None, IDENTITY] = None
@@ -68,8 +75,8 @@ class InputSpec(Section):
     continue_final_message: Annotated[bool | None, IDENTITY] = None
     """Leave the last message open, so that the model goes on with it."""
     on_overlong: Annotated[Literal["error", "truncate_left", "truncate_right"], IDENTITY] = "error"
-    """A prompt that leaves no room for `max_tokens` is cut at its beginning or its end, or, where not even one token
-    fits after it, is an error row; `prompt_truncated` says where it was cut."""
+    """`error`: a prompt after which not even one token fits is an error row. Else: one that leaves no room for
+    `max_tokens` is cut at its left (its beginning) or its right end, and `prompt_truncated` says so."""
     id_column: Annotated[Text | None, IDENTITY] = None
     """The column that is carried to the output as `id`, in its own type."""
     where: Annotated[Text | None, IDENTITY] = None
@@ -99,6 +106,8 @@ class InputSpec(Section):
             raise wrong(f"got {self.on_overlong} with {asked}; it would cut the instructions or the assistant's header "
                         "off a conversation: cut a long column with {{ column | truncate_tokens(n) }}",
                         "on_overlong")  # fmt: skip
+        if self.messages is not None and self.messages[0].role == "system" and self.system_prompt is not None:
+            raise wrong("got it beside messages, which begin with a system message; give one of them", "system_prompt")
         if self.add_generation_prompt and self.continue_final_message:
             raise wrong("got true with continue_final_message; the final message goes on or a new turn begins: "
                         "give one of them", "add_generation_prompt")  # fmt: skip
@@ -109,6 +118,10 @@ class InputSpec(Section):
     def _plain_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
         if not is_json(kwargs):
             raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings")
+        for name in kwargs or {}:
+            if name in _KWARGS_ELSEWHERE:
+                instead = f"say {_KWARGS_ELSEWHERE[name]} instead" if _KWARGS_ELSEWHERE[name] else "leave it out"
+                raise wrong(f"it is no variable of a chat template; {instead}", name)
         return kwargs
 
     @model_validator(mode="after")

@@ -55,7 +55,8 @@ class SamplingSpec(Section):
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
     """The same for the prompt's tokens."""
     structured_outputs: Annotated[dict[str, Any] | None, IDENTITY] = None
-    """What the text must be, as one of `json` (a JSON schema), `regex`, `choice` (a list of texts) and `grammar`."""
+    """What the text must be, as one of `json` (a JSON schema), `regex`, `choice` (a list of texts) and `grammar`,
+    each as it is or as `{file: path}`."""
     columns: Annotated[dict[str, Text], IDENTITY] = Field(default_factory=dict)
     """Fields of which each row has its own value, with the column that holds it; null is the job's value.
     `max_tokens: {column: budget}` is short for `columns: {max_tokens: budget}`."""

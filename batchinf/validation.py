@@ -1,20 +1,26 @@
 """What `validate` shows: that spec, input, columns, model and prompts hold together, without an engine or a GPU."""
 
+import bisect
 import contextlib
 import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from batchinf.job import Job, open_job
+import numpy as np
+
+from batchinf.choose import Chosen, choose, described
+from batchinf.job import Job, begun_at, open_job
 from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
 from batchinf.prompt import PromptBuilder, load_tokenizer
+from batchinf.prompt_checks import prompt_warnings
 from batchinf.room import room_warning
 from batchinf.row_sampling import sampling_line
-from batchinf.shown_rows import find_row, random_rows, read_rows, row_lines
+from batchinf.run_order import RunOrder
+from batchinf.shown_rows import ChosenRows, find_row, random_rows, row_lines
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
@@ -48,12 +54,16 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
             yield f"spec {file.path}: good"
             yield from _model_lines(job)
             yield from _input_lines(job)
+            chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects and state is None else None
+            if chosen is not None:
+                yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
             yield from _sampling_lines(job)
             if rows_own := sampling_line(job.spec.sampling):
                 yield f"each row's own sampling: {rows_own}; null is the job's"
+            yield from prompt_warnings(job.spec, job.model, job.source)
             yield from check_structures(file, job.model.tokenizer)
-            yield from _prompt_lines(job, looks)
-            yield from _output_lines(job, folder, state)
+            yield from _prompt_lines(job, looks, state, _positions(job, state, chosen))
+            yield from _output_lines(job, folder, state, chosen)
 
 
 def _model_lines(job: Job) -> Iterator[str]:
@@ -99,30 +109,46 @@ def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:
         yield line.rstrip()
 
 
-def _prompt_lines(job: Job, looks: Looks) -> Iterator[str]:
+def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence[int]:
+    """The rows that are run, of a job that was extended those that it began with."""
+    if chosen is not None and chosen.selection is not None:
+        return ChosenRows(chosen.num_rows, chosen.selection.rows)
+    if chosen is not None:
+        return range(chosen.first_row, chosen.stop_row)
+    if state is None or not (order := RunOrder(job.folder, state.extents[:1])).is_whole:
+        return job.rows
+    start = order.extents[0].start
+    return ChosenRows(order.num_places, lambda first, stop: order.rows(start + first, start + stop))
+
+
+def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequence[int]) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder, task = PromptBuilder(job.spec, tokenizer, job.model.vocab_size), get_task(job.spec)
-    length, positions, id_column = _max_model_len(job), job.rows, job.spec.input.id_column
+    begun = begun_at(job, None if state is None else state.header)
+    builder, task = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun), get_task(job.spec)
+    length, id_column = _max_model_len(job), job.spec.input.id_column
     named = [find_row(job.source, id_column, text) for text in looks.named]
     yield ""
     lengths = TokenLengths(len(positions), length, job.spec.sampling.max_tokens)
     for sampled in sample_rows(positions, looks.seed or 0):
-        for prompt in builder.build(read_rows(job.source, sampled, builder.columns), length):
+        for prompt in builder.build(job.source.read_rows(np.asarray(sampled, np.int64), builder.columns), length):
             lengths.add(prompt)
     yield from lengths.lines()
-    chosen = named or list(positions[: looks.num_rows])
+    shown = named or list(positions[: looks.num_rows])
     if looks.seed is not None and not named:
-        chosen = random_rows(positions, looks.num_rows, looks.seed)
+        shown = random_rows(positions, looks.num_rows, looks.seed)
         yield ""
         yield f"rows drawn with --seed {looks.seed}:"
     columns = [*builder.columns, *([id_column] if id_column else [])]
-    for position in chosen:
-        [row] = read_rows(job.source, [position], columns)
+    for position in shown:
+        [row] = job.source.read(position, position + 1, columns)
         [prompt] = builder.build([row], length)
         requests = task.expand(prompt, length or _LONG)
         yield ""
         row_id = row.values.get(id_column) if id_column else None
         yield from row_lines(prompt, row_id, requests, tokenizer, job.spec.sampling, length, bool(named))
+        place = bisect.bisect_left(positions, position)
+        if place == len(positions) or positions[place] != position:
+            yield "  not among the rows that are run"
     yield ""
 
 
@@ -134,7 +160,7 @@ def _max_model_len(job: Job) -> int | None:
     return given if isinstance(given, int) and given > 0 else job.model.max_model_len
 
 
-def _output_lines(job: Job, folder: Folder, state: State | None) -> Iterator[str]:
+def _output_lines(job: Job, folder: Folder, state: State | None, chosen: Chosen | None) -> Iterator[str]:
     if (cut := read_cut(str(folder.root))) is not None:
         yield f"output {folder.root}: a job in {cut.num_slices} slices"
     elif state is None:
@@ -143,5 +169,7 @@ def _output_lines(job: Job, folder: Folder, state: State | None) -> Iterator[str
         yield f"output {folder.root}: the job there is done"
     else:
         yield f"output {folder.root}: a job with {len(state.parts):,} parts to go on with"
-    if (state is None or not state.is_done) and (warning := room_warning(job, state, 1)) is not None:
+    if (state is None or not state.is_done) and (
+        warning := room_warning(job, state, 1, None if chosen is None else chosen.num_rows)
+    ) is not None:
         yield warning

@@ -60,6 +60,10 @@ class VllmEngine:
         arguments = engine_arguments(spec, model_path, tokenizer_path, revision)
         self._stats = _Stats()
         install_arrays()
+        if spec.sampling.structured_outputs is not None:
+            from batchinf.vllm_structures import check_once
+
+            check_once()
         try:
             self._engine: Any = LLMEngine.from_engine_args(
                 EngineArgs(**arguments),

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import pathlib
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +13,7 @@ import jobs
 from batchinf.errors import InputError, RowError
 from batchinf.prompt import load_tokenizer
 from batchinf.records import Prompt, Request
-from batchinf.shown_rows import find_row, random_rows, read_rows, row_lines
+from batchinf.shown_rows import ChosenRows, find_row, random_rows, row_lines
 from batchinf.source import InputLocation, Source, open_source
 from batchinf.spec import SamplingSpec
 
@@ -82,9 +83,13 @@ def test_a_seed_draws_the_same_rows() -> None:
     assert random_rows(range(5, 8), 20, 3) == [5, 6, 7]
 
 
-def test_rows_far_apart_are_read_as_they_stand(source: Source) -> None:
-    rows = read_rows(source, [0, 1, 3, 4], ["text"])
-    assert [(row.row_index, row.values["text"]) for row in rows] == [(0, "a"), (1, None), (3, "é"), (4, "a")]
+def test_chosen_rows_are_looked_up() -> None:
+    positions = np.array([3, 4, 9, 12], np.int64)
+    rows = ChosenRows(4, lambda start, stop: positions[start:stop])
+    assert (list(rows), rows[1:3], rows[:9], rows[2], rows[-1]) == ([3, 4, 9, 12], [4, 9], [3, 4, 9, 12], 9, 12)
+    assert set(random_rows(rows, 3, 1)) <= {3, 4, 9, 12}
+    with pytest.raises(IndexError):
+        rows[4]
 
 
 JOB = SamplingSpec(temperature=0.0, top_p=1.0, max_tokens=64)

@@ -157,7 +157,7 @@ QUOTES = "text that looks like something else needs quotes"
         ("model.tokenizer", "~nobody-here/x", "got '~nobody-here/x', but there is no such user's home; for a name that "
          "begins with ~ write ./~"),
         ("input.prompt_template", "b, prompt_column: a", "got prompt_template beside prompt_column; give one of them"),
-        ("input.messages", "[]", "got a list; must be a list of mappings that is not empty"),
+        ("input.messages", "[]", "got a list; must be {file: path}, or a list of mappings that is not empty"),
         ("input.split", "a, format: csv", "got 'a' with format csv; only a Hugging Face dataset (format hf) has a "
          "split: leave it out"),
         ("output.keep_columns", "a", "got 'a'; must be a list of texts, or a mapping"),
@@ -269,7 +269,7 @@ def test_every_pydantic_error_has_words():
     """Any value in any field gives a line about that field that says what was got and what is allowed."""
     types = set()
     for doc in field_docs().values():
-        for value in VALUES:
+        for value in VALUES if "[]" not in doc.name else []:
             spec = data(model={"name": "a/b"})
             *sections, name = doc.name.split(".")
             inner = spec

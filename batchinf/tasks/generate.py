@@ -153,6 +153,7 @@ def _result_schema(spec: JobSpec) -> pa.Schema:
         *_logprob_fields("", sampling.logprobs, logprob),
         *_logprob_fields("prompt_", sampling.prompt_logprobs, logprob),
         ("num_prompt_tokens", pa.int32()),
+        *([("prompt_truncated", pa.bool_())] if spec.input.on_overlong != "error" else []),
         ("num_output_tokens", pa.int32()),
         ("error_type", pa.string()),
         ("error_message", pa.string()),
@@ -213,10 +214,11 @@ def _prompt_columns(results: Sequence[Result], include_prompt: bool) -> dict[str
     prompts = [result.prompt for result in results]
     # A row's samples share their Prompt: its ids are converted once (20 ns a token) and not for each.
     ids = {id(prompt): np.array(prompt.token_ids, np.int32) for prompt in {id(p): p for p in prompts}.values()}
-    hashes = {key: _prompt_hash(value) for key, value in ids.items()}
+    hashes = {key: prompt_hash(value) for key, value in ids.items()}
     columns = {
         "prompt_hash": pa.array([hashes[id(prompt)] for prompt in prompts], pa.int64()),
         "num_prompt_tokens": pa.array([len(prompt.token_ids) or None for prompt in prompts], pa.int32()),
+        "prompt_truncated": pa.array([p.is_truncated if p.token_ids else None for p in prompts], pa.bool_()),
     }
     if include_prompt:
         columns["prompt"] = _strings([prompt.text for prompt in prompts])
@@ -224,7 +226,7 @@ def _prompt_columns(results: Sequence[Result], include_prompt: bool) -> dict[str
     return columns
 
 
-def _prompt_hash(token_ids: IntArray) -> int | None:
+def prompt_hash(token_ids: IntArray) -> int | None:
     """xxh3-64 of the ids as little-endian int32, as a signed number; None where there are none."""
     if not len(token_ids):
         return None

@@ -1,0 +1,124 @@
+"""What can be wrong, or not meant, with prompts and shows before any work: chat templates, a second BOS."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import jinja2
+
+from batchinf.chat_templates import GIVEN, own_templates, variables
+from batchinf.encoder import Encoder, load_tokenizer
+from batchinf.model import Model
+from batchinf.prompt import Renderer
+from batchinf.source import Source
+from batchinf.spec import JobSpec
+from batchinf.spec_file import SpecFile
+from batchinf.spec_input import CHAT_FIELDS
+from batchinf.words import describe, list_names
+
+# Rows that are looked at for a second BOS: those with one mostly come out of one template.
+_LOOKED_AT = 256
+
+
+def check_prompts(file: SpecFile, spec: JobSpec, model: Model) -> None:
+    """Raise SpecError, in one line, for a chat template that is not there or cannot be, and for truncation that cannot.
+
+    spec: the resolved one. Loads no tokenizer.
+    """
+    if spec.input.is_chat:
+        _check_chat(file, model)
+    most, length = spec.sampling.max_tokens, spec.engine.get("max_model_len") or model.max_model_len
+    if spec.scripted is not None:
+        length = spec.scripted.max_model_len
+    if spec.input.on_overlong != "error" and isinstance(length, int) and (most or 1) >= length:
+        raise file.error(
+            "input.on_overlong", f"max_tokens {most} leaves no room for a prompt in max_model_len={length}"
+        )
+
+
+def _check_chat(file: SpecFile, model: Model) -> None:
+    given, own = file.spec.input.chat_template, own_templates(pathlib.Path(model.tokenizer))
+    if given is None and "default" not in own:
+        asked = next(field for field in CHAT_FIELDS if getattr(file.spec.input, field) is not None)
+        others = f"; it has others, whose names input.chat_template takes: {list_names(own)}" if own else ""
+        raise file.error(
+            f"input.{asked}",
+            f"it needs a chat template, and the model '{model.name}' has none{others}; give one as "
+            "input.chat_template: {file: template.jinja}",
+        )
+    text = own["default"] if given is None else own.get(given, given)
+    field = "input.chat_template"
+    try:
+        names = variables(text)
+    except jinja2.TemplateSyntaxError as error:
+        whose = "" if given is not None else f"the chat template of '{model.name}' is broken: "
+        raise file.error(field, f"{whose}line {error.lineno}: {describe(error)}") from error
+    if given is not None and "messages" not in names:
+        words = "it has nothing of `messages` in it, so that all prompts would be the same; is it a file's path? "
+        raise file.error(field, words + "Write input.chat_template: {file: path}")
+    for name in file.spec.input.chat_template_kwargs or {}:
+        if name not in names:
+            free = sorted(names - GIVEN - {"bos_token", "eos_token", "pad_token", "unk_token"})
+            raise file.error(
+                f"input.chat_template_kwargs.{name}",
+                f"the chat template has no such variable; it has: {list_names(free) or 'none'}",
+            )
+
+
+def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str]:
+    """What runs, but may not be meant, in a line each."""
+    where = spec.input
+    form = "prompt_template" if where.prompt_template is not None else "prompt_column"
+    is_text = not where.is_chat and where.token_ids_column is None
+    if is_text and model.has_chat_template:
+        yield (
+            f"warning: the model has a chat template, which input.{form} alone does not apply; "
+            "input.add_generation_prompt: true makes each prompt a user's message"
+        )
+    says_how = where.continue_final_message is not None or where.add_generation_prompt is not None
+    if where.messages is not None and where.messages[-1].role == "assistant" and not says_how:
+        yield (
+            "warning: input.messages end with what the assistant says, and a new turn begins after it; "
+            "input.continue_final_message: true lets the model go on with it"
+        )
+    if where.system_prompt is not None and any(mark in where.system_prompt for mark in ("{{", "{%")):
+        yield (
+            "warning: input.system_prompt is plain text, in which {{ … }} stays as it is; "
+            "write a message of the role system under input.messages for a template"
+        )
+    if is_text and (found := _second_bos(spec, model, source)) is not None:
+        yield found
+
+
+def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
+    bos = _bos(pathlib.Path(model.tokenizer))
+    renderer = Renderer(spec)
+    if bos is None:
+        return None
+    looked_at = source.read(0, min(source.num_rows, _LOOKED_AT), renderer.columns)
+    texts = [renderer.render(row) for row in looked_at]
+    doubled = [number for number, text in enumerate(texts) if isinstance(text, str) and text.startswith(bos)]
+    if not doubled:
+        return None
+    # Only now: loading it takes seconds.
+    encoder = Encoder(load_tokenizer(model.tokenizer, spec.model.trust_remote_code), adds_special_tokens=True)
+    ids = encoder.encode_one(bos)
+    if not isinstance(ids, list) or len(ids) < 2 or ids[0] != ids[1]:
+        return None
+    return (
+        f"warning: of the first {len(texts):,} prompts {len(doubled):,} (row {doubled[0]} first) begin with {bos}, "
+        f"and the tokenizer puts another {bos} before it; leave it out of the text"
+    )
+
+
+def _bos(folder: pathlib.Path) -> str | None:
+    """The token that begins a text, as the tokenizer's files name it."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            token = json.loads((folder / name).read_bytes()).get("bos_token")
+        except (OSError, ValueError, AttributeError):
+            continue
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            return token
+    return None
