@@ -13,7 +13,7 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import model_files
-from batchinf.job import check_cut, open_job
+from batchinf.job import check_cut, join_cut, open_job
 from batchinf.slices import Slice
 from batchinf.spec_file import read_spec
 
@@ -84,7 +84,7 @@ def test_slices_that_begin_later_take_the_commit_of_the_first(tmp_path: pathlib.
     spec = jobs.spec_of(tmp_path, model="org/tiny")
     first, second = (dataclasses.replace(read_spec(spec), slice=Slice.parse(text)) for text in ("0/2", "1/2"))
     job = open_job(first)
-    check_cut(job)
+    join_cut(job, job.source.num_rows)
     job.source.close()
     hub.refs["org/tiny"]["main"] = NEW
     job = open_job(second)
