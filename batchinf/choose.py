@@ -152,6 +152,8 @@ class _Scan:
             self._id_column, own = given.id_column, pa.field("prompt_hash", pa.int64())
             if given.exclude.on == "id":
                 self._id_column = given.id_column or "custom_id"  # OpenAI's, whose lines need no word of it
+                if self._id_column not in schema.names:
+                    raise file.error("input.exclude.on", f"got id, but the input has no column {self._id_column!r}")
                 own = schema.field(self._id_column)
                 columns.append(self._id_column)
             else:
@@ -239,9 +241,9 @@ class _Scan:
         is_broken = self._is_broken(rows, table, np.ones(len(rows), np.bool_) if self._where is None else ~is_left)
         is_left |= is_broken
         if self._share is not None:
-            hashes = row_hashes(table)
-            hashes[is_broken] = row_hashes(pa.table({"": rows[is_broken]}))
-            is_left &= is_in_share(hashes, self._share)
+            hashes = row_hashes(table.filter(pa.array(is_left)))
+            hashes[is_broken[is_left]] = row_hashes(pa.table({"": rows[is_broken]}))
+            is_left[is_left] = is_in_share(hashes, self._share)
         return is_left
 
     def _is_broken(self, rows: Int64Array, table: pa.Table, may_be: BoolArray) -> BoolArray:

@@ -72,14 +72,21 @@ class Excluded:
                 f"got id, but {own.name} holds values of several types, and nothing tells theirs; say prompt_hash"
             )
         found = cls(scratch)
+        try:
+            found._take(_keys_of_jobs(jobs, column, own))
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def _take(self, pieces: Iterable[Keys]) -> None:
         held: list[Keys] = []
-        for keys in _keys_of_jobs(jobs, column, own):
+        for keys in pieces:
             held.append(keys)
             if sum(len(some.high) for some in held) >= BLOCK_KEYS:
-                found._add(held)
+                self._add(held)
                 held = []
-        found._add(held)
-        return found
+        self._add(held)
 
     def _add(self, held: Sequence[Keys]) -> None:
         high = np.concatenate([keys.high[keys.is_valid] for keys in held] or [np.zeros(0, np.uint64)])

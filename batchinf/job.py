@@ -62,44 +62,40 @@ class Job:
 
 
 def open_job(
-    file: SpecFile,
-    cache: pathlib.Path | None = None,
-    began_as: Mapping[str, Any] | None = None,
-    *,
-    state: State | None = None,
-    new: NewRows = "refuse",
+    file: SpecFile, cache: pathlib.Path | None = None, state: State | None = None, new: NewRows = "refuse"
 ) -> Job:
     """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
 
-    began_as: the identity of the folder's job, where it has begun: its model's commit is gone on with. state: of the
-    job that is gone on with, with what it has taken in of its input. new: what becomes of rows that came since.
+    state: of the job that is gone on with, its model's commit too. new: what becomes of rows that came since.
     """
-    began_as = state.header.identity if state is not None else began_as
     try:
-        return _open_job(file, cache, began_as or _cut_identity(file), state, new)
+        return _open_job(file, cache, state, new)
     except SpecError as error:
-        field = re.match(r"[a-z_]+(\.[a-z_]+)+(?=[:,])", str(error))
+        field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
         if field is None:
             raise
         raise SpecError(file.line(field[0], "") + str(error)[field.end() :]) from error
 
 
-def _cut_identity(file: SpecFile) -> Mapping[str, Any]:
-    """What the slices of the job have in common, where there are some."""
+def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
+    """The identity of the folder's job, or what its slices have in common; empty where it has yet to begin."""
+    if state is not None:
+        return state.header.identity
     cut = read_cut(file.spec.output.path)
     return {} if cut is None else cut.identity
 
 
-def _open_job(
-    file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str, Any], state: State | None, new: NewRows
-) -> Job:
+def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, new: NewRows) -> Job:
+    began_as = _began_as(file, state)
     folder = job_folder(file.spec.output.path, file.slice)
     # Another revision in the spec is another model.
     is_same = began_as.get("model.revision") == file.spec.model.revision
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
-    check_prompts(file, spec, model)
+    check_prompts(spec, model)
+    # Before the input is looked at, which may have grown too.
+    limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
@@ -108,7 +104,7 @@ def _open_job(
     if file.slice is not None:
         identity["slice"] = str(file.slice)
     if state is not None:
-        identity["input.limit"] = _limit_as_begun(folder, identity["input.limit"], state, new)
+        identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
     return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)), file.slice)
 

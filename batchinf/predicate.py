@@ -27,6 +27,7 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "threads": "2",
 }
 _NOT_OF_ONE_ROW = {"SUBQUERY": "a query", "WINDOW": "a window over rows", "PARAMETER": "a parameter"}
+_NO_COLUMN = re.compile('^Binder Error: Referenced column "(.*)" not found in FROM clause!?$')
 
 
 class PredicateError(UserError):
@@ -107,6 +108,7 @@ class Predicate:
     def _wrong(self, what: str) -> PredicateError:
         # Behind its first line DuckDB shows the statement, and names that are like the one that is wrong.
         said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
+        said = _NO_COLUMN.sub(r"there is no column '\1'", said)
         opening, allowed, example = "", "", "language = 'en'"
         if self._table == "output":
             opening, allowed, example = "--retry: ", f"`{ERRORS}` or ", "finish_reason = 'length'"

@@ -16,7 +16,7 @@ from batchinf.errors import RowError, SpecError
 from batchinf.records import Prompt
 from batchinf.row_sampling import RowSampling, wanted_columns
 from batchinf.source import Row
-from batchinf.spec import JobSpec
+from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.templates import RowTemplate
 from batchinf.words import list_names, name_type
 
@@ -169,9 +169,9 @@ class PromptBuilder:
     def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
         """begun_at: when the job was begun, in ISO format; see `ChatTemplate`."""
         self._renderer = Renderer(spec, tokenizer, begun_at)
+        self._sampling = RowSampling(spec.sampling)
         # A chat template writes them all; the tokenizer's own would come a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat)
-        self._sampling = RowSampling(spec.sampling)
         self._tokenizer = tokenizer
         self._takes_ids = spec.input.token_ids_column is not None
         self._keeps_text = spec.output.include_prompt
@@ -179,14 +179,13 @@ class PromptBuilder:
         if spec.input.on_overlong != "error":
             self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
         self._max_tokens = spec.sampling.max_tokens
-        self._max_tokens_column = spec.sampling.columns.get("max_tokens")
         self._vocab_size = vocab_size
         self._may_exceed_vocab = vocab_size is not None and (self._takes_ids or _highest_id(tokenizer) >= vocab_size)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The input columns that a prompt is made of, and those of the row's own sampling."""
-        return tuple(dict.fromkeys((*self._renderer.columns, *self._sampling.columns)))
+        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns]))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it.
@@ -258,9 +257,8 @@ class PromptBuilder:
 
     def _room(self, row: Row) -> int:
         """Tokens that must fit after a prompt."""
-        own = None if self._max_tokens_column is None else row.values.get(self._max_tokens_column)
-        is_usable = isinstance(own, int) and not isinstance(own, bool) and own > 0
-        return own if is_usable and isinstance(own, int) else self._max_tokens or 1
+        own = self._sampling.of(row.values)
+        return (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or 1
 
     def _check_ids(self, ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         if not ids:

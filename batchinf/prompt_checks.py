@@ -8,11 +8,11 @@ import jinja2
 
 from batchinf.chat_templates import GIVEN, own_templates, variables
 from batchinf.encoder import Encoder, load_tokenizer
+from batchinf.errors import SpecError
 from batchinf.model import Model
 from batchinf.prompt import Renderer
 from batchinf.source import Source
-from batchinf.spec import JobSpec
-from batchinf.spec_file import SpecFile
+from batchinf.spec import InputSpec, JobSpec
 from batchinf.spec_input import CHAT_FIELDS
 from batchinf.words import describe, list_names
 
@@ -20,30 +20,27 @@ from batchinf.words import describe, list_names
 _LOOKED_AT = 256
 
 
-def check_prompts(file: SpecFile, spec: JobSpec, model: Model) -> None:
+def check_prompts(spec: JobSpec, model: Model) -> None:
     """Raise SpecError, in one line, for a chat template that is not there or cannot be, and for truncation that cannot.
 
-    spec: the resolved one. Loads no tokenizer.
+    spec: the resolved one. Loads no tokenizer. The line begins with the field.
     """
     if spec.input.is_chat:
-        _check_chat(file, model)
+        _check_chat(spec.input, model)
     most, length = spec.sampling.max_tokens, spec.engine.get("max_model_len") or model.max_model_len
     if spec.scripted is not None:
         length = spec.scripted.max_model_len
     if spec.input.on_overlong != "error" and isinstance(length, int) and (most or 1) >= length:
-        raise file.error(
-            "input.on_overlong", f"max_tokens {most} leaves no room for a prompt in max_model_len={length}"
-        )
+        raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}")
 
 
-def _check_chat(file: SpecFile, model: Model) -> None:
-    given, own = file.spec.input.chat_template, own_templates(pathlib.Path(model.tokenizer))
+def _check_chat(where: InputSpec, model: Model) -> None:
+    given, own = where.chat_template, own_templates(pathlib.Path(model.tokenizer))
     if given is None and "default" not in own:
-        asked = next(field for field in CHAT_FIELDS if getattr(file.spec.input, field) is not None)
+        asked = next(field for field in CHAT_FIELDS if getattr(where, field) is not None)
         others = f"; it has others, whose names input.chat_template takes: {list_names(own)}" if own else ""
-        raise file.error(
-            f"input.{asked}",
-            f"it needs a chat template, and the model '{model.name}' has none{others}; give one as "
+        raise SpecError(
+            f"input.{asked}: it needs a chat template, and the model '{model.name}' has none{others}; give one as "
             "input.chat_template: {file: template.jinja}",
         )
     text = own["default"] if given is None else own.get(given, given)
@@ -52,17 +49,15 @@ def _check_chat(file: SpecFile, model: Model) -> None:
         names = variables(text)
     except jinja2.TemplateSyntaxError as error:
         whose = "" if given is not None else f"the chat template of '{model.name}' is broken: "
-        raise file.error(field, f"{whose}line {error.lineno}: {describe(error)}") from error
+        raise SpecError(f"{field}: {whose}line {error.lineno}: {describe(error)}") from error
     if given is not None and "messages" not in names:
         words = "it has nothing of `messages` in it, so that all prompts would be the same; is it a file's path? "
-        raise file.error(field, words + "Write input.chat_template: {file: path}")
-    for name in file.spec.input.chat_template_kwargs or {}:
+        raise SpecError(f"{field}: {words}" + "Write input.chat_template: {file: path}")
+    for name in where.chat_template_kwargs or {}:
         if name not in names:
             free = sorted(names - GIVEN - {"bos_token", "eos_token", "pad_token", "unk_token"})
-            raise file.error(
-                f"input.chat_template_kwargs.{name}",
-                f"the chat template has no such variable; it has: {list_names(free) or 'none'}",
-            )
+            words = f"the chat template has no variable '{name}'; it has: {list_names(free) or 'none'}"
+            raise SpecError(f"input.chat_template_kwargs: {words}")
 
 
 def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str]:

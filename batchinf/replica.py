@@ -227,17 +227,16 @@ def assemble(
 
 def answers_of(spec: JobSpec, tokenizer: object) -> Answers:
     """How completions are read; vLLM is imported for what only it knows. The scripted engine obeys no structure."""
-    split = matches = None
+    split, matcher_of = None, None
     if spec.model.reasoning_parser is not None:
         from batchinf.vllm_reasoning import reasoner_of
 
         split = reasoner_of(spec, tokenizer).split
-    structure = spec.sampling.structured_outputs or {}
-    if spec.scripted is None and structure.keys() & {"regex", "grammar"}:
+    if spec.scripted is None and (spec.sampling.structured_outputs or {}).keys() & {"regex", "grammar"}:
         from batchinf.vllm_structures import matcher
 
-        matches = matcher(structure)
-    return Answers(spec, tokenizer, split, matches)
+        matcher_of = matcher
+    return Answers(spec, tokenizer, split, matcher_of)
 
 
 def warm_up_request(spec: JobSpec) -> Request:

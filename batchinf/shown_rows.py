@@ -5,8 +5,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -14,6 +12,7 @@ from batchinf.column_types import is_json
 from batchinf.errors import InputError
 from batchinf.prompt import show
 from batchinf.records import Prompt, Request
+from batchinf.selection import Int64Array
 from batchinf.source import Source
 from batchinf.spec import SamplingSpec
 
@@ -23,25 +22,28 @@ _LOOK_ROWS = 50_000
 _HEAD_CHARS, _TAIL_CHARS = 1200, 600
 
 
-class Positions(Sequence[int]):
-    """The positions of the rows that are run, each read off when it is asked for."""
+class ChosenRows(Sequence[int]):
+    """Positions of rows, ascending, which are looked up when they are asked for."""
 
-    def __init__(self, num_rows: int, rows: Callable[[int, int], npt.NDArray[np.int64]]) -> None:
-        """rows: those of the places from one number to another (exclusive)."""
+    def __init__(self, num_rows: int, rows: Callable[[int, int], Int64Array]) -> None:
+        """rows: the positions of those number `start` to `stop` (exclusive)."""
         self._num_rows, self._rows = num_rows, rows
 
     def __len__(self) -> int:
         return self._num_rows
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, place: slice) -> list[int]: ...
-    def __getitem__(self, place: int | slice) -> int | list[int]:
-        if isinstance(place, slice):
-            start, stop, _ = place.indices(self._num_rows)
-            return [int(row) for row in self._rows(start, stop)]
-        return int(self._rows(place, place + 1)[0])
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(index)
+            return int(self._rows(index % len(self), index % len(self) + 1)[0])
+        start, stop, step = index.indices(len(self))
+        found: list[int] = self._rows(start, max(start, stop)).tolist()
+        return found[::step]
 
 
 def random_rows(positions: Sequence[int], num_rows: int, seed: int) -> list[int]:

@@ -39,8 +39,10 @@ class Files:
             if isinstance(file, dict) and [*file] == ["file"] and isinstance(file["file"], str):
                 try:
                     owner[key] = self._read(file["file"], is_value)
-                except (KeyError, ValueError) as error:
-                    self.problems.append((field, str(error.args[0])))
+                except KeyError as error:
+                    self.problems.append((field, f"{error.args[0]}, or write $$ for a plain $"))
+                except ValueError as error:
+                    self.problems.append((field, str(error)))
 
     def _read(self, path: str, is_value: bool) -> Any:
         name = expand(path)

@@ -1,5 +1,6 @@
 """What `validate` shows: that spec, input, columns, model and prompts hold together, without an engine or a GPU."""
 
+import bisect
 import contextlib
 import pathlib
 import tempfile
@@ -19,8 +20,7 @@ from batchinf.prompt_checks import prompt_warnings
 from batchinf.room import room_warning
 from batchinf.row_sampling import sampling_line
 from batchinf.run_order import RunOrder
-from batchinf.shards import total_rows
-from batchinf.shown_rows import Positions, find_row, random_rows, row_lines
+from batchinf.shown_rows import ChosenRows, find_row, random_rows, row_lines
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
@@ -48,8 +48,7 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has its first pass over the input behind it.
         own = folder.path(SOURCE_FOLDER)
-        began_as = None if state is None else state.header.identity
-        job = open_job(file, own if own.is_dir() else pathlib.Path(scratch), began_as)
+        job = open_job(file, own, state) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):
             yield f"spec {file.path}: good"
             yield from _model_lines(job)
@@ -62,7 +61,7 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
                 yield f"each row's own sampling: {rows_own}; null is the job's"
             yield from prompt_warnings(job.spec, job.model, job.source)
             yield from check_structures(file, job.model.tokenizer)
-            yield from _prompt_lines(job, looks, state, chosen)
+            yield from _prompt_lines(job, looks, state, _positions(job, state, chosen))
             yield from _output_lines(job, folder, state, chosen)
 
 
@@ -110,23 +109,27 @@ def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:
 
 
 def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence[int]:
+    """The rows that are run."""
     if chosen is not None and chosen.selection is not None:
-        return Positions(chosen.num_rows, chosen.selection.rows)
-    if state is not None:
-        return Positions(total_rows(state.extents), RunOrder(job.folder, state.extents).rows)
-    return range(chosen.num_rows) if chosen is not None else job.rows
+        return ChosenRows(chosen.num_rows, chosen.selection.rows)
+    if chosen is not None:
+        return range(chosen.first_row, chosen.stop_row)
+    if state is None or not (order := RunOrder(job.folder, state.extents)).is_whole:
+        return job.rows
+    start = order.extents[0].start
+    return ChosenRows(order.num_places, lambda first, stop: order.rows(start + first, start + stop))
 
 
-def _prompt_lines(job: Job, looks: Looks, state: State | None, chosen: Chosen | None) -> Iterator[str]:
+def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequence[int]) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     begun = begun_at(job, None if state is None else state.header)
     builder, task = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun), get_task(job.spec)
-    length, positions, id_column = _max_model_len(job), _positions(job, state, chosen), job.spec.input.id_column
+    length, id_column = _max_model_len(job), job.spec.input.id_column
     named = [find_row(job.source, id_column, text) for text in looks.named]
     yield ""
     lengths = TokenLengths(len(positions), length, job.spec.sampling.max_tokens)
     for sampled in sample_rows(positions, looks.seed or 0):
-        for prompt in builder.build(job.source.read_rows(np.array(sampled, np.int64), builder.columns), length):
+        for prompt in builder.build(job.source.read_rows(np.asarray(sampled, np.int64), builder.columns), length):
             lengths.add(prompt)
     yield from lengths.lines()
     shown = named or list(positions[: looks.num_rows])
@@ -142,6 +145,9 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, chosen: Chosen | 
         yield ""
         row_id = row.values.get(id_column) if id_column else None
         yield from row_lines(prompt, row_id, requests, tokenizer, job.spec.sampling, length, bool(named))
+        place = bisect.bisect_left(positions, position)
+        if place == len(positions) or positions[place] != position:
+            yield "  not among the rows that are run"
     yield ""
 
 

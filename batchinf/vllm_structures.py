@@ -123,6 +123,25 @@ def check_once() -> None:
     SamplingParams._validate_structured_outputs = once
 
 
+def tell_parser(engine: Any, template_kwargs: dict[str, Any]) -> None:
+    """Have vLLM's core build its reasoning parser with these too, as its server does; from 0.32 on it can.
+
+    Some parsers look for a thought only where `thinking` or `enable_thinking` says that there is one.
+    """
+    processor = getattr(engine, "input_processor", None)
+    make = getattr(processor, "process_inputs", None)
+    if make is None:
+        return
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        request = make(*arguments, **named)
+        if hasattr(request, "reasoning_parser_kwargs"):
+            request.reasoning_parser_kwargs = {"chat_template_kwargs": template_kwargs}
+        return request
+
+    processor.process_inputs = made  # type: ignore[union-attr]
+
+
 def problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[str]], str]:
     """What vLLM would refuse, as [field, message] each; and the backend that compiled the structure."""
     found, backend = [], ""

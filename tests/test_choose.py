@@ -93,6 +93,17 @@ def test_a_broken_row_is_chosen_by_where(tmp_path: pathlib.Path) -> None:
     assert chosen_of(spec) == [50, 61, 101]
 
 
+def test_broken_rows_are_in_a_sample_by_their_positions(tmp_path: pathlib.Path) -> None:
+    records: list[Any] = [RECORDS[row] if row % 2 else "{broken" for row in range(400)]
+    spec = spec_over(tmp_path, records, input={"sample": 0.5})
+    rows = chosen_of(spec)
+    broken = [row for row in rows if row % 2 == 0]
+    assert 60 < len(broken) < 140
+    assert 60 < len(rows) - len(broken) < 140
+    both = chosen_of(spec, "input.where=language = 'de'")
+    assert both == [row for row in rows if row % 2 == 0 or RECORDS[row]["language"] == "de"]
+
+
 def test_all_of_them_need_no_bitmap(tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, RECORDS, input={"where": "id >= 0"})
     jobs.finish(spec)
@@ -252,7 +263,7 @@ def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
     assert "other rows are chosen now" in done.stderr
     done = jobs.run("run", spec, "--set", "input.limit=3")
     assert done.returncode == 2
-    assert "input.limit: the job has null, now it is 3" in done.stderr
+    assert "input.limit: the job has nothing, now it is 3" in done.stderr
 
 
 def test_rows_that_other_jobs_have_done_are_left_out(tmp_path: pathlib.Path) -> None:
@@ -287,9 +298,8 @@ def test_rows_that_other_jobs_have_done_are_left_out(tmp_path: pathlib.Path) -> 
     [
         (
             {"where": "langauge = 'de'"},
-            "input.where: got \"langauge = 'de'\": Binder Error: Referenced column \"langauge\" not found in FROM "
-            "clause!; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are "
-            "id, prompt, language, score, meta",
+            "input.where: got \"langauge = 'de'\": there is no column 'langauge'; must be an expression in SQL over "
+            "the input's columns, such as \"language = 'en'\"; there are id, prompt, language, score, meta",
         ),
         ({"where": "id = 3; select 1"}, "input.where: got 'id = 3; select 1': syntax error"),
         ({"where": "prompt::int = 3"}, "input.where: got 'prompt::int = 3': Conversion Error"),

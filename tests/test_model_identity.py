@@ -1,5 +1,6 @@
 """Whole jobs whose model moves: a branch of the hub under their feet, a folder that is staged or altered."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,6 +13,9 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import model_files
+from batchinf.job import check_cut, join_cut, open_job
+from batchinf.slices import Slice
+from batchinf.spec_file import read_spec
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -74,6 +78,19 @@ def test_a_branch_that_moves_does_not_move_the_job(tmp_path: pathlib.Path, hub: 
         f"`hf download org/tiny --revision {OLD}` first. The job began with this commit: get it back, or begin a new "
         "job\n",
     )
+
+
+def test_slices_that_begin_later_take_the_commit_of_the_first(tmp_path: pathlib.Path, hub: Hub) -> None:
+    spec = jobs.spec_of(tmp_path, model="org/tiny")
+    first, second = (dataclasses.replace(read_spec(spec), slice=Slice.parse(text)) for text in ("0/2", "1/2"))
+    job = open_job(first)
+    join_cut(job, job.source.num_rows)
+    job.source.close()
+    hub.refs["org/tiny"]["main"] = NEW
+    job = open_job(second)
+    check_cut(job)
+    job.source.close()
+    assert job.model.commit == OLD
 
 
 def test_a_folder_may_be_staged_elsewhere_and_not_altered(tmp_path: pathlib.Path) -> None:

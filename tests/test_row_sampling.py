@@ -323,10 +323,3 @@ def test_renamed_columns_and_what_a_structure_misses_from_json_lines(tmp_path: p
         assert row["text"] is not None
         assert len(row["token_ids"]) == row["num_output_tokens"] > 0
     assert jobs.state_of(tmp_path / "out").num_errors == 12
-
-    clash = jobs.run("validate", spec, "--set", "output.keep_columns=[text]")
-    assert clash.returncode == 2
-    assert clash.stderr == (
-        "error: output.keep_columns: got text, which the output has a column of its own for; give it another name, "
-        "as in {text: input_text}\n"
-    )

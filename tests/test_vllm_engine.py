@@ -37,7 +37,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors  # noqa: E402
 from batchinf import vllm_engine as adapter  # noqa: E402
 from batchinf import vllm_logprobs  # noqa: E402
 from batchinf.vllm_engine import VllmEngine  # noqa: E402
-from batchinf.vllm_structures import check_once, matcher  # noqa: E402
+from batchinf.vllm_structures import check_once, matcher, tell_parser  # noqa: E402
 
 NUM_PROMPTS = 40
 MAX_TOKENS = 24
@@ -292,8 +292,7 @@ def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
         assert completion.token_ids.tolist() == list(expected.outputs[0].token_ids)
         assert completion.finish_reason == expected.outputs[0].finish_reason
     spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=sampling)
-    matches = matcher(structure) if kind in ("regex", "grammar") else None
-    answers = Answers(spec, AutoTokenizer.from_pretrained(MODEL), None, matches).read(completions)
+    answers = Answers(spec, AutoTokenizer.from_pretrained(MODEL), None, matcher).read(completions)
     marks = {"json": "invalid_json", "choice": "invalid_choice"}
     for answer, expected in zip(answers, reference.structured[kind], strict=True):
         assert answer.text == expected.outputs[0].text
@@ -318,6 +317,17 @@ def test_a_structure_is_checked_once(engine: VllmEngine, reference: Reference) -
     for _ in range(2):
         with pytest.raises(RequestRefused):
             engine.add(Request(0, 0, [5, 6], refused, 9, None))
+
+
+def test_the_core_s_parser_gets_the_template_s_variables(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, processor = engine._engine.engine_core, engine._engine.input_processor
+    given: list[Any] = []
+    add = core.add_request
+    monkeypatch.setattr(core, "add_request", lambda request: (given.append(request), add(request)))
+    monkeypatch.setattr(processor, "process_inputs", processor.process_inputs)  # put back afterwards
+    tell_parser(engine._engine, {"thinking": True})
+    run(engine, requests([[5, 6, 7]], SamplingSpec(temperature=0)))
+    assert given[0].reasoning_parser_kwargs == {"chat_template_kwargs": {"thinking": True}}
 
 
 def test_samples_of_a_row_differ_by_their_seeds(engine: VllmEngine, reference: Reference) -> None:

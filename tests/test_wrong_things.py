@@ -18,6 +18,7 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import cli
+from batchinf.structures import reasoning_parser_names
 
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -89,6 +90,49 @@ WRONG = [
           {"input": {"messages_column": "m", "add_generation_prompt": True, "continue_final_message": True}},
           "job.yaml:5:3: input.add_generation_prompt: got true with continue_final_message; the final message goes "
           "on or a new turn begins: give one of them"),
+    Wrong("no chat template", {"input": {"system_prompt": "Be brief."}},
+          "job.yaml:4:3: input.system_prompt: it needs a chat template, and the model 'model' has none; give "
+          "one as input.chat_template: {file: template.jinja}", files={"model/chat_template.jinja": None}),
+    Wrong("chat template syntax", {"input": {"chat_template": "a\n{% for m in messages %}"}},
+          "job.yaml:4:3: input.chat_template: line 2: Unexpected end of template. Jinja was looking for the "
+          "following tags: 'endfor' or 'else'. The innermost block that needs to be closed is 'for'."),
+    Wrong("chat template's path", {"input": {"chat_template": "templates/llama.jinja"}},
+          "job.yaml:4:3: input.chat_template: it has nothing of `messages` in it, so that all prompts would be "
+          "the same; is it a file's path? Write input.chat_template: {file: path}"),
+    Wrong("chat template argument", {"input": {"chat_template_kwargs": {"enable_thinkng": False}}},
+          "job.yaml:4:3: input.chat_template_kwargs: the chat template has no variable 'enable_thinkng'; it "
+          "has: none"),
+    Wrong("chat template argument elsewhere", {"input": {"chat_template_kwargs": {"add_generation_prompt": True}}},
+          "job.yaml:5:5: input.chat_template_kwargs.add_generation_prompt: it is no variable of a chat "
+          "template; say input.add_generation_prompt instead"),
+    Wrong("a typo in a message", {"input": {"messages": [{"role": "user", "content": "{{ promt }}"}]}},
+          "job.yaml:6:5: input.messages[0].content: the input has no column 'promt'; did you mean 'prompt'? it "
+          "has: id, prompt, language"),
+    Wrong("messages without a column", {"input": {"messages": [{"role": "user", "content": "Hello"}]}},
+          "job.yaml:4:3: input.messages: they name no column; write {{ column }} where a row's value goes"),
+    Wrong("template syntax in a message", {"input": {"messages": [{"role": "user", "content": "a\n{{ prompt"}]}},
+          "job.yaml:6:5: input.messages[0].content, line 2: unexpected end of template, expected 'end of print "
+          "statement'."),
+    Wrong("messages_column", {"input": {"messages_column": "chat"}},
+          "job.yaml:4:3: input.messages_column: the input has no column 'chat'; it has: id, prompt, language"),
+    Wrong("token_ids_column", {"input": {"token_ids_column": "ids"}},
+          "job.yaml:4:3: input.token_ids_column: the input has no column 'ids'; did you mean 'id'? it has: id, "
+          "prompt, language"),
+    Wrong("two system messages",
+          {"input": {"messages": [{"role": "system", "content": "{{ prompt }}"}], "system_prompt": "Be brief."}},
+          "job.yaml:7:3: input.system_prompt: got it beside messages, which begin with a system message; give "
+          "one of them"),
+    Wrong("missing file", {"input": {"prompt_template": {"file": "prompt.jinja"}}},
+          "job.yaml:4:3: input.prompt_template: cannot read the file prompt.jinja: no such file or directory"),
+    Wrong("file of a variable", {"input": {"system_prompt": {"file": "$NO_SUCH_THING/a"}}},
+          "job.yaml:4:3: input.system_prompt: $NO_SUCH_THING is unset or empty in the environment; set it, or "
+          "write $$ for a plain $"),
+    Wrong("no room for a prompt",
+          {"input": {"on_overlong": "truncate_left"}, "engine": {"max_model_len": 16}},
+          "job.yaml:4:3: input.on_overlong: max_tokens 16 leaves no room for a prompt in max_model_len=16"),
+    Wrong("truncate_tokens", {"input": {"prompt_template": "{{ prompt | truncate_tokens(side='left') }}"}},
+          "job.yaml:4:3: input.prompt_template, line 1: truncate_tokens: call it as truncate_tokens(n), or "
+          "truncate_tokens(n, side='left')"),
     # Selection
     Wrong("sample of all and more", {"input": {"sample": 1.5}},
           "job.yaml:4:3: input.sample: got 1.5; must be a number, above 0 and at most 1"),
@@ -111,6 +155,18 @@ WRONG = [
           "job.yaml:8:5: sampling.columns.n: a row cannot have its own; it can have temperature, top_p, top_k, "
           "min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
           "stop_token_ids, seed"),
+    Wrong("sampling column", {"sampling": {"max_tokens": {"column": "languge"}}},
+          "job.yaml:6:3: sampling.max_tokens: the input has no column 'languge'; did you mean 'language'? it has: id, "
+          "prompt, language"),
+    Wrong("sampling column's type", {"sampling": {"columns": {"max_tokens": "language"}}},
+          "job.yaml:6:3: sampling.max_tokens: the column 'language' holds text, or nothing at all; each value must be "
+          "a whole number, at least 1 and at most 2147483647, or null for the job's own"),
+    Wrong("clash of a new name", {"output": {"keep_columns": {"language": "token_ids", "prompt": "text"}}},
+          "job.yaml:9:3: output.keep_columns: got text, token_ids, which the output has columns of its own for; give "
+          "them other names, as in {prompt: input_text}"),
+    Wrong("schema that is not JSON", {"sampling": {"structured_outputs": {"json": "{type: object}"}}},
+          "job.yaml:8:5: sampling.structured_outputs.json: got text that is not JSON: Expecting property name enclosed "
+          "in double quotes: line 1 column 2 (char 1); must be a JSON schema, as a mapping or as text"),
     Wrong("two structures", {"sampling": {"structured_outputs": {"json": {}, "regex": "a"}}},
           "job.yaml:7:3: sampling.structured_outputs: got json, regex; must be one of json, regex, choice, grammar"),
     Wrong("no structure", {"sampling": {"structured_outputs": {"jsn": {}}}},
@@ -198,7 +254,34 @@ WRONG = [
     Wrong("override without a value", {},
           "--set sampling.max_tokens: must be field=value, such as --set sampling.max_tokens=64",
           arguments=("--set", "sampling.max_tokens")),
+
+    # Rows that cannot be chosen
+    Wrong("where, unknown column", {"input": {"where": "langage = 'en'"}},
+          "job.yaml:4:3: input.where: got \"langage = 'en'\": there is no column 'langage'; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, no expression", {"input": {"where": "id = 1; drop table input"}},
+          "job.yaml:4:3: input.where: got 'id = 1; drop table input': syntax error at or near \";\"; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, no truth value", {"input": {"where": "id + 1"}},
+          "job.yaml:4:3: input.where: got 'id + 1': it must be true or false, but is BIGINT; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, a query", {"input": {"where": "id in (select 1)"}},
+          "job.yaml:4:3: input.where: got 'id in (select 1)': it must speak of one row alone, but it holds a query; "
+          "must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, "
+          "language"),
+    Wrong("where, a value that does not fit", {"input": {"where": "prompt::int = 1"}},
+          "job.yaml:4:3: input.where: got 'prompt::int = 1': Conversion Error: Could not convert string 'Once upon a "
+          "time' to INT32 when casting from source column prompt; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("nothing chosen", {"input": {"where": "id > 2"}},
+          "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 rows; nothing would be run"),
+    Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
+          "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no manifest in it; give a job's output.path"),
 ]  # fmt: skip
+if (parsers := reasoning_parser_names()) is not None:  # vLLM is installed
+    said = f"got 'qwen33'; the installed vLLM has {', '.join(parsers)}"
+    changes = {"model": {"name": "model", "reasoning_parser": "qwen33"}}
+    WRONG.append(Wrong("reasoning parser", changes, f"job.yaml:3:3: model.reasoning_parser: {said}"))
 
 
 @pytest.fixture
