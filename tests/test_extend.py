@@ -281,7 +281,9 @@ def test_extents_without_rows_are_passed_over() -> None:
 
 
 def test_a_limit_is_raised_over_what_the_job_chooses(tmp_path: pathlib.Path) -> None:
-    spec = begin(tmp_path, input={"where": "id % 2 = 0", "limit": 15})
+    sections = {"input": {"where": "id % 2 = 0", "limit": 15}}
+    shutil.copytree(finished(json.dumps(sections)), tmp_path, dirs_exist_ok=True)
+    spec = spec_over(tmp_path, **sections)
     out = tmp_path / "out"
     even = [(row, id) for row, id in EXPECTED if id % 2 == 0]
     assert ids_of(out) == even[:15]
@@ -290,6 +292,7 @@ def test_a_limit_is_raised_over_what_the_job_chooses(tmp_path: pathlib.Path) -> 
         assert refused.returncode == 2
         assert "input.limit: the job has 15, now it is" in refused.stderr
         assert "with --extend, input.limit may be raised, but not lowered" in refused.stderr
+    come(tmp_path)
     # The files are taken in, though there is no room for their rows yet.
     jobs.finish(spec, "--extend")
     assert ids_of(out) == even[:15]
