@@ -13,11 +13,10 @@ import jobs
 README = (jobs.ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def block(language: str) -> str:
-    """The README's first fenced block in a language."""
-    found = re.search(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+def block(language: str, number: int = 0) -> str:
+    """One of the README's fenced blocks in a language."""
+    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return found[number]
 
 
 def test_the_spec_shown_is_the_quickstart() -> None:
@@ -41,7 +40,15 @@ def test_every_reader_reads_the_parts(tmp_path: pathlib.Path) -> None:
             counts[-1] = f"print(sum(row[1] for row in {line}.fetchall()))"
     script = "\n".join([*lines[:2], *counts])
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    assert printed(script, tmp_path, environment) == [count] * 4
+    environment |= {"PYTHONPATH": str(jobs.ROOT)}
+    arrays = block("python", 1) + "print(len(results), len(logprobs), len(surprise), len(dataset))"
+    assert printed(arrays, tmp_path, environment) == [count] * 4
+
+
+def printed(script: str, folder: pathlib.Path, environment: dict[str, str]) -> list[int]:
+    """The numbers that a script prints."""
     run = [sys.executable, "-c", script]
-    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert [int(line) for line in done.stdout.split()] == [count] * 4
+    return [int(word) for word in done.stdout.split()]
