@@ -12,6 +12,7 @@ from typing import Any
 from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
+from batchinf.openai_batch import recognised
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
 from batchinf.row_sampling import check_sampling_columns
@@ -97,6 +98,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     # Before the input is looked at, which may have grown too.
     limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
@@ -142,7 +144,8 @@ def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), ne
 
 def _location(spec: JobSpec) -> InputLocation:
     where = spec.input
-    return InputLocation(where.path, where.format, where.split, where.revision, where.name)
+    format = "jsonl" if where.format == "openai" else where.format
+    return InputLocation(where.path, format, where.split, where.revision, where.name)
 
 
 def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
