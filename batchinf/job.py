@@ -239,7 +239,7 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
 
 
 def _show(identity: dict[str, Any], name: str) -> str:
-    if name not in identity:
+    if name not in identity or (name == "input.limit" and identity[name] is None):
         return "nothing"
     meaning = {"model": "a model with content ", "input": "an input with content "}.get(name, "")
     return meaning + json.dumps(identity[name], ensure_ascii=False)
