@@ -19,8 +19,11 @@ from batchinf.spec import JobSpec
 Split = Callable[[str, Sequence[int]], tuple[str | None, str | None]]
 # Whether a text is whole by the grammar or regex.
 Matches = Callable[[str], bool]
+# A structure → that; None where it cannot be told.
+Matcher = Callable[[dict[str, Any]], Matches | None]
 
 _SHOWN_CHARS = 60
+_MOST_JUDGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,9 @@ class Answers:
     """Completions → answers, by one job's rules. For one thread."""
 
     def __init__(
-        self, spec: JobSpec, tokenizer: Any, split: Split | None = None, matches: Matches | None = None
+        self, spec: JobSpec, tokenizer: Any, split: Split | None = None, matcher: Matcher | None = None
     ) -> None:
-        """split: for a job with a reasoning parser. matches: for a regex or grammar; None judges by the end alone."""
+        """split: for a job with a reasoning parser. matcher: for regex and grammar; None judges by the end alone."""
         self._detokenizer = Detokenizer(tokenizer)
         self._sampling = spec.sampling
         self._split = split
@@ -51,16 +54,18 @@ class Answers:
             self._special_ids = frozenset(tokens)
             longest_first = sorted(tokens.values(), key=len, reverse=True)
             self._special = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
-        self._judge = _judge(spec.sampling.structured_outputs, matches)
+        self._matcher = matcher
+        self._judges: dict[tuple[Any, ...], Judge] = {}
 
     def read(self, completions: Sequence[Completion]) -> list[Answer]:
         """One answer for each completion, in order."""
         texts = self._detokenizer.decode(completions, self._sampling)
-        if self._split is None and self._judge is None:
-            return [Answer(text) for text in texts]
         return [self._read(completion, text) for completion, text in zip(completions, texts, strict=True)]
 
     def _read(self, completion: Completion, whole: str) -> Answer:
+        structure = completion.request.sampling.structured_outputs
+        if self._split is None and structure is None:
+            return Answer(whole)
         text: str | None = whole
         reasoning = None
         if self._split is not None:
@@ -71,7 +76,16 @@ class Answers:
                 words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 return Answer(whole, None, RowError("reasoning_error", f"the reasoning parser failed: {words}"))
             reasoning, text = self._stripped(reasoning, completion), self._stripped(text, completion)
-        return Answer(text, reasoning, None if self._judge is None else self._judge(text, completion))
+        return Answer(text, reasoning, None if structure is None else self._judge(structure)(text, completion))
+
+    def _judge(self, structure: dict[str, Any]) -> "Judge":
+        """Made once for each structure; rows of a batch file may have their own."""
+        key = tuple((kind, value if isinstance(value, str) else tuple(value)) for kind, value in structure.items())
+        if key not in self._judges:
+            if len(self._judges) >= _MOST_JUDGES:
+                self._judges.clear()
+            self._judges[key] = _judge(structure, self._matcher)
+        return self._judges[key]
 
     def _stripped(self, text: str | None, completion: Completion) -> str | None:
         if not text or self._special is None or self._special_ids.isdisjoint(completion.token_ids.tolist()):
@@ -92,16 +106,15 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
 Judge = Callable[[str | None, Completion], RowError | None]
 
 
-def _judge(structure: dict[str, Any] | None, matches: Matches | None) -> Judge | None:
-    """What holds a text against a structure; None where there is none."""
-    if structure is None:
-        return None
+def _judge(structure: dict[str, Any], matcher: Matcher | None) -> Judge:
+    """What holds a text against a structure."""
     [(kind, value)] = structure.items()
     if kind == "json":
         return _json_error
     if kind == "choice":
         choices = frozenset(value)
         return lambda text, completion: _choice_error(choices, text, completion)
+    matches = None if matcher is None else matcher(structure)
     return lambda text, completion: _structure_error(kind, matches, text, completion)
 
 

@@ -15,7 +15,9 @@ from batchinf.journal import Journal, list_shards
 from batchinf.lock import LOCK, Holder, JobLock, judge
 from batchinf.parts import parse_part_name, part_name
 from batchinf.proof import NUM_THREADS, Flaw, find_flaw, other_owner
+from batchinf.run_order import RunOrder
 from batchinf.salvage import move_aside, rebuild_manifest
+from batchinf.selection import RUN_FOLDER, read_selection, selection_name
 from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.slices import job_folders
 from batchinf.spec import JobSpec
@@ -123,6 +125,13 @@ def _mend_manifest(folder: Folder, epoch: int | None) -> OutputError:
 
 def _check_parts(folder: Folder, state: State, looked: _Looked, is_deep: bool, repair: bool) -> Iterator[str]:
     looked.num_parts = len(state.parts)
+    for number, extent in enumerate(state.extents, 1):
+        name = selection_name(number, RUN_FOLDER)
+        if extent.selection is not None and read_selection(folder, number, extent.selection, RUN_FOLDER) is None:
+            yield looked.wrong(
+                name, "is gone or altered, and says which rows are run", "run the job again: it chooses them again"
+            )
+            return
     flaws = _flaws(folder, state, sorted(state.parts), is_deep)
     if flaws:
         # A job at work may have put another part in a part's place since: what counts is what it says of it now.
@@ -148,10 +157,11 @@ def _check_parts(folder: Folder, state: State, looked: _Looked, is_deep: bool, r
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
     num_samples = JobSpec.model_validate(state.header.spec).sampling.n
+    order = RunOrder(folder, state.extents)
 
     def look(shard: int) -> Flaw | None:
         place = shard_at(state.extents, shard)
-        return find_flaw(folder, state.header.job_id, place, state.parts[shard], num_samples, is_deep=is_deep)
+        return find_flaw(folder, state.header.job_id, place, state.parts[shard], num_samples, order, is_deep=is_deep)
 
     found = {}
     with ThreadPoolExecutor(NUM_THREADS) as pool:

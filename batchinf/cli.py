@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import random
 import re
 import sys
 import traceback
@@ -31,6 +32,13 @@ Overrides = Annotated[
 Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder.")]
 
 
+_NOT_EXTENDED = {
+    "--fresh": "the one goes on with a job, the other begins it anew: give one of them",
+    "--retry": "the one runs rows that are new, the other those that are done: give one after the other",
+    "--slice": "a job in slices has the rows that it began with: give the new ones a job of their own, with "
+    "input.exclude",
+}
+
 SliceText = Annotated[
     str | None,
     typer.Option("--slice", metavar="i/N", help="Run the i-th of N slices of the rows, from 0, in OUT/slice-i."),
@@ -54,10 +62,19 @@ def run(
         bool, typer.Option("--fresh", help="Move the job's output folder aside, if there is one, and begin anew.")
     ] = False,
     slice_: SliceText = None,
+    extend: Annotated[
+        bool,
+        typer.Option(
+            "--extend",
+            help="Take in files and rows that have come to the input since, and a raised input.limit; then go on.",
+        ),
+    ] = False,
 ) -> None:
     """Run a job, or go on with one that was interrupted."""
     if fresh and retry is not None:
         raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
+    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
+        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
     with interruptible():
         from batchinf.epoch import run_job
         from batchinf.progress import ProgressDisplay
@@ -70,7 +87,7 @@ def run(
             from batchinf.slices import job_folder
 
             move_aside(str(job_folder(file.spec.output.path, wanted).root), display)
-        summary = run_job(file, display, retry)
+        summary = run_job(file, display, retry, extends=extend)
     for line in summary.lines():
         print(line)
 
@@ -79,12 +96,26 @@ def run(
 def validate(
     spec: SpecPath,
     set_: Overrides = None,
-    num_rows: Annotated[int, typer.Option("-n", min=1, help="Rendered prompts to show.")] = 2,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show, with their prompts as rendered.")] = 2,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--row",
+            metavar="ID",
+            help="Show this row: its id or, where the job has no id_column, its position from 0; may be repeated.",
+        ),
+    ] = None,
+    is_random: Annotated[bool, typer.Option("--random", help="Show rows drawn at random, not the first.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Draw the rows of an earlier --random.")] = None,
 ) -> None:
-    """Check spec, input, columns, model and prompts, without an engine or a GPU."""
-    from batchinf.validation import validation_report
+    """Check spec, input, columns, model and prompts, and show rows as they will run, without an engine or a GPU."""
+    if rows and (is_random or seed is not None):
+        raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
+    from batchinf.validation import Looks, validation_report
 
-    for line in validation_report(_read(spec, set_), num_rows):
+    if is_random and seed is None:
+        seed = random.randrange(100_000)
+    for line in validation_report(_read(spec, set_), Looks(num_rows, tuple(rows or ()), seed)):
         print(_plain(line))
 
 

@@ -12,12 +12,13 @@ import xxhash
 from batchinf.arrow_file import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.column_types import CsvTypes, is_utf8, refuse_twins
 from batchinf.errors import InputError
-from batchinf.input_files import BLOCK_BYTES, MAX_LINE_BYTES, InputFile, open_input
+from batchinf.input_files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, open_input
 from batchinf.reader import Record
 from batchinf.source_cache import FileEntry, Found, Scratch
 from batchinf.storage import Folder
 
 ERRORS = "batchinf:error"  # the spool's last column: why a row could not be read
+_UNENDED = "unexpected end of data"  # what Python's `csv` says of a quote that is still open at the end
 
 
 def pass_csv(file: InputFile, scratch: Scratch) -> Found:
@@ -28,7 +29,7 @@ def pass_csv(file: InputFile, scratch: Scratch) -> Found:
         types = CsvTypes(rows.header)
         schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS)])
         num_rows = spool(_batches(rows, types), schema, scratch)
-    return Found(hashed.digest.hexdigest(), num_rows, types.schema())
+    return Found(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
 
 
 def _batches(rows: "_Rows", types: CsvTypes) -> Iterator[pa.RecordBatch]:
@@ -53,17 +54,20 @@ def _batch(rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTyp
 
 
 class _Hashed(io.RawIOBase):
-    """A stream that hashes what is read through it."""
+    """A stream that hashes what is read through it. num_bytes: read so far. limit: after so many bytes it ends."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: BinaryIO, limit: int | None = None) -> None:
+        self._stream, self._limit = stream, limit
+        self.num_bytes, self.end = 0, b""  # the last byte
         self.digest = xxhash.xxh3_128()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        block = self._stream.read(len(buffer))
+        wanted = len(buffer) if self._limit is None else min(len(buffer), self._limit - self.num_bytes)
+        block = self._stream.read(wanted)
+        self.num_bytes, self.end = self.num_bytes + len(block), block[-1:] or self.end
         self.digest.update(block)
         buffer[: len(block)] = block
         return len(block)
@@ -113,12 +117,28 @@ class _Rows:
                 yield f"line {line}: {len(row)} fields where the header has {width}"
 
 
-class CsvReader(ArrowReader):
-    """The spool of a CSV file: strings, and why a row is none."""
+def csv_front(file: InputFile, num_bytes: int) -> tuple[str, int] | None:
+    """The hash and the number of rows of the first `num_bytes` of a file's content; None if a row goes on there."""
+    with open_input(file) as stream:
+        hashed = _Hashed(stream, num_bytes)
+        num_rows, last = 0, ""
+        for row in _Rows(file, hashed):
+            num_rows, last = num_rows + 1, row if isinstance(row, str) else ""
+        is_whole = not hashed.end or hashed.end in b"\r\n" or stream.read(2).startswith(LINE_ENDS)
+        if not is_whole or _UNENDED in last or hashed.num_bytes != num_bytes:
+            return None
+        return hashed.digest.hexdigest(), num_rows
 
-    def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
+
+class CsvReader(ArrowReader):
+    """The spool of a CSV file: strings, and why a row is none. types: of the values, where not those of `schema`."""
+
+    def __init__(
+        self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder, types: pa.Schema | None = None
+    ) -> None:
         super().__init__(file, entry, schema, cache)
-        self._own = {name: schema.field(name) for name in self._own}  # a number only if it is one in all files
+        # A number only if it is one in all files.
+        self._own = {name: (types or schema).field(name) for name in self._own}
         self._name = file.name
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:

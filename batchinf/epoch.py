@@ -6,13 +6,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinf import failures, journal, non_finite
+from batchinf import choose, failures, journal, non_finite
 from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
+from batchinf.extend import add_extent, has_more, open_extended, said
 from batchinf.fleet import Fleet
-from batchinf.job import Job, begun_at, check_cut, check_drift, new_header, open_job
-from batchinf.job_state import Committed, Header, State, last_epoch, read_state
+from batchinf.forecast import CHOSEN, forecast
+from batchinf.job import Job, begun_at, check_drift, new_header, open_job
+from batchinf.job_state import Committed, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
@@ -28,6 +30,7 @@ from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.retry_log import Retry
 from batchinf.room import room_warning
+from batchinf.run_order import Choice, RunOrder
 from batchinf.shards import Pending, total_rows, total_shards
 from batchinf.slices import check_place, job_folder, source_folder
 from batchinf.spec import fingerprint
@@ -41,6 +44,7 @@ from batchinf.trials import Trials
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 _LOST_TO_NAME = 20
+NOTHING_NEW = "--extend: the input has nothing that the job has not taken in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Summary:
     num_inf_rows: int
     device_s: float
     was_done: bool
+    forecast: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """For people."""
@@ -68,11 +73,14 @@ class Summary:
             f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
             *non_finite.lines(self.num_nan_rows, self.num_inf_rows),
+            *self.forecast,
         ]
 
 
-def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) -> Summary:
+def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False) -> Summary:
     """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
+
+    extends: what has come to its input since is taken in first.
 
     To be called within `interruptible`: only the coordinator drains.
 
@@ -83,24 +91,32 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None) 
     state = read_state(folder) if folder.exists("manifest") else None
     if state is None and retry is not None:
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
-    if state is not None and state.is_done and retry is None and not changed_parts(folder, state):
-        check_drift(open_job(file, began_as=state.header.identity), state.header)
-        return _finished(file, state, was_done=True)
+    if state is not None and state.is_done and retry is None and _is_whole(folder, state):
+        job = open_extended(file, state) if extends else open_job(file, state=state)
+        check_drift(job, state.header)
+        if not extends or not has_more(job, state):
+            if extends:
+                display.say(NOTHING_NEW)
+            return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
-        _hold_and_run(file, folder, state, display, retry)
+        _hold_and_run(file, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
 
 
+def _is_whole(folder: Folder, state: State) -> bool:
+    return RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)
+
+
 def _hold_and_run(
-    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None
+    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None, extends: bool
 ) -> None:
     lock = JobLock(folder)
     epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
     try:
-        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry)
+        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry, extends)
     finally:
         lock.release()
         display.close()
@@ -114,9 +130,11 @@ def _run_epoch(
     epoch: int,
     display: ProgressDisplay,
     retry: str | None,
+    extends: bool,
 ) -> None:
     display.say("opening model and input")
-    job, request = open_job(file, began_as=None if state is None else state.header.identity), None
+    job = open_extended(file, state) if extends and state is not None else open_job(file, state=state)
+    request = None
     if job.spec.scripted is None:
         check_weights(job.model, job.spec.model.load_format)
     if state is not None:
@@ -131,12 +149,16 @@ def _run_epoch(
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
-    check_cut(job)
+    choice = choose.begin(job, file, display.say) if state is None else None
+    if state is not None:
+        choose.restore(job, file, state, display.say)
     manifest = Manifest(folder, epoch, lock, state)
     if state is None:
-        state = _begin(job, manifest, len(slots))
+        state = _begin(job, manifest, len(slots), choice)
     else:
         note_ended(state, read_status(folder), manifest)
+        if extends:
+            state = _extend(job, file, state, manifest, len(slots), display)
     found = recover(job, state.extents, state, manifest)
     manifest.event("epoch", epoch=epoch, job_id=state.header.job_id, adopted=len(found.adopted), lost=list(found.lost))
     manifest.commit()
@@ -158,6 +180,19 @@ def _run_epoch(
     _tidy(folder)
 
 
+def _extend(
+    job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, display: ProgressDisplay
+) -> State:
+    if not has_more(job, state):
+        display.say(NOTHING_NEW)
+        return state
+    num_rows = add_extent(job, file, state, manifest, num_replicas, display.say)
+    display.say(said(job, state, num_rows))
+    extended = read_state(job.folder)
+    assert extended is not None
+    return extended
+
+
 def _engine_settings(job: Job, slots: list[Slot], state: State | None, display: ProgressDisplay) -> EngineSettings:
     """The spec's engine arguments, and those that were lowered when memory ran out in an earlier epoch."""
     device_bytes, device_name = device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
@@ -168,7 +203,7 @@ def _engine_settings(job: Job, slots: list[Slot], state: State | None, display: 
     return EngineSettings(job.spec, fit_of(job.model, job.spec, device_bytes, device_name), lowered)
 
 
-def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
+def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | None) -> State:
     if job.folder.list("parts"):
         raise OutputError(
             f"{job.folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
@@ -177,10 +212,12 @@ def _begin(job: Job, manifest: Manifest, num_replicas: int) -> State:
     # Results of a job that no manifest describes are nobody's.
     for shard in journal.list_shards(job.folder):
         journal.drop(job.folder, shard)
-    header, extent = new_header(job, num_replicas)
+    header, extent = new_header(job, num_replicas, choice)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
     manifest.header(header)
     manifest.extent(extent, job.source.fingerprint)
+    if job.spec.input.selects:
+        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=extent.num_rows, num_input_rows=job.source.num_rows)
     manifest.commit()
     state = read_state(job.folder)
     assert state is not None
@@ -203,7 +240,7 @@ def _run_rest(
     fleet = Fleet(
         slots,
         job.spec.sampling.n,
-        launcher(job, state.header, settings, None if phase is None else phase.retry),
+        launcher(job, state, settings, None if phase is None else phase.retry),
         epoch,
         job.folder.path("logs"),
         job.spec.max_restarts,
@@ -222,7 +259,7 @@ def _run_rest(
         is_done = phase.num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
         pending = Pending(state.extents, is_done, phase.num_chosen)
-    trials = Trials(state.extents, state, is_done, fleet, manifest)
+    trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
     platforms = Platforms(state, job.spec.same_device)
     telemetry = Telemetry(job.folder, epoch, [device for slot in slots for device in slot.devices])
@@ -282,19 +319,19 @@ def compile_marker(job: Job) -> pathlib.Path:
 
 
 def launcher(
-    job: Job, header: Header, settings: EngineSettings, retry: Retry | None = None
+    job: Job, state: State, settings: EngineSettings, retry: Retry | None = None
 ) -> Callable[[Slot, str], Launch]:
     """What each new incarnation of a replica is told."""
     metadata = {
-        "batchinf.job_id": header.job_id,
-        "batchinf.fingerprint": header.fingerprint,
+        "batchinf.job_id": state.header.job_id,
+        "batchinf.fingerprint": state.header.fingerprint,
         "batchinf.model": job.model.name,
         "batchinf.model_commit": job.model.commit or job.model.fingerprint,
         **({} if retry is None else retry_metadata(retry)),
     }
     if job.slice is not None:
         metadata["batchinf.slice"] = str(job.slice)
-    begun = begun_at(job, header)
+    begun = begun_at(job, state.header)
 
     def launch(slot: Slot, incarnation: str) -> Launch:
         return Launch(
@@ -308,6 +345,8 @@ def launcher(
             metadata,
             slot.cpus if not slot.devices else (),
             os.fspath(source_folder(job.folder, job.slice)),
+            job.source.fingerprints,
+            state.extents,
             begun,
         )
 
@@ -348,6 +387,7 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
         num_inf_rows=sum(part.num_inf_rows for part in state.parts.values()),
         device_s=state.device_s,
         was_done=was_done,
+        forecast=tuple(forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:

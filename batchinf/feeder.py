@@ -151,7 +151,8 @@ class Feeder(threading.Thread):
         if opened is None or opened.is_finished(row):
             return []
         if not trial.is_probe:
-            self._feed_rows(opened, row, row + 1, trial.attempts)
+            place = opened.rows.local(row)
+            self._feed_rows(opened, place, place + 1, trial.attempts)
             return []
         probes = []
         for prompt in self._prompts.build(self._source.read(row, row + 1, self._prompts.columns), self._max_model_len):
@@ -162,23 +163,24 @@ class Feeder(threading.Thread):
 
     def _holder(self, row: int) -> OpenShard | None:
         """The open shard of a row; None where it has been committed meanwhile."""
-        return next((o for o in self._opened.values() if o.shard.start <= row < o.shard.stop), None)
+        return next((o for o in self._opened.values() if row in o.rows), None)
 
     def _are_stored(self, rows: Iterable[int]) -> bool:
         return all(holder is None or holder.is_finished(row) for row in rows for holder in [self._holder(row)])
 
     def _feed(self, shard: Shard, attempts: int) -> None:
         opened = self._opened.pop(shard.index, None) or self._open(shard)
-        for start in range(shard.start, shard.stop, ROWS_AT_ONCE):
+        for first in range(0, shard.num_rows, ROWS_AT_ONCE):
             if self._is_stopping:
                 return
-            self._feed_rows(opened, start, min(start + ROWS_AT_ONCE, shard.stop), attempts)
+            self._feed_rows(opened, first, min(first + ROWS_AT_ONCE, shard.num_rows), attempts)
 
-    def _feed_rows(self, opened: OpenShard, start: int, stop: int, attempts: int) -> None:
-        if opened.are_finished(start, stop):
+    def _feed_rows(self, opened: OpenShard, first: int, last: int, attempts: int) -> None:
+        """Feed the rows `first` to `last` (exclusive) of a shard, counted from its first."""
+        if opened.are_finished(first, last):
             return
         faults.point("feeder.read")
-        rows = self._source.read(start, stop, self._prompts.columns)
+        rows = self._source.read_rows(opened.rows.positions(first, last), self._prompts.columns)
         rows = [row for row in rows if not opened.is_finished(row.row_index)]
         ready: list[tuple[Pending, int]] = []
         for prompt in self._prompts.build(rows, self._max_model_len):

@@ -9,10 +9,11 @@ from batchinf.arrow_file import pass_arrow
 from batchinf.column_types import refuse_twins
 from batchinf.csv_file import pass_csv
 from batchinf.errors import InputError
-from batchinf.input_files import Format, InputFile, content_hash, open_input, stamp
+from batchinf.input_files import Format, InputFile, content_hash, open_input
 from batchinf.line_file import pass_jsonl, pass_text
 from batchinf.parquet_file import parquet_hash, pass_parquet
 from batchinf.parquet_probe import probe_footers
+from batchinf.remote_files import UNKNOWN, RemoteFile
 from batchinf.source_cache import (
     FileEntry,
     Found,
@@ -57,32 +58,37 @@ def _examine_alone(files: Sequence[InputFile], format: Format, cache: Folder) ->
     entries: dict[str, FileEntry] = {}
     unsaved_bytes = 0
     if format == "parquet":
-        probe_footers([file for file in files if _trusted(file, format, known.get(file.name), cache) is None])
+        local = [file for file in files if not file.is_remote]
+        probe_footers([file for file in local if _trusted(file, format, known.get(file.name), cache) is None])
     for file in files:
         old = known.get(file.name)
         entry = _trusted(file, format, old, cache) or _unchanged(file, format, old, cache)
         if entry is None:
             entry = _first_pass(file, format, cache)
-            unsaved_bytes += entry.size
+            unsaved_bytes += max(0, entry.size)
         entries[file.name] = entry
         if unsaved_bytes > SAVE_BYTES:
             save_entries(cache, {**known, **entries})
             unsaved_bytes = 0
-    save_entries(cache, entries)
+    # Others stay: a file that is looked at alone is one of many that the job has taken in.
+    save_entries(cache, {**known, **entries})
     return list(entries.values())
 
 
 def _trusted(file: InputFile, format: Format, entry: FileEntry | None, cache: Folder) -> FileEntry | None:
     if entry is None or (entry.path, entry.format) != (file.path, format):
         return None
-    is_same = stamp(file.path) == (entry.size, entry.mtime_ns) and is_whole(entry, cache)
+    stamp = file.stamp()
+    is_same = UNKNOWN not in stamp and stamp == (entry.size, entry.mtime_ns) and is_whole(entry, cache)
     return entry if is_same else None
 
 
 def _unchanged(file: InputFile, format: Format, entry: FileEntry | None, cache: Folder) -> FileEntry | None:
     if entry is None or entry.format != format or not is_whole(entry, cache):
         return None
-    size, mtime_ns = stamp(file.path)
+    if file.is_remote and format == "parquet":  # its footer costs as many requests as the whole
+        return None
+    size, mtime_ns = file.stamp()
     if size != entry.size or _hash(file, format) != entry.hash:
         return None
     return replace(entry, path=file.path, mtime_ns=mtime_ns)
@@ -93,20 +99,38 @@ def _hash(file: InputFile, format: Format) -> str:
 
 
 def _first_pass(file: InputFile, format: Format, cache: Folder) -> FileEntry:
-    open_input(file).close()
-    before = stamp(file.path)
+    if not file.is_remote:
+        open_input(file).close()
+    before, stamp = _now(file), file.stamp()
     with Scratch(cache, file, format) as scratch:
         try:
-            found = _PASSES[format](file, scratch)
+            found = _PASSES[format](_local(file, format, scratch), scratch)
         except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:  # the system's, such as a full disk: not the file's content
                 raise
             raise InputError(f"{file.name} cannot be read as {format}: {_words(error)}; is it damaged?") from error
         refuse_twins(found.schema.names, file.name)
-        if stamp(file.path) != before:
+        if _now(file) != before:
             raise InputError(f"{file.name} changed while it was read; start again once it is complete")
+        if {"content", "rows"} <= scratch.roles:
+            scratch.drop("content")
         artifacts = scratch.publish(found.hash)
-    return FileEntry(file.path, format, *before, found.hash, found.num_rows, schema_text(found.schema), artifacts)
+    schema = schema_text(found.schema)
+    return FileEntry(file.path, format, *stamp, found.hash, found.num_rows, schema, artifacts, found.num_bytes)
+
+
+def _now(file: InputFile) -> tuple[int, int]:
+    return file.fresh_stamp() if isinstance(file, RemoteFile) else file.stamp()
+
+
+def _local(file: InputFile, format: Format, scratch: Scratch) -> InputFile:
+    """The file, or a copy of a remote one where rows are not read from its beginning to its end."""
+    if not file.is_remote or format not in ("parquet", "arrow"):
+        return file
+    copy = scratch.fetch(file)
+    if format == "parquet":
+        probe_footers([copy])
+    return copy
 
 
 def _words(error: Exception) -> str:

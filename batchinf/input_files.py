@@ -1,12 +1,13 @@
 """The files of an input: which they are, the one format they have, and their content, decompressed and hashed.
 
-What a format's content means is left to the module of that format.
+What a format's content means is left to the module of that format, files that a URL names to `remote_files`.
 """
 
 import glob
+import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, cast
 
@@ -17,6 +18,7 @@ from batchinf.errors import InputError
 
 BLOCK_BYTES = 1 << 20  # that are read at once
 MAX_LINE_BYTES = 64 << 20  # a longer line, or CSV field, is an error row: it is never held in memory
+LINE_ENDS = (b"\n", b"\r\n")
 
 Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
 
@@ -39,7 +41,7 @@ _ALLOWED = f"the formats are {', '.join(dict.fromkeys(ENDINGS.values()))} and hf
 class InputLocation:
     """Where the rows are."""
 
-    path: str  # a file, a glob, a folder, or the id of a Hugging Face dataset
+    path: str  # a file, a glob, a folder, a URL, or the id of a Hugging Face dataset
     format: str | None = None  # jsonl, parquet, csv, text, arrow or hf; None: by the names' endings
     split: str | None = None  # of a Hugging Face dataset; None: train
     revision: str | None = None  # of a Hugging Face dataset on the hub
@@ -53,11 +55,27 @@ class InputFile:
     name: str
     path: str
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether its content has to be fetched: it is read once, and never at any place but the next."""
+        return False
+
+    def stamp(self) -> tuple[int, int]:
+        """Two numbers: while both are as they were, so is the content."""
+        return stamp(self.path)
+
+    def open(self) -> io.BufferedReader:
+        """The file's bytes; `InputError` if it cannot be read."""
+        try:
+            return open(self.path, "rb")
+        except OSError as error:
+            raise InputError(
+                f"{self.name} cannot be read: {error.strerror}; mend its permissions or its path"
+            ) from error
+
 
 def find_files(input: InputLocation) -> tuple[Format, list[InputFile]]:
     """The files of a file, glob or folder, sorted by name, and their one format."""
-    if input.format not in (None, *ENDINGS.values()):
-        raise InputError(f"format {input.format!r} is not known; {_ALLOWED}")
     path = os.path.expanduser(input.path)
     if os.path.isfile(path):
         files = [InputFile(os.path.basename(path), os.path.abspath(path))]
@@ -67,7 +85,7 @@ def find_files(input: InputLocation) -> tuple[Format, list[InputFile]]:
         files = _by_glob(path)
     else:
         raise InputError(f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id")
-    return _one_format(files, input), files
+    return one_format(files, input), files
 
 
 def _by_glob(path: str) -> list[InputFile]:
@@ -84,16 +102,25 @@ def _in_folder(path: str, input: InputLocation) -> list[InputFile]:
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
         found += [os.path.join(folder, name) for name in names if not name.startswith((".", "_"))]
-    formats = [input.format] if input.format else ENDINGS.values()
-    wanted = sorted(name for name in found if format_of(name) in formats)
-    if not wanted:
-        raise InputError(f"{input.path} has no {input.format or 'data'} file; {_ALLOWED} (.gz or .zst may follow)")
+    wanted = data_files(found, input)
     return [InputFile(os.path.relpath(name, path), os.path.abspath(name)) for name in wanted]
 
 
-def _one_format(files: Sequence[InputFile], input: InputLocation) -> Format:
+def data_files(names: Iterable[str], input: InputLocation) -> list[str]:
+    """Those of a folder's files that are meant, by their endings, sorted; `InputError` if none is."""
+    formats = [input.format] if input.format else ENDINGS.values()
+    wanted = sorted(name for name in names if format_of(name) in formats)
+    if not wanted:
+        raise InputError(f"{input.path} has no {input.format or 'data'} file; {_ALLOWED} (.gz or .zst may follow)")
+    return wanted
+
+
+def one_format(files: Sequence[InputFile], input: InputLocation) -> Format:
+    """The one format of all files, as said or by their endings; `InputError` if there is none."""
+    if input.format not in (None, *ENDINGS.values()):
+        raise InputError(f"format {input.format!r} is not known; {_ALLOWED}")
     if input.format is not None:
-        return cast(Format, input.format)
+        return input.format
     formats = {format_of(file.name): file.name for file in files}
     if None in formats:
         raise InputError(f"the ending of {formats[None]} is not known; {_ALLOWED}; name it so, or set `format`")
@@ -122,21 +149,21 @@ def stamp(path: str) -> tuple[int, int]:
 
 def open_input(file: InputFile) -> BinaryIO:
     """A file's content, decompressed if its first bytes are gzip's or zstandard's; `InputError` if unreadable."""
-    try:
-        stream = open(file.path, "rb")  # noqa: SIM115
-    except OSError as error:
-        raise InputError(f"{file.name} cannot be read: {error.strerror}; mend its permissions or its path") from error
-    kind = compression(file)
+    stream = file.open()
+    kind = _compression(stream.peek(4))
     return stream if kind is None else pa.CompressedInputStream(stream, kind)
 
 
 def compression(file: InputFile) -> str | None:
     """`gzip` or `zstd` by the file's first bytes, or None."""
-    with open(file.path, "rb") as stream:
-        head = stream.read(4)
+    with file.open() as stream:
+        return _compression(stream.peek(4))
+
+
+def _compression(head: bytes) -> str | None:
     if head.startswith(b"\x1f\x8b"):
         return "gzip"
-    return "zstd" if head == b"\x28\xb5\x2f\xfd" else None
+    return "zstd" if head.startswith(b"\x28\xb5\x2f\xfd") else None
 
 
 def blocks(file: InputFile) -> Iterator[bytes]:

@@ -5,19 +5,21 @@ import json
 import pathlib
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.errors import DriftError, SpecError
-from batchinf.job_state import FORMAT_VERSION, Header
+from batchinf.errors import DriftError, OutputError, SpecError
+from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
+from batchinf.openai_batch import recognised
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
 from batchinf.row_sampling import check_sampling_columns
+from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
-from batchinf.source import InputLocation, Source, open_source
+from batchinf.source import InputLocation, NewRows, Source, open_source
 from batchinf.spec import JobSpec, fields, fingerprint
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
@@ -44,6 +46,11 @@ class Job:
     slice: Slice | None = None
 
     @property
+    def location(self) -> InputLocation:
+        """Where its input is."""
+        return _location(self.spec)
+
+    @property
     def rows(self) -> range:
         """The rows that are to be run, by their positions in the input."""
         num_rows = self.source.num_rows
@@ -55,13 +62,15 @@ class Job:
         return fingerprint(self.identity)
 
 
-def open_job(file: SpecFile, cache: pathlib.Path | None = None, began_as: Mapping[str, Any] | None = None) -> Job:
+def open_job(
+    file: SpecFile, cache: pathlib.Path | None = None, state: State | None = None, new: NewRows = "refuse"
+) -> Job:
     """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
 
-    began_as: the identity of the folder's job, where it has begun: its model's commit is gone on with.
+    state: of the job that is gone on with, its model's commit too. new: what becomes of rows that came since.
     """
     try:
-        return _open_job(file, cache, began_as or _cut_identity(file))
+        return _open_job(file, cache, state, new)
     except SpecError as error:
         field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
         if field is None:
@@ -69,13 +78,16 @@ def open_job(file: SpecFile, cache: pathlib.Path | None = None, began_as: Mappin
         raise SpecError(file.line(field[0], "") + str(error)[field.end() :]) from error
 
 
-def _cut_identity(file: SpecFile) -> Mapping[str, Any]:
-    """What the slices of the job have in common, where there are some."""
+def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
+    """The identity of the folder's job, or what its slices have in common; empty where it has yet to begin."""
+    if state is not None:
+        return state.header.identity
     cut = read_cut(file.spec.output.path)
     return {} if cut is None else cut.identity
 
 
-def _open_job(file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str, Any]) -> Job:
+def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, new: NewRows) -> Job:
+    began_as = _began_as(file, state)
     folder = job_folder(file.spec.output.path, file.slice)
     # Another revision in the spec is another model.
     is_same = began_as.get("model.revision") == file.spec.model.revision
@@ -83,15 +95,41 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, began_as: Mapping[str,
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
     check_prompts(spec, model)
-    source = open_input(spec, cache or source_folder(folder, file.slice))
+    # Before the input is looked at, which may have grown too.
+    limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
+    source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
-    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprint}
+    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
     if file.slice is not None:
         identity["slice"] = str(file.slice)
+    if state is not None:
+        identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
     return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)), file.slice)
+
+
+def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
+    """What the job's identity says of the limit: one that was raised, or is now, is the same job's.
+
+    Raises DriftError where it is lowered, or raised without `--extend`.
+    """
+    begun, last = state.header.identity.get("input.limit"), state.limit
+    is_raised = last is not None and (limit is None or limit > last)
+    if limit == last or (new == "take" and is_raised):
+        return begun
+    error = _drift(f"{folder.root} holds a job", {"input.limit": last}, {"input.limit": limit})
+    raise DriftError(f"{error}\nwith --extend, input.limit may be raised, but not lowered")
+
+
+def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
+    """What the job has taken in of its input; a slice that has not begun takes what the others did."""
+    if state is not None:
+        return state.source_fingerprints
+    cut = read_cut(file.spec.output.path) if file.slice is not None else None
+    return () if cut is None else (str(cut.identity.get("input", "")),)
 
 
 def carried_columns(spec: JobSpec) -> list[str]:
@@ -99,17 +137,26 @@ def carried_columns(spec: JobSpec) -> list[str]:
     return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
 
 
-def open_input(spec: JobSpec, cache: pathlib.Path) -> Source:
-    """The job's source; what its first pass finds is kept in `cache`."""
+def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
+    """The job's source; what its first pass finds is kept in `cache`. See `open_source`."""
+    return open_source(_location(spec), cache, taken, new)
+
+
+def _location(spec: JobSpec) -> InputLocation:
     where = spec.input
-    return open_source(InputLocation(where.path, where.format, where.split, where.revision, where.name), cache)
+    format = "jsonl" if where.format == "openai" else where.format
+    return InputLocation(where.path, format, where.split, where.revision, where.name)
 
 
-def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
-    """What is written once, at a job's first start: its identity, and how its rows are cut."""
+def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
+    """What is written once, at a job's first start: its identity, and how its rows are cut.
+
+    choice: the rows that are run, their bitmap written; None is all of the job's.
+    """
+    choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
-        rows_per_shard = choose_rows_per_shard(len(job.rows), num_replicas, estimated_bytes_per_row(job.spec))
+        rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, estimated_bytes_per_row(job.spec))
     header = Header(
         format_version=FORMAT_VERSION,
         job_id=uuid.uuid4().hex,
@@ -119,7 +166,7 @@ def new_header(job: Job, num_replicas: int) -> tuple[Header, Extent]:
         layout={"rows_per_shard": rows_per_shard},
         spec=job.spec.model_dump(mode="json"),
     )
-    return header, Extent(job.rows.start, len(job.rows), rows_per_shard, first_shard=0)
+    return header, choice.extent(rows_per_shard, first_shard=0)
 
 
 def begun_at(job: Job, header: Header | None) -> str | None:
@@ -148,16 +195,34 @@ def check_drift(job: Job, header: Header) -> None:
     raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
 
 
+def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
+    """Join a slice to the others of its output folder, which run so many rows together.
+
+    Raises DriftError where they began as another job, and OutputError where they run other rows.
+    """
+    assert job.slice is not None
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), _now(), selection))
+    check_cut(job)
+    if (cut.num_rows, cut.selection) != (num_rows, selection):
+        raise OutputError(
+            f"{out}: its slices began with {cut.num_rows:,} rows, and other rows are chosen now, {num_rows:,}; "
+            "put back what chose them, or give the job another output.path"
+        )
+
+
 def check_cut(job: Job) -> None:
-    """Join a slice to the others of its output folder. Raises DriftError where they began as another job."""
-    if job.slice is None:
-        return
-    check_place(job.spec.output.path, job.slice)
-    identity = {name: value for name, value in job.identity.items() if name != "slice"}
-    cut = write_cut(job.spec.output.path, Cut(job.slice.num_slices, job.source.num_rows, identity, _now()))
-    check_place(job.spec.output.path, job.slice)
-    if cut.identity != identity:
-        raise _drift(f"{job.spec.output.path} holds slices of a job", cut.identity, identity)
+    """Raise DriftError where the other slices of the output folder began as another job."""
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    identity, cut = _identity_of_all(job), read_cut(out)
+    if cut is not None and cut.identity != identity:
+        raise _drift(f"{out} holds slices of a job", cut.identity, identity)
+
+
+def _identity_of_all(job: Job) -> dict[str, Any]:
+    return {name: value for name, value in job.identity.items() if name != "slice"}
 
 
 def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError:

@@ -54,16 +54,18 @@ class State:
     """What the logs say, all taken together.
 
     committed: bool [total_shards(extents)]. parts: by shard. retries: by number. replacing: by shard, parts that may
-    have been put in the place of those in `parts`, or not yet. source_fingerprints: one for each extent. events: the
-    last 1,000; event_counts: of all, by name. kept: the last event of each `kept_as`, until it is forgotten. device_s:
-    sum over all `replica_ended` events. done: the event of the end, None while there is work left. last_epoch: of the
-    last log.
+    have been put in the place of those in `parts`, or not yet. source_fingerprints: one for each extent, of what the
+    job had taken in of its input by then. limits: `input.limit`, by the number of the extent that raised it. events:
+    the last 1,000; event_counts: of all, by name. kept: the last event of each `kept_as`, until it is forgotten.
+    device_s: sum over all `replica_ended` events. done: the event of the end, None while there is work left.
+    last_epoch: of the last log.
     """
 
     def __init__(self) -> None:
         self._header: Header | None = None
         self.extents: tuple[Extent, ...] = ()
         self.source_fingerprints: tuple[str, ...] = ()
+        self.limits: dict[int, int | None] = {}
         self.committed: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.parts: dict[int, PartLine] = {}
         self.num_rows = self.num_errors = self.num_bytes = self.num_prompt_tokens = self.num_output_tokens = 0
@@ -93,6 +95,11 @@ class State:
     def lowered(self) -> Fields:
         """The fields of the last `oom_step_down`; none if there was none."""
         return self.kept["oom_step_down"].fields if "oom_step_down" in self.kept else {}
+
+    @property
+    def limit(self) -> int | None:
+        """`input.limit` as it was last raised; None is none."""
+        return self.limits[max(self.limits)] if self.limits else self.header.identity.get("input.limit")
 
     @property
     def is_done(self) -> bool:
@@ -147,7 +154,9 @@ class State:
             case "header":
                 self._header = _pick(Header, fields)
             case "extent":
-                self._extend(_pick(Extent, fields), fields["source_fingerprint"])
+                if "limit" in fields:
+                    self.limits[len(self.extents)] = fields["limit"]
+                self._extend(_extent(fields), fields["source_fingerprint"])
             case "done":
                 self.done = _event(fields)
             case "snapshot":
@@ -264,6 +273,14 @@ def check_version(folder: Folder, fields: Fields) -> None:
     if isinstance(version, int) and version > FORMAT_VERSION:
         what = f"{folder.root} was written by a newer batchinf, in format version {version}"
         raise OutputError(f"{what}; this one reads up to version {FORMAT_VERSION}: install a newer one")
+
+
+def _extent(fields: Fields) -> Extent:
+    # Lines of before there were selections are of all rows, whose places are their positions.
+    given = {name: value for name, value in fields.items() if value is not None}
+    first_row = given.get("first_row", given["start"])
+    own = {"first_row": first_row, "stop_row": first_row + given["num_rows"], "selection": None}
+    return _pick(Extent, {**own, **given})
 
 
 def _event(fields: Fields) -> EventLine:

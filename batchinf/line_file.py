@@ -2,7 +2,7 @@
 
 Artifacts: `offsets`, each row's first byte and then the file's size; `blanks`, for each line that is no row the number
 of rows before it (so that a row's line number is known without a second array); `lines`, the decompressed copy, if the
-file is compressed.
+file is compressed or remote.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import xxhash
 
 from batchinf.column_types import JsonTypes, is_json
 from batchinf.errors import InputError
-from batchinf.input_files import MAX_LINE_BYTES, InputFile, blocks, compression
+from batchinf.input_files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression
 from batchinf.reader import Record
 from batchinf.source_cache import FileEntry, Found, Scratch, map_int64
 from batchinf.storage import Folder
@@ -77,24 +77,26 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 def pass_jsonl(file: InputFile, scratch: Scratch) -> Found:
     """The first pass over JSON lines: blank lines are no rows; broken ones are, without a part in the types."""
     types = JsonTypes()
-    content_hash, num_rows = _index_lines(
+    content_hash, num_rows, num_bytes = _index_lines(
         file, scratch, lambda run: types.add(_records(_split_lines(run))), has_blank_rows=False
     )
-    return Found(content_hash, num_rows, types.schema())
+    return Found(content_hash, num_rows, types.schema(), num_bytes)
 
 
 def pass_text(file: InputFile, scratch: Scratch) -> Found:
     """The first pass over text: each line is a row."""
-    content_hash, num_rows = _index_lines(file, scratch, lambda run: None, has_blank_rows=True)
-    return Found(content_hash, num_rows, pa.schema([("text", pa.string())]))
+    content_hash, num_rows, num_bytes = _index_lines(file, scratch, lambda run: None, has_blank_rows=True)
+    return Found(content_hash, num_rows, pa.schema([("text", pa.string())]), num_bytes)
 
 
 def _index_lines(
     file: InputFile, scratch: Scratch, on_lines: Callable[[bytes], None], *, has_blank_rows: bool
-) -> tuple[str, int]:
-    """Make the artifacts; returns the content's hash and the number of rows. `on_lines` gets runs of whole lines."""
+) -> tuple[str, int, int]:
+    """Make the artifacts; returns the content's hash, the number of rows and that of bytes. `on_lines` gets runs of
+    whole lines.
+    """
     offsets, blanks = scratch.create("offsets"), scratch.create("blanks")
-    copy = scratch.create("lines") if compression(file) else None
+    copy = scratch.create("lines") if file.is_remote or compression(file) else None
     digest, num_rows, size = xxhash.xxh3_128(), 0, 0
 
     def content() -> Iterator[bytes]:
@@ -114,7 +116,25 @@ def _index_lines(
         if run is not None:
             on_lines(run)
     offsets.write(np.array([size], "<i8").tobytes())
-    return digest.hexdigest(), num_rows
+    return digest.hexdigest(), num_rows, size
+
+
+def line_front(file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
+    """The hash and the number of rows of the first `num_bytes` of a file's content; None if a line goes on there."""
+    digest, end, left = xxhash.xxh3_128(), b"", num_bytes
+    with open(_content(file, entry, cache), "rb") as stream:
+        while left and (block := stream.read(min(left, BLOCK_BYTES))):
+            digest.update(block)
+            end, left = block[-1:], left - len(block)
+        if left or (end not in (b"", b"\n") and not stream.read(2).startswith(LINE_ENDS)):
+            return None
+    offsets = map_int64(cache, entry.artifacts["offsets"])
+    return digest.hexdigest(), int(np.searchsorted(offsets[:-1], num_bytes))
+
+
+def _content(file: InputFile, entry: FileEntry, cache: Folder) -> str:
+    copy = entry.artifacts.get("lines")
+    return os.fspath(cache.path(copy.name)) if copy else file.path
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
@@ -185,8 +205,7 @@ class LineReader:
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
         self._is_json = entry.format == "jsonl"
-        copy = entry.artifacts.get("lines")
-        self._file = open(cache.path(copy.name) if copy else file.path, "rb")  # noqa: SIM115
+        self._file = open(_content(file, entry, cache), "rb")  # noqa: SIM115
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """See `Reader`."""

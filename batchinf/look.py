@@ -7,7 +7,6 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinf import non_finite
@@ -18,6 +17,7 @@ from batchinf.job_state import State, read_state
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, judge
 from batchinf.parts import part_name
+from batchinf.run_order import RunOrder
 from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.slices import JobFolder, Slice, job_folders, read_cut, source_folder
 from batchinf.spec import JobSpec
@@ -37,6 +37,9 @@ def status_lines(out: str) -> list[str]:
     folder, state = _open(out)
     snapshot = read_status(folder)
     lines = [f"{out}: {_stands(folder, state, snapshot)}", *_total_lines([state], *_totals(state))]
+    if len(state.extents) > 1:
+        times = ", ".join(f"{extent.num_rows:,}" for extent in state.extents)
+        lines.append(f"rows came in {len(state.extents)} times: {times}")
     if state.retries:
         retry = state.retries[max(state.retries)]
         num_replaced = sum(part.retry == retry.number for part in state.parts.values())
@@ -186,9 +189,10 @@ class _Journalled:
         self._spec = _spec(state)
         self._task = get_task(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
-        self._source = open_input(self._spec, source_folder(folder, Slice.of(state.header.identity)))
+        cache = source_folder(folder, Slice.of(state.header.identity))
+        self._source = open_input(self._spec, cache, state.source_fingerprints, "ignore")
         self._columns = carried_columns(self._spec)
-        self._extents = state.extents
+        self._order = RunOrder(folder, state.extents)
 
     def close(self) -> None:
         """Close the input."""
@@ -202,8 +206,8 @@ class _Journalled:
             with contextlib.suppress(FileNotFoundError):
                 tables.append(segment.table())
         results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
-        own = shard_at(self._extents, shard)
-        is_own = (pc.field("row_index") >= own.start) & (pc.field("row_index") < own.stop)
+        own = self._order.of(shard_at(self._order.extents, shard))
+        is_own = pa.array(own.locals(results["row_index"].to_numpy()) >= 0)
         order = [("row_index", "ascending"), ("request_index", "ascending")]
         results = results.filter(is_own).sort_by(order).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))

@@ -32,8 +32,8 @@ def _event_line(kind: str, event: EventLine) -> Fields:
     return {"kind": kind, "name": event.name, "at": event.at, **event.fields}
 
 
-def _extent_line(extent: Extent, source_fingerprint: str) -> Fields:
-    return {"kind": "extent", **dataclasses.asdict(extent), "source_fingerprint": source_fingerprint}
+def _extent_line(extent: Extent, source_fingerprint: str, more: Fields) -> Fields:
+    return {"kind": "extent", **dataclasses.asdict(extent), "source_fingerprint": source_fingerprint, **more}
 
 
 def _now() -> str:
@@ -52,7 +52,8 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     counts = {"device_s": state.device_s, "event_counts": state.event_counts, "process_groups": groups}
     yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
     yield {"kind": "header", **dataclasses.asdict(state.header)}
-    yield from map(_extent_line, state.extents, state.source_fingerprints)
+    limits = [{"limit": state.limits[i]} if i in state.limits else {} for i in range(len(state.extents))]
+    yield from map(_extent_line, state.extents, state.source_fingerprints, limits)
     yield from ({"kind": "retry", **dataclasses.asdict(retry)} for retry in state.retries.values())
     yield from ({"kind": "part", **part._asdict()} for part in state.parts.values())
     yield from ({"kind": "replacing", **part._asdict()} for part in state.replacing.values())
@@ -104,9 +105,9 @@ class Manifest:
         """Say what the job is; the last header counts."""
         self._lines.append({"kind": "header", **dataclasses.asdict(header)})
 
-    def extent(self, extent: Extent, source_fingerprint: str) -> None:
-        """There are these rows to run; a job that was done is done no longer."""
-        self._lines.append(_extent_line(extent, source_fingerprint))
+    def extent(self, extent: Extent, source_fingerprint: str, more: Fields | None = None) -> None:
+        """There are these rows to run; a job that was done is done no longer. more: `limit`, where it is raised."""
+        self._lines.append(_extent_line(extent, source_fingerprint, more or {}))
 
     def part(self, part: Part | PartLine, replica: int | None = None, incarnation: str = "") -> None:
         """A shard is done: this published part holds it."""

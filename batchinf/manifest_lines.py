@@ -1,9 +1,9 @@
 """What the lines of a manifest must hold. A checksum says that a line is whole, not that it means something."""
 
 import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
 
@@ -50,6 +50,18 @@ class _Extent(_Line):
     rows_per_shard: Positive
     first_shard: Count
     source_fingerprint: Text
+    first_row: Count | None = None
+    stop_row: Count | None = None
+    selection: Text | None = None
+    limit: Positive | None = None
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> Self:
+        first_row = self.start if self.first_row is None else self.first_row
+        num_rows = self.num_rows if self.stop_row is None else self.stop_row - first_row
+        if num_rows < self.num_rows or (self.selection is None and num_rows != self.num_rows):
+            raise ValueError("more rows, or fewer, than there are")
+        return self
 
 
 class _Part(_Line):

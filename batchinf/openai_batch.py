@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinf.errors import RowError
-from batchinf.spec import JobSpec
+from batchinf.errors import RowError, SpecError
+from batchinf.spec import InputSpec, JobSpec
+from batchinf.spec_input import PROMPT_FORMS
 from batchinf.spec_sampling import PER_ROW_FIELDS
 
 COLUMNS = ("custom_id", "method", "url", "body")
@@ -59,6 +60,25 @@ class BatchRequest:
 def is_batch(columns: Iterable[str]) -> bool:
     """Whether an input with these columns is a batch file."""
     return set(COLUMNS) <= set(columns)
+
+
+def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
+    """The input as it is meant: one with these columns, of which nothing says what the prompt is, is a batch file.
+
+    Its `custom_id` is the id, unless another is named. Raises SpecError where a batch file is asked for and it is none.
+    """
+    names = list(columns)
+    is_said = where.format == "openai"
+    given = next((form for form in PROMPT_FORMS if getattr(where, form) is not None), None)
+    if is_said and given is not None:
+        raise SpecError(f"input.{given}: got it with format openai, whose lines have their prompts; leave it out")
+    if is_said and not is_batch(names):
+        missing = next(name for name in COLUMNS if name not in names)
+        raise SpecError(f"input.format: got openai, but the input has no column '{missing}'; a batch request has "
+                        f"{', '.join(COLUMNS)}")  # fmt: skip
+    if not is_said and (given is not None or where.format not in (None, "jsonl") or not is_batch(names)):
+        return where
+    return where.model_copy(update={"format": "openai", "id_column": where.id_column or "custom_id"})
 
 
 class BatchReader:

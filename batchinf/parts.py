@@ -15,17 +15,17 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf import non_finite
-from batchinf.journal import UNSEALED, Journal, SealingWriter, Segment, is_sealed, joined, row_bytes
+from batchinf.journal import UNSEALED, SealingWriter, is_sealed, joined, row_bytes
+from batchinf.open_shard import OpenShard
 from batchinf.part_names import parse_part_name, parse_staging_name, part_name, staging_name
 from batchinf.records import Part, Shard
+from batchinf.shard_rows import ShardRows
 from batchinf.source import Source
 from batchinf.storage import Folder
-from batchinf.tasks import Task
 
 __all__ = ["OpenShard", "parse_part_name", "parse_staging_name", "part_name", "verify_part", "write_part"]
 
 Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 FORMAT_VERSION = 1
 _PREFIX = "batchinf."
@@ -33,164 +33,10 @@ _PREFIX = "batchinf."
 # Results are taken, and kept columns read, in pieces of this size; a row group collects pieces.
 PIECE_BYTES = 16 << 20
 ROW_GROUP_BYTES = 128 << 20
-# Of one row, in a segment that is to be believed: a byte of memory is given to each.
-_MOST_REQUESTS = 1 << 20
 # Rows of kept columns whose size is not known yet: few at first, then at most four times as many as before.
 _FIRST_ROWS, _MOST_ROWS = 64, 4096
 # Larger results are quicker to copy one by one than to `take`: 52 us against 106 for 45 KB, 29 against 4 for 1.4 KB.
 _WIDE_BYTES = 8 << 10
-
-
-# -- a shard that is being worked on ---------------------------------------------------------------------------------
-
-
-class OpenShard:
-    """What is finished of a shard. In memory: its newest results, and one byte for each of all its requests.
-
-    `recover`, `add`, `tick` and `close` are for one thread at a time; any thread may ask what is finished.
-    """
-
-    def __init__(self, shard: Shard, task: Task, journal: Journal, chosen: BoolArray | None = None) -> None:
-        """chosen: bool [shard.num_rows], the rows that are to be run; None is all."""
-        self.shard = shard
-        self.task = task
-        self.segments: list[Segment] = []
-        self.fresh: list[pa.RecordBatch] = []
-        self.unjournalled_bytes = 0
-        self.num_results = self.num_recovered_errors = 0
-        self.num_requests = np.zeros(shard.num_rows, np.int32)
-        self._journal = journal
-        # Slots are given to a row's requests when its first result comes; -1 is before that.
-        self.chosen = np.ones(shard.num_rows, np.bool_) if chosen is None else chosen
-        self._first_slot = np.where(self.chosen, np.int64(-1), np.int64(0))
-        self._num_rows = int(np.count_nonzero(self.chosen))
-        self._num_done = np.zeros(shard.num_rows, np.int32)
-        self._is_done = np.zeros(shard.num_rows, np.bool_)
-        self._num_slots = 0
-        self._num_begun = 0
-
-    @property
-    def index(self) -> int:
-        """The shard's index."""
-        return self.shard.index
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows are finished: each has its `num_requests` results."""
-        return self._num_begun == self._num_rows and self.num_results == self._num_slots
-
-    def is_done(self, row_index: int, request_index: int) -> bool:
-        """Whether there is a result for this request."""
-        slot = self._first_slot[row_index - self.shard.start]
-        return bool(slot >= 0 and self._is_done[slot + request_index])
-
-    def is_finished(self, row_index: int) -> bool:
-        """Whether there are results for all requests of this row, or none is to be run."""
-        return self.are_finished(row_index, row_index + 1)
-
-    def are_finished(self, start: int, stop: int) -> bool:
-        """Whether rows `start` to `stop` (exclusive) are all finished."""
-        rows = slice(start - self.shard.start, stop - self.shard.start)
-        is_begun = self._first_slot[rows] >= 0
-        return bool(np.all(is_begun & (self._num_done[rows] == self.num_requests[rows])))
-
-    def recover(self) -> list[str]:
-        """Take over what the journal holds; the names of damaged segments, whose results are to be run again."""
-        found = self._journal.recover(self.index)
-        damaged = list(found.damaged)
-        for segment in found.segments:
-            try:
-                keys = segment.keys()
-                if np.any(keys[2] > _MOST_REQUESTS):
-                    raise ValueError(f"got results of rows with more than {_MOST_REQUESTS:,} requests")
-                self._note(*keys)
-            except ValueError:
-                damaged.append(segment.name)
-            else:
-                self.segments.append(segment)
-                self.num_recovered_errors += segment.num_errors()
-            segment.close()
-        return damaged
-
-    def add(self, batch: pa.RecordBatch) -> int:
-        """Take encoded results of this shard; how many of them are new. A result that is there already is dropped."""
-        keys = (batch.column(name).to_numpy() for name in ("row_index", "request_index", "num_requests"))
-        is_new = self._note(*keys)
-        num_new = int(np.count_nonzero(is_new))
-        if num_new < len(is_new):
-            batch = batch.filter(pa.array(is_new))
-        if num_new:
-            self.fresh.append(batch)
-            self.unjournalled_bytes += batch.nbytes
-        return num_new
-
-    def tick(self) -> Segment | None:
-        """Journal what is in no segment yet, and forget it."""
-        segment = self.keep()
-        if segment is None:
-            return None
-        self.segments.append(segment)
-        self.fresh, self.unjournalled_bytes = [], 0
-        return segment
-
-    def keep(self) -> Segment | None:
-        """Journal what is in no segment yet; for another thread that writes the part, nothing changes."""
-        fresh = self.fresh
-        return self._journal.write(self.index, pa.Table.from_batches(fresh, self.task.result_schema)) if fresh else None
-
-    def forget(self, segment: Segment) -> None:
-        """Delete a segment that `keep` gave, once the part is written."""
-        self._journal.forget(segment)
-
-    def close(self) -> None:
-        """Unmap the segments and let go of what is in memory."""
-        for segment in self.segments:
-            segment.close()
-        self.fresh, self.unjournalled_bytes = [], 0
-
-    def places(self, row_index: Int64Array, request_index: npt.NDArray[np.int32]) -> Int64Array:
-        """Where results stand among all of the complete shard's, sorted by (row_index, request_index)."""
-        firsts = np.cumsum(self.num_requests, dtype=np.int64) - self.num_requests
-        places: Int64Array = firsts[row_index - self.shard.start] + request_index
-        return places
-
-    def _note(
-        self, row_index: Int64Array, request_index: npt.NDArray[np.int32], num_requests: npt.NDArray[np.int32]
-    ) -> BoolArray:
-        """Mark results as done; which of them are new. Raises ValueError, with nothing marked, for a stranger."""
-        rows = row_index - self.shard.start
-        self._begin_rows(rows, request_index, num_requests)
-        slots = self._first_slot[rows] + request_index
-        is_new = np.zeros(len(slots), np.bool_)
-        is_new[np.unique(slots, return_index=True)[1]] = True
-        is_new &= ~self._is_done[slots]
-        self._is_done[slots[is_new]] = True
-        np.add.at(self._num_done, rows[is_new], 1)
-        self.num_results += int(np.count_nonzero(is_new))
-        return is_new
-
-    def _begin_rows(
-        self, rows: Int64Array, request_index: npt.NDArray[np.int32], num_requests: npt.NDArray[np.int32]
-    ) -> None:
-        if np.any((rows < 0) | (rows >= self.shard.num_rows)) or not np.all(self.chosen[rows]):
-            raise ValueError(f"got results of rows outside of {self.shard}, or that are not to be run")
-        distinct, firsts, inverse = np.unique(rows, return_index=True, return_inverse=True)
-        known = self.num_requests[distinct]
-        counts = np.where(known > 0, known, num_requests[firsts])
-        if np.any((counts[inverse] != num_requests) | (request_index < 0) | (request_index >= num_requests)):
-            raise ValueError(f"got results that disagree on a row's number of requests in {self.shard}")
-        self._give_slots(distinct[known == 0], counts[known == 0])
-
-    def _give_slots(self, rows: Int64Array, counts: npt.NDArray[np.int32]) -> None:
-        stop = self._num_slots + int(counts.sum(dtype=np.int64))
-        if stop > len(self._is_done):
-            # Longer before a row points into it: other threads ask what is done without a lock.
-            spare = np.zeros(max(stop, 2 * len(self._is_done)) - len(self._is_done), np.bool_)
-            self._is_done = np.concatenate([self._is_done, spare])
-        self.num_requests[rows] = counts
-        self._first_slot[rows] = self._num_slots + np.cumsum(counts, dtype=np.int64) - counts
-        self._num_slots = stop
-        self._num_begun += len(rows)
 
 
 # -- from results to a file ------------------------------------------------------------------------------------------
@@ -225,7 +71,9 @@ def write_part(
             for table in _row_groups(tables if merge is None else merge(tables)):
                 totals.add(table, logprobs)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
-            writer.add_key_value_metadata({**metadata, **_own_metadata(shard.shard), **totals.metadata(), **UNSEALED})
+            writer.add_key_value_metadata(
+                {**metadata, **_own_metadata(shard.shard, shard.rows), **totals.metadata(), **UNSEALED}
+            )
             sink.hold()
         sink.seal()
     return totals.part(shard.index, name, sink.num_bytes, sink.hexdigest())
@@ -263,12 +111,13 @@ class _Totals:
         return Part(shard=shard, file=file, num_bytes=num_bytes, digest=digest, **asdict(self))
 
 
-def _own_metadata(shard: Shard) -> dict[str, str]:
+def _own_metadata(shard: Shard, rows: ShardRows) -> dict[str, str]:
     return {
         f"{_PREFIX}format_version": str(FORMAT_VERSION),
         f"{_PREFIX}shard": str(shard.index),
-        f"{_PREFIX}first_row": str(shard.start),
+        f"{_PREFIX}first_row": str(rows.first),
         f"{_PREFIX}num_source_rows": str(shard.num_rows),
+        **({} if rows.is_consecutive else {f"{_PREFIX}last_row": str(rows.last)}),
     }
 
 
@@ -290,7 +139,7 @@ def _output(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[
     merged, is_whole = _Merged(shard), bool(shard.chosen.all())
     starts = np.concatenate([[0], np.cumsum(shard.num_requests, dtype=np.int64)])
     rows = np.repeat(np.arange(shard.shard.num_rows, dtype=np.int32), shard.num_requests)
-    for first, last, columns in _blocks(shard.shard, source, names, shard.chosen):
+    for first, last, columns in _blocks(shard, source, names):
         result_bytes = merged.num_bytes[starts[first] : starts[last]]
         if columns is not None:
             result_bytes = result_bytes + row_bytes(columns)[rows[starts[first] : starts[last]] - first]
@@ -304,20 +153,18 @@ def _output(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[
                 segment.let_go()
 
 
-def _blocks(
-    shard: Shard, source: Source, names: Sequence[str], chosen: BoolArray
-) -> Iterator[tuple[int, int, pa.Table | None]]:
+def _blocks(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[tuple[int, int, pa.Table | None]]:
     """Runs of a shard's rows, counted from its first, with their columns of the source; only idle runs are left out."""
     if not names:
-        yield 0, shard.num_rows, None
+        yield 0, shard.shard.num_rows, None
         return
     first, num_rows = 0, _FIRST_ROWS
-    while first < shard.num_rows:
-        last = min(first + num_rows, shard.num_rows)
-        if not chosen[first:last].any():
+    while first < shard.shard.num_rows:
+        last = min(first + num_rows, shard.shard.num_rows)
+        if not shard.chosen[first:last].any():
             first = last
             continue
-        read = source.read_columns(shard.start + first, shard.start + last, list(dict.fromkeys(names)))
+        read = source.columns_of(shard.rows.positions(first, last), list(dict.fromkeys(names)))
         yield first, last, pa.Table.from_arrays([read.column(name) for name in names], names=list(names))
         likely = int(PIECE_BYTES * (last - first) / max(1, row_bytes(read).sum()))
         num_rows = max(1, min(likely, 4 * num_rows, _MOST_ROWS))
@@ -372,10 +219,13 @@ class _Merged:
 # -- a file that no manifest line names ------------------------------------------------------------------------------
 
 
-def verify_part(folder: Folder, name: str, shard: Shard, fingerprint: str, *, deep: bool) -> Part | None:
+def verify_part(
+    folder: Folder, name: str, shard: Shard, fingerprint: str, rows: ShardRows | None = None, *, deep: bool
+) -> Part | None:
     """The record of a part that lies at `name` (`staging/...` or `parts/...`), or None if it is not whole or not ours.
 
-    The footer must be readable and name the job, the shard and its rows. deep: not a bit differs from what was written.
+    The footer must be readable and name the job, the shard and its rows (None: `start` to `stop`). deep: not a bit
+    differs from what was written.
     """
     path = folder.path(name)
     try:
@@ -383,15 +233,15 @@ def verify_part(folder: Folder, name: str, shard: Shard, fingerprint: str, *, de
             data = memoryview(file.read_buffer())
         if deep and not is_sealed(data):
             return None
-        totals = _stated_totals(pq.read_metadata(path), shard, fingerprint)
+        totals = _stated_totals(pq.read_metadata(path), shard, rows or ShardRows(shard.start, shard.stop), fingerprint)
     except (pa.ArrowException, OSError, ValueError):
         return None
     return None if totals is None else totals.part(shard.index, path.name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def _stated_totals(footer: pq.FileMetaData, shard: Shard, fingerprint: str) -> _Totals | None:
+def _stated_totals(footer: pq.FileMetaData, shard: Shard, rows: ShardRows, fingerprint: str) -> _Totals | None:
     own = {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
-    expected = {**_own_metadata(shard), f"{_PREFIX}fingerprint": fingerprint}
+    expected = {**_own_metadata(shard, rows), f"{_PREFIX}fingerprint": fingerprint}
     if any(own.get(key) != value for key, value in expected.items()):
         return None
     # A part of an earlier version may lack a count that was added since.

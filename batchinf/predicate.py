@@ -1,4 +1,4 @@
-"""Which output rows a user means: a DuckDB expression over the output's columns, and nothing but an expression.
+"""Which rows a user means: a DuckDB expression over the output's or the input's columns, and nothing but an expression.
 
 It sees one batch of rows at a time, as a table in memory: it can read no file, run no statement and look at no other
 row.
@@ -6,8 +6,8 @@ row.
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from batchinf.errors import UserError
 
 ERRORS = "errors"
 _SHORT = {ERRORS: "error_type IS NOT NULL"}
-_TABLE, _KEY = "output", "row_index"
+_KEY = "row_index"
 # Nothing outside of memory is within its reach, and it cannot change that.
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "enable_external_access": "false",
@@ -27,6 +27,7 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "threads": "2",
 }
 _NOT_OF_ONE_ROW = {"SUBQUERY": "a query", "WINDOW": "a window over rows", "PARAMETER": "a parameter"}
+_NO_COLUMN = re.compile('^Binder Error: Referenced column "(.*)" not found in FROM clause!?$')
 
 
 class PredicateError(UserError):
@@ -34,29 +35,38 @@ class PredicateError(UserError):
 
 
 class Predicate:
-    """A checked expression. columns: those of the output that it needs, to be read and given to `matches`."""
+    """A checked expression. columns: those that it needs, to be read and given to `matches`; `key` among them."""
 
-    def __init__(self, text: str, schema: pa.Schema) -> None:
-        """schema: of the output. Raises PredicateError with what is wrong, and the columns that there are."""
+    def __init__(self, text: str, schema: pa.Schema, table: Literal["output", "input"] = "output") -> None:
+        """schema: of the table. Raises PredicateError with what is wrong, and the columns that there are.
+
+        The input's rows get a column `key` beside their own, which has their positions.
+        """
         self.text = text
+        self._table = table
+        self._names = schema.names
+        self.key = _KEY
+        if table == "input":
+            self.key = _free_name(schema.names)
+            schema = schema.append(pa.field(self.key, pa.int64()))
         self._schema = schema
-        self._expression = _SHORT.get(text.strip(), text)
-        self._connection = _connect()
+        self._expression = _SHORT.get(text.strip(), text) if table == "output" else text
+        self._connection = _connect(table)
         nodes = self._parse()
         mentioned = {part.lower() for node in nodes for part in node.get("column_names", ())}
         reads_all = any(node.get("class") == "STAR" for node in nodes)
-        self.columns = [name for name in schema.names if reads_all or name == _KEY or name.lower() in mentioned]
+        self.columns = [name for name in schema.names if reads_all or name == self.key or name.lower() in mentioned]
         self._check_type()
 
     def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
-        """`row_index` of the rows for which it holds, of a table that has `columns`; null counts as no."""
-        query = f"SELECT {_KEY} FROM {_TABLE} WHERE ({self._expression}\n)"
-        rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[_KEY], np.int64)
+        """The `key` of the rows for which it holds, of a table that has `columns`; null counts as no."""
+        query = f"SELECT {self.key} FROM {self._table} WHERE ({self._expression}\n)"
+        rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[self.key], np.int64)
         return rows
 
     def _check_type(self) -> None:
         # What is no truth value, DuckDB makes one, and stumbles only over a row where it cannot.
-        query = f"DESCRIBE SELECT ({self._expression}\n) FROM {_TABLE} WHERE ({self._expression}\n)"
+        query = f"DESCRIBE SELECT ({self._expression}\n) FROM {self._table} WHERE ({self._expression}\n)"
         types = {str(type) for type in self._ask(query, self._schema.empty_table().select(self.columns))["column_type"]}
         if not types <= {"BOOLEAN", '"NULL"'}:
             raise self._wrong(f"it must be true or false, but is {' and '.join(sorted(types))}")
@@ -65,12 +75,12 @@ class Predicate:
         import duckdb
 
         try:
-            self._connection.register(_TABLE, _readable(table))
+            self._connection.register(self._table, _readable(table))
             return self._connection.execute(query).fetchnumpy()
         except duckdb.Error as error:
             raise self._wrong(str(error)) from None
         finally:
-            self._connection.unregister(_TABLE)
+            self._connection.unregister(self._table)
 
     def _parse(self) -> list[dict[str, Any]]:
         """All nodes of the expression's tree. Raises PredicateError if it is more than an expression about one row."""
@@ -98,17 +108,29 @@ class Predicate:
     def _wrong(self, what: str) -> PredicateError:
         # Behind its first line DuckDB shows the statement, and names that are like the one that is wrong.
         said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
+        said = _NO_COLUMN.sub(r"there is no column '\1'", said)
+        opening, allowed, example = "", "", "language = 'en'"
+        if self._table == "output":
+            opening, allowed, example = "--retry: ", f"`{ERRORS}` or ", "finish_reason = 'length'"
         return PredicateError(
-            f"--retry: got {self.text!r}: {said}; must be `{ERRORS}` or an expression in SQL over the output's columns"
-            f", such as \"finish_reason = 'length'\"; there are {', '.join(self._schema.names)}"
+            f"{opening}got {self.text!r}: {said}; must be {allowed}an expression in SQL over the "
+            f'{self._table}\'s columns, such as "{example}"; there are {", ".join(self._names)}'
         )
 
 
-def _connect() -> Any:
+def _free_name(names: Iterable[str]) -> str:
+    taken, name = {name.lower() for name in names}, _KEY
+    while name in taken:
+        name = f"_{name}"
+    return name
+
+
+def _connect(table: str) -> Any:
     try:
         import duckdb
     except ImportError:
-        raise PredicateError("--retry needs DuckDB: pip install duckdb") from None
+        what = "--retry" if table == "output" else "input.where"
+        raise PredicateError(f"{what} needs DuckDB: pip install duckdb") from None
     connection = duckdb.connect(":memory:", config=_SETTINGS)
     connection.execute("SET lock_configuration = true")
     return connection

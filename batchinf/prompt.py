@@ -7,12 +7,14 @@ is left to `source`, templates to `templates`, conversations to `chat`.
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from batchinf.batch_prompts import BatchPrompts
 from batchinf.chat import ChatTemplate, Message, read_messages
 from batchinf.encoder import Encoder, Side, TextCutter, enough_tokens, load_tokenizer, show
 from batchinf.errors import RowError, SpecError
+from batchinf.openai_batch import COLUMNS
 from batchinf.records import Prompt
 from batchinf.row_sampling import RowSampling, wanted_columns
 from batchinf.source import Row
@@ -65,6 +67,8 @@ class Renderer:
         self._chat = None if tokenizer is None or not where.is_chat else ChatTemplate(where, tokenizer, begun_at)
 
     def _named_columns(self) -> tuple[tuple[str, str], ...]:
+        if self._input.format == "openai":
+            return tuple(("input.format openai", column) for column in COLUMNS)
         if self._turns:
             fields = [(f"input.messages[{number}].content", turn) for number, (_, turn) in enumerate(self._turns)]
             named = tuple((field, column) for field, template in fields for column in template.columns)
@@ -170,10 +174,12 @@ class PromptBuilder:
         """begun_at: when the job was begun, in ISO format; see `ChatTemplate`."""
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
+        self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.format == "openai" else None
         # A chat template writes them all; the tokenizer's own would come a second time.
-        self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat)
+        self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
+        self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
         self._tokenizer = tokenizer
-        self._takes_ids = spec.input.token_ids_column is not None
+        self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
         self._keeps_text = spec.output.include_prompt
         self._side: Side | None = None
         if spec.input.on_overlong != "error":
@@ -193,42 +199,61 @@ class PromptBuilder:
         With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
         """
         drafts = [self._draft(row, max_model_len) for row in rows]
-        encoded = self._encoder.encode([draft.text or "" for draft in drafts if draft.ids is None])
-        prompts = [
-            self._finish(row, draft, next(encoded) if draft.ids is None else draft.ids, max_model_len)
-            for row, draft in zip(rows, drafts, strict=True)
-        ]
-        return self._sampling.apply(rows, prompts)
+        encoded = {
+            encoder: encoder.encode([draft.text or "" for draft in drafts if draft.encoder is encoder])
+            for encoder in (self._encoder, self._chat_encoder)
+        }
+        prompts = []
+        for row, draft in zip(rows, drafts, strict=True):
+            ids = draft.ids if draft.encoder is None else next(encoded[draft.encoder])
+            assert ids is not None
+            prompts.append(self._finish(row, draft, ids, max_model_len))
+        return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
 
     def preview(self, row: Row, num_chars: int) -> str | RowError:
         """The beginning of a row's text as the model sees it, special tokens and all, for people to read."""
-        if self._takes_ids:
-            found = self._renderer.token_ids(row)
-            return found if isinstance(found, RowError) else show(self._tokenizer, found[:num_chars])[:num_chars]
-        text = self._renderer.render(row)
-        if isinstance(text, RowError):
-            return text
-        beginning = text[:num_chars]
-        ids = self._encoder.encode_one(beginning)
+        draft = self._draft(row, None)
+        if isinstance(draft.ids, RowError):
+            return draft.ids
+        if draft.encoder is None or draft.text is None:
+            return show(self._tokenizer, (draft.ids or [])[:num_chars])[:num_chars]
+        beginning = draft.text[:num_chars]
+        ids = draft.encoder.encode_one(beginning)
         shown = beginning if isinstance(ids, RowError) else show(self._tokenizer, ids)
-        return shown if len(text) <= num_chars else f"{shown}… ({len(text):,} characters)"
+        return shown if len(draft.text) <= num_chars else f"{shown}… ({len(draft.text):,} characters)"
 
     def _draft(self, row: Row, max_model_len: int | None) -> "_Draft":
-        """What a row comes to before its batch is encoded.
-
-        A text whose beginning alone has far too many tokens is refused, or cut, before the whole of it costs time and
-        memory.
-        """
+        """What a row comes to before its batch is encoded."""
+        if self._batch is not None:
+            return self._batch_draft(self._batch, row, max_model_len)
         if self._takes_ids:
             return _Draft(None, self._renderer.token_ids(row))
-        text = self._renderer.render(row)
+        return self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
+
+    def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "_Draft":
+        found = batch.read(row)
+        if isinstance(found, RowError):
+            return _Draft(None, found)
+        sampling = self._sampling.with_values(found.sampling)
+        if isinstance(sampling, RowError):
+            return _Draft(found.text, sampling)
+        if found.text is None:
+            return _Draft(None, found.token_ids, sampling=sampling)
+        encoder = self._chat_encoder if found.is_chat else self._encoder
+        draft = self._text_draft(_check_text(found.text), encoder, max_model_len)
+        return replace(draft, sampling=sampling, is_chat=found.is_chat)
+
+    def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "_Draft":
+        """A text whose beginning alone has far too many tokens is refused, or cut, before the whole of it costs time
+        and memory.
+        """
         if isinstance(text, RowError):
             return _Draft(None, text)
         if max_model_len is None:
-            return _Draft(text)
-        found = self._encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
+            return _Draft(text, None, encoder)
+        found = encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
         if found is None:
-            return _Draft(text)
+            return _Draft(text, None, encoder)
         ids, num_chars = found
         if isinstance(ids, RowError):
             return _Draft(None, ids)
@@ -239,26 +264,24 @@ class PromptBuilder:
 
     def _finish(self, row: Row, draft: "_Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
         cut = ids
-        if isinstance(ids, list) and max_model_len is not None and self._side is not None:
-            cut = self._cut(row, ids, max_model_len, self._side)
+        # A conversation is not cut: its instructions, or the assistant's header, would go.
+        if isinstance(ids, list) and max_model_len is not None and self._side is not None and not draft.is_chat:
+            cut = self._cut(row, draft, ids, max_model_len, self._side)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
         kept = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
             return Prompt(row.row_index, [], kept, outcome)
-        return Prompt(row.row_index, outcome, kept, None, is_truncated=outcome is not ids)
+        return Prompt(row.row_index, outcome, kept, None, draft.sampling, is_truncated=outcome is not ids)
 
-    def _cut(self, row: Row, ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
-        room = self._room(row)
+    def _cut(self, row: Row, draft: "_Draft", ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
+        own = draft.sampling or self._sampling.of(row.values)
+        # Tokens that must fit after the prompt.
+        room = (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or 1
         cut = self._encoder.cut(ids, max_model_len - room, side)
         if cut is not None:
             return cut
         message = f"max_tokens {room:,} leaves no room for a prompt in max_model_len={max_model_len}"
         return RowError("prompt_too_long", message)
-
-    def _room(self, row: Row) -> int:
-        """Tokens that must fit after a prompt."""
-        own = self._sampling.of(row.values)
-        return (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or 1
 
     def _check_ids(self, ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         if not ids:
@@ -278,10 +301,16 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row's text, to be encoded where `ids` is None; else its ids already, or of an endless text enough of them."""
+    """A row's text, to be encoded by `encoder`; else its ids already, or of an endless text enough of them.
+
+    sampling: the row's own, where its prompt comes with it.
+    """
 
     text: str | None
-    ids: list[int] | RowError | None = None
+    ids: list[int] | RowError | None
+    encoder: Encoder | None = None
+    sampling: SamplingSpec | None = None
+    is_chat: bool = False
 
 
 def _take(values: Mapping[str, object], column: str) -> object:

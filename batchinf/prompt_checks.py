@@ -64,7 +64,7 @@ def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str
     """What runs, but may not be meant, in a line each."""
     where = spec.input
     form = "prompt_template" if where.prompt_template is not None else "prompt_column"
-    is_text = not where.is_chat and where.token_ids_column is None
+    is_text = not where.is_chat and where.token_ids_column is None and where.format != "openai"
     if is_text and model.has_chat_template:
         yield (
             f"warning: the model has a chat template, which input.{form} alone does not apply; "

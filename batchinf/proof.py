@@ -22,6 +22,8 @@ from batchinf.journal import footer_is_sealed
 from batchinf.part_line import PartLine
 from batchinf.parts import FORMAT_VERSION, part_name
 from batchinf.records import Shard
+from batchinf.run_order import RunOrder
+from batchinf.shard_rows import ShardRows
 from batchinf.shards import shard_at
 from batchinf.storage import Folder, reason
 
@@ -42,13 +44,15 @@ class _NotPartError(ValueError):
 def changed_parts(folder: Folder, state: State) -> list[int]:
     """The committed shards whose part is gone, of another size, or states that it is another one.
 
-    Raises OutputError if a part cannot be read, or if all that there are belong to another job.
+    Raises OutputError if a part cannot be read, if all that there are belong to another job, or if the file is gone
+    that says which rows are run.
     """
-    sizes = folder.sizes("parts")
+    sizes, order = folder.sizes("parts"), RunOrder(folder, state.extents)
     lines = sorted(state.parts.items())
+    order.check()
 
     def changed(lines: Sequence[tuple[int, PartLine]]) -> list[int]:
-        return [shard for shard, line in lines if not _is_named(folder, state, shard, line, sizes)]
+        return [shard for shard, line in lines if not _is_named(folder, state, order, shard, line, sizes)]
 
     chunks = [lines[start : start + _CHUNK] for start in range(0, len(lines), _CHUNK)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -58,10 +62,11 @@ def changed_parts(folder: Folder, state: State) -> list[int]:
     return found
 
 
-def _is_named(folder: Folder, state: State, shard: int, line: PartLine, sizes: dict[str, int]) -> bool:
+def _is_named(folder: Folder, state: State, order: RunOrder, shard: int, line: PartLine, sizes: dict[str, int]) -> bool:
     if sizes.get(part_name(shard)) != line.num_bytes:
         return False
-    expected = expected_statements(state.header.job_id, shard_at(state.extents, shard), line)
+    place = shard_at(state.extents, shard)
+    expected = expected_statements(state.header.job_id, place, order.first_row(place), line)
     try:
         footer = read_footer(folder.path(f"parts/{part_name(shard)}"))
     except (FileNotFoundError, _NotPartError):
@@ -96,11 +101,11 @@ def job_of(folder: Folder, name: str) -> str | None:
         return None
 
 
-def expected_statements(job_id: str, shard: Shard, line: PartLine) -> dict[str, str]:
+def expected_statements(job_id: str, shard: Shard, first_row: int, line: PartLine) -> dict[str, str]:
     """What the footer of the part that `line` names states, without the prefix `batchinf.`."""
     numbers = {
         "shard": shard.index,
-        "first_row": shard.start,
+        "first_row": first_row,
         "num_source_rows": shard.num_rows,
         "num_rows": line.num_rows,
         "num_errors": line.num_errors,
@@ -154,19 +159,28 @@ class Flaw:
 
 
 def find_flaw(
-    folder: Folder, job_id: str, shard: Shard, line: PartLine, num_samples: int, *, is_deep: bool
+    folder: Folder,
+    job_id: str,
+    shard: Shard,
+    line: PartLine,
+    num_samples: int,
+    order: RunOrder | None = None,
+    *,
+    is_deep: bool,
 ) -> Flaw | None:
-    """What is wrong with a shard's part, or None. num_samples: output rows for each row of the source.
+    """What is wrong with a shard's part, or None. num_samples: output rows for each row of the source. order: None
+    where places are positions.
 
     is_deep: every byte is read, in bounded memory, and the keys of all rows.
     """
     path = folder.path(f"parts/{part_name(shard.index)}")
+    rows = ShardRows(shard.start, shard.stop) if order is None else order.of(shard)
     try:
-        if plain := _plain_flaw(path, job_id, shard, line):
+        if plain := _plain_flaw(path, job_id, shard, rows.first, line):
             return Flaw(plain, is_plain=True)
         found = _number_flaw(path, shard, line, num_samples)
         if is_deep:
-            found = found or _byte_flaw(path, line) or _key_flaw(path, shard, num_samples)
+            found = found or _byte_flaw(path, line) or _key_flaw(path, rows, num_samples)
         return Flaw(found, is_plain=False) if found else None
     except FileNotFoundError:
         return Flaw("is missing", is_plain=True)
@@ -176,14 +190,14 @@ def find_flaw(
         return Flaw(f"is altered: {str(error).partition(chr(10))[0]}", is_plain=False)
 
 
-def _plain_flaw(path: pathlib.Path, job_id: str, shard: Shard, line: PartLine) -> str | None:
+def _plain_flaw(path: pathlib.Path, job_id: str, shard: Shard, first_row: int, line: PartLine) -> str | None:
     num_bytes = path.stat().st_size
     size_flaw = f"has {num_bytes:,} bytes, {line.num_bytes:,} were written" if num_bytes != line.num_bytes else None
     try:
         footer = read_footer(path)
     except _NotPartError as error:
         return size_flaw or f"is altered: {error}"
-    for name, value in expected_statements(job_id, shard, line).items():
+    for name, value in expected_statements(job_id, shard, first_row, line).items():
         if _encoded(name, value) not in footer:
             return _statement_flaw(name, _stated(footer, name), value, size_flaw)
     return size_flaw
@@ -229,18 +243,19 @@ def _byte_flaw(path: pathlib.Path, line: PartLine) -> str | None:
     return None
 
 
-def _key_flaw(path: pathlib.Path, shard: Shard, num_samples: int) -> str | None:
+def _key_flaw(path: pathlib.Path, own: ShardRows, num_samples: int) -> str | None:
     """Each (row_index, sample_index) of the shard stands once, in order."""
-    num_rows = 0
+    num_rows, positions = 0, own.positions()
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(_KEY_ROWS, columns=["row_index", "sample_index"]):
-            places = np.arange(num_rows, num_rows + batch.num_rows)
-            rows, samples = (batch.column(name).to_numpy() for name in ("row_index", "sample_index"))
-            row, sample = shard.start + places // num_samples, places % num_samples
+            places = np.arange(num_rows, min(num_rows + batch.num_rows, len(own) * num_samples))
+            names = ("row_index", "sample_index")
+            rows, samples = (batch.column(name).to_numpy()[: len(places)] for name in names)
+            row, sample = positions[places // num_samples], places % num_samples
             is_right = (rows == row) & (samples == sample)
             if not is_right.all():
                 i = int(is_right.argmin())
                 return f"has row {rows[i]}, sample {samples[i]} where row {row[i]}, sample {sample[i]} was to come"
             num_rows += batch.num_rows
-    expected = shard.num_rows * num_samples
+    expected = len(own) * num_samples
     return None if num_rows == expected else f"has {num_rows:,} rows, {expected:,} are right"

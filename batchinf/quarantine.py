@@ -7,7 +7,7 @@ signal from outside ended the engine, or a probe was not the first thing in it, 
 that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from outside.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -145,10 +145,11 @@ class Quarantine:
         flight: Sequence[InFlight],
         is_fresh: bool = True,
         is_outside: bool = False,
+        rows_of: Callable[[Shard], Container[int]] = lambda shard: range(shard.start, shard.stop),
     ) -> tuple[Case, int | None]:
         """After a death of a replica that held these shards: its case, and the row that is condemned by it.
 
-        is_fresh, is_outside: see `Case.died`.
+        is_fresh, is_outside: see `Case.died`. rows_of: which rows a shard has.
         """
         case, row = self.of(replica), None
         if case is None:
@@ -156,7 +157,8 @@ class Quarantine:
         else:
             case, row = case.died(flight, is_fresh, is_outside)
         rows = _rows(flight)
-        hit = [shard.index for shard in shards if any(shard.start <= row < shard.stop for row in rows)]
+        held = ((shard.index, rows_of(shard)) for shard in shards)
+        hit = [index for index, own in held if any(row in own for row in rows)]
         case = replace(case, shards=tuple(sorted({*case.shards, *hit})))
         self._cases[case.origin] = case
         return case, row

@@ -18,8 +18,35 @@ FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of rows that is cut on its own; rows that come later are a new extent, and earlier cuts never move.
+
+    The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
+    replicas end together. `start` is a place in the run order, `first_shard` the index of the first shard.
+    The rows were chosen among those at the positions `first_row` to `stop_row` (exclusive) of the source. selection:
+    digest of the file that says which they are; None where it is all of them.
+    """
+
+    start: int
+    num_rows: int
+    rows_per_shard: int
+    first_shard: int
+    first_row: int
+    stop_row: int
+    selection: str | None = None
+
+    @classmethod
+    def of_all(
+        cls, start: int, num_rows: int, rows_per_shard: int, first_shard: int, first_row: int | None = None
+    ) -> "Extent":
+        """All rows from `first_row` on, or, where it is None, from the position that is the same as the place."""
+        first_row = start if first_row is None else first_row
+        return cls(start, num_rows, rows_per_shard, first_shard, first_row, first_row + num_rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed.
+    """Places `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed.
 
     num_chosen: how many of its rows are to be run, where that is not all of them.
     """
@@ -183,6 +210,8 @@ class Launch:
     metadata: what each part's Parquet metadata carries beside the versions.
     cpus: the processor cores it may use; empty means all that it inherited.
     source_folder: what the first pass over the input found, where that is not in the output folder itself.
+    taken: the fingerprints of what the job has taken in of its input, the last one last.
+    extents: the job's, of which the run order is made.
     begun_at: when the job was begun, in ISO format: templates that print the date see this one.
     """
 
@@ -196,6 +225,8 @@ class Launch:
     metadata: dict[str, str]
     cpus: tuple[int, ...] = ()
     source_folder: str | None = None
+    taken: tuple[str, ...] = ()
+    extents: tuple[Extent, ...] = ()
     begun_at: str | None = None
 
 

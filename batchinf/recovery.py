@@ -16,6 +16,7 @@ from batchinf.parts import parse_part_name, parse_staging_name, part_name, verif
 from batchinf.proof import changed_parts, job_of
 from batchinf.records import Part, ProcessGroup
 from batchinf.replace import replaces, with_retry
+from batchinf.run_order import RunOrder
 from batchinf.shards import Extent, shard_at, total_shards
 from batchinf.status import JobStatus
 from batchinf.storage import Folder
@@ -76,7 +77,8 @@ def _seconds(at: str) -> float:
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> Recovered:
     """Bring folder and manifest together again; the manifest's new lines are committed by the caller."""
     folder = job.folder
-    for name in ("", "parts", "staging", "journal", "manifest", "source", selection.FOLDER):
+    own = ("parts", "staging", "journal", "manifest", "source", "source/generations")
+    for name in ("", *own, selection.RETRY_FOLDER, selection.RUN_FOLDER):
         folder.sweep(name)
     _settle(folder, state, manifest)
     lost = _check_parts(job, state, manifest)
@@ -127,7 +129,9 @@ def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index
     """The record of a part that no line names, if it is whole and comes next for its shard."""
     if index >= total_shards(extents):
         return None
-    part = verify_part(job.folder, name, shard_at(extents, index), job.fingerprint, deep=True)
+    shard = shard_at(extents, index)
+    rows = RunOrder(job.folder, extents).of(shard)
+    part = verify_part(job.folder, name, shard, job.fingerprint, rows, deep=True)
     if part is None or job_of(job.folder, name) != state.header.job_id:
         return None
     part = with_retry(job.folder, name, part)

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 from batchinf.errors import OutputError
 from batchinf.journal import is_sealed
 from batchinf.parts import PIECE_BYTES, OpenShard, part_name, write_part
-from batchinf.records import Part, Shard
+from batchinf.records import Part
 from batchinf.retry_log import Retry
+from batchinf.shard_rows import ShardRows
 from batchinf.source import Source
 from batchinf.storage import Folder
 
@@ -47,7 +48,7 @@ def write_replacement(
 
     metadata: with what `retry_metadata` gives. Raises OutputError if the old part is not whole.
     """
-    old = OldPart(folder, shard.shard, shard.chosen)
+    old = OldPart(folder, shard.index, shard.rows, shard.chosen)
     stored = {**old.retries, **metadata, _REPLACES_KEY: old.seal}
     part = write_part(folder, shard, source, id_column, keep_columns, stored, incarnation, old.merge)
     retry, num_kept, num_kept_errors = int(metadata[RETRY_KEY]), old.num_kept, old.num_kept_errors
@@ -72,11 +73,11 @@ def _metadata(folder: Folder, name: str) -> dict[str, str]:
 class OldPart:
     """A part that is to be replaced, whole. retries: what its metadata says of earlier ones."""
 
-    def __init__(self, folder: Folder, shard: Shard, chosen: npt.NDArray[np.bool_]) -> None:
-        """chosen: bool [shard.num_rows], the rows that come anew. Raises OutputError if the part is not whole."""
-        name = f"parts/{part_name(shard.index)}"
+    def __init__(self, folder: Folder, shard: int, rows: ShardRows, chosen: npt.NDArray[np.bool_]) -> None:
+        """chosen: bool [len(rows)], the rows that come anew. Raises OutputError if the part is not whole."""
+        name = f"parts/{part_name(shard)}"
         self._path = folder.path(name)
-        self._first_row = shard.start
+        self._rows = rows
         self._chosen = chosen
         self.num_kept = self.num_kept_errors = 0
         try:
@@ -113,7 +114,7 @@ class OldPart:
 
     def _kept(self) -> Iterator[pa.Table]:
         for table in self._read():
-            is_kept = ~self._chosen[table.column("row_index").to_numpy() - self._first_row]
+            is_kept = ~self._chosen[self._rows.locals(table.column("row_index").to_numpy())]
             kept = table.filter(pa.array(is_kept))
             self.num_kept += kept.num_rows
             self.num_kept_errors += kept.num_rows - kept.column("error_type").null_count
@@ -122,10 +123,10 @@ class OldPart:
     def _counted_on(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         before = np.zeros(len(self._chosen), np.int32)
         for table in self._read(["row_index", "attempts"]):
-            rows = table.column("row_index").to_numpy() - self._first_row
+            rows = self._rows.locals(table.column("row_index").to_numpy())
             np.maximum.at(before, rows, table.column("attempts").to_numpy())
         for table in tables:
-            rows = table.column("row_index").to_numpy() - self._first_row
+            rows = self._rows.locals(table.column("row_index").to_numpy())
             place = table.schema.get_field_index("attempts")
             attempts: Int32Array = table.column("attempts").to_numpy() + before[rows]
             yield table.set_column(place, table.schema.field(place), pa.array(attempts, pa.int32()))

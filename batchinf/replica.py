@@ -47,7 +47,9 @@ from batchinf.records import (
 )
 from batchinf.replace import write_replacement
 from batchinf.retry_log import retry_of
+from batchinf.run_order import RunOrder
 from batchinf.selection import chosen_rows
+from batchinf.shard_rows import ShardRows
 from batchinf.slices import SOURCE_FOLDER
 from batchinf.source import Source
 from batchinf.spec import JobSpec
@@ -84,7 +86,8 @@ class Replica:
         started = time.monotonic()
         self._channel.send(Phase("loading the tokenizer and opening the input"))
         tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
-        source = open_input(self._spec, pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER)))
+        cache = pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER))
+        source = open_input(self._spec, cache, self._launch.taken, "ignore")
         self._channel.send(Phase("starting the engine"))
         engine = self._start_engine(tokenizer)
         try:
@@ -112,9 +115,11 @@ class Replica:
 
     def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:
         name, metadata = self._launch.incarnation, self._launch.metadata
-        emit, flight = self._channel.send, self._flight
+        emit, flight, order = self._channel.send, self._flight, RunOrder(self._folder, self._launch.extents)
         folder, begun_at = self._folder, self._launch.begun_at
-        return assemble(self._spec, task, engine, source, tokenizer, folder, name, metadata, emit, flight, begun_at)
+        return assemble(
+            self._spec, task, engine, source, tokenizer, folder, name, metadata, emit, flight, order, begun_at
+        )
 
     def _begin(self, worker: Worker, feeder: Feeder) -> None:
         with self._lock:
@@ -181,9 +186,13 @@ def assemble(
     metadata: Mapping[str, str],
     emit: Callable[[Event], None],
     flight: FlightRecord,
+    order: RunOrder | None = None,
     begun_at: str | None = None,
 ) -> tuple[Worker, Feeder]:
-    """A worker with its feeder, writer and queues around an engine, and the feeder, which takes its shards."""
+    """A worker with its feeder, writer and queues around an engine, and the feeder, which takes its shards.
+
+    order: None where places are positions.
+    """
     info = engine.info
     ready: ByteQueue[Pending] = ByteQueue(max(16, window(info.max_num_seqs) // 2), _READY_BYTES)
     finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
@@ -200,7 +209,8 @@ def assemble(
         return write_file(folder, shard, source, id_column, keep_columns, stored, incarnation)
 
     def open_shard(shard: Shard) -> OpenShard:
-        opened = OpenShard(shard, task, journal, None if selection is None else selection.chosen(shard))
+        rows = ShardRows(shard.start, shard.stop) if order is None else order.of(shard)
+        opened = OpenShard(shard, task, journal, None if selection is None else selection.chosen(rows), rows)
         opened.recover()
         writer.track(opened)
         return opened
@@ -217,17 +227,16 @@ def assemble(
 
 def answers_of(spec: JobSpec, tokenizer: object) -> Answers:
     """How completions are read; vLLM is imported for what only it knows. The scripted engine obeys no structure."""
-    split = matches = None
+    split, matcher_of = None, None
     if spec.model.reasoning_parser is not None:
         from batchinf.vllm_reasoning import reasoner_of
 
         split = reasoner_of(spec, tokenizer).split
-    structure = spec.sampling.structured_outputs or {}
-    if spec.scripted is None and structure.keys() & {"regex", "grammar"}:
+    if spec.scripted is None and (spec.sampling.structured_outputs or {}).keys() & {"regex", "grammar"}:
         from batchinf.vllm_structures import matcher
 
-        matches = matcher(structure)
-    return Answers(spec, tokenizer, split, matches)
+        matcher_of = matcher
+    return Answers(spec, tokenizer, split, matcher_of)
 
 
 def warm_up_request(spec: JobSpec) -> Request:

@@ -20,7 +20,8 @@ from batchinf.part_names import part_name
 from batchinf.predicate import Predicate
 from batchinf.replace import piece_rows
 from batchinf.retry_log import Retry
-from batchinf.selection import FOLDER, Selection, read_selection, selection_name
+from batchinf.run_order import RunOrder
+from batchinf.selection import Selection, read_selection, write_selection
 from batchinf.shards import total_shards
 from batchinf.spec import SamplingSpec, fingerprint
 from batchinf.tasks import get_task
@@ -89,7 +90,7 @@ def next_phase(job: Job, state: State, manifest: Manifest) -> Phase | None:
             selection = read_selection(job.folder, number)
         if selection is None:
             continue
-        num_chosen = np.where(behind, selection.counts(state.extents), 0)
+        num_chosen = np.where(behind, selection.counts(RunOrder(job.folder, state.extents).shards()), 0)
         if num_chosen.any():
             return Phase(retry, _with_overrides(job, retry.overrides), num_chosen)
     return None
@@ -102,16 +103,14 @@ def _choose(
     for shard in shards:
         for rows in _matching(job, shard, predicate):
             selection.add(rows)
-    counts = selection.counts(state.extents)
+    counts = selection.counts(RunOrder(job.folder, state.extents).shards())
     if not counts.any():
         return None
-    data, digest = selection.encode(retry.number)
     num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
     if retry.selection:  # its numbers stand
         num_rows, num_shards = retry.num_rows, retry.num_shards
+    digest = write_selection(job.folder, retry.number, selection)
     retry = dataclasses.replace(retry, num_rows=num_rows, num_shards=num_shards, selection=digest)
-    job.folder.make(FOLDER)
-    job.folder.write_atomic(selection_name(retry.number), data)
     faults.point("retry.before_line")
     manifest.retry(retry)
     manifest.commit()
@@ -137,7 +136,7 @@ def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:
     selection = read_selection(job.folder, retry.number, retry.selection)
     if selection is None:
         return True
-    counts = selection.counts(state.extents)
+    counts = selection.counts(RunOrder(job.folder, state.extents).shards())
     return any(
         counts[shard] and (shard not in state.parts or state.parts[shard].retry < retry.number)
         for shard in range(len(counts))

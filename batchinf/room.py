@@ -6,7 +6,7 @@ import pathlib
 from batchinf.job import Job, carried_columns, estimated_bytes_per_row
 from batchinf.job_state import State
 from batchinf.journal import row_bytes
-from batchinf.shards import total_shards
+from batchinf.shards import total_rows, total_shards
 
 # Rows of the input whose kept columns are measured.
 _NUM_SAMPLED = 64
@@ -18,16 +18,17 @@ _OPEN_SHARDS = 2
 _OTHER_FILES = 64
 
 
-def room_warning(job: Job, state: State | None, num_replicas: int) -> str | None:
+def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int | None = None) -> str | None:
     """A line for the user if what is left of the job will not fit on the file system of `output.path`; else None.
 
-    state: None before a job's first start. A quota is not looked at: there is no portable way to ask for one.
+    state: None before a job's first start; num_rows: the rows that are run, where that is not all of them. A quota
+    is not looked at: there is no portable way to ask for one.
     """
     try:
         status = os.statvfs(_existing(job.folder.root))
     except OSError:
         return None
-    free_bytes, num_bytes = status.f_bavail * status.f_frsize, estimated_bytes(job, state, num_replicas)
+    free_bytes, num_bytes = status.f_bavail * status.f_frsize, estimated_bytes(job, state, num_replicas, num_rows)
     where = f"{job.folder.root} may not have room for the job"
     if num_bytes > free_bytes:
         return (
@@ -40,12 +41,13 @@ def room_warning(job: Job, state: State | None, num_replicas: int) -> str | None
     return None
 
 
-def estimated_bytes(job: Job, state: State | None, num_replicas: int) -> int:
+def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None = None) -> int:
     """Bytes that the parts still to come and the journal will take.
 
     From the parts that are there if there are any, else from the spec and the kept columns of the first rows.
     """
-    num_rows = len(job.rows)
+    if num_rows is None:
+        num_rows = len(job.rows) if state is None else total_rows(state.extents)
     per_row = estimated_bytes_per_row(job.spec) + job.spec.sampling.n * _kept_bytes(job)
     if state is None:
         return num_rows * per_row

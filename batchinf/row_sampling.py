@@ -30,7 +30,8 @@ class RowSampling:
         """sampling: the job's, resolved; `sampling.columns` says of which fields each row has its own value."""
         self._fields = dict(sampling.columns)
         self._job = sampling.model_dump(exclude={"columns", "structured_outputs"})
-        self._structure = sampling.structured_outputs  # the same for all rows, and long: not checked again for each
+        # Long, and the same for all rows, or nearly all: not checked again for each.
+        self._structure = {"structured_outputs": sampling.structured_outputs}
         self._known: dict[tuple[Any, ...], SamplingSpec | RowError] = {}
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(self._fields.values()))
 
@@ -70,7 +71,7 @@ class RowSampling:
         own = {field: _plain(field, value) for field, value in given.items() if value is not None}
         try:
             made = SamplingSpec.model_validate({**self._job, **own})
-            return made.model_copy(update={"structured_outputs": self._structure})
+            return made if "structured_outputs" in own else made.model_copy(update=self._structure)
         except ValidationError as error:
             return RowError("invalid_sampling", self._reason(error, given))
 

@@ -13,6 +13,7 @@ from batchinf.job_state import EventLine, State, check_version, list_logs
 from batchinf.manifest import snapshot_commits
 from batchinf.parts import parse_part_name
 from batchinf.proof import job_of
+from batchinf.shards import Extent
 from batchinf.storage import Folder
 
 DAMAGED = "damaged"
@@ -85,8 +86,15 @@ def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
     return known[0]
 
 
+def _is_same(extent: Extent, fields: Fields) -> bool:
+    # An extent may be without rows, and the next one then begins where it does.
+    if (extent.start, extent.num_rows) != (fields["start"], fields["num_rows"]):
+        return False
+    return extent.first_row == fields.get("first_row", fields["start"])
+
+
 def _apply(folder: Folder, state: State, fields: Fields) -> None:
-    if fields["kind"] == "extent" and any(extent.start == fields["start"] for extent in state.extents):
+    if fields["kind"] == "extent" and any(_is_same(extent, fields) for extent in state.extents):
         return  # a snapshot says it again
     try:
         state.apply(fields)

@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from batchinf.records import Shard
+from batchinf.records import Extent, Shard
+
+__all__ = [
+    "Extent", "Pending", "ReplicaLoad", "choose_rows_per_shard", "follows", "next_extent", "next_shards", "num_shards",
+    "revocations", "shard_at", "total_rows", "total_shards",
+]  # fmt: skip
 
 PART_BYTES = 64 * 2**20
 MAX_ROWS_PER_SHARD = 50_000
@@ -20,29 +25,16 @@ MAX_ROWS_PER_SHARD = 50_000
 SHARDS_PER_REPLICA = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A run of rows that is cut on its own; rows that come later are a new extent, and earlier cuts never move.
-
-    The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
-    replicas end together. `start` is a place in the run order, `first_shard` the index of the first shard.
-    """
-
-    start: int
-    num_rows: int
-    rows_per_shard: int
-    first_shard: int
-
-
 def next_extent(extents: Sequence[Extent], num_rows: int, rows_per_shard: int) -> Extent:
-    """The extent of `num_rows` rows that follows these; the first one where there are none."""
-    return Extent(_end(extents), num_rows, rows_per_shard, total_shards(extents))
+    """The extent of all of the next `num_rows` rows after these; the first one where there are none."""
+    first_row = extents[-1].stop_row if extents else 0
+    return Extent.of_all(_end(extents), num_rows, rows_per_shard, total_shards(extents), first_row)
 
 
 def follows(extents: Sequence[Extent], extent: Extent) -> bool:
     """Whether an extent may come after these. The first may begin anywhere: a slice's rows are some of the input's."""
-    start = _end(extents) if extents else extent.start
-    return (extent.start, extent.first_shard) == (start, total_shards(extents))
+    start, first_row = (_end(extents), extents[-1].stop_row) if extents else (extent.start, extent.first_row)
+    return (extent.start, extent.first_shard, extent.first_row) == (start, total_shards(extents), first_row)
 
 
 def num_shards(extent: Extent) -> int:

@@ -58,15 +58,17 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What all slices of an output folder have in common. num_rows: of the whole input. identity: of the job.
+    """What all slices of an output folder have in common. num_rows: that all of them run. identity: of the job.
 
-    begun_at: when the first of them was begun, in ISO format; empty where that was not noted.
+    begun_at: when the first of them was begun, in ISO format; empty where that was not noted. selection: digest of the
+    file that says which rows all of them run; None for the first `num_rows` of the input.
     """
 
     num_slices: int
     num_rows: int
     identity: dict[str, Any]
     begun_at: str = ""
+    selection: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,9 @@ def read_cut(out: str) -> Cut | None:
 
 
 def _is_typed(cut: Cut) -> bool:
+    has_selection = cut.selection is None or isinstance(cut.selection, str)
     types = (type(cut.num_slices), type(cut.num_rows), type(cut.identity), type(cut.begun_at))
-    return types == (int, int, dict, str)
+    return has_selection and types == (int, int, dict, str)
 
 
 def write_cut(out: str, cut: Cut) -> Cut:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf import faults
-from batchinf.input_files import Format, InputFile
+from batchinf.input_files import BLOCK_BYTES, Format, InputFile
 from batchinf.storage import Folder, create, naming
 
 VERSION = 1
@@ -28,11 +28,15 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the first pass over a file says of its content. `schema`: as found in this file alone, JSON marked."""
+    """What the first pass over a file says of its content. `schema`: as found in this file alone, JSON marked.
+
+    num_bytes: of the decompressed content, where rows may be appended to it.
+    """
 
     hash: str
     num_rows: int
     schema: pa.Schema
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class FileEntry:
 
     `hash` covers the decompressed content; of Parquet, the footer (sizes, statistics and places of every column
     chunk) and the file's size. `artifacts` by role: `offsets` and `blanks` (int64, see `line_file`), `lines` (a
-    decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count).
+    decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count),
+    `content` (a copy of a remote file). Size and mtime are the file's stamp, of a remote file other numbers.
     """
 
     path: str
@@ -61,10 +66,16 @@ class FileEntry:
     num_rows: int
     schema: str
     artifacts: Mapping[str, Artifact]
+    num_bytes: int = 0  # see `Found`
 
     def arrow_schema(self) -> pa.Schema:
         """Columns as found in this file alone; a JSON column carries `JSON_MARK`."""
-        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
+        return schema_of(self.schema)
+
+
+def schema_of(text: str) -> pa.Schema:
+    """A schema from what `schema_text` made of it."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 def schema_text(schema: pa.Schema) -> str:
@@ -177,6 +188,25 @@ class Scratch:
         self._cache.delete(self._temporary(role))
         self._files[role] = create(self._cache.path(self._temporary(role)), self._cache.root)
         return self._files[role]
+
+    def fetch(self, file: InputFile) -> InputFile:
+        """A remote file's copy, as the role `content`."""
+        copy = self.create("content")
+        with file.open() as stream:
+            while block := stream.read(BLOCK_BYTES):
+                copy.write(block)
+        copy.flush()
+        return InputFile(file.name, os.fspath(self._cache.path(self._temporary("content"))))
+
+    def drop(self, role: str) -> None:
+        """Leave a file out after all."""
+        self._files.pop(role).close()
+        self._cache.delete(self._temporary(role))
+
+    @property
+    def roles(self) -> set[str]:
+        """Those of the files that are not empty."""
+        return {role for role, stream in self._files.items() if stream.tell()}
 
     def publish(self, content_hash: str) -> dict[str, Artifact]:
         """Make the files that are not empty durable, under names with the input's hash: those never change."""

@@ -1,5 +1,6 @@
 """The section `input` of a spec: where the rows come from, which of them are run, and what of a row is the prompt."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -87,6 +88,18 @@ class InputSpec(Section):
     """Run at most this many rows, the first ones."""
     exclude: Annotated[ExcludeSpec | None, IDENTITY] = None
     """Leave out rows that earlier jobs have done."""
+
+    @field_validator("path")
+    @classmethod
+    def _no_secrets(cls, path: str) -> str:
+        # The spec is written to the output folder, and others read that.
+        if "://" in path and re.search(r"://[^/?#:@]*:[^/?#@]*@", path):
+            raise wrong("got a URL with a password in it, which would be recorded; leave `user:password@` out and give "
+                        "credentials in the environment, as the file system's library takes them")  # fmt: skip
+        if "://" in path and re.search(r"[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig|access_token)=", path):
+            raise wrong("got a signed URL, whose signature would be recorded; give the plain URL and credentials in "
+                        "the environment, or fetch the file and give its path")  # fmt: skip
+        return path
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

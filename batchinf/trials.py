@@ -13,7 +13,8 @@ from batchinf.job_state import State
 from batchinf.manifest import Manifest
 from batchinf.quarantine import Case, Quarantine
 from batchinf.records import Shard, Trial
-from batchinf.shards import Extent, shard_at
+from batchinf.run_order import RunOrder
+from batchinf.shards import shard_at
 
 _CASE, _CONDEMNED = "case/", "condemned/"
 _LONGEST_CAUSE = 300
@@ -24,7 +25,7 @@ class Trials:
 
     def __init__(
         self,
-        extents: tuple[Extent, ...],
+        order: RunOrder,
         state: State,
         is_done: npt.NDArray[np.bool_],
         fleet: Fleet,
@@ -39,7 +40,7 @@ class Trials:
         condemned = {
             fields["row_index"]: fields["message"] for fields in kept if fields["kept_as"].startswith(_CONDEMNED)
         }
-        self._extents = extents
+        self._order = order
         self._fleet = fleet
         self._manifest = manifest
         self._quarantine = Quarantine(cases, condemned)
@@ -64,7 +65,9 @@ class Trials:
 
     def condemned_in(self, shard: Shard) -> tuple[tuple[int, str], ...]:
         """Rows of a shard that must not reach an engine, with what to say of it."""
-        return tuple(item for item in self._quarantine.condemned.items() if shard.start <= item[0] < shard.stop)
+        condemned = self._quarantine.condemned
+        rows = self._order.of(shard) if condemned else ()
+        return tuple(item for item in condemned.items() if item[0] in rows)
 
     def note_death(self, end: Ended) -> str:
         """Take in an end, in the manifest's next commit; what there is to say of it to the user."""
@@ -74,7 +77,9 @@ class Trials:
         replica = end.member.slot.replica
         is_fresh = end.incarnation not in self._tried_in
         before = self._quarantine.of(replica)
-        case, row = self._quarantine.died(replica, end.incarnation, end.shards, end.flight, is_fresh, end.was_killed)
+        case, row = self._quarantine.died(
+            replica, end.incarnation, end.shards, end.flight, is_fresh, end.was_killed, self._order.of
+        )
         self._keep(case, end)
         if row is not None:
             message = f"the engine died whenever this row was in it: {end.cause}"[:_LONGEST_CAUSE]
@@ -120,7 +125,7 @@ class Trials:
             if self._given.get(member.slot.replica) == given:
                 continue
             self._given[member.slot.replica] = given
-            shards = tuple(shard_at(self._extents, index) for index in case.shards)
+            shards = tuple(shard_at(self._order.extents, index) for index in case.shards)
             if case.is_on_trial:
                 trial = Trial(shards, case.groups, case.stage == "probe", next_attempt(shards))
                 self._fleet.try_rows(member, trial)
@@ -144,7 +149,6 @@ class Trials:
         """A shard is committed: what was known of its rows is of no more use."""
         for name in self._quarantine.committed(shard):
             self._manifest.event("forgotten", kept_as=f"{_CASE}{name}")
-        start, stop = shard_at(self._extents, shard).start, shard_at(self._extents, shard).stop
-        for row in [row for row in self._quarantine.condemned if start <= row < stop]:
+        for row, _ in self.condemned_in(shard_at(self._order.extents, shard)):
             del self._quarantine.condemned[row]
             self._manifest.event("forgotten", kept_as=f"{_CONDEMNED}{row}")

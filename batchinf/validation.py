@@ -1,50 +1,68 @@
 """What `validate` shows: that spec, input, columns, model and prompts hold together, without an engine or a GPU."""
 
+import bisect
 import contextlib
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from batchinf.choose import Chosen, choose, described
 from batchinf.job import Job, begun_at, open_job
 from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
-from batchinf.prompt import PromptBuilder, load_tokenizer, show
+from batchinf.prompt import PromptBuilder, load_tokenizer
 from batchinf.prompt_checks import prompt_warnings
-from batchinf.records import Prompt
 from batchinf.room import room_warning
 from batchinf.row_sampling import sampling_line
+from batchinf.run_order import RunOrder
+from batchinf.shown_rows import ChosenRows, find_row, random_rows, row_lines
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 from batchinf.structures import check_structures
+from batchinf.tasks import get_task
+from batchinf.token_lengths import TokenLengths, sample_rows
 
-_MOST_IDS = 16
+_COLUMNS = 100
+_LONG = 1 << 30  # tokens that fit where nothing says how many
 
 
-def validation_report(file: SpecFile, num_rows: int) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Which rows to show: the first `num_rows`, as many at random with `seed`, or those that are named."""
+
+    num_rows: int
+    named: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
     """Lines for people, as each check passes. Raises UserError at the first that does not."""
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has its first pass over the input behind it.
         own = folder.path(SOURCE_FOLDER)
-        began_as = None if state is None else state.header.identity
-        job = open_job(file, own if own.is_dir() else pathlib.Path(scratch), began_as)
+        job = open_job(file, own, state) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):
             yield f"spec {file.path}: good"
             yield from _model_lines(job)
             yield from _input_lines(job)
-            yield "sampling: " + ", ".join(
-                f"{name} {getattr(job.spec.sampling, name)} ({origin})" for name, origin in job.origins.items()
-            )
+            chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects and state is None else None
+            if chosen is not None:
+                yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
+            yield from _sampling_lines(job)
             if rows_own := sampling_line(job.spec.sampling):
                 yield f"each row's own sampling: {rows_own}; null is the job's"
-            yield from check_structures(file, job.model.tokenizer)
             yield from prompt_warnings(job.spec, job.model, job.source)
-            yield from _prompt_lines(job, num_rows, state)
-            yield from _output_lines(job, folder, state)
+            yield from check_structures(file, job.model.tokenizer)
+            yield from _prompt_lines(job, looks, state, _positions(job, state, chosen))
+            yield from _output_lines(job, folder, state, chosen)
 
 
 def _model_lines(job: Job) -> Iterator[str]:
@@ -52,7 +70,8 @@ def _model_lines(job: Job) -> Iterator[str]:
     model = job.model
     architecture = ", ".join(model.config.get("architectures") or ["of unknown architecture"])
     where = f"commit {model.commit}" if model.commit else model.path
-    yield f"model {model.name}: {architecture}, {where}, content {model.fingerprint}; weights whole"
+    yield f"model {model.name}: {architecture}; weights whole"
+    yield f"  {where}, content {model.fingerprint}"
     # The first of the devices, which are taken to be alike.
     device_bytes, device_name = next((device_size(device) for device in visible_devices()), (None, ""))
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
@@ -65,27 +84,82 @@ def _input_lines(job: Job) -> Iterator[str]:
     yield "columns: " + ", ".join(f"{field.name} {field.type}" for field in source.schema)
 
 
-def _prompt_lines(job: Job, num_rows: int, state: State | None) -> Iterator[str]:
+def _sampling_lines(job: Job) -> Iterator[str]:
+    """What is not vLLM's default, with where it is from, then what is."""
+    sampling, origins = job.spec.sampling, job.origins
+    given = [f"{name} {getattr(sampling, name)} ({origins[name]})" for name in origins if origins[name] != "default"]
+    others = sampling.model_dump(exclude_defaults=True, exclude={*origins, "columns", "structured_outputs"})
+    given += [f"{name} {value} (spec)" for name, value in others.items()]
+    left = [f"{name} {getattr(sampling, name)}" for name in origins if origins[name] == "default"]
+    yield from _wrapped("sampling: ", given or ["nothing is given"])
+    yield from _wrapped("  by default ", [text.replace("max_tokens None", "max_tokens what fits") for text in left])
+
+
+def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:
+    """Words with commas between them, lines of 100 columns; a word is never broken."""
+    line = first
+    for number, word in enumerate(words):
+        end = "," if number < len(words) - 1 else ""
+        if len(line) + len(word) > _COLUMNS and line.strip():
+            yield line.rstrip()
+            line = "  "
+        line += f"{word}{end} "
+    if words:
+        yield line.rstrip()
+
+
+def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence[int]:
+    """The rows that are run."""
+    if chosen is not None and chosen.selection is not None:
+        return ChosenRows(chosen.num_rows, chosen.selection.rows)
+    if chosen is not None:
+        return range(chosen.first_row, chosen.stop_row)
+    if state is None or not (order := RunOrder(job.folder, state.extents)).is_whole:
+        return job.rows
+    start = order.extents[0].start
+    return ChosenRows(order.num_places, lambda first, stop: order.rows(start + first, start + stop))
+
+
+def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequence[int]) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     begun = begun_at(job, None if state is None else state.header)
-    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
-    length = job.spec.engine.get("max_model_len") or job.model.max_model_len
-    rows = job.source.read(0, min(num_rows, job.source.num_rows), builder.columns)
-    for prompt in builder.build(rows, length):
-        yield from _one_prompt(tokenizer, prompt)
+    builder, task = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun), get_task(job.spec)
+    length, id_column = _max_model_len(job), job.spec.input.id_column
+    named = [find_row(job.source, id_column, text) for text in looks.named]
+    yield ""
+    lengths = TokenLengths(len(positions), length, job.spec.sampling.max_tokens)
+    for sampled in sample_rows(positions, looks.seed or 0):
+        for prompt in builder.build(job.source.read_rows(np.asarray(sampled, np.int64), builder.columns), length):
+            lengths.add(prompt)
+    yield from lengths.lines()
+    shown = named or list(positions[: looks.num_rows])
+    if looks.seed is not None and not named:
+        shown = random_rows(positions, looks.num_rows, looks.seed)
+        yield ""
+        yield f"rows drawn with --seed {looks.seed}:"
+    columns = [*builder.columns, *([id_column] if id_column else [])]
+    for position in shown:
+        [row] = job.source.read(position, position + 1, columns)
+        [prompt] = builder.build([row], length)
+        requests = task.expand(prompt, length or _LONG)
+        yield ""
+        row_id = row.values.get(id_column) if id_column else None
+        yield from row_lines(prompt, row_id, requests, tokenizer, job.spec.sampling, length, bool(named))
+        place = bisect.bisect_left(positions, position)
+        if place == len(positions) or positions[place] != position:
+            yield "  not among the rows that are run"
+    yield ""
 
 
-def _one_prompt(tokenizer: object, prompt: Prompt) -> Iterator[str]:
-    if prompt.error is not None:
-        yield f"row {prompt.row_index}: {prompt.error.error_type}: {prompt.error.error_message}"
-        return
-    ids = prompt.token_ids
-    more = "" if len(ids) <= _MOST_IDS else ", …"
-    yield f"row {prompt.row_index}, {len(ids):,} tokens: {show(tokenizer, ids)!r}"
-    yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{more}"
+def _max_model_len(job: Job) -> int | None:
+    """What the engine will have, as far as can be told without it."""
+    if job.spec.scripted is not None:
+        return job.spec.scripted.max_model_len
+    given = job.spec.engine.get("max_model_len")
+    return given if isinstance(given, int) and given > 0 else job.model.max_model_len
 
 
-def _output_lines(job: Job, folder: Folder, state: State | None) -> Iterator[str]:
+def _output_lines(job: Job, folder: Folder, state: State | None, chosen: Chosen | None) -> Iterator[str]:
     if (cut := read_cut(str(folder.root))) is not None:
         yield f"output {folder.root}: a job in {cut.num_slices} slices"
     elif state is None:
@@ -94,5 +168,7 @@ def _output_lines(job: Job, folder: Folder, state: State | None) -> Iterator[str
         yield f"output {folder.root}: the job there is done"
     else:
         yield f"output {folder.root}: a job with {len(state.parts):,} parts to go on with"
-    if (state is None or not state.is_done) and (warning := room_warning(job, state, 1)) is not None:
+    if (state is None or not state.is_done) and (
+        warning := room_warning(job, state, 1, None if chosen is None else chosen.num_rows)
+    ) is not None:
         yield warning

@@ -68,6 +68,10 @@ class VllmEngine:
             )
         except Exception as error:
             raise EngineStartError(f"vLLM could not start: {_one_line(error)}") from error
+        if "reasoning_parser" in arguments and spec.input.chat_template_kwargs:
+            from batchinf.vllm_structures import tell_parser
+
+            tell_parser(self._engine, spec.input.chat_template_kwargs)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
@@ -161,6 +165,10 @@ class VllmEngine:
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()
+            if structure:
+                from batchinf.vllm_structures import check_once
+
+                check_once()
             try:
                 found = self._templates[key] = sampling_params(sampling, self._keeps_special_tokens)
             except _REFUSALS as error:
@@ -232,7 +240,7 @@ def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revisi
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    if spec.sampling.structured_outputs is not None:  # which begin after the thinking
+    if spec.sampling.structured_outputs is not None or spec.input.format == "openai":  # they begin after the thinking
         given["reasoning_parser"] = spec.model.reasoning_parser
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
     known = EngineArgs.__dataclass_fields__  # they come and go between versions

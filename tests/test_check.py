@@ -25,7 +25,7 @@ from batchinf.errors import OutputError
 from batchinf.job_state import State, read_state
 from batchinf.journal import Journal
 from batchinf.proof import changed_parts, find_flaw
-from batchinf.records import Shard
+from batchinf.shard_rows import ShardRows
 from batchinf.shards import shard_at
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder
@@ -352,7 +352,7 @@ def test_each_key_stands_once(rows: list[int], samples: list[int], words: str | 
     pq.write_table(table, tmp_path / "part", row_group_size=2)
     if len(rows) == 5:
         words = "has 5 rows, 4 are right"
-    assert proof._key_flaw(tmp_path / "part", Shard(0, 5, 7), 2) == words
+    assert proof._key_flaw(tmp_path / "part", ShardRows(5, 7), 2) == words
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------------

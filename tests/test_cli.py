@@ -129,7 +129,7 @@ def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:
     path.write_text('{"prompt": "Twice"}\n' * 20)
     drifted = jobs.run("run", spec)
     assert drifted.returncode == 2
-    assert_one_clear_line(drifted.stderr, "input:", "another output.path")
+    assert_one_clear_line(drifted.stderr, "1 file is changed: prompts.jsonl", "another output.path")
 
 
 def test_runtime_and_layout_may_change(done: Any) -> None:
@@ -230,6 +230,19 @@ def test_validate_shows_all_and_writes_nothing(tmp_path: pathlib.Path) -> None:
     first = json.loads(jobs.PROMPTS.read_text(encoding="utf-8").split("\n")[0])["prompt"]
     assert repr("<|begin_of_text|>" + first)[1:20] in shown.stdout
     assert shown.stdout.count("token ids: ") == 3
+
+
+def test_validate_shows_the_rows_that_are_wanted(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path)
+    named = jobs.run("validate", spec, "--row", "en-0041", "--row", "vi-0005")
+    assert named.returncode == 0, named.stderr
+    shown = [line for line in named.stdout.splitlines() if line.startswith("row ")]
+    assert [line.partition(":")[0] for line in shown] == ["row 1, id 'en-0041'", "row 0, id 'vi-0005'"]
+    drawn = jobs.run("validate", spec, "--random", "-n", "4")
+    assert drawn.stdout.count("token ids: ") == 4
+    seed = next(line for line in drawn.stdout.splitlines() if line.startswith("rows drawn with "))
+    again = jobs.run("validate", spec, *seed.removeprefix("rows drawn with ").rstrip(":").split(), "-n", "4")
+    assert again.stdout == drawn.stdout
 
 
 def test_validate_of_a_finished_job(done: Any) -> None:

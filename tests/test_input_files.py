@@ -11,7 +11,7 @@ from batchinf.source import InputLocation, open_source
     [
         ({}, InputLocation("none.jsonl"), "none.jsonl does not exist"),
         ({}, InputLocation("./no/such/folder"), "does not exist"),
-        ({}, InputLocation("s3://bucket/x.jsonl"), "does not exist; give a file"),
+        ({}, InputLocation("s3://bucket/x.jsonl"), "Install s3fs"),
         ({}, InputLocation("*.jsonl"), "no file matches"),
         ({"x.yaml": b"x"}, InputLocation("x.yaml"), "the ending of x.yaml is not known; the formats are jsonl, parq"),
         ({"x.parquet.gz": b"x"}, InputLocation("x.parquet.gz"), "ending of x.parquet.gz is not known"),

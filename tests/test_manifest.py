@@ -25,7 +25,7 @@ from batchinf.shards import Extent, next_extent, total_shards
 from batchinf.storage import Folder
 
 HEADER = Header(1, "job", "2026-01-01T00:00:00+00:00", {"model": "é", "n": 1}, "f" * 32, {"x": [1, None]}, {"y": 2.5})
-FIRST = Extent(0, 100, 10, 0)
+FIRST = Extent.of_all(0, 100, 10, 0)
 
 
 @pytest.fixture

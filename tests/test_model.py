@@ -360,6 +360,32 @@ def test_a_tokenizer_from_the_hub(server: Hub, folder: pathlib.Path) -> None:
     assert model.fingerprint == f"{resolve(spec(folder)).fingerprint}, tokenizer org/tiny@{NEW}"
 
 
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_what_a_job_began_with_is_gone_on_with(server: Hub, folder: pathlib.Path, revision: str | None) -> None:
+    began_as = f"org/tiny@{OLD}"
+    model = resolve(spec("org/tiny", revision=revision), began_as)
+    assert (model.commit, model.fingerprint) == (OLD, began_as)
+    # Cached whole, it is not asked about.
+    write(pathlib.Path(snapshot(OLD)), {"model.safetensors": weights()})
+    server.asked.clear()
+    assert resolve(spec("org/tiny", revision=revision), began_as).path == snapshot(OLD)
+    assert server.asked == []
+    # Of another model it says nothing.
+    assert resolve(spec("org/tiny", revision=revision), f"org/other@{OLD}").commit == NEW
+    assert resolve(spec(folder), began_as) == resolve(spec(folder))
+    with_tokenizer = f"{resolve(spec(folder)).fingerprint}, tokenizer {began_as}"
+    model = resolve(spec(folder, tokenizer="org/tiny"), with_tokenizer)
+    assert (model.tokenizer, model.fingerprint) == (snapshot(OLD), with_tokenizer)
+
+
+def test_a_commit_that_is_nowhere_any_more(server: Hub) -> None:
+    message = refusal(lambda: resolve(spec("org/tiny"), "org/tiny@" + "c" * 40))
+    assert message.replace(server.url, "HUB") == (
+        f"model.name: 'org/tiny' has no revision '{'c' * 40}'; its branches and tags are at HUB/org/tiny/tree/main. "
+        "The job began with this commit: get it back, or begin a new job"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "revision", "answer", "message"),
     [

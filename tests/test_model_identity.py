@@ -1,5 +1,6 @@
 """Whole jobs whose model moves: a branch of the hub under their feet, a folder that is staged or altered."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,6 +13,9 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import model_files
+from batchinf.job import check_cut, join_cut, open_job
+from batchinf.slices import Slice
+from batchinf.spec_file import read_spec
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -76,6 +80,19 @@ def test_a_branch_that_moves_does_not_move_the_job(tmp_path: pathlib.Path, hub: 
     )
 
 
+def test_slices_that_begin_later_take_the_commit_of_the_first(tmp_path: pathlib.Path, hub: Hub) -> None:
+    spec = jobs.spec_of(tmp_path, model="org/tiny")
+    first, second = (dataclasses.replace(read_spec(spec), slice=Slice.parse(text)) for text in ("0/2", "1/2"))
+    job = open_job(first)
+    join_cut(job, job.source.num_rows)
+    job.source.close()
+    hub.refs["org/tiny"]["main"] = NEW
+    job = open_job(second)
+    check_cut(job)
+    job.source.close()
+    assert job.model.commit == OLD
+
+
 def test_a_folder_may_be_staged_elsewhere_and_not_altered(tmp_path: pathlib.Path) -> None:
     out, first, other = tmp_path / "out", tmp_path / "shared" / "tiny", tmp_path / "local" / "model"
     shutil.copytree(jobs.MODEL, first)
@@ -112,3 +129,18 @@ def alterations(folder: pathlib.Path) -> dict[str, bytes]:
         "tokenizer_config.json": (folder / "tokenizer_config.json").read_bytes().replace(b"2048", b"2047"),
         "model.safetensors": weights[:place] + b'"F16" ' + weights[place + 6 :],
     }
+
+
+def test_weights_that_are_not_whole_are_said_before_an_engine_starts(tmp_path: pathlib.Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused = jobs.run("run", jobs.spec_of(tmp_path, model=str(model), scripted=None))
+    assert_refused(
+        refused,
+        f"the weights of '{model}' are not whole: model-00002-of-00002.safetensors is missing. Copy them again, or get "
+        f"them with `hf download ORG/MODEL --local-dir {model}`\n",
+    )
+    assert not any((tmp_path / "out" / "logs").iterdir())

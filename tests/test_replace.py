@@ -17,10 +17,12 @@ from batchinf import replace as replacing
 from batchinf.errors import OutputError
 from batchinf.journal import Journal, drop
 from batchinf.parts import OpenShard, part_name, verify_part
-from batchinf.records import Part, Result, Shard
+from batchinf.records import Part, Result
 from batchinf.replace import replaces, retry_metadata, with_retry, write_replacement
 from batchinf.retry_log import Retry, incarnation_name, retry_of
+from batchinf.run_order import RunOrder
 from batchinf.selection import Selection, read_selection, selection_name
+from batchinf.shard_rows import ShardRows
 from batchinf.shards import Extent, shard_at, total_shards
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder
@@ -75,7 +77,7 @@ def test_chosen_rows_are_new_and_the_others_as_they_were(
     chosen[chance.sample(range(SHARD.num_rows), num_chosen)] = True
     again = [r for r in make_results(spec, range(SHARD.start, SHARD.stop), 0.0) if chosen[r.prompt.row_index - 1000]]
     shard = reopened(folder, spec, chosen)
-    assert shard.are_finished(SHARD.start, SHARD.stop) is False
+    assert shard.are_finished(0, SHARD.num_rows) is False
     for result in chance.sample(again, len(again)):
         assert not shard.is_complete
         shard.add(shard.task.encode([result]))
@@ -166,7 +168,7 @@ def test_segments_of_one_retry_are_not_taken_for_those_of_another(folder: Folder
 def test_a_selection_is_a_set_of_rows(folder: Folder) -> None:
     chance = random.Random(7)
     for _ in range(30):
-        extents = (Extent(chance.choice([0, 13, 8000]), chance.randrange(1, 300), chance.randrange(1, 40), 0),)
+        extents = (Extent.of_all(chance.choice([0, 13, 8000]), chance.randrange(1, 300), chance.randrange(1, 40), 0),)
         rows = range(extents[0].start, extents[0].start + extents[0].num_rows)
         chosen = set(chance.sample(rows, chance.randrange(len(rows) + 1)))
         selection = Selection.of(extents)
@@ -178,9 +180,13 @@ def test_a_selection_is_a_set_of_rows(folder: Folder) -> None:
         assert back is not None
         shards = [shard_at(extents, index) for index in range(total_shards(extents))]
         for shard in shards:
-            assert back.chosen(shard).tolist() == [row in chosen for row in range(shard.start, shard.stop)]
-        assert back.counts(extents).tolist() == [len(chosen & set(range(s.start, s.stop))) for s in shards]
-        later = Shard(99, rows.stop - 1, rows.stop + 9)
+            assert back.chosen(ShardRows(shard.start, shard.stop)).tolist() == [
+                row in chosen for row in range(shard.start, shard.stop)
+            ]
+        assert back.counts(RunOrder(folder, extents).shards()).tolist() == [
+            len(chosen & set(range(s.start, s.stop))) for s in shards
+        ]
+        later = ShardRows(rows.stop - 1, rows.stop + 9)
         assert back.chosen(later).tolist() == [rows.stop - 1 in chosen] + [False] * 9
 
 

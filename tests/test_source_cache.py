@@ -59,4 +59,4 @@ def test_a_lost_artifact_is_made_again(tmp_path: pathlib.Path) -> None:
         check(found, expected)
         assert file.exists()
         found.close()
-    assert len(lost) == 2
+    assert len(lost) == 3

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,13 +18,18 @@ import pytest
 from conftest import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from batchinf.answers import Answers
 from batchinf.detokenizer import Detokenizer
 from batchinf.errors import BatchinfError, EngineStartError, RequestRefused, RowError
-from batchinf.records import Completion, Request
+from batchinf.records import Completion, Prompt, Request
+from batchinf.row_sampling import RowSampling
 from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.tasks import Generate
+from batchinf.tasks.generate import seed_of
 
 vllm = pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.engine import FinishReason, output_processor  # noqa: E402
 from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors  # noqa: E402
@@ -31,6 +37,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors  # noqa: E402
 from batchinf import vllm_engine as adapter  # noqa: E402
 from batchinf import vllm_logprobs  # noqa: E402
 from batchinf.vllm_engine import VllmEngine  # noqa: E402
+from batchinf.vllm_structures import check_once, matcher, tell_parser  # noqa: E402
 
 NUM_PROMPTS = 40
 MAX_TOKENS = 24
@@ -38,6 +45,25 @@ MAX_MODEL_LEN = 512
 GREEDY = SamplingSpec(temperature=0, logprobs=5, prompt_logprobs=3)
 SAMPLED = SamplingSpec(temperature=0.9, top_p=0.95, top_k=50)
 STOPS = ("e", ".", "\n")
+NUM_STRUCTURED = 24
+STRUCTURES: dict[str, tuple[dict[str, Any], str]] = {
+    "json": ({"json": {"enum": [{"mood": "good", "score": 3}, {"mood": "bad"}, None]}}, r'(\{"mood".*\}|null)'),
+    "regex": ({"regex": "[0-9]{4}-[0-9]{2}(x|yy)*"}, "[0-9]{4}-[0-9]{2}(x|yy)*"),
+    "choice": ({"choice": ["positive", "negative", "no opinion at all"]}, "positive|negative|no opinion at all"),
+    "grammar": ({"grammar": 'root ::= "yes" (", " [a-z]+)* "."'}, r"yes(, [a-z]+)*\."),
+}
+# Each row's own values, as columns of an input have them.
+OWN: list[dict[str, Any]] = [
+    {
+        "temperature": (0, 0.7, 1.1)[row % 3],
+        "max_tokens": None if row % 11 == 10 else 1 + row % 17,
+        "top_k": None if row % 2 else 20 + row,
+        "seed": None if row % 5 else row // 10,
+        "stop": (None, "e", [".", "th"], None)[row % 4],
+        "repetition_penalty": 1.2 if row % 7 == 6 else None,
+    }
+    for row in range(NUM_PROMPTS)
+]
 
 
 @dataclass(frozen=True)
@@ -49,6 +75,8 @@ class Reference:
     stopped: list[Any]
     stopped_with_text: list[Any]
     sampled: list[Any]
+    mixed: list[Any]
+    structured: dict[str, list[Any]]
 
 
 # Of the session: where it ends, vLLM tears down what it shares with the tests' own engine in this process.
@@ -68,14 +96,37 @@ def reference() -> Iterator[Reference]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         return list(llm.generate(inputs, each, use_tqdm=False))
 
+    def generate_each(each: list[SamplingParams]) -> list[Any]:
+        return list(
+            llm.generate([{"prompt_token_ids": prompt} for prompt in prompts[: len(each)]], each, use_tqdm=False)
+        )
+
     yield Reference(
         prompts,
         greedy=generate(temperature=0, logprobs=5, prompt_logprobs=3),
         stopped=generate(temperature=0, stop=list(STOPS), min_tokens=3),
         stopped_with_text=generate(temperature=0, stop=list(STOPS), include_stop_str_in_output=True),
         sampled=generate(temperature=0.9, top_p=0.95, top_k=50),
+        mixed=generate_each([own_params(row, own) for row, own in enumerate(OWN)]),
+        structured={
+            kind: generate_each([structured_params(row, structure) for row in range(NUM_STRUCTURED)])
+            for kind, (structure, _) in STRUCTURES.items()
+        },
     )
     llm.llm_engine.engine_core.shutdown()
+
+
+def own_params(row: int, own: dict[str, Any]) -> SamplingParams:
+    """What `LLM.generate` is given for a row, put together by hand."""
+    seed = None if own["temperature"] == 0 else seed_of(own["seed"] if own["seed"] is not None else 3, row, 0)
+    given = {name: value for name, value in own.items() if value is not None and name != "seed"}
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, **given}, seed=seed)
+
+
+def structured_params(row: int, structure: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.8, seed=row, max_tokens=1 + row, structured_outputs=StructuredOutputsParams(**structure)
+    )
 
 
 @pytest.fixture
@@ -208,6 +259,75 @@ def test_seeded_samples_equal_llm_generate_in_any_batch(engine: VllmEngine, refe
         assert_same(one, other)
     for one, request in list(zip(together, given, strict=True))[:6]:
         assert_same(one, run(engine, [request])[0])
+
+
+def test_rows_with_their_own_sampling_equal_llm_generate(engine: VllmEngine, reference: Reference) -> None:
+    columns = {name: name for name in OWN[0]}
+    job = SamplingSpec(temperature=1.0, max_tokens=MAX_TOKENS, seed=3, columns=columns)
+    rows = RowSampling(job)
+    task = Generate(JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=job))
+    given = []
+    for row, (own, token_ids) in enumerate(zip(OWN, reference.prompts, strict=True)):
+        sampling = rows.of(own)
+        assert isinstance(sampling, SamplingSpec)
+        given += task.expand(Prompt(row, token_ids, None, None, sampling), MAX_MODEL_LEN)
+    completions = run(engine, given)
+    texts = Detokenizer(AutoTokenizer.from_pretrained(MODEL)).decode(completions, job)
+    assert_same_outputs(completions, reference.mixed, texts)
+    for own, completion in zip(OWN, completions, strict=True):
+        assert len(completion.token_ids) <= (own["max_tokens"] or MAX_TOKENS)
+        assert (completion.text is None) == (own["stop"] is None)  # vLLM decodes only where it must
+    assert {completion.stop_reason for completion in completions} & {"e", ".", "th"}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
+    kind: str, engine: VllmEngine, reference: Reference
+) -> None:
+    structure, whole = STRUCTURES[kind]
+    sampling = SamplingSpec(temperature=0.8, structured_outputs=structure)
+    given = [Request(row, 0, reference.prompts[row], sampling, 1 + row, row) for row in range(NUM_STRUCTURED)]
+    completions = run(engine, given)
+    for completion, expected in zip(completions, reference.structured[kind], strict=True):
+        assert completion.token_ids.tolist() == list(expected.outputs[0].token_ids)
+        assert completion.finish_reason == expected.outputs[0].finish_reason
+    spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=sampling)
+    answers = Answers(spec, AutoTokenizer.from_pretrained(MODEL), None, matcher).read(completions)
+    marks = {"json": "invalid_json", "choice": "invalid_choice"}
+    for answer, expected in zip(answers, reference.structured[kind], strict=True):
+        assert answer.text == expected.outputs[0].text
+        if re.fullmatch(whole, answer.text):
+            assert answer.error is None
+        else:
+            assert answer.error is not None
+            assert answer.error.error_type == marks.get(kind, "invalid_structure")
+            assert expected.outputs[0].finish_reason == "length"
+    assert {answer.error is None for answer in answers} == {True, False}
+
+
+def test_a_structure_is_checked_once(engine: VllmEngine, reference: Reference) -> None:
+    check_once()
+    check_once()  # of each other they make no chain
+    sampling = SamplingSpec(temperature=0, structured_outputs={"regex": "a{3}"})
+    given = [Request(row, 0, reference.prompts[row], sampling, 9, None) for row in range(4)]
+    decode = AutoTokenizer.from_pretrained(MODEL).decode
+    for completion in (*run(engine, given), *run(engine, given)):
+        assert decode(completion.token_ids, skip_special_tokens=True) == "aaa"
+    refused = SamplingSpec(temperature=0, structured_outputs={"regex": "("})
+    for _ in range(2):
+        with pytest.raises(RequestRefused):
+            engine.add(Request(0, 0, [5, 6], refused, 9, None))
+
+
+def test_the_core_s_parser_gets_the_template_s_variables(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, processor = engine._engine.engine_core, engine._engine.input_processor
+    given: list[Any] = []
+    add = core.add_request
+    monkeypatch.setattr(core, "add_request", lambda request: (given.append(request), add(request)))
+    monkeypatch.setattr(processor, "process_inputs", processor.process_inputs)  # put back afterwards
+    tell_parser(engine._engine, {"thinking": True})
+    run(engine, requests([[5, 6, 7]], SamplingSpec(temperature=0)))
+    assert given[0].reasoning_parser_kwargs == {"chat_template_kwargs": {"thinking": True}}
 
 
 def test_samples_of_a_row_differ_by_their_seeds(engine: VllmEngine, reference: Reference) -> None:

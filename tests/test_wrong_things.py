@@ -18,6 +18,7 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import cli
+from batchinf.structures import reasoning_parser_names
 
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -154,6 +155,18 @@ WRONG = [
           "job.yaml:8:5: sampling.columns.n: a row cannot have its own; it can have temperature, top_p, top_k, "
           "min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
           "stop_token_ids, seed"),
+    Wrong("sampling column", {"sampling": {"max_tokens": {"column": "languge"}}},
+          "job.yaml:6:3: sampling.max_tokens: the input has no column 'languge'; did you mean 'language'? it has: id, "
+          "prompt, language"),
+    Wrong("sampling column's type", {"sampling": {"columns": {"max_tokens": "language"}}},
+          "job.yaml:6:3: sampling.max_tokens: the column 'language' holds text, or nothing at all; each value must be "
+          "a whole number, at least 1 and at most 2147483647, or null for the job's own"),
+    Wrong("clash of a new name", {"output": {"keep_columns": {"language": "token_ids", "prompt": "text"}}},
+          "job.yaml:9:3: output.keep_columns: got text, token_ids, which the output has columns of its own for; give "
+          "them other names, as in {prompt: input_text}"),
+    Wrong("schema that is not JSON", {"sampling": {"structured_outputs": {"json": "{type: object}"}}},
+          "job.yaml:8:5: sampling.structured_outputs.json: got text that is not JSON: Expecting property name enclosed "
+          "in double quotes: line 1 column 2 (char 1); must be a JSON schema, as a mapping or as text"),
     Wrong("two structures", {"sampling": {"structured_outputs": {"json": {}, "regex": "a"}}},
           "job.yaml:7:3: sampling.structured_outputs: got json, regex; must be one of json, regex, choice, grammar"),
     Wrong("no structure", {"sampling": {"structured_outputs": {"jsn": {}}}},
@@ -211,6 +224,16 @@ WRONG = [
           "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, openai, parquet, csv, text, arrow, hf"),
     Wrong("no rows", {},
           "rows.jsonl has no rows; give an input with at least one", rows=()),
+    # Rows to look at
+    Wrong("no such id", {"input": {"id_column": "id"}},
+          "--row 3: none of 2 rows has this in 'id' (int64)", arguments=("--row", "3")),
+    Wrong("id of another type", {"input": {"id_column": "id"}},
+          "--row one: the ids in 'id' are int64; give one of them", arguments=("--row", "one")),
+    Wrong("no such position", {},
+          "--row 2: the job has no id_column, so a row is named by its position, 0 to 1", arguments=("--row", "2")),
+    Wrong("named and drawn", {},
+          "got --row with --random; the one names rows, the other draws them: give one of them",
+          arguments=("--row", "1", "--random")),
     # The spec itself
     Wrong("unknown section", {"sampler": {"top_p": 1}},
           "job.yaml:9:1: sampler: unknown field; did you mean input.sample? Allowed: model, task, input, sampling, "
@@ -231,7 +254,34 @@ WRONG = [
     Wrong("override without a value", {},
           "--set sampling.max_tokens: must be field=value, such as --set sampling.max_tokens=64",
           arguments=("--set", "sampling.max_tokens")),
+
+    # Rows that cannot be chosen
+    Wrong("where, unknown column", {"input": {"where": "langage = 'en'"}},
+          "job.yaml:4:3: input.where: got \"langage = 'en'\": there is no column 'langage'; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, no expression", {"input": {"where": "id = 1; drop table input"}},
+          "job.yaml:4:3: input.where: got 'id = 1; drop table input': syntax error at or near \";\"; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, no truth value", {"input": {"where": "id + 1"}},
+          "job.yaml:4:3: input.where: got 'id + 1': it must be true or false, but is BIGINT; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, a query", {"input": {"where": "id in (select 1)"}},
+          "job.yaml:4:3: input.where: got 'id in (select 1)': it must speak of one row alone, but it holds a query; "
+          "must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, "
+          "language"),
+    Wrong("where, a value that does not fit", {"input": {"where": "prompt::int = 1"}},
+          "job.yaml:4:3: input.where: got 'prompt::int = 1': Conversion Error: Could not convert string 'Once upon a "
+          "time' to INT32 when casting from source column prompt; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("nothing chosen", {"input": {"where": "id > 2"}},
+          "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 rows; nothing would be run"),
+    Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
+          "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no manifest in it; give a job's output.path"),
 ]  # fmt: skip
+if (parsers := reasoning_parser_names()) is not None:  # vLLM is installed
+    said = f"got 'qwen33'; the installed vLLM has {', '.join(parsers)}"
+    changes = {"model": {"name": "model", "reasoning_parser": "qwen33"}}
+    WRONG.append(Wrong("reasoning parser", changes, f"job.yaml:3:3: model.reasoning_parser: {said}"))
 
 
 @pytest.fixture

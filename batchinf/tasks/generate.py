@@ -214,7 +214,7 @@ def _prompt_columns(results: Sequence[Result], include_prompt: bool) -> dict[str
     prompts = [result.prompt for result in results]
     # A row's samples share their Prompt: its ids are converted once (20 ns a token) and not for each.
     ids = {id(prompt): np.array(prompt.token_ids, np.int32) for prompt in {id(p): p for p in prompts}.values()}
-    hashes = {key: _prompt_hash(value) for key, value in ids.items()}
+    hashes = {key: prompt_hash(value) for key, value in ids.items()}
     columns = {
         "prompt_hash": pa.array([hashes[id(prompt)] for prompt in prompts], pa.int64()),
         "num_prompt_tokens": pa.array([len(prompt.token_ids) or None for prompt in prompts], pa.int32()),
@@ -226,7 +226,7 @@ def _prompt_columns(results: Sequence[Result], include_prompt: bool) -> dict[str
     return columns
 
 
-def _prompt_hash(token_ids: IntArray) -> int | None:
+def prompt_hash(token_ids: IntArray) -> int | None:
     """xxh3-64 of the ids as little-endian int32, as a signed number; None where there are none."""
     if not len(token_ids):
         return None

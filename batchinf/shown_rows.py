@@ -1,0 +1,139 @@
+"""Rows for people to look at before a job runs: which ones, and each with its prompt, its length and its sampling."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinf.column_types import is_json
+from batchinf.errors import InputError
+from batchinf.prompt import show
+from batchinf.records import Prompt, Request
+from batchinf.selection import Int64Array
+from batchinf.source import Source
+from batchinf.spec import SamplingSpec
+
+_MOST_IDS = 16
+_LOOK_ROWS = 50_000
+# Of a prompt that was not asked for by name.
+_HEAD_CHARS, _TAIL_CHARS = 1200, 600
+
+
+class ChosenRows(Sequence[int]):
+    """Positions of rows, ascending, which are looked up when they are asked for."""
+
+    def __init__(self, num_rows: int, rows: Callable[[int, int], Int64Array]) -> None:
+        """rows: the positions of those number `start` to `stop` (exclusive)."""
+        self._num_rows, self._rows = num_rows, rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(index)
+            return int(self._rows(index % len(self), index % len(self) + 1)[0])
+        start, stop, step = index.indices(len(self))
+        found: list[int] = self._rows(start, max(start, stop)).tolist()
+        return found[::step]
+
+
+def random_rows(positions: Sequence[int], num_rows: int, seed: int) -> list[int]:
+    """So many of these rows, ascending, the same for a seed."""
+    drawn = random.Random(seed).sample(range(len(positions)), min(num_rows, len(positions)))
+    return [positions[number] for number in sorted(drawn)]
+
+
+def find_row(source: Source, id_column: str | None, wanted: str) -> int:
+    """The first row with this id, read as the column's own type; where there are no ids, the row at this position.
+
+    Reads the column up to there. Raises InputError.
+    """
+    if id_column is None:
+        return _position(source, wanted)
+    field = source.schema.field(id_column)
+    ids = _as_type(field, wanted)
+    for start in range(0, source.num_rows, _LOOK_ROWS):
+        table = source.read_columns(start, min(start + _LOOK_ROWS, source.num_rows), [id_column])
+        place: int = pc.index(pc.is_in(table.column(0), ids), True).as_py()
+        if place >= 0:
+            return start + place
+    raise InputError(f"--row {wanted}: none of {source.num_rows:,} rows has this in '{id_column}' ({field.type})")
+
+
+def _position(source: Source, wanted: str) -> int:
+    if not wanted.isascii() or not wanted.isdigit() or int(wanted) >= source.num_rows:
+        raise InputError(
+            f"--row {wanted}: the job has no id_column, so a row is named by its position, 0 to {source.num_rows - 1:,}"
+        )
+    return int(wanted)
+
+
+def _as_type(field: pa.Field, wanted: str) -> pa.Array:
+    """What the column may hold for it. A column of mixed types holds JSON."""
+    if is_json(field):
+        return pa.array(list(dict.fromkeys([wanted, json.dumps(wanted, ensure_ascii=False), json.dumps(wanted)])))
+    try:
+        return pa.array([wanted]).cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise InputError(f"--row {wanted}: the ids in '{field.name}' are {field.type}; give one of them") from None
+
+
+def row_lines(
+    prompt: Prompt,
+    row_id: object,
+    requests: Sequence[Request],
+    tokenizer: object,
+    job_sampling: SamplingSpec,
+    max_model_len: int | None,
+    is_whole: bool,
+) -> Iterator[str]:
+    """What of a row will reach the engine. requests: as the task makes them. is_whole: show all of a long prompt."""
+    name = f"row {prompt.row_index}" + ("" if row_id is None else f", id {row_id!r}")
+    if prompt.error is not None:
+        yield f"{name}: {prompt.error.error_type}: {prompt.error.error_message}"
+        return
+    ids = prompt.token_ids
+    room = "" if max_model_len is None else f", room for {max_model_len - len(ids):,} more in {max_model_len:,}"
+    cut = "; cut to fit" if prompt.is_truncated else ""
+    yield f"{name}: {len(ids):,} tokens{room}{cut}"
+    for line in _clip(show(tokenizer, ids), is_whole).split("\n"):
+        # Blanks at a line's end change what a model says; nobody would see them.
+        bare = line.rstrip(" ")
+        yield f"  │ {bare}{'·' * (len(line) - len(bare))}"
+    yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{'' if len(ids) <= _MOST_IDS else ', …'}"
+    left = None if max_model_len is None else max_model_len - len(ids)
+    yield f"  sampling: {_sampling(requests, prompt.sampling, job_sampling, left)}"
+
+
+def _clip(text: str, is_whole: bool) -> str:
+    num_left_out = len(text) - _HEAD_CHARS - _TAIL_CHARS
+    if is_whole or num_left_out <= 100:
+        return text
+    return f"{text[:_HEAD_CHARS]}\n[… {num_left_out:,} characters; --row shows them …]\n{text[-_TAIL_CHARS:]}"
+
+
+def _sampling(requests: Sequence[Request], own: SamplingSpec | None, job: SamplingSpec, left: int | None) -> str:
+    """What counts for a row, its own value beside the job's. left: tokens that fit after its prompt."""
+    words = []
+    for name, value in job.model_dump(exclude={"columns", "structured_outputs"}).items():
+        mine = value if own is None else getattr(own, name)
+        if mine != value and name != "max_tokens":
+            words.append(f"{name} {mine} (the row's own; the job's is {value})")
+    asked = job.max_tokens if own is None else own.max_tokens
+    tokens = "max_tokens " + ("what fits" if asked is None else f"{asked:,}")
+    if asked != job.max_tokens:
+        tokens += f" (the row's own; the job's is {'what fits' if job.max_tokens is None else f'{job.max_tokens:,}'})"
+    if asked is not None and left is not None and asked > left:
+        tokens += f", of which {left:,} fit"
+    seed = "greedy" if requests[0].seed is None else f"seed {requests[0].seed}"
+    samples = "" if len(requests) == 1 else f"{len(requests)} samples, the first with "
+    return ", ".join([*words, tokens, samples + seed])

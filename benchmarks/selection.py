@@ -1,0 +1,154 @@
+"""Time and peak memory of choosing rows, each of `where`, `sample` and `exclude` in a process of its own.
+
+    python benchmarks/selection.py --rows 1000000 10000000
+
+The input is Parquet, the earlier job's output too: a folder with its manifest and parts, which hold every other id.
+RSS is the kernel's own high-water mark, which counts pages of mapped files too; `anonymous`, the most that was left
+without those, is sampled ten times a second.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = pathlib.Path(__file__).resolve().parent
+MODEL = HERE.parent / "sample_data" / "tiny-llama"
+_CHUNK_ROWS = 100_000
+_PART_ROWS = 50_000
+CASES: dict[str, dict[str, Any]] = {
+    "no choice": {"limit": 1 << 30},
+    "where": {"where": "language = 'de' and quality > 0.5"},
+    "sample": {"sample": 0.01},
+    "exclude, id integer": {"exclude": {"job": "earlier", "on": "id"}},
+    "exclude, id text": {"id_column": "name", "exclude": {"job": "earlier-text", "on": "id"}},
+    "all three": {
+        "where": "quality > 0.5", "sample": 0.5, "exclude": {"job": "earlier", "on": "id"}
+    },
+}  # fmt: skip
+
+
+def main() -> None:
+    """Print a table, one line for each case and number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--one", nargs=2, metavar=("FOLDER", "CASE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        choose_once(pathlib.Path(arguments.one[0]), arguments.one[1])
+        return
+    print("| rows | chosen by | chosen rows | seconds | peak RSS | anonymous |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    for num_rows in arguments.rows:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = pathlib.Path(scratch)
+            write_input(folder, num_rows)
+            write_earlier(folder / "earlier", num_rows, is_text=False)
+            write_earlier(folder / "earlier-text", num_rows, is_text=True)
+            for case in CASES:
+                command = [sys.executable, __file__, "--one", str(folder), case]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                found = json.loads(done.stdout.splitlines()[-1])
+                print(
+                    f"| {num_rows:,} | {case} | {found['num_chosen']:,} | {found['seconds']:.1f} | "
+                    f"{found['rss']:.0f} MiB | {found['anonymous']:.0f} MiB |",
+                    flush=True,
+                )
+
+
+def write_input(folder: pathlib.Path, num_rows: int) -> None:
+    """Five columns, a prompt of some 100 characters among them."""
+    rng = np.random.default_rng(0)
+    schema = pa.schema(
+        [("id", "int64"), ("name", "string"), ("prompt", "string"), ("language", "string"), ("quality", "float64")]
+    )
+    with pq.ParquetWriter(folder / "input.parquet", schema, compression="zstd") as writer:
+        for start in range(0, num_rows, _CHUNK_ROWS):
+            ids = range(start, min(start + _CHUNK_ROWS, num_rows))
+            columns = [
+                list(ids),
+                [f"document-{number:012d}" for number in ids],
+                [f"Say in one sentence what document {number} is about. " + "lorem ipsum " * 4 for number in ids],
+                [("de", "en", "fr", "ja")[number % 4] for number in ids],
+                rng.random(len(ids)),
+            ]
+            writer.write_table(pa.table(columns, schema=schema))
+
+
+def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
+    """The output of a job that has done every other row: what of it is read."""
+    from batchinf.job_state import Header
+    from batchinf.manifest import Manifest
+    from batchinf.part_names import part_name
+    from batchinf.records import Extent, Part
+    from batchinf.storage import Folder
+
+    folder = Folder(out)
+    folder.make("manifest", "parts")
+    manifest = Manifest(folder, 1)
+    manifest.header(Header(1, "0" * 32, "2026-01-01T00:00:00+00:00", {}, "0" * 32, {}, {}))
+    manifest.extent(Extent.of_all(0, num_rows // 2, _PART_ROWS, 0), "input")
+    for shard, start in enumerate(range(0, num_rows, 2 * _PART_ROWS)):
+        ids = range(start, min(start + 2 * _PART_ROWS, num_rows), 2)
+        values = pa.array([f"document-{number:012d}" for number in ids]) if is_text else pa.array(ids, "int64")
+        table = pa.table({"id": values, "text": ["some answer"] * len(ids), "error_type": pa.nulls(len(ids), "string")})
+        pq.write_table(table, out / "parts" / part_name(shard), compression="zstd", write_page_checksum=True)
+        manifest.part(Part(shard, part_name(shard), len(ids), 0, 0, 0, 0, ""))
+    manifest.commit()
+    manifest.close()
+
+
+def choose_once(folder: pathlib.Path, case: str) -> None:
+    """Choose, and print what it took as JSON."""
+    from batchinf.choose import choose
+    from batchinf.job import open_job
+    from batchinf.spec_file import read_spec
+
+    path = {"path": str(folder / "input.parquet"), "id_column": "id", "prompt_column": "prompt"}
+    given = dict(CASES[case])
+    if "exclude" in given:
+        given["exclude"] = {**given["exclude"], "job": str(folder / given["exclude"]["job"])}
+    spec = {
+        "model": str(MODEL), "input": {**path, **given}, "output": {"path": str(folder / "out")}, "scripted": {}
+    }  # fmt: skip
+    (folder / "job.yaml").write_text(json.dumps(spec))
+    file = read_spec(folder / "job.yaml")
+    job = open_job(file, folder / "cache")
+    anonymous = [0]
+    threading.Thread(target=_watch, args=(anonymous,), daemon=True).start()
+    began = time.monotonic()
+    (folder / "out").mkdir(exist_ok=True)
+    chosen = choose(job, file, 0, job.spec.input.limit, scratch=folder / "out")
+    found = {
+        "num_chosen": chosen.num_rows,
+        "seconds": time.monotonic() - began,
+        "rss": _kilobytes("status", "VmHWM:") / 1024,
+        "anonymous": max(anonymous[0], _kilobytes("smaps_rollup", "Anonymous:")) / 1024,
+    }
+    print(json.dumps(found))
+
+
+def _watch(anonymous: list[int]) -> None:
+    while True:
+        anonymous[0] = max(anonymous[0], _kilobytes("smaps_rollup", "Anonymous:"))
+        time.sleep(0.1)
+
+
+def _kilobytes(name: str, key: str) -> int:
+    for line in pathlib.Path("/proc/self", name).read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1])
+    return 0
+
+
+if __name__ == "__main__":
+    main()

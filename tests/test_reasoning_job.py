@@ -1,0 +1,71 @@
+"""A whole job on real vLLM whose model thinks before it answers in a structure, each row within a budget of its own."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+import jobs
+
+pytest.importorskip("vllm")
+
+CHOICES = ["positive", "negative"]
+
+
+@pytest.fixture
+def thinker(tmp_path: pathlib.Path) -> pathlib.Path:
+    """The sample model with two of its special tokens called marks of thinking: its tokenizer has none."""
+    folder = tmp_path / "thinker"
+    shutil.copytree(jobs.MODEL, folder)
+    tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    for token, mark in (("<|start_header_id|>", "<think>"), ("<|end_header_id|>", "</think>")):
+        tokenizer = tokenizer.replace(token, mark)
+    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    return folder
+
+
+def test_a_structure_begins_after_the_thinking(thinker: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    rows = [
+        {
+            "id": index,
+            "prompt": f"So <think>hm {index}" + ("</think>" if index % 2 else ""),
+            "budget": 3 + 5 * (index % 3),
+        }
+        for index in range(12)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    spec = jobs.spec_of(
+        tmp_path,
+        model={"name": str(thinker), "reasoning_parser": "deepseek_r1"},
+        input={"path": str(tmp_path / "in.jsonl")},
+        sampling={
+            "temperature": 1.0,
+            "max_tokens": {"column": "budget"},
+            "logprobs": None,
+            "structured_outputs": {"choice": CHOICES},
+        },
+        engine={"max_model_len": 128, "max_num_seqs": 16},
+        output={"keep_columns": []},
+        parallel={"data_parallel_size": 1},
+        scripted=None,
+        max_error_rate=1.0,
+    )
+    done = jobs.finish(spec)
+    assert "structured outputs: choice, compiled by xgrammar" in done.stdout + done.stderr
+    found = jobs.rows_of(tmp_path / "out")
+    assert [row["id"] for row in found] == list(range(12))
+    for row, given in zip(found, rows, strict=True):
+        assert row["num_output_tokens"] <= given["budget"]
+        if row["id"] % 2:
+            # Its prompt has shut the thinking: the structure begins at once.
+            assert row["reasoning"] is None
+            assert any(choice.startswith(row["text"]) for choice in CHOICES)
+            assert (row["error_type"] is None) == (row["text"] in CHOICES)
+        elif row["text"] is None:
+            assert row["reasoning"] is not None
+            assert row["error_type"] == "invalid_choice"
+            assert row["error_message"] == f"no text came after the reasoning (finish_reason {row['finish_reason']})"
+    thought = [row["reasoning"] for row in found if row["text"] is None]
+    assert sum(not any(choice.startswith(each) for choice in CHOICES) for each in thought) >= 3  # as it pleased
+    assert {row["text"] for row in found} & set(CHOICES)
