@@ -59,7 +59,10 @@ def begin(job: Job, file: SpecFile, say: Say) -> Choice:
     Raises UserError, where no row is left too.
     """
     if job.slice is None:
-        return choose(job, file, 0, job.spec.input.limit, say, job.folder.root).write(job.folder, 1, 0)
+        # Earlier jobs may have done all there is: that is no mistake, but a week without anything new.
+        may_be_none = job.spec.input.exclude is not None
+        limit, root = job.spec.input.limit, job.folder.root
+        return choose(job, file, 0, limit, say, root, may_be_none=may_be_none).write(job.folder, 1, 0)
     whole = _of_all_slices(job, file, say)
     places = job.slice.rows(whole.num_rows)
     return _cut(whole, places).write(job.folder, 1, places.start)

@@ -321,3 +321,19 @@ def test_validate_says_how_many_rows_are_chosen(tmp_path: pathlib.Path) -> None:
     assert "chosen by where 'id % 6 = 5', limit 8: 8 of 60 rows" in done.stdout
     assert "row 5, " in done.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_a_week_without_anything_new_is_done(tmp_path: pathlib.Path) -> None:
+    """All rows are done elsewhere: a job of none, which is done, and which a later one may exclude as well."""
+    week = tmp_path / "week"
+    week.mkdir()
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.0})
+    jobs.finish(spec)
+    first, second = str(tmp_path / "out"), str(week / "out")
+    exclude = {"job": first, "on": "id"}
+    again = jobs.spec_of(week, input={"path": str(jobs.PROMPTS), "id_column": "id", "exclude": exclude})
+    for verb in ("done", "was already done"):
+        assert f"{verb}: 0 output rows, 0 of them errors" in jobs.finish(again).stdout
+    assert jobs.state_of(week / "out").is_done
+    third = jobs.finish(again, "--set", f"input.exclude.job=[{first}, {second}]", "--set", f"output.path={week / 'b'}")
+    assert "done: 0 output rows" in third.stdout
