@@ -1,6 +1,6 @@
 """vLLM's reasoning parsers: a model's text → what it thought, and what it answered.
 
-Run with vLLM 0.32.0 and read against 0.26.0 and 0.33.0, which all have `ReasoningParserManager.get_reasoning_parser`
+Run with vLLM 0.32.0 and read against 0.26.0, which both have `ReasoningParserManager.get_reasoning_parser`
 and `extract_reasoning(text, request)` (before 0.13 it was `extract_reasoning_content`).
 """
 

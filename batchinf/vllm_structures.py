@@ -2,7 +2,7 @@
 
 As a program, `python -m batchinf.vllm_structures` reads a spec and a tokenizer's path as JSON and says what vLLM would
 refuse of its structured outputs and its reasoning parser: in a process of its own, as vLLM takes 0.5 GB, and writes
-into the environment. Run with vLLM 0.32.0 and read against 0.26.0 and 0.33.0.
+into the environment. Run with vLLM 0.32.0; what it imports is in 0.26.0 too.
 """
 
 import json
