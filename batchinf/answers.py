@@ -55,7 +55,7 @@ class Answers:
             longest_first = sorted(tokens.values(), key=len, reverse=True)
             self._special = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
         self._matcher = matcher
-        self._judges: dict[tuple[Any, ...], Judge] = {}
+        self._judges: dict[str, Judge] = {}
 
     def read(self, completions: Sequence[Completion]) -> list[Answer]:
         """One answer for each completion, in order."""
@@ -80,7 +80,7 @@ class Answers:
 
     def _judge(self, structure: dict[str, Any]) -> "Judge":
         """Made once for each structure; rows of a batch file may have their own."""
-        key = tuple((kind, value if isinstance(value, str) else tuple(value)) for kind, value in structure.items())
+        key = json.dumps(structure)
         if key not in self._judges:
             if len(self._judges) >= _MOST_JUDGES:
                 self._judges.clear()

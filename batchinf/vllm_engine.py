@@ -5,6 +5,7 @@ Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ betw
 
 import contextlib
 import copy
+import json
 import operator
 import os
 import platform
@@ -158,9 +159,8 @@ class VllmEngine:
 
     def _template(self, sampling: SamplingSpec) -> Any:
         """Found again by what it is made of: rows may all have other objects, and differ in `seed` alone."""
-        structure = sampling.structured_outputs or {}
-        lists = [value if isinstance(value, str) else tuple(value) for value in structure.values()]
-        key = (_TEMPLATE_OF(sampling), *structure, *lists)
+        structure = sampling.structured_outputs
+        key = (_TEMPLATE_OF(sampling), structure and json.dumps(structure))
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
