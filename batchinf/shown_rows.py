@@ -90,13 +90,13 @@ def _as_type(field: pa.Field, wanted: str) -> pa.Array:
 def row_lines(
     prompt: Prompt,
     row_id: object,
-    requests: Sequence[Request],
+    request: Request,
     tokenizer: object,
     job_sampling: SamplingSpec,
     max_model_len: int | None,
     is_whole: bool,
 ) -> Iterator[str]:
-    """What of a row will reach the engine. requests: as the task makes them. is_whole: show all of a long prompt."""
+    """What of a row will reach the engine. request: its first. is_whole: show all of a long prompt."""
     name = f"row {prompt.row_index}" + ("" if row_id is None else f", id {row_id!r}")
     if prompt.error is not None:
         yield f"{name}: {prompt.error.error_type}: {prompt.error.error_message}"
@@ -111,7 +111,7 @@ def row_lines(
         yield f"  │ {bare}{'·' * (len(line) - len(bare))}"
     yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{'' if len(ids) <= _MOST_IDS else ', …'}"
     left = None if max_model_len is None else max_model_len - len(ids)
-    yield f"  sampling: {_sampling(requests, prompt.sampling, job_sampling, left)}"
+    yield f"  sampling: {_sampling(request, prompt.sampling, job_sampling, left)}"
 
 
 def _clip(text: str, is_whole: bool) -> str:
@@ -121,7 +121,7 @@ def _clip(text: str, is_whole: bool) -> str:
     return f"{text[:_HEAD_CHARS]}\n[… {num_left_out:,} characters; --row shows them …]\n{text[-_TAIL_CHARS:]}"
 
 
-def _sampling(requests: Sequence[Request], own: SamplingSpec | None, job: SamplingSpec, left: int | None) -> str:
+def _sampling(request: Request, own: SamplingSpec | None, job: SamplingSpec, left: int | None) -> str:
     """What counts for a row, its own value beside the job's. left: tokens that fit after its prompt."""
     words = []
     for name, value in job.model_dump(exclude={"columns", "structured_outputs"}).items():
@@ -134,6 +134,6 @@ def _sampling(requests: Sequence[Request], own: SamplingSpec | None, job: Sampli
         tokens += f" (the row's own; the job's is {'what fits' if job.max_tokens is None else f'{job.max_tokens:,}'})"
     if asked is not None and left is not None and asked > left:
         tokens += f", of which {left:,} fit"
-    seed = "greedy" if requests[0].seed is None else f"seed {requests[0].seed}"
-    samples = "" if len(requests) == 1 else f"{len(requests)} samples, the first with "
+    seed = "greedy" if request.seed is None else f"seed {request.seed}"
+    samples = "" if job.n == 1 else f"{job.n:,} samples, the first with "
     return ", ".join([*words, tokens, samples + seed])

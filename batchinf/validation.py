@@ -22,6 +22,7 @@ from batchinf.row_sampling import sampling_line
 from batchinf.run_order import RunOrder
 from batchinf.shown_rows import ChosenRows, find_row, random_rows, row_lines
 from batchinf.slices import SOURCE_FOLDER, read_cut
+from batchinf.spec import JobSpec
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 from batchinf.structures import check_structures
@@ -120,10 +121,18 @@ def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence
     return ChosenRows(order.num_places, lambda first, stop: order.rows(start + first, start + stop))
 
 
+def _with_one_sample(spec: JobSpec) -> JobSpec:
+    # The first of a row's requests is all that is shown, and there may be millions.
+    return spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"n": 1})})
+
+
 def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequence[int]) -> Iterator[str]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     begun = begun_at(job, None if state is None else state.header)
-    builder, task = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun), get_task(job.spec)
+    builder, task = (
+        PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun),
+        get_task(_with_one_sample(job.spec)),
+    )
     length, id_column = _max_model_len(job), job.spec.input.id_column
     named = [find_row(job.source, id_column, text) for text in looks.named]
     yield ""
@@ -141,10 +150,10 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
     for position in shown:
         [row] = job.source.read(position, position + 1, columns)
         [prompt] = builder.build([row], length)
-        requests = task.expand(prompt, length or _LONG)
+        [first, *_] = task.expand(prompt, length or _LONG)
         yield ""
         row_id = row.values.get(id_column) if id_column else None
-        yield from row_lines(prompt, row_id, requests, tokenizer, job.spec.sampling, length, bool(named))
+        yield from row_lines(prompt, row_id, first, tokenizer, job.spec.sampling, length, bool(named))
         place = bisect.bisect_left(positions, position)
         if place == len(positions) or positions[place] != position:
             yield "  not among the rows that are run"

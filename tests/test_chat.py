@@ -326,8 +326,8 @@ def test_validate_shows_the_rendered_conversation(tmp_path: pathlib.Path) -> Non
     done = jobs.run("validate", jobs.spec_of(tmp_path, input={"system_prompt": "Be brief."}), "-n", "1")
     assert done.returncode == 0, done.stderr
     assert (
-        "'<|begin_of_text|><|start_header_id|>system<|end_header_id|>\\n\\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\\n\\n" in done.stdout
+        "  │ <|begin_of_text|><|start_header_id|>system<|end_header_id|>\n  │ \n"
+        "  │ Be brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n  │ \n" in done.stdout
     )
-    assert "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n'" in done.stdout
+    assert "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n  │ \n" in done.stdout
     assert "warning" not in done.stdout

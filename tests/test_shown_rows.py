@@ -104,8 +104,9 @@ def lines_of(
     is_whole: bool = False,
 ) -> list[str]:
     tokenizer = load_tokenizer(str(jobs.MODEL), False)
-    requests = [Request(prompt.row_index, index, prompt.token_ids, JOB, 64, seed) for index in range(num)]
-    return list(row_lines(prompt, row_id, requests, tokenizer, JOB, room, is_whole))
+    request = Request(prompt.row_index, 0, prompt.token_ids, JOB, 64, seed)
+    job = JOB.model_copy(update={"n": num})
+    return list(row_lines(prompt, row_id, request, tokenizer, job, room, is_whole))
 
 
 def ids(text: str) -> list[int]:
