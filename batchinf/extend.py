@@ -79,7 +79,7 @@ def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:
     left = None if limit is None else limit - total_rows(state.extents)
     if left == 0 or first_row == job.source.num_rows:
         return Chosen(0, first_row, first_row, None)
-    return choose(job, file, first_row, left, say, job.folder.root, may_be_none=True)
+    return choose(job, file, first_row, left, say, job.folder.root, may_be_none=True, state=state)
 
 
 def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) -> int:

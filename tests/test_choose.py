@@ -293,6 +293,26 @@ def test_rows_that_other_jobs_have_done_are_left_out(tmp_path: pathlib.Path) -> 
         "exclude": {"job": both[0], "on": "id"}}))  # fmt: skip
 
 
+def test_prompts_are_those_of_the_jobs_beginning_whenever_rows_are_chosen(tmp_path: pathlib.Path) -> None:
+    chat = {"chat_template": "{{ strftime_now('%H:%M:%S') }} {{ messages[-1].content }}"}
+    spec = spec_over(tmp_path, RECORDS[:20], input=chat)
+    jobs.finish(spec)
+    out = str(tmp_path / "out")
+    again = {"exclude": {"job": out, "on": "prompt_hash"}}
+    file = read_spec(spec_over(tmp_path, RECORDS[:20], input={**chat, **again}, output={"path": f"{out}-2"}))
+    job = open_job(file)
+    # As when more is taken in later, or the bitmap is lost: the hashes in the output are of that time.
+    chosen = choosing.choose(job, file, 0, None, may_be_none=True, state=jobs.state_of(tmp_path / "out"))
+    assert chosen.num_rows == 0
+    job.source.close()
+
+
+def test_a_length_that_the_engine_finds_for_itself_is_the_models_here(tmp_path: pathlib.Path) -> None:
+    job = open_job(read_spec(spec_over(tmp_path, RECORDS[:3], scripted=None, engine={"max_model_len": -1})))
+    assert choosing.max_model_len(job) == job.model.max_model_len
+    job.source.close()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
