@@ -53,8 +53,10 @@ class Chosen:
         return Choice(start, self.num_rows, self.first_row, self.stop_row, digest)
 
 
-def begin(job: Job, file: SpecFile, say: Say) -> Choice:
+def begin(job: Job, file: SpecFile, say: Say, check_lock: Callable[[], None] = lambda: None) -> Choice:
     """The rows that a job, or a slice, runs that has not begun; their bitmap is written, slices agree on theirs.
+
+    check_lock: raises where another process runs the job by now, whose bitmap must stay as it is.
 
     Raises UserError, where no row is left too.
     """
@@ -62,9 +64,12 @@ def begin(job: Job, file: SpecFile, say: Say) -> Choice:
         # Earlier jobs may have done all there is: that is no mistake, but a week without anything new.
         may_be_none = job.spec.input.exclude is not None
         limit, root = job.spec.input.limit, job.folder.root
-        return choose(job, file, 0, limit, say, root, may_be_none=may_be_none).write(job.folder, 1, 0)
+        chosen = choose(job, file, 0, limit, say, root, may_be_none=may_be_none)
+        check_lock()
+        return chosen.write(job.folder, 1, 0)
     whole = _of_all_slices(job, file, say)
     places = job.slice.rows(whole.num_rows)
+    check_lock()
     return _cut(whole, places).write(job.folder, 1, places.start)
 
 

@@ -61,7 +61,9 @@ def add_extent(
     job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say = lambda line: None
 ) -> int:
     """Take in what is new, durably; the number of rows to run that came so."""
-    choice = _chosen(job, file, state, say).write(job.folder, len(state.extents) + 1, total_rows(state.extents))
+    chosen = _chosen(job, file, state, say)
+    manifest.check_lock()
+    choice = chosen.write(job.folder, len(state.extents) + 1, total_rows(state.extents))
     extent = choice.extent(_rows_per_shard(job, state, choice.num_rows, num_replicas), total_shards(state.extents))
     if job.spec.input.selects:
         num_rows = total_rows(state.extents) + choice.num_rows
