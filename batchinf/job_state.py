@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ FORMAT_VERSION = 1
 NUM_KEPT_EVENTS = 1000
 FOLDER = "manifest"
 _LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
-_MAX_LOOKS = 20
+_MAX_LOOKS, _LOOK_AGAIN_S = 200, 0.01
 _T = TypeVar("_T")
 
 
@@ -199,7 +200,8 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
     known: of an earlier call; it is given back if the logs, which only grow, have the same sizes. Needs no lock: where
     a compaction has put other logs in their place, it begins again. Raises OutputError for damage and a newer format.
     """
-    for look in range(_MAX_LOOKS):
+    last_seen: object = None
+    for _ in range(_MAX_LOOKS):
         state, failure, logs, sizes = None, None, list_logs(folder), folder.sizes(FOLDER)
         if known is not None and known._sizes == sizes:
             return known
@@ -207,10 +209,13 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
             state = _read_logs(folder, logs)
         except (OSError, OutputError) as error:
             failure = error
-        # A listing is no snapshot: it may lack both a log that has just been deleted and the one in its place.
-        # Nor do two that agree prove that both saw all: what looks like damage is looked at again.
-        if logs == list_logs(folder) and (failure is None or look >= 2):
+        # A listing is no snapshot: it may lack both a log that has just been deleted and the one in its place. Nor do
+        # two that agree prove that both saw all. Damage stays as it is; what a compaction makes of a look does not.
+        seen = (str(failure), sizes)
+        if logs == list_logs(folder) and (failure is None or seen == last_seen):
             break
+        last_seen = seen
+        time.sleep(_LOOK_AGAIN_S)
     if isinstance(failure, OSError):
         raise OutputError(f"cannot read {folder.path(FOLDER)}: {reason(failure)}") from failure
     if failure is not None:

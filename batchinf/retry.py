@@ -88,6 +88,16 @@ def next_phase(job: Job, state: State, manifest: Manifest) -> Phase | None:
             predicate = Predicate(retry.predicate, _output_schema(job))
             _choose(job, state, manifest, predicate, retry, np.flatnonzero(behind).tolist())
             selection = read_selection(job.folder, number)
+        elif selection is not None and behind.any() and state.event_counts["lost"]:
+            # A file that was lost after a shard had been through it was made anew without that shard's rows.
+            # Shards of rows that came later than the retry are none of its own.
+            order, stop_row = RunOrder(job.folder, state.extents), selection.first_row + selection.num_rows
+            is_own = np.array([rows.last < stop_row for rows in order.shards()])
+            empty = behind & is_own & (selection.counts(order.shards()) == 0)
+            if empty.any():
+                predicate = Predicate(retry.predicate, _output_schema(job))
+                _choose(job, state, manifest, predicate, retry, np.flatnonzero(empty).tolist(), selection.copy())
+                selection = read_selection(job.folder, number)
         if selection is None:
             continue
         num_chosen = np.where(behind, selection.counts(RunOrder(job.folder, state.extents).shards()), 0)
@@ -97,9 +107,16 @@ def next_phase(job: Job, state: State, manifest: Manifest) -> Phase | None:
 
 
 def _choose(
-    job: Job, state: State, manifest: Manifest, predicate: Predicate, retry: Retry, shards: Iterable[int]
+    job: Job,
+    state: State,
+    manifest: Manifest,
+    predicate: Predicate,
+    retry: Retry,
+    shards: Iterable[int],
+    selection: Selection | None = None,
 ) -> Retry | None:
-    selection = Selection.of(state.extents)
+    """Choose rows of these shards, beside those of `selection`."""
+    selection = selection or Selection.of(state.extents)
     for shard in shards:
         for rows in _matching(job, shard, predicate):
             selection.add(rows)

@@ -41,6 +41,10 @@ class Selection:
         """None of these extents' rows."""
         return cls(extents[0].first_row, extents[-1].stop_row - extents[0].first_row)
 
+    def copy(self) -> "Selection":
+        """The same, in memory of its own."""
+        return Selection(self.first_row, self.num_rows, self._bits.copy())
+
     def add(self, rows: Int64Array) -> None:
         """Choose rows, by `row_index`."""
         places = rows - self.first_row
