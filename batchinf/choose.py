@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from batchinf.errors import OutputError, SpecError
 from batchinf.exclude import BLOCK_KEYS, Excluded, Keys, keys_of
-from batchinf.job import Job, check_cut, join_cut
+from batchinf.job import Job, begun_at, check_cut, join_cut
 from batchinf.job_state import State
 from batchinf.predicate import Predicate, PredicateError
 from batchinf.prompt import PromptBuilder, load_tokenizer
@@ -53,8 +53,10 @@ class Chosen:
         return Choice(start, self.num_rows, self.first_row, self.stop_row, digest)
 
 
-def begin(job: Job, file: SpecFile, say: Say) -> Choice:
+def begin(job: Job, file: SpecFile, say: Say, check_lock: Callable[[], None] = lambda: None) -> Choice:
     """The rows that a job, or a slice, runs that has not begun; their bitmap is written, slices agree on theirs.
+
+    check_lock: raises where another process runs the job by now, whose bitmap must stay as it is.
 
     Raises UserError, where no row is left too.
     """
@@ -62,9 +64,12 @@ def begin(job: Job, file: SpecFile, say: Say) -> Choice:
         # Earlier jobs may have done all there is: that is no mistake, but a week without anything new.
         may_be_none = job.spec.input.exclude is not None
         limit, root = job.spec.input.limit, job.folder.root
-        return choose(job, file, 0, limit, say, root, may_be_none=may_be_none).write(job.folder, 1, 0)
+        chosen = choose(job, file, 0, limit, say, root, may_be_none=may_be_none)
+        check_lock()
+        return chosen.write(job.folder, 1, 0)
     whole = _of_all_slices(job, file, say)
     places = job.slice.rows(whole.num_rows)
+    check_lock()
     return _cut(whole, places).write(job.folder, 1, places.start)
 
 
@@ -77,11 +82,12 @@ def choose(
     scratch: pathlib.Path | None = None,
     *,
     may_be_none: bool = False,
+    state: State | None = None,
 ) -> Chosen:
     """The chosen rows from `first_row` on, `limit` of them at most.
 
     Raises UserError, where no row is left too, unless there may be none.
-    scratch: a folder for temporary files; None is the system's.
+    scratch: a folder for temporary files; None is the system's. state: of a job that has begun.
     """
     given, num_rows = job.spec.input, job.source.num_rows - first_row
     if given.where is None and given.sample is None and given.exclude is None:
@@ -89,7 +95,7 @@ def choose(
         return Chosen(num_chosen, first_row, first_row + num_chosen, None)
     began = time.monotonic()
     say(f"choosing rows by {described(job)}")
-    with _Scan(job, file, scratch) as scan:
+    with _Scan(job, file, scratch, state) as scan:
         chosen = scan.run(first_row, job.source.num_rows, limit)
     if not chosen.num_rows and not may_be_none:
         raise file.error("input", f"{described(job)} leaves none of the {num_rows:,} rows; nothing would be run")
@@ -112,7 +118,7 @@ def restore(job: Job, file: SpecFile, state: State, say: Say) -> None:
             continue
         name = job.folder.path(selection_name(number, RUN_FOLDER))
         say(f"warning: {name} is gone or altered; choosing its rows again")
-        with _Scan(job, file, job.folder.root) as scan:
+        with _Scan(job, file, job.folder.root, state) as scan:
             chosen = scan.run(extent.first_row, extent.stop_row, None)
         if chosen.selection is None or chosen.selection.encode(number)[1] != extent.selection:
             raise OutputError(
@@ -137,7 +143,7 @@ def described(job: Job) -> str:
 class _Scan:
     """One pass over some rows. With `with`, as it may hold a temporary file."""
 
-    def __init__(self, job: Job, file: SpecFile, scratch: pathlib.Path | None) -> None:
+    def __init__(self, job: Job, file: SpecFile, scratch: pathlib.Path | None, state: State | None = None) -> None:
         given = job.spec.input
         self._file = file
         self._source = job.source
@@ -145,7 +151,7 @@ class _Scan:
         self._where: Predicate | None = None
         self._excluded: Excluded | None = None
         self._builder: PromptBuilder | None = None
-        self._max_model_len = _max_model_len(job)
+        self._max_model_len = max_model_len(job)
         schema, columns = job.source.schema, list[str]()
         if given.where is not None:
             with self._naming("input.where"):
@@ -161,7 +167,9 @@ class _Scan:
                 columns.append(self._id_column)
             else:
                 tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-                self._builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
+                # Chat templates that print the date print that of the job's beginning, whenever rows are chosen.
+                begun = begun_at(job, None if state is None else state.header)
+                self._builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
             with self._naming("input.exclude"):
                 self._excluded = Excluded.by(given.exclude.job, given.exclude.on, own, scratch)
         self._columns = schema.names if self._share is not None else list(dict.fromkeys(columns))
@@ -273,11 +281,12 @@ class _Scan:
         return keys_of(pa.chunked_array([hashes], pa.int64()), pa.field("prompt_hash", pa.int64()))
 
 
-def _max_model_len(job: Job) -> int | None:
+def max_model_len(job: Job) -> int | None:
+    """What the engine will have, as far as can be told without it."""
     if job.spec.scripted is not None:
         return job.spec.scripted.max_model_len
-    length: int | None = job.spec.engine.get("max_model_len") or job.model.max_model_len
-    return length
+    given = job.spec.engine.get("max_model_len")
+    return given if isinstance(given, int) and given > 0 else job.model.max_model_len
 
 
 # -- slices ------------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def _run_epoch(
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
-    choice = choose.begin(job, file, display.say) if state is None else None
+    choice = choose.begin(job, file, display.say, lock.check) if state is None else None
     if state is not None:
         choose.restore(job, file, state, display.say)
     manifest = Manifest(folder, epoch, lock, state)

@@ -61,7 +61,9 @@ def add_extent(
     job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say = lambda line: None
 ) -> int:
     """Take in what is new, durably; the number of rows to run that came so."""
-    choice = _chosen(job, file, state, say).write(job.folder, len(state.extents) + 1, total_rows(state.extents))
+    chosen = _chosen(job, file, state, say)
+    manifest.check_lock()
+    choice = chosen.write(job.folder, len(state.extents) + 1, total_rows(state.extents))
     extent = choice.extent(_rows_per_shard(job, state, choice.num_rows, num_replicas), total_shards(state.extents))
     if job.spec.input.selects:
         num_rows = total_rows(state.extents) + choice.num_rows
@@ -79,7 +81,7 @@ def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:
     left = None if limit is None else limit - total_rows(state.extents)
     if left == 0 or first_row == job.source.num_rows:
         return Chosen(0, first_row, first_row, None)
-    return choose(job, file, first_row, left, say, job.folder.root, may_be_none=True)
+    return choose(job, file, first_row, left, say, job.folder.root, may_be_none=True, state=state)
 
 
 def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) -> int:

@@ -20,7 +20,7 @@ from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
 from batchinf.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.source import InputLocation, NewRows, Source, open_source
-from batchinf.spec import JobSpec, fields, fingerprint
+from batchinf.spec import JobSpec, fields, fingerprint, identity_defaults
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 from batchinf.tasks import get_task
@@ -108,7 +108,18 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     if state is not None:
         identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
-    return Job(spec, origins, folder, model, source, json.loads(json.dumps(identity)), file.slice)
+    identity = without_later_fields(json.loads(json.dumps(identity)), began_as)
+    return Job(spec, origins, folder, model, source, identity, file.slice)
+
+
+def without_later_fields(identity: dict[str, Any], began_as: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity without fields that say nothing, of which the job that began knew nothing: they came with a later
+    version, and leave that job as it was.
+
+    began_as: its identity; empty where it has yet to begin.
+    """
+    later = {name: value for name, value in identity_defaults().items() if began_as and name not in began_as}
+    return {name: value for name, value in identity.items() if name not in later or later[name] != value}
 
 
 def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:

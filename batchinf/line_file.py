@@ -221,19 +221,22 @@ class LineReader:
             return {}, f"{self._name} line {row + num_blanks + 1}: {error}"
         return (values if columns is None else {name: values[name] for name in columns if name in values}), None
 
-    def _lines(self, start: int, stop: int) -> list[bytes | None]:
-        """The rows' lines, without line ends; None for one that is too long."""
+    def _lines(self, start: int, stop: int) -> Iterator[bytes | None]:
+        """The rows' lines, without line ends; None for one that is too long. A few, or one, are held at a time."""
         first, last = int(self._offsets[start]), int(self._offsets[stop])
         if last - first > MAX_LINE_BYTES and stop - start > 1:
             middle = (start + stop) // 2
-            return self._lines(start, middle) + self._lines(middle, stop)
+            yield from self._lines(start, middle)
+            yield from self._lines(middle, stop)
+            return
         data = os.pread(self._file.fileno(), min(last - first, MAX_LINE_BYTES + 1), first)
         if b"\n" not in data and len(data) > MAX_LINE_BYTES:
-            return [None]
+            yield None
+            return
         lines = _split_lines(data) if self._is_json else data.removesuffix(b"\n").split(b"\n")
         if len(lines) != stop - start:
             raise InputError(f"{self._name} changed while it was read; start again once it is complete")
-        return cast("list[bytes | None]", lines)
+        yield from lines
 
     def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
         """See `Reader`."""

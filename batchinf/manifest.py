@@ -90,7 +90,7 @@ class Manifest:
         state = read_state(self._folder, state) if len(earlier) > 1 else None
         commits = snapshot_commits(state, earlier) if state else []
         data = encode_commits(commits)
-        self._check_lock()
+        self.check_lock()
         if commits:
             faults.point("manifest.compact.before_rename")
         if last_epoch(self._folder) >= epoch or not self._folder.create_exclusive(name, data):
@@ -142,7 +142,7 @@ class Manifest:
         Raises LockLost, or OutputError if they cannot be written; then they stay buffered for the next commit.
         """
         if self._lines:
-            self._check_lock()
+            self.check_lock()
             self._log.commit(self._lines)
             self._lines.clear()
 
@@ -150,6 +150,7 @@ class Manifest:
         """Close the log; lines that are not committed are dropped."""
         self._log.close()
 
-    def _check_lock(self) -> None:
+    def check_lock(self) -> None:
+        """Raise LockLost unless this process still holds the job: before files are written that a line is to name."""
         if self._lock is not None:
             self._lock.check()

@@ -4,6 +4,7 @@ It sees one batch of rows at a time, as a table in memory: it can read no file, 
 row.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -77,10 +78,17 @@ class Predicate:
         try:
             self._connection.register(self._table, _readable(table))
             return self._connection.execute(query).fetchnumpy()
+        except (duckdb.InterruptException, RuntimeError) as error:
+            # A signal's KeyboardInterrupt, as DuckDB hands it on.
+            if "interrupted" in str(error).lower():
+                raise KeyboardInterrupt from None
+            raise
         except duckdb.Error as error:
             raise self._wrong(str(error)) from None
         finally:
-            self._connection.unregister(self._table)
+            # A query that a stop has cut short is still the connection's: it is the stop that counts.
+            with contextlib.suppress(duckdb.Error):
+                self._connection.unregister(self._table)
 
     def _parse(self) -> list[dict[str, Any]]:
         """All nodes of the expression's tree. Raises PredicateError if it is more than an expression about one row."""

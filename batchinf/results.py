@@ -89,6 +89,8 @@ class Results:
             raise OutputError(f"{self.folder} holds no job: there is no manifest in it; give a job's output.path")
         self.spec: dict[str, Any] = states[0].header.spec
         self.identity: dict[str, Any] = states[0].header.identity
+        # What was taken in of the input at the beginning, and then each time that there was more.
+        self.taken: tuple[str, ...] = tuple(dict.fromkeys(states[0].source_fingerprints))
         self.num_rows = sum(state.num_rows for state in states)
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
         self.parts: list[pathlib.Path] = [

@@ -126,6 +126,7 @@ def _choose(
     num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
     if retry.selection:  # its numbers stand
         num_rows, num_shards = retry.num_rows, retry.num_shards
+    manifest.check_lock()
     digest = write_selection(job.folder, retry.number, selection)
     retry = dataclasses.replace(retry, num_rows=num_rows, num_shards=num_shards, selection=digest)
     faults.point("retry.before_line")

@@ -89,7 +89,8 @@ def load_entries(cache: Folder) -> dict[str, FileEntry]:
     def entry(found: dict[str, Any]) -> FileEntry:
         return FileEntry(**{**found, "artifacts": {k: Artifact(**a) for k, a in found["artifacts"].items()}})
 
-    return {name: entry(found) for name, found in read_record(cache, "files.json").items()}
+    # Without its number of bytes, as an earlier version wrote it, what is appended to a file cannot be told.
+    return {name: entry(found) for name, found in read_record(cache, "files.json").items() if "num_bytes" in found}
 
 
 def save_entries(cache: Folder, entries: Mapping[str, FileEntry]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinf.choose import Chosen, choose, described
+from batchinf.choose import Chosen, choose, described, max_model_len
 from batchinf.job import Job, begun_at, open_job
 from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
@@ -133,7 +133,7 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
         PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun),
         get_task(_with_one_sample(job.spec)),
     )
-    length, id_column = _max_model_len(job), job.spec.input.id_column
+    length, id_column = max_model_len(job), job.spec.input.id_column
     named = [find_row(job.source, id_column, text) for text in looks.named]
     yield ""
     lengths = TokenLengths(len(positions), length, job.spec.sampling.max_tokens)
@@ -158,14 +158,6 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
         if place == len(positions) or positions[place] != position:
             yield "  not among the rows that are run"
     yield ""
-
-
-def _max_model_len(job: Job) -> int | None:
-    """What the engine will have, as far as can be told without it."""
-    if job.spec.scripted is not None:
-        return job.spec.scripted.max_model_len
-    given = job.spec.engine.get("max_model_len")
-    return given if isinstance(given, int) and given > 0 else job.model.max_model_len
 
 
 def _output_lines(job: Job, folder: Folder, state: State | None, chosen: Chosen | None) -> Iterator[str]:

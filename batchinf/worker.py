@@ -123,11 +123,11 @@ class Worker:
     def _add(self, pending: Pending) -> None:
         request = pending.request
         # Before it goes in: that may kill the engine already.
-        slot = self._slots[request.key] = self._flight.enter(request.row_index)
+        self._slots[request.key] = self._flight.enter(request.row_index)
         try:
             self._engine.add(request)
         except RequestRefused as refusal:
-            self._flight.leave(slot)
+            self._flight.leave(self._slots.pop(request.key))
             if pending.probe is not None:
                 pending.probe.set()
                 return

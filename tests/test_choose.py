@@ -17,6 +17,7 @@ from batchinf import choose as choosing
 from batchinf import exclude as excluding
 from batchinf.exclude import Excluded, Keys, keys_of
 from batchinf.job import open_job
+from batchinf.lock import LockLost
 from batchinf.row_hash import is_in_share, row_hashes
 from batchinf.source import InputLocation, Source, open_source
 from batchinf.spec_file import read_spec
@@ -291,6 +292,41 @@ def test_rows_that_other_jobs_have_done_are_left_out(tmp_path: pathlib.Path) -> 
     )
     assert "is string here and int64 in" in refused(spec_over(tmp_path / "four", renamed, input={
         "exclude": {"job": both[0], "on": "id"}}))  # fmt: skip
+
+
+def test_prompts_are_those_of_the_jobs_beginning_whenever_rows_are_chosen(tmp_path: pathlib.Path) -> None:
+    chat = {"chat_template": "{{ strftime_now('%H:%M:%S') }} {{ messages[-1].content }}"}
+    spec = spec_over(tmp_path, RECORDS[:20], input=chat)
+    jobs.finish(spec)
+    out = str(tmp_path / "out")
+    again = {"exclude": {"job": out, "on": "prompt_hash"}}
+    file = read_spec(spec_over(tmp_path, RECORDS[:20], input={**chat, **again}, output={"path": f"{out}-2"}))
+    job = open_job(file)
+    # As when more is taken in later, or the bitmap is lost: the hashes in the output are of that time.
+    chosen = choosing.choose(job, file, 0, None, may_be_none=True, state=jobs.state_of(tmp_path / "out"))
+    assert chosen.num_rows == 0
+    job.source.close()
+
+
+def test_who_has_lost_the_job_writes_no_bitmap(tmp_path: pathlib.Path) -> None:
+    def is_lost() -> None:
+        raise LockLost("another runs it now")
+
+    file = read_spec(spec_over(tmp_path, RECORDS[:30], input={"where": "language = 'de'"}))
+    job = open_job(file)
+    job.folder.make()
+    with pytest.raises(LockLost):
+        choosing.begin(job, file, print, is_lost)
+    assert not job.folder.exists("selection")
+    choosing.begin(job, file, print)
+    assert job.folder.exists("selection/000001.rows")
+    job.source.close()
+
+
+def test_a_length_that_the_engine_finds_for_itself_is_the_models_here(tmp_path: pathlib.Path) -> None:
+    job = open_job(read_spec(spec_over(tmp_path, RECORDS[:3], scripted=None, engine={"max_model_len": -1})))
+    assert choosing.max_model_len(job) == job.model.max_model_len
+    job.source.close()
 
 
 @pytest.mark.parametrize(

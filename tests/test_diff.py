@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import pytest
 import jobs
 from batchinf.diff import diff_lines
 from batchinf.errors import UserError
+from batchinf.manifest import Manifest
+from batchinf.shards import next_extent
+from batchinf.storage import Folder
 
 NUM_ROWS = 120
 
@@ -107,6 +111,21 @@ def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pat
     assert table["first_difference"].to_pylist() == halves
     assert table["num_compared_tokens"].to_pylist() == halves
     assert np.allclose(table["sum_delta_logprob"].fill_null(0).to_numpy(), 0.25 * np.array(halves))
+
+
+def test_rows_that_came_later_may_be_others(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def extended(name: str, *later: str) -> pathlib.Path:
+        shutil.copytree(folder / "a", tmp_path / name)
+        state = jobs.state_of(tmp_path / name / "out")
+        manifest = Manifest(Folder(tmp_path / name / "out"), state.last_epoch + 1)
+        manifest.extent(next_extent(state.extents, 0, 1), *later)
+        manifest.commit()
+        manifest.close()
+        return tmp_path / name
+
+    one, other = extended("one", "a week later"), extended("other", "another week later")
+    assert "rows: 120 in both, by row_index" in said(folder / "a", one)
+    assert "rows: 120 in both, by id" in said(one, other)
 
 
 def test_what_cannot_be_joined(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pytest
 from batchinf import csv_file, input_files
 from batchinf.errors import DriftError, InputError
 from batchinf.source import InputLocation, Source, open_source
-from batchinf.source_cache import load_entries
+from batchinf.source_cache import load_entries, read_record, write_record
 from batchinf.storage import Folder
 
 
@@ -68,6 +69,19 @@ def test_what_is_new_comes_behind_wherever_its_name_sorts(input: Input) -> None:
     assert numbers_of(input.open()) == [1, 2, 3, 4, 5, 6, 7, 10, 8, 9]
     assert input.take() == [1, 2, 3, 4, 5, 6, 7, 10, 8, 9]
     assert len(input.taken) == 3
+
+
+def test_more_comes_to_an_input_that_an_earlier_version_looked_at(input: Input) -> None:
+    # It kept no generations, and of no file how many bytes it had.
+    shutil.rmtree(input.cache / "generations")
+    entries = read_record(Folder(input.cache), "files.json")
+    for entry in entries.values():
+        del entry["num_bytes"]
+    write_record(Folder(input.cache), "files.json", entries)
+    assert numbers_of(input.open()) == [1, 2, 3, 4]
+    with (input.data / "b.jsonl").open("a") as file:
+        file.write(lines(8))
+    assert input.take() == [1, 2, 3, 4, 8]
 
 
 def test_earlier_generations_stay_readable(input: Input) -> None:

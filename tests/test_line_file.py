@@ -2,6 +2,7 @@ import json
 import os
 import pathlib
 import shutil
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -92,6 +93,19 @@ def test_lines_of_a_megabyte(tmp_path: pathlib.Path) -> None:
     found = open_jsonl(tmp_path, *[{"x": text} for text in texts])
     assert [row.values["x"] for row in found.read(0, 9)] == texts
     assert found.read_columns(3, 6, ["x"]).column("x").to_pylist() == texts[3:6]
+    found.close()
+
+
+def test_memory_for_a_small_column_of_long_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_file, "MAX_LINE_BYTES", 1 << 20)
+    found = open_jsonl(tmp_path, *[{"text": "x" * 100_000, "id": number} for number in range(300)])
+    found.read_columns(0, 1, ["id"])
+    tracemalloc.start()
+    assert found.read_columns(0, 300, ["id"]).column("id").to_pylist() == list(range(300))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # All rows are 30 MB; those that are read at once, and one of them parsed, are no more than this.
+    assert peak < 6 << 20
     found.close()
 
 

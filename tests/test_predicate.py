@@ -1,5 +1,10 @@
 """Which rows a predicate means, and that it can do nothing but say so."""
 
+import os
+import signal
+import threading
+
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -95,3 +100,22 @@ def test_the_settings_cannot_be_changed_back() -> None:
     for statement in ("SET enable_external_access = true", "SELECT * FROM read_text('/etc/hostname')", "FROM TABLE"):
         with pytest.raises(Exception, match=r"(?i)config|disabled|exist|syntax"):
             predicate._connection.execute(statement).fetchall()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_amid_a_query_is_a_stop(number: signal.Signals) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    table = pa.table({"id": np.arange(1 << 14), "row_index": np.arange(1 << 14)})
+    slow = Predicate("list_sum(list_transform(range(1500), lambda x: (x * id) % 7)) > 0", table.schema, "input")
+    table = table.rename_columns({"row_index": slow.key}).select(slow.columns)
+    before = signal.signal(number, interrupt)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            slow.matches(table)
+    finally:
+        timer.join()
+        signal.signal(number, before)

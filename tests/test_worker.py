@@ -250,6 +250,7 @@ def test_a_refused_request_is_an_error_row(bench: Callable[..., Bench]) -> None:
     assert all(row["text"] is None and row["token_ids"] is None for row in bad)
     assert one.worker.progress().num_errors == 4
     assert one.worker.progress().num_rows == 40
+    assert not one.worker._slots  # nothing is held of rows that are over
 
 
 def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
