@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from batchinf.errors import OutputError
+from batchinf.extend import spec_text
 from batchinf.job_state import State, last_epoch, read_state
 from batchinf.journal import Journal, list_shards
 from batchinf.lock import LOCK, Holder, JobLock, judge
@@ -21,7 +22,6 @@ from batchinf.selection import RUN_FOLDER, read_selection, selection_name
 from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.slices import job_folders
 from batchinf.spec import JobSpec
-from batchinf.spec_file import dump_spec
 from batchinf.storage import Folder
 from batchinf.tasks import get_task
 
@@ -198,7 +198,7 @@ def _check_spec(folder: Folder, state: State, looked: _Looked, repair: bool) -> 
     if folder.exists("job.yaml"):
         return
     if repair:
-        folder.write_atomic("job.yaml", dump_spec(JobSpec.model_validate(state.header.spec)).encode())
+        folder.write_atomic("job.yaml", spec_text(state, state.limit).encode())
         yield looked.note("job.yaml was missing; it is written again")
     else:
         yield looked.wrong("job.yaml", "is missing", "check --repair writes it again from the manifest")

@@ -16,7 +16,8 @@ from batchinf.job import Job, carried_columns, estimated_bytes_per_row, open_job
 from batchinf.job_state import State
 from batchinf.manifest import Manifest
 from batchinf.shards import choose_rows_per_shard, total_rows, total_shards
-from batchinf.spec_file import SpecFile
+from batchinf.spec import JobSpec
+from batchinf.spec_file import SpecFile, dump_spec
 
 
 def open_extended(file: SpecFile, state: State) -> Job:
@@ -72,7 +73,15 @@ def add_extent(
     manifest.extent(extent, job.source.fingerprint, {"limit": job.spec.input.limit})
     manifest.commit()
     faults.point("extend.after_line")
+    if job.spec.input.limit != state.limit:
+        job.folder.write_atomic("job.yaml", spec_text(state, job.spec.input.limit).encode())
     return choice.num_rows
+
+
+def spec_text(state: State, limit: int | None) -> str:
+    """What `job.yaml` says: the spec that the job began with, but for a limit that was raised since."""
+    spec = state.header.spec
+    return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
 
 
 def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:

@@ -116,7 +116,13 @@ class Predicate:
     def _wrong(self, what: str) -> PredicateError:
         # Behind its first line DuckDB shows the statement, and names that are like the one that is wrong.
         said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
-        said = _NO_COLUMN.sub(r"there is no column '\1'", said)
+        if (found := _NO_COLUMN.search(said)) is not None:
+            name = re.escape(found[1])
+            # SQL takes double quotes for names; what is compared with is more often meant as a text.
+            is_text = re.search(rf"\"{name}\"|[=<>]\s*{name}\b", self.text) is not None
+            said = f"there is no column '{found[1]}'" + (
+                f"; a text is in single quotes, '{found[1]}'" if is_text else ""
+            )
         opening, allowed, example = "", "", "language = 'en'"
         if self._table == "output":
             opening, allowed, example = "--retry: ", f"`{ERRORS}` or ", "finish_reason = 'length'"

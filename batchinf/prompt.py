@@ -6,6 +6,7 @@ is left to `source`, templates to `templates`, conversations to `chat`.
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,8 +78,11 @@ class Renderer:
             return named
         if self._template is not None:
             if not self._template.columns:
+                text = str(self._input.prompt_template)
+                is_path = "\n" not in text and re.search(r"\.[a-z0-9]{2,5}$", text) is not None
                 raise SpecError(
                     "input.prompt_template: it names no column; write {{ column }} where a row's value goes"
+                    + (f"; for a template in a file write {{file: {text}}}" if is_path else "")
                 )
             return tuple(("input.prompt_template", column) for column in self._template.columns)
         for field in ("messages_column", "token_ids_column"):

@@ -15,6 +15,7 @@ from batchinf.records import Prompt
 from batchinf.source import Row
 from batchinf.spec import SamplingSpec
 from batchinf.spec_docs import field_docs
+from batchinf.spec_sampling import PER_ROW_FIELDS
 
 # Distinct settings that are remembered: one costs some 20 µs to check, and to find again less than 1.
 _MOST_KNOWN = 4096
@@ -70,6 +71,8 @@ class RowSampling:
     def _make(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
         own = {field: _plain(field, value) for field, value in given.items() if value is not None}
         try:
+            # In a spec a mapping names a column; in a row it is a value that cannot be.
+            own |= {field: True for field, value in own.items() if isinstance(value, dict) and field in PER_ROW_FIELDS}
             made = SamplingSpec.model_validate({**self._job, **own})
             return made if "structured_outputs" in own else made.model_copy(update=self._structure)
         except ValidationError as error:

@@ -342,14 +342,16 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
     if details["type"] == "missing":
         return f"missing; must be {doc.allowed}. {doc.meaning}"
     hint = "; leave it out for its default" if details["input"] is None and not doc.is_required else ""
-    return f"got {_got(details['input'])}; must be {doc.allowed}{hint or _hint(details['input'], types)}"
+    return f"got {_got(details['input'])}; must be {doc.allowed}{hint or _hint(details['input'], types, doc.allowed)}"
 
 
-def _hint(value: Any, types: set[str]) -> str:
+def _hint(value: Any, types: set[str], allowed: str) -> str:
     match value:
         case "" | []:
             return " that is not empty"
-        case str() if "tuple_type" in types:
+        case str() if "a list of mappings" in allowed:
+            return ', such as [{role: user, content: "…"}]'
+        case str() if "tuple_type" in types or allowed.startswith("a list of texts"):
             return f"; for a list of one write [{clip(value)}]"
         case str() if types & {"int_type", "float_type"} and re.match(rf"(?:{_FLOAT})\Z", value):
             return "; write it without quotes"
@@ -388,5 +390,5 @@ def _got(value: Any) -> str:
     if isinstance(value, str):
         return f"'{clip(value)}'" if value else "empty text"
     if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "a mapping"
+        return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
     return "nothing (null)" if value is None else clip(json.dumps(value))

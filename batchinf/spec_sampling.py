@@ -1,5 +1,6 @@
 """The section `sampling` of a spec: vLLM's sampling parameters under vLLM's names."""
 
+import difflib
 import json
 from typing import Annotated, Any, Self
 
@@ -67,20 +68,19 @@ class SamplingSpec(Section):
         # `max_tokens: {column: budget}` becomes `columns: {max_tokens: budget}`: fields keep their plain types.
         if not isinstance(data, dict):
             return data
-        short = {name: value["column"] for name, value in data.items()
-                 if name in PER_ROW_FIELDS and isinstance(value, dict) and [*value] == ["column"]}  # fmt: skip
+        short = {name: _column(name, value) for name, value in data.items()
+                 if isinstance(value, dict) and (name in PER_ROW_FIELDS or [*value] == ["column"])}  # fmt: skip
         if not short:
             return data
         given = data.get("columns") or {}
         plain = {name: value for name, value in data.items() if name not in short}
         return {**plain, "columns": {**given, **short} if isinstance(given, dict) else given}
 
-    @field_validator("columns")
+    @field_validator("columns", mode="before")
     @classmethod
-    def _per_row_only(cls, columns: dict[str, str]) -> dict[str, str]:
-        for name in columns:
-            if name not in PER_ROW_FIELDS:
-                raise wrong(f"a row cannot have its own; it can have {', '.join(PER_ROW_FIELDS)}", name)
+    def _per_row_only(cls, columns: Any) -> Any:
+        for name, column in columns.items() if isinstance(columns, dict) else ():
+            _column(name, {"column": column})
         return columns
 
     @field_validator("structured_outputs")
@@ -97,7 +97,8 @@ class SamplingSpec(Section):
         }.get(kind, isinstance(value, str) and bool(value))
         if not is_right:
             allowed = {"json": "a JSON schema, as a mapping or as text", "choice": "a list of texts"}
-            raise wrong(f"must be {allowed.get(kind, 'text')}", kind)
+            file = "" if kind == "choice" and not isinstance(value, str) else ", or {file: path}"
+            raise wrong(f"got {_shown(value)}; must be {allowed.get(kind, 'text')}{file}", kind)
         return {"json": _schema_text(value)} if kind == "json" else structure
 
     @model_validator(mode="after")
@@ -119,11 +120,33 @@ class SamplingSpec(Section):
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
 
+def _column(name: str, value: dict[str, Any]) -> str:
+    """The column with each row's own value of this field, from `{column: …}`."""
+    if name not in PER_ROW_FIELDS:
+        close = difflib.get_close_matches(name, PER_ROW_FIELDS, n=1, cutoff=0.7)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise wrong(
+            f"must be the job's, as a row cannot have its own; {meant}it can have {', '.join(PER_ROW_FIELDS)}", name
+        )
+    column = value.get("column")
+    if len(value) != 1 or not (isinstance(column, str) and column):
+        shown = f"{{{', '.join(f'{key}: {_shown(item)}' for key, item in value.items())}}}"
+        raise wrong(f"got {shown}; must be a value, or {{column: name}} with the column of each row's own", name)
+    return column
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
 def _schema_text(schema: dict[str, Any] | str) -> str:
     """A JSON schema as text, however it was written: its properties' order is that of the output, and must count."""
     try:
         plain = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
-        reason = f"got text that is not JSON: {error}; must be a JSON schema, as a mapping or as text"
+        reason = (
+            f"got text that is not JSON: {error}; must be a JSON schema, as a mapping, as text or as {{file: path}}"
+        )
         raise wrong(reason, "json") from None
     return json.dumps(plain, ensure_ascii=False)

@@ -301,6 +301,8 @@ def test_a_limit_is_raised_over_what_the_job_chooses(tmp_path: pathlib.Path) -> 
     refused = jobs.run("run", spec)
     assert refused.returncode == 2
     assert "input.limit: the job has 25, now it is 15" in refused.stderr
+    # What the job says of itself runs it again.
+    assert "was already done" in jobs.finish(out / "job.yaml").stdout
     jobs.finish(spec, "--extend", "--set", "input.limit=")
     assert ids_of(out) == even
     assert "was already done" in jobs.finish(spec, "--set", "input.limit=").stdout

@@ -76,6 +76,7 @@ def test_a_row_s_value_takes_the_place_of_the_job_s(field: str, value: Any, expe
         ("temperature", 0, "sampling.n: got 3 with temperature 0; greedy samples are all equal: set n to 1, or a "
          "temperature above 0"),
         ("stop", [1], "sampling.stop (column 'own'): got [1]; must be a list of texts, or text"),
+        ("stop", {"column": 1}, "sampling.stop (column 'own'): got {'column': 1}; must be a list of texts, or text"),
         ("stop", {"a": 1}, "sampling.stop (column 'own'): got {'a': 1}; must be a list of texts, or text"),
     ],
 )  # fmt: skip

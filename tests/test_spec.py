@@ -157,10 +157,10 @@ QUOTES = "text that looks like something else needs quotes"
         ("model.tokenizer", "~nobody-here/x", "got '~nobody-here/x', but there is no such user's home; for a name that "
          "begins with ~ write ./~"),
         ("input.prompt_template", "b, prompt_column: a", "got prompt_template beside prompt_column; give one of them"),
-        ("input.messages", "[]", "got a list; must be {file: path}, or a list of mappings that is not empty"),
+        ("input.messages", "[]", "got an empty list; must be {file: path}, or a list of mappings that is not empty"),
         ("input.split", "a, format: csv", "got 'a' with format csv; only a Hugging Face dataset (format hf) has a "
          "split: leave it out"),
-        ("output.keep_columns", "a", "got 'a'; must be a list of texts, or a mapping"),
+        ("output.keep_columns", "a", "got 'a'; must be a list of texts, or a mapping; for a list of one write [a]"),
         ("output.keep_columns", "[a, b, a]", "got 'a' twice; name each column once"),
         ("parallel.zzz", "1", f"unknown field. Allowed: {PARALLEL}"),
         ("parallel.Tensor-parallel-sise", "1",

@@ -63,6 +63,9 @@ WRONG = [
     # Templates
     Wrong("template without a column", {"input": {"prompt_template": "Tell me a story."}},
           "job.yaml:4:3: input.prompt_template: it names no column; write {{ column }} where a row's value goes"),
+    Wrong("template's path", {"input": {"prompt_template": "prompts/story.jinja"}},
+          "job.yaml:4:3: input.prompt_template: it names no column; write {{ column }} where a row's value goes; for a "
+          "template in a file write {file: prompts/story.jinja}"),
     Wrong("template syntax", {"input": {"prompt_template": "One:\n{{ prompt"}},
           "job.yaml:4:3: input.prompt_template, line 2: unexpected end of template, expected 'end of print "
           "statement'."),
@@ -73,6 +76,9 @@ WRONG = [
     Wrong("two prompts", {"input": {"prompt_template": "{{ prompt }}", "prompt_column": "prompt"}},
           "job.yaml:4:3: input.prompt_template: got prompt_template beside prompt_column; give one of them"),
     # Columns
+    Wrong("a list of one", {"output": {"keep_columns": "language"}},
+          "job.yaml:9:3: output.keep_columns: got 'language'; must be a list of texts, or a mapping; for a list of one "
+          "write [language]"),
     Wrong("clash unnamed", {"output": {"keep_columns": ["text"]}},
           "job.yaml:9:3: output.keep_columns: got text, which the output has a column of its own for; give it "
           "another name, as in {text: input_text}",
@@ -108,6 +114,9 @@ WRONG = [
     Wrong("a typo in a message", {"input": {"messages": [{"role": "user", "content": "{{ promt }}"}]}},
           "job.yaml:6:5: input.messages[0].content: the input has no column 'promt'; did you mean 'prompt'? it "
           "has: id, prompt, language"),
+    Wrong("messages as text", {"input": {"messages": "{{ prompt }}"}},
+          "job.yaml:4:3: input.messages: got '{{ prompt }}'; must be {file: path}, or a list of mappings, such as "
+          "[{role: user, content: \"…\"}]"),
     Wrong("messages without a column", {"input": {"messages": [{"role": "user", "content": "Hello"}]}},
           "job.yaml:4:3: input.messages: they name no column; write {{ column }} where a row's value goes"),
     Wrong("template syntax in a message", {"input": {"messages": [{"role": "user", "content": "a\n{{ prompt"}]}},
@@ -152,9 +161,25 @@ WRONG = [
           "job.yaml:7:3: sampling.n: got 4 with temperature 0; greedy samples are all equal: set n to 1, or a "
           "temperature above 0"),
     Wrong("a row's own n", {"sampling": {"columns": {"n": "language"}}},
-          "job.yaml:8:5: sampling.columns.n: a row cannot have its own; it can have temperature, top_p, top_k, "
-          "min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
+          "job.yaml:8:5: sampling.columns.n: must be the job's, as a row cannot have its own; it can have temperature, "
+          "top_p, "
+          "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
           "stop_token_ids, seed"),
+    Wrong("a row's own n, in short", {"sampling": {"n": {"column": "language"}}},
+          "job.yaml:7:3: sampling.n: must be the job's, as a row cannot have its own; it can have temperature, top_p, "
+          "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
+          "stop_token_ids, seed"),
+    Wrong("a typo in a row's own", {"sampling": {"columns": {"max_tokns": "id"}}},
+          "job.yaml:8:5: sampling.columns.max_tokns: must be the job's, as a row cannot have its own; did you mean "
+          "max_tokens? it can have temperature, top_p, "
+          "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
+          "stop_token_ids, seed"),
+    Wrong("a typo in column", {"sampling": {"top_p": {"colum": "language"}}},
+          "job.yaml:7:3: sampling.top_p: got {colum: \"language\"}; must be a value, or {column: name} with the column "
+          "of each row's own"),
+    Wrong("columns without a name", {"sampling": {"columns": {"max_tokens": 5}}},
+          "job.yaml:8:5: sampling.columns.max_tokens: got {column: 5}; must be a value, or {column: name} with the "
+          "column of each row's own"),
     Wrong("sampling column", {"sampling": {"max_tokens": {"column": "languge"}}},
           "job.yaml:6:3: sampling.max_tokens: the input has no column 'languge'; did you mean 'language'? it has: id, "
           "prompt, language"),
@@ -166,7 +191,12 @@ WRONG = [
           "them other names, as in {prompt: input_text}"),
     Wrong("schema that is not JSON", {"sampling": {"structured_outputs": {"json": "{type: object}"}}},
           "job.yaml:8:5: sampling.structured_outputs.json: got text that is not JSON: Expecting property name enclosed "
-          "in double quotes: line 1 column 2 (char 1); must be a JSON schema, as a mapping or as text"),
+          "in double quotes: line 1 column 2 (char 1); must be a JSON schema, as a mapping, as text or as {file: "
+          "path}"),
+    Wrong("choices as text", {"sampling": {"structured_outputs": {"choice": "good"}}},
+          "job.yaml:8:5: sampling.structured_outputs.choice: got \"good\"; must be a list of texts, or {file: path}"),
+    Wrong("a choice that is no text", {"sampling": {"structured_outputs": {"choice": ["one", 1]}}},
+          "job.yaml:8:5: sampling.structured_outputs.choice: got [\"one\", 1]; must be a list of texts"),
     Wrong("two structures", {"sampling": {"structured_outputs": {"json": {}, "regex": "a"}}},
           "job.yaml:7:3: sampling.structured_outputs: got json, regex; must be one of json, regex, choice, grammar"),
     Wrong("no structure", {"sampling": {"structured_outputs": {"jsn": {}}}},
@@ -259,6 +289,10 @@ WRONG = [
     Wrong("where, unknown column", {"input": {"where": "langage = 'en'"}},
           "job.yaml:4:3: input.where: got \"langage = 'en'\": there is no column 'langage'; must be an "
           "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+    Wrong("where, text in double quotes", {"input": {"where": 'language = "en"'}},
+          "job.yaml:4:3: input.where: got 'language = \"en\"': there is no column 'en'; a text is in single quotes, "
+          "'en'; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, "
+          "prompt, language"),
     Wrong("where, no expression", {"input": {"where": "id = 1; drop table input"}},
           "job.yaml:4:3: input.where: got 'id = 1; drop table input': syntax error at or near \";\"; must be an "
           "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
