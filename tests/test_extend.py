@@ -302,7 +302,10 @@ def test_a_limit_is_raised_over_what_the_job_chooses(tmp_path: pathlib.Path) -> 
     assert refused.returncode == 2
     assert "input.limit: the job has 25, now it is 15" in refused.stderr
     # What the job says of itself runs it again.
-    assert "was already done" in jobs.finish(out / "job.yaml").stdout
+    given = json.loads(spec.read_text())
+    places = [f"input.path={given['input']['path']}", f"output.path={out}"]
+    again = jobs.finish(out / "job.yaml", *[word for place in places for word in ("--set", place)])
+    assert "was already done" in again.stdout
     jobs.finish(spec, "--extend", "--set", "input.limit=")
     assert ids_of(out) == even
     assert "was already done" in jobs.finish(spec, "--set", "input.limit=").stdout
