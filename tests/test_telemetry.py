@@ -75,7 +75,7 @@ def test_a_torn_line_is_left_out(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_job_writes_it(tmp_path: pathlib.Path) -> None:
-    jobs.finish(jobs.spec_of(tmp_path, scripted={"step_s": 0.02}))
+    jobs.finish(jobs.spec_of(tmp_path, scripted={"step_s": 0.005}))
     found = list(read_looks(Folder(tmp_path / "out")))
     assert {replica["replica"] for one in found for replica in one["replicas"]} == {0, 1}
     assert found == sorted(found, key=lambda one: one["at"])
