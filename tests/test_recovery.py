@@ -23,6 +23,10 @@ STEPS = {
     "mid manifest line": "manifest.mid_line:4",
 }
 VICTIMS = ("coordinator", "replica", "everything")
+# At each step all at once, and one of the two alone in turn; the random kills below meet them all.
+STRIKES = [
+    (step, victim) for n, step in enumerate(STEPS) for victim in (("coordinator", "replica")[n % 2], "everything")
+]
 # The threads of a replica, and the steps of a coordinator, which must be three.
 POINTS = (
     "feeder.begin:2",
@@ -49,8 +53,7 @@ def strike(process: "subprocess.Popen[str]", victim: str, holder: int | None = N
     return everyone
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "victim"), STRIKES)
 def test_killed_at_a_step(step: str, victim: str, tmp_path: pathlib.Path) -> None:
     spec, marker, once = jobs.spec_of(tmp_path, output=LARGE_SHARDS), tmp_path / "held", tmp_path / "once"
     once.mkdir()
