@@ -85,7 +85,7 @@ class InputSpec(Section):
     sample: Annotated[float | None, Field(gt=0, le=1), IDENTITY] = None
     """Run about this share of the rows, chosen by a hash of their content: the same ones wherever they stand."""
     limit: Annotated[Positive | None, IDENTITY] = None
-    """Run at most this many rows, the first ones."""
+    """Run at most this many rows, the first ones; `--extend` may raise it."""
     exclude: Annotated[ExcludeSpec | None, IDENTITY] = None
     """Leave out rows that earlier jobs have done."""
 
