@@ -4,6 +4,7 @@ It reads files alone and needs no lock, so that it can look at a job at work; `r
 damaged to `damaged/` and leaves the rest to the next run, which makes anew whatever is not there.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,13 +81,9 @@ def _check_job(folder: Folder, *, is_deep: bool, repair: bool) -> Iterator[str]:
     out = folder.root
     if not any(folder.exists(name) for name in ("manifest", "parts", "job.yaml")):
         raise OutputError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
-    lock = JobLock(folder) if repair else None
-    epoch = lock.acquire(lambda: last_epoch(folder)) if lock is not None else None
-    try:
+    held = JobLock(folder).held(lambda: last_epoch(folder)) if repair else contextlib.nullcontext()
+    with held as epoch:
         yield from _check(folder, _Looked(), is_deep, epoch)
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def _check(folder: Folder, looked: _Looked, is_deep: bool, epoch: int | None) -> Iterator[str]:

@@ -114,11 +114,10 @@ def _hold_and_run(
     file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None, extends: bool
 ) -> None:
     lock = JobLock(folder)
-    epoch = lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
     try:
-        _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry, extends)
+        with lock.held(lambda: last_epoch(folder), display.say) as epoch:
+            _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry, extends)
     finally:
-        lock.release()
         display.close()
 
 

@@ -27,14 +27,10 @@ def move_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
         if pathlib.Path(path).is_symlink():
             folder.make()
         return None
-    lock = JobLock(folder)
-    lock.acquire(lambda: last_epoch(folder), on_wait=display.say)
-    try:
+    with JobLock(folder).held(lambda: last_epoch(folder), display.say):
         aside = _rename(root)
         # It went along, and is of use to nobody there.
         Folder(aside).delete(LOCK)
-    finally:
-        lock.release()
     folder.make()
     display.say(f"moved the job in {path} to {aside}; it begins anew")
     return aside

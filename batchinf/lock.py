@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from batchinf import faults
 from batchinf.errors import OutputError
+from batchinf.stop_signals import shielded
 from batchinf.storage import Folder, disk_error, naming
 
 LOCK = "lock"
@@ -154,25 +155,36 @@ class JobLock:
         meanwhile `on_wait` gets a line about once a second. Without `wait` such a holder counts as alive. Raises
         OutputError if another process holds the job.
         """
-        me = Holder.this_process()
+        self._me = me = Holder.this_process()
         greatest = 0
-        while not self._create(me):
-            data = self._read()
-            if data is None:
-                continue
-            holder = Holder.decode(data)
-            self._await_death(data, takeover_after_s if wait else 0.0, takeover_after_s, on_wait)
-            if self._take_away(data) and holder is not None:
-                greatest = max(greatest, holder.epoch)
-        self._me = me
         try:
+            while not self._create(me):
+                data = self._read()
+                if data is None:
+                    continue
+                holder = Holder.decode(data)
+                self._await_death(data, takeover_after_s if wait else 0.0, takeover_after_s, on_wait)
+                if self._take_away(data) and holder is not None:
+                    greatest = max(greatest, holder.epoch)
             self._me = dataclasses.replace(me, epoch=1 + max(last_epoch(), greatest))
             self._beat()
+            self._start()
         except BaseException:
             self.release()
             raise
-        self._start()
         return self._me.epoch
+
+    @contextlib.contextmanager
+    def held(self, last_epoch: Callable[[], int], on_wait: Callable[[str], None] | None = None) -> Iterator[int]:
+        """Hold the job; gives this process's epoch. See `acquire`; an interruption at any moment frees it too."""
+        try:
+            try:
+                yield self.acquire(last_epoch, on_wait=on_wait)
+            finally:
+                self.release()
+        finally:
+            # Where the first time was itself interrupted.
+            self.release()
 
     def check(self) -> None:
         """Raise LockLost unless this process still holds the job. About 20 µs on a local disk."""
@@ -196,9 +208,9 @@ class JobLock:
     def release(self) -> None:
         """Free the job; nothing happens if it is held by another by now."""
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
-            self._thread = None
+        self._thread = None
         # Whoever deleted the whole folder has freed it too; and what stays on a disk that fails is known to be dead.
         with contextlib.suppress(OSError), _alone(self._folder):
             if self._is_mine(self._read()):
@@ -301,10 +313,12 @@ class JobLock:
 @contextlib.contextmanager
 def _alone(folder: Folder) -> Iterator[None]:
     """Keep other processes out of the same block, as far as the file system can; the kernel lets go of the dead."""
-    descriptor = os.open(folder.root, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    # Interrupted just before the close, this process would keep itself out.
+    with shielded():
+        descriptor = os.open(folder.root, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -30,6 +31,10 @@ _LONGEST_S = 10.0**9
 
 # All that has come in, each with its time. Signals are the process's, whoever listens.
 _heard: list[tuple[int, float]] = []
+
+# How many `shielded` blocks the main thread is in, and whether an interruption waits for their end.
+_shields = 0
+_is_put_off = False
 
 
 def request_name(number: int) -> str:
@@ -121,7 +126,10 @@ def interruptible() -> Iterator[None]:
 
     def interrupt(number: int) -> None:
         # What has begun to unwind lets go of its lock undisturbed, unless somebody presses Ctrl-C again.
-        if len(_heard) == 1 or number == signal.SIGINT:
+        global _is_put_off
+        if len(_heard) == 1 and _shields:
+            _is_put_off = True
+        elif len(_heard) == 1 or number == signal.SIGINT:
             # Not an Exception, which a library may catch and pass over.
             raise KeyboardInterrupt
 
@@ -136,6 +144,23 @@ def interruptible() -> Iterator[None]:
             # Interrupted or done, the exit code is settled, and holds to the very end of the process.
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """Put an interruption of the main thread off until the block is done; a second Ctrl-C is not put off."""
+    global _shields, _is_put_off
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _shields += 1
+    try:
+        yield
+    finally:
+        _shields -= 1
+        if _is_put_off and not _shields:
+            _is_put_off = False
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

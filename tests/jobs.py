@@ -56,7 +56,12 @@ def quick_start() -> dict[str, str]:
     with tempfile.NamedTemporaryFile("w", prefix="packages-", suffix=".json", delete=False) as file:
         json.dump(importlib.metadata.packages_distributions(), file)
     atexit.register(pathlib.Path(file.name).unlink, missing_ok=True)
-    return {"PYTHONPATH": f"{ROOT / 'tests' / 'quick'}{os.pathsep}{ROOT}", "PACKAGES_DISTRIBUTIONS": file.name}
+    return {
+        "PYTHONPATH": f"{ROOT / 'tests' / 'quick'}{os.pathsep}{ROOT}",
+        "PACKAGES_DISTRIBUTIONS": file.name,
+        # Where it is set, each process would compile all of batchinf anew.
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 def start(

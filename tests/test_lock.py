@@ -91,6 +91,57 @@ def test_the_last_epoch_is_asked_for_under_the_lock(folder: Folder) -> None:
     assert folder.list("") == []
 
 
+INTERRUPTED = """
+import itertools, signal, sys, threading
+from batchinf import lock, stop_signals, storage
+from batchinf.errors import Interrupted
+
+folder = storage.Folder(sys.argv[1])
+files = {module.__file__ for module in (lock, stop_signals, storage)}
+
+def trace(frame, event, _):
+    if frame.f_code.co_filename not in files or threading.current_thread() is not threading.main_thread():
+        return None
+    if event == "line" and next(lines) == place:
+        sys.settrace(None)
+        signal.raise_signal(signal.SIGTERM)
+    return trace
+
+def is_interrupted():
+    with stop_signals.interruptible():
+        sys.settrace(trace)
+        try:
+            with lock.JobLock(folder).held(lambda: 0):
+                pass
+        finally:
+            sys.settrace(None)
+
+for place in itertools.count():
+    lines = itertools.count()
+    try:
+        is_interrupted()
+    except Interrupted:
+        pass
+    assert folder.list("") == [], place
+    assert threading.active_count() == 1, place
+    if next(lines) < place:
+        break
+    stop_signals._heard.clear()
+    for number in stop_signals.STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+print(place)
+"""
+
+
+def test_a_signal_at_any_moment_frees_the_job(folder: Folder) -> None:
+    """Before each line that is run from the attempt to hold the job until it is free again."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, folder.root], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
+
+
 def test_a_living_holder_is_not_disturbed(folder: Folder) -> None:
     with holder_process(folder) as process:
         words = f"is being run by pid {process.pid} on host {os.uname().nodename} since 20.*; stop that one first, or"
