@@ -35,6 +35,14 @@ class Answer:
     error: RowError | None = None
 
 
+class NoAnswers:
+    """For tasks that are not after a text."""
+
+    def read(self, completions: Sequence[Completion]) -> list[Answer]:
+        """See `Answers.read`."""
+        return [Answer(None)] * len(completions)
+
+
 class Answers:
     """Completions → answers, by one job's rules. For one thread."""
 

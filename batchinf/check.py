@@ -153,7 +153,7 @@ def _check_parts(folder: Folder, state: State, looked: _Looked, is_deep: bool, r
 
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
-    num_samples = JobSpec.model_validate(state.header.spec).sampling.n
+    num_samples = JobSpec.model_validate(state.header.spec).num_samples
     order = RunOrder(folder, state.extents)
 
     def look(shard: int) -> Flaw | None:
@@ -212,7 +212,7 @@ def _check_journal(folder: Folder, state: State, looked: _Looked) -> Iterator[st
 
 
 def _summary(folder: Folder, state: State, looked: _Looked, is_deep: bool) -> str:
-    num_rows = total_rows(state.extents) * JobSpec.model_validate(state.header.spec).sampling.n
+    num_rows = total_rows(state.extents) * JobSpec.model_validate(state.header.spec).num_samples
     live = "at work" if _is_live(folder) else "not done; run it again to go on"
     how = "every byte" if is_deep else "sizes and footers; --deep reads every byte"
     return (

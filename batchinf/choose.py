@@ -27,7 +27,7 @@ from batchinf.slices import read_cut
 from batchinf.source_cache import locked
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
-from batchinf.tasks.generate import prompt_hash
+from batchinf.tasks.columns import prompt_hash
 
 # Rows read at once: few at first, then what makes so many bytes.
 _FIRST_ROWS, _MOST_ROWS, _BYTES_AT_ONCE = 64, 16384, 16 << 20

@@ -238,7 +238,7 @@ def _run_rest(
     warm = compile_marker(job)
     fleet = Fleet(
         slots,
-        job.spec.sampling.n,
+        job.spec.num_samples,
         launcher(job, state, settings, None if phase is None else phase.retry),
         epoch,
         job.folder.path("logs"),
@@ -250,11 +250,11 @@ def _run_rest(
     )
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
-    num_rows = total_rows(state.extents) * job.spec.sampling.n
+    num_rows = total_rows(state.extents) * job.spec.num_samples
     is_done = state.committed
     pending = Pending(state.extents, is_done)
     if phase is not None:
-        num_rows = int(phase.num_chosen.sum()) * job.spec.sampling.n
+        num_rows = int(phase.num_chosen.sum()) * job.spec.num_samples
         is_done = phase.num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
         pending = Pending(state.extents, is_done, phase.num_chosen)

@@ -196,7 +196,7 @@ def estimated_bytes_per_row(spec: JobSpec) -> int:
     tokens = spec.sampling.max_tokens or _LIKELY_TOKENS
     # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.
     tokens = min(tokens, 4 * _LIKELY_TOKENS) + max(0, tokens - 4 * _LIKELY_TOKENS) // 4
-    return spec.sampling.n * (100 + tokens * (6 + 5 * stored))
+    return spec.num_samples * (100 + tokens * (6 + 5 * stored))
 
 
 def check_drift(job: Job, header: Header) -> None:

@@ -57,7 +57,7 @@ def status_lines(out: str) -> list[str]:
 def _totals(state: State) -> tuple[int, int]:
     # Output rows and parts of a whole job.
     spec = _spec(state)
-    return total_rows(state.extents) * spec.sampling.n, total_shards(state.extents)
+    return total_rows(state.extents) * spec.num_samples, total_shards(state.extents)
 
 
 def _total_lines(states: Sequence[State], num_rows: int, num_shards: int) -> list[str]:

@@ -52,7 +52,7 @@ def write_part(
     incarnation: str,
     merge: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] | None = None,
 ) -> Part:
-    """Write a complete shard to `staging/`, sorted by (row_index, sample_index).
+    """Write a complete shard to `staging/`, sorted by row_index, and sample_index where there is one.
 
     Holds a row group and a piece of the results at a time, whatever the shard's size. metadata: further entries of the
     file's key-value metadata, each key beginning with `batchinf.`; `batchinf.fingerprint` is the job's. merge: gives
@@ -139,11 +139,13 @@ def _output(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[
     merged, is_whole = _Merged(shard), bool(shard.chosen.all())
     starts = np.concatenate([[0], np.cumsum(shard.num_requests, dtype=np.int64)])
     rows = np.repeat(np.arange(shard.shard.num_rows, dtype=np.int32), shard.num_requests)
+    is_first = np.diff(rows, prepend=-1) != 0
     for first, last, columns in _blocks(shard, source, names):
         result_bytes = merged.num_bytes[starts[first] : starts[last]]
         if columns is not None:
             result_bytes = result_bytes + row_bytes(columns)[rows[starts[first] : starts[last]] - first]
-        for start, stop in _cuts(result_bytes, PIECE_BYTES):
+        may_begin = is_first[starts[first] : starts[last]] if shard.task.joins_requests else None
+        for start, stop in _cuts(result_bytes, PIECE_BYTES, may_begin):
             start, stop = start + starts[first], stop + starts[first]
             own = None if columns is None else columns.slice(rows[start] - first, rows[stop - 1] - rows[start] + 1)
             if own is not None and not is_whole:
@@ -171,8 +173,16 @@ def _blocks(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[
         first = last
 
 
-def _cuts(num_bytes: Int64Array, limit: int) -> Iterator[tuple[int, int]]:
-    """Runs of items of at most `limit` bytes together, or of one item."""
+def _cuts(
+    num_bytes: Int64Array, limit: int, may_begin: npt.NDArray[np.bool_] | None = None
+) -> Iterator[tuple[int, int]]:
+    """Runs of items of at most `limit` bytes together, or of one item. may_begin: which items a run may begin with."""
+    if may_begin is not None:
+        firsts = np.flatnonzero(may_begin)
+        ends = np.append(firsts[1:], len(num_bytes))
+        sums = np.add.reduceat(num_bytes, firsts) if len(firsts) else num_bytes
+        yield from ((int(firsts[start]), int(ends[stop - 1])) for start, stop in _cuts(sums, limit))
+        return
     ends = np.cumsum(num_bytes)
     start = 0
     while start < len(ends):

@@ -244,13 +244,14 @@ def _byte_flaw(path: pathlib.Path, line: PartLine) -> str | None:
 
 
 def _key_flaw(path: pathlib.Path, own: ShardRows, num_samples: int) -> str | None:
-    """Each (row_index, sample_index) of the shard stands once, in order."""
+    """Each (row_index, sample_index) of the shard stands once, in order; without samples, each row."""
     num_rows, positions = 0, own.positions()
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(_KEY_ROWS, columns=["row_index", "sample_index"]):
+        names = [name for name in ("row_index", "sample_index") if name in file.schema_arrow.names]
+        for batch in file.iter_batches(_KEY_ROWS, columns=names):
             places = np.arange(num_rows, min(num_rows + batch.num_rows, len(own) * num_samples))
-            names = ("row_index", "sample_index")
-            rows, samples = (batch.column(name).to_numpy()[: len(places)] for name in names)
+            keys = {name: batch.column(name).to_numpy()[: len(places)] for name in names}
+            rows, samples = keys["row_index"], keys.get("sample_index", np.zeros(len(places), np.int32))
             row, sample = positions[places // num_samples], places % num_samples
             is_right = (rows == row) & (samples == sample)
             if not is_right.all():

@@ -84,7 +84,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What goes into an engine. `(row_index, request_index)` is its name within the job."""
+    """What goes into an engine. `(row_index, request_index)` is its name within the job.
+
+    adapter: the LoRA adapter to run it with; None is the plain model.
+    """
 
     row_index: int
     request_index: int
@@ -92,6 +95,7 @@ class Request:
     sampling: SamplingSpec
     max_tokens: int
     seed: int | None
+    adapter: str | None = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -122,6 +126,7 @@ class Completion:
     stop_reason: the stop string or token id that ended it; None for the end-of-sequence token.
     text: only where the engine itself had to decode (stop strings); else it is decoded later, in batches.
     prompt_logprobs: [num_prompt_tokens - 1, k + 1]: the first token has none.
+    values: float [num_positions, width], what tasks other than text are after: logits, or pooled vectors.
     """
 
     request: Request
@@ -132,6 +137,7 @@ class Completion:
     cumulative_logprob: float | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    values: npt.NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

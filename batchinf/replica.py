@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from batchinf import __version__, faults
-from batchinf.answers import Answers
+from batchinf.answers import Answers, NoAnswers
 from batchinf.byte_queue import ByteQueue
 from batchinf.channel import Channel
 from batchinf.engine import Engine, ScriptedEngine
@@ -225,8 +225,10 @@ def assemble(
     return Worker(engine, ready, finished, feeder, writer, flight), feeder
 
 
-def answers_of(spec: JobSpec, tokenizer: object) -> Answers:
+def answers_of(spec: JobSpec, tokenizer: object) -> Answers | NoAnswers:
     """How completions are read; vLLM is imported for what only it knows. The scripted engine obeys no structure."""
+    if spec.task != "generate":
+        return NoAnswers()
     split, matcher_of = None, None
     if spec.model.reasoning_parser is not None:
         from batchinf.vllm_reasoning import reasoner_of

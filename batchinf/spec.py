@@ -198,6 +198,11 @@ class JobSpec(Section):
         return engine
 
     @property
+    def num_samples(self) -> int:
+        """Output rows for each input row."""
+        return self.sampling.n if self.task == "generate" else 1
+
+    @property
     def prompt_column(self) -> str:
         """The column that holds the prompt, where no template is given."""
         return self.input.prompt_column or "prompt"

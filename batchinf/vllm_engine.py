@@ -6,7 +6,6 @@ Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ betw
 import contextlib
 import copy
 import json
-import operator
 import os
 import platform
 import signal
@@ -24,7 +23,6 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -33,8 +31,8 @@ from batchinf import __version__, faults
 from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, Request
 from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.vllm_arguments import TEMPLATE_OF, engine_arguments, sampling_params
 from batchinf.vllm_logprobs import install_arrays, token_logprobs
-from batchinf.vllm_scheduler import NAME as SCHEDULER
 
 # What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
 # every running request with `abort`), which have to be run again.
@@ -45,11 +43,6 @@ _REFUSALS = (VLLMValidationError, ValueError, TypeError)  # the first is no Valu
 _WARM_UP_REQUESTS = 8
 _WATCH_S = 0.2
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
-# Fields of SamplingSpec that SamplingParams has under the same name; None leaves vLLM's default.
-_SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
-    include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
-# What a template of SamplingParams is made of; requests with one have `max_tokens` and `seed` of their own.
-_TEMPLATE_OF = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids")
 _MOST_TEMPLATES = 1024
 
 
@@ -160,7 +153,7 @@ class VllmEngine:
     def _template(self, sampling: SamplingSpec) -> Any:
         """Found again by what it is made of: rows may all have other objects, and differ in `seed` alone."""
         structure = sampling.structured_outputs
-        key = (_TEMPLATE_OF(sampling), structure and json.dumps(structure))
+        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure))
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
@@ -233,51 +226,6 @@ class VllmEngine:
             logprobs=logprobs,
             prompt_logprobs=token_logprobs(output.prompt_logprobs, sampling.prompt_logprobs, num_scored),
         )
-
-
-def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
-    """EngineArgs by name: the spec's, and what batchinf chooses where the spec is silent."""
-    given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
-    given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
-    given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    if spec.sampling.structured_outputs is not None or spec.input.format == "openai":  # they begin after the thinking
-        given["reasoning_parser"] = spec.model.reasoning_parser
-    chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
-    known = EngineArgs.__dataclass_fields__  # they come and go between versions
-    arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
-    wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0)
-    if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < wanted:
-        arguments["max_logprobs"] = wanted
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
-    # float32 is twice as fast as bfloat16 there, and a seeded request whose prompt comes in chunks kills the engine.
-    dtype = "float32" if spec.model.dtype == "auto" else spec.model.dtype
-    whole = {} if "max_num_batched_tokens" in spec.engine else {"enable_chunked_prefill": False}
-    return {"enforce_eager": True, "dtype": dtype, **whole}
-
-
-def sampling_params(sampling: SamplingSpec, keeps_special_tokens: bool = False) -> Any:
-    """SamplingParams that lack only `max_tokens` and `seed`. vLLM decodes only where it must look for stop strings.
-
-    keeps_special_tokens: in the text, whatever the job says: the marks between thinking and answer may be such.
-    """
-    given = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
-    if keeps_special_tokens:
-        given["skip_special_tokens"] = False
-    if sampling.structured_outputs is not None:
-        given["structured_outputs"] = StructuredOutputsParams(**sampling.structured_outputs)
-    return SamplingParams(
-        **given,
-        stop=list(sampling.stop_strings),
-        stop_token_ids=list(sampling.stop_token_ids),
-        max_tokens=None,
-        detokenize=bool(sampling.stop_strings),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        flat_logprobs=True,
-        skip_clone=True,  # a shallow copy in place of a deep one, from 0.26 to 0.33
-    )
 
 
 def _is_whole(output: Any) -> bool:

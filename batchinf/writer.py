@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from batchinf import faults
-from batchinf.answers import Answers
+from batchinf.answers import Answers, NoAnswers
 from batchinf.byte_queue import ByteQueue
 from batchinf.feeder import FailedRow, Pending
 from batchinf.parts import OpenShard
@@ -57,7 +57,7 @@ class Writer(threading.Thread):
         self,
         finished: ByteQueue[Finished | FailedRow],
         task: Task,
-        answers: Answers,
+        answers: Answers | NoAnswers,
         write_part: Callable[[OpenShard], Part],
         emit: Callable[[Event], None],
         checkpoint_interval_s: float,

@@ -14,7 +14,8 @@ from vllm.v1.outputs import LogprobsLists  # noqa: E402
 
 from batchinf.records import Request  # noqa: E402
 from batchinf.spec import SamplingSpec  # noqa: E402
-from batchinf.vllm_engine import VllmEngine, sampling_params  # noqa: E402
+from batchinf.vllm_arguments import sampling_params  # noqa: E402
+from batchinf.vllm_engine import VllmEngine  # noqa: E402
 from batchinf.vllm_scheduler import HoldingMixin, RowStore  # noqa: E402
 
 FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}

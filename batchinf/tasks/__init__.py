@@ -15,9 +15,12 @@ class Task(Protocol):
 
     result_schema: what the journal holds, one row for each result. It begins with `row_index` int64, `request_index`
     int32, `num_requests` int32, and has `num_prompt_tokens` and `num_output_tokens` int32 and `error_type` string.
+    joins_requests: each input row is one output row, made of all of its results; else each result is one, and has
+    `sample_index`. Output rows have `num_prompt_tokens`, `num_output_tokens` and `error_type`, too.
     """
 
     result_schema: pa.Schema
+    joins_requests: bool
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """All requests of a row, by `request_index` from 0; at least one, and as many for a prompt with an error."""
@@ -32,7 +35,8 @@ class Task(Protocol):
         """The output rows, as `output_schema` has them, for a run of results sorted by (row_index, request_index).
 
         columns: one row for each distinct `row_index` in the results, in order: `id` first if the job has one, then
-        the kept columns. None if there are neither. A run may begin and end within a row's requests.
+        the kept columns. None if there are neither. A run may begin and end within a row's requests, unless the task
+        joins them.
         """
 
     def parquet_options(self, schema: pa.Schema) -> dict[str, Any]:
