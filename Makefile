@@ -99,8 +99,10 @@ quickstart: install
 test: check
 
 # A file's tests run in one process, as many share an engine or a job; tests/conftest.py has the order of the files.
+# One that fails is run once more and must pass then, and is named at the end: many race real processes, signals and
+# disks against each other on a machine that may have others at work.
 check: lint
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR $(ARGS)
 
 MINUTES ?= 30
 CASES ?= 50000
