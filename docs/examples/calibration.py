@@ -1,0 +1,54 @@
+# %% [markdown]
+# # When the model is 80 % sure, is it right 80 % of the time?
+#
+# From a job with `task: score` over questions with choices and their answers (`jobs/multiple_choice.yaml`): the
+# probability that the model gives its best choice, against how often that choice is right.
+#
+#     python docs/examples/calibration.py out/multiple_choice
+
+# %%
+import sys
+
+import numpy as np
+
+import batchinf
+
+results = batchinf.open(sys.argv[1] if len(sys.argv) > 1 else "out/multiple_choice")
+columns = ["choice_logprob_sums", "choice_num_bytes", "best", "best_per_token", "best_per_byte", "answer", "error_type"]
+table = results.table(columns)
+table = table.filter(table["error_type"].is_null())
+answer = table["answer"].to_numpy()
+print(results)
+
+# %%
+for name in ("best", "best_per_token", "best_per_byte"):
+    right = table[name].to_numpy() == answer
+    error = np.sqrt(right.mean() * (1 - right.mean()) / max(1, len(right) - 1))
+    print(f"{name:>16}: {right.mean():.3f} ± {error:.3f} of {len(right):,} right")
+
+# %% [markdown]
+# Probabilities of the choices against each other: a softmax over their logprobs, each by its bytes, as longer choices
+# are less likely for their length alone.
+
+# %%
+sums = table["choice_logprob_sums"].to_pylist()
+num_bytes = table["choice_num_bytes"].to_pylist()
+confidence, is_right = np.zeros(len(sums)), np.zeros(len(sums), bool)
+for row, (own_sums, own_bytes, own_answer) in enumerate(zip(sums, num_bytes, answer, strict=True)):
+    scores = np.array(own_sums) / np.array(own_bytes)
+    shares = np.exp(scores - scores.max())
+    confidence[row] = shares.max() / shares.sum()
+    is_right[row] = scores.argmax() == own_answer
+
+# %%
+edges = np.quantile(confidence, np.linspace(0, 1, 6))
+places = np.clip(np.searchsorted(edges, confidence, side="right") - 1, 0, 4)
+print(f"{'confidence':>16} {'questions':>10} {'mean':>8} {'right':>8}")
+expected_error = 0.0
+for place in range(5):
+    here = places == place
+    if here.any():
+        mean, right = confidence[here].mean(), is_right[here].mean()
+        expected_error += here.mean() * abs(mean - right)
+        print(f"{edges[place]:>7.3f}–{edges[place + 1]:<8.3f} {here.sum():>10,} {mean:>8.3f} {right:>8.3f}")
+print(f"expected calibration error: {expected_error:.3f}")
