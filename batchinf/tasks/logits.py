@@ -49,17 +49,20 @@ class Logits(TaskBase):
             sampling = prompt.sampling or self.spec.sampling
             max_tokens = sampling.max_tokens or max(1, max_model_len - num_tokens)
             seed = None if sampling.temperature == 0 else seed_of(sampling.seed, prompt.row_index, 0)
-        rows = self._wanted(prompt.positions or ((num_tokens - 1,) if self._logits.positions == "last" else ()), prompt)
+        logits = self._logits
+        rows = RowsWanted(self._positions(prompt), logits.token_ids or None, logits.width, logits.dtype)
         return [Request(prompt.row_index, 0, prompt.token_ids, sampling, max_tokens, seed, rows=rows)]
 
-    def _wanted(self, positions: tuple[int, ...], prompt: Prompt) -> RowsWanted:
-        logits = self._logits
-        found: Sequence[int] | None = positions
-        if self._is_generated:
-            found = None
-        elif logits.positions == "all":
-            found = range(len(prompt.token_ids))
-        return RowsWanted(found, logits.token_ids or None, logits.width, logits.dtype)
+    def _positions(self, prompt: Prompt) -> Sequence[int] | None:
+        num_tokens = len(prompt.token_ids)
+        match self._logits.positions:
+            case "generated":
+                return None
+            case "all":
+                return range(num_tokens)
+            case "last":
+                return range(num_tokens - 1, num_tokens)
+        return prompt.positions or ()
 
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
         """See `Task.encode`. A null is what was never produced."""
