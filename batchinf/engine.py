@@ -134,7 +134,10 @@ class ScriptedEngine:
         token_ids = self._draws.token_ids(second, length)
         if stops:
             token_ids[-1] = self._eos_token_id
-        logprobs = self._draws.logprobs(second, token_ids, request.sampling.logprobs)
+        chosen = request.logprob_token_ids
+        logprobs = self._draws.logprobs(second, token_ids, len(chosen) if chosen else request.sampling.logprobs)
+        if chosen and logprobs is not None:
+            logprobs.token_ids[:, 1:] = chosen
         prompt_logprobs = self._draws.logprobs(second, prompt[1:], request.sampling.prompt_logprobs)
         return Completion(
             request=request,
@@ -143,6 +146,7 @@ class ScriptedEngine:
             cumulative_logprob=None if logprobs is None else float(logprobs.logprobs[:, 0].sum(dtype=np.float64)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            values=None if request.rows is None else self._draws.rows(first, length, request),
         )
 
     def begun(self) -> list[Request]:
@@ -189,6 +193,20 @@ class _Draws:
         top, logprobs = (_circle(drawn, key, len(token_ids)) for drawn in self._top[k])
         top[:, 0] = token_ids
         return TokenLogprobs(top, logprobs, _circle(self._ranks, key, len(token_ids)))
+
+    def rows(self, key: int, num_tokens: int, request: Request) -> npt.NDArray[Any]:
+        """Logits for each of the positions that a request wants; the columns of its tokens, if only those."""
+        rows = request.rows
+        assert rows is not None
+        positions = range(num_tokens) if rows.positions is None else rows.positions
+        logits = _circle(self._logits, key, rows.width if rows.token_ids is None else max(rows.token_ids) + 1)
+        columns = logits if rows.token_ids is None else logits[np.array(rows.token_ids)]
+        found: npt.NDArray[Any] = columns + np.array(positions, np.float32)[:, None] / 8
+        return found.astype(rows.dtype)
+
+    @functools.cached_property
+    def _logits(self) -> FloatArray:
+        return np.random.default_rng(2).standard_normal(_DRAWN_LOGPROBS, dtype=np.float32)
 
     def _draw_top(self, k: int) -> tuple[IntArray, FloatArray]:
         random = np.random.default_rng(k)

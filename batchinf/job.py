@@ -13,6 +13,7 @@ from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
+from batchinf.output_size import LIKELY_TOKENS, bytes_per_row, check_size
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
 from batchinf.row_sampling import check_sampling_columns
@@ -24,9 +25,7 @@ from batchinf.spec import JobSpec, fields, fingerprint, identity_defaults
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 from batchinf.tasks import get_task
-
-# A guess at a sample's length where nothing says more; it only steers how large a part is.
-_LIKELY_TOKENS = 256
+from batchinf.vocabulary import with_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     is_same = began_as.get("model.revision") == file.spec.model.revision
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
-    spec = file.spec.model_copy(update={"sampling": sampling})
+    spec = with_vocabulary(file.spec.model_copy(update={"sampling": sampling}), model)
     check_prompts(spec, model)
     # Before the input is looked at, which may have grown too.
     limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
@@ -109,7 +108,10 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
         identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
     identity = without_later_fields(json.loads(json.dumps(identity)), began_as)
-    return Job(spec, origins, folder, model, source, identity, file.slice)
+    job = Job(spec, origins, folder, model, source, identity, file.slice)
+    if state is None:
+        check_size(spec, model, source, job.rows, spec.num_samples * estimated_bytes_per_row(spec))
+    return job
 
 
 def without_later_fields(identity: dict[str, Any], began_as: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,10 +194,13 @@ def _now() -> str:
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:
     """A guess at a row's size in Parquet: 5 bytes for each stored id with its logprob, 4 for a token's text."""
+    if spec.task == "logits":
+        return bytes_per_row(spec)
     stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
-    tokens = spec.sampling.max_tokens or _LIKELY_TOKENS
+    stored = max(stored, len(spec.sampling.logprob_token_ids) + 1 if spec.sampling.logprob_token_ids else 0)
+    tokens = spec.sampling.max_tokens or LIKELY_TOKENS
     # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.
-    tokens = min(tokens, 4 * _LIKELY_TOKENS) + max(0, tokens - 4 * _LIKELY_TOKENS) // 4
+    tokens = min(tokens, 4 * LIKELY_TOKENS) + max(0, tokens - 4 * LIKELY_TOKENS) // 4
     return spec.num_samples * (100 + tokens * (6 + 5 * stored))
 
 

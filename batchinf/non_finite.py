@@ -8,15 +8,21 @@ import numpy.typing as npt
 import pyarrow as pa
 
 BoolArray = npt.NDArray[np.bool_]
+# Numbers that are looked at together, so that what is made of them stays in the processor's cache.
+_PIECE = 1 << 18
 
 
 def logprob_columns(schema: pa.Schema) -> tuple[str, ...]:
     """Names of a task's own columns that are lists of floating-point numbers, however deep."""
-    return tuple(field.name for field in schema if pa.types.is_list(field.type) and _is_floating(field.type))
+    return tuple(field.name for field in schema if _is_lists(field.type) and _is_floating(field.type))
+
+
+def _is_lists(type: pa.DataType) -> bool:
+    return bool(pa.types.is_list(type) or pa.types.is_fixed_size_list(type))
 
 
 def _is_floating(item: pa.DataType) -> bool:
-    while pa.types.is_list(item):
+    while _is_lists(item):
         item = item.value_type
     return bool(pa.types.is_floating(item))
 
@@ -39,18 +45,30 @@ def count_rows(table: pa.Table, names: Sequence[str]) -> tuple[int, int]:
 def _mark(lists: pa.Array, has_nan: BoolArray, has_inf: BoolArray) -> None:
     bounds: npt.NDArray[Any] = np.arange(len(lists) + 1)
     array = lists
-    while pa.types.is_list(array.type):
-        bounds, array = array.offsets.to_numpy()[bounds], array.values
+    while _is_lists(array.type):
+        if pa.types.is_fixed_size_list(array.type):
+            bounds, array = (array.offset + bounds) * array.type.list_size, array.values
+        else:
+            bounds, array = array.offsets.to_numpy()[bounds], array.values
     if array.buffers()[1] is None:
         return
     flat = np.frombuffer(array.buffers()[1], array.type.to_pandas_dtype())
     values = flat[array.offset + bounds[0] : array.offset + bounds[-1]]
-    if np.isfinite(values).all():
+    if _are_finite(values):
         return
     # What stands in the place of a null is nobody's logprob.
     is_valid = array.slice(bounds[0], len(values)).is_valid().to_numpy(zero_copy_only=False)
     _mark_rows(np.isnan(values) & is_valid, bounds - bounds[0], has_nan)
     _mark_rows(np.isinf(values) & is_valid, bounds - bounds[0], has_inf)
+
+
+def _are_finite(values: npt.NDArray[Any]) -> bool:
+    if values.dtype != np.float16:
+        return bool(np.isfinite(values).all())
+    # All bits of the exponent are set: a tenth of the time of isfinite, which widens each number.
+    bits = values.view(np.uint16)
+    pieces = (bits[start : start + _PIECE] for start in range(0, len(bits), _PIECE))
+    return not any(((piece & 0x7C00) == 0x7C00).any() for piece in pieces)
 
 
 def _mark_rows(is_such: BoolArray, bounds: npt.NDArray[Any], rows: BoolArray) -> None:

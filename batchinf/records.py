@@ -4,6 +4,7 @@ All are frozen. Arrays are numpy, never nested Python lists: a token with its to
 1,960 as Python objects.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,8 @@ class Shard:
 class Prompt:
     """A row made ready for an engine: its token ids, or why there are none.
 
-    sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit.
+    sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit. positions: the
+    row's own, from 0, of the tokens after which something is wanted.
     """
 
     row_index: int
@@ -80,13 +82,30 @@ class Prompt:
     error: RowError | None
     sampling: SamplingSpec | None = None
     is_truncated: bool = False
+    positions: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWanted:
+    """Logits or logprobs that a request is after: `Completion.values`, one row for each position.
+
+    positions: of the prompt's tokens, from 0, after which a row is wanted; None is where each output token was
+    generated. token_ids: the columns; None is the whole vocabulary in its order. width: how many columns. dtype:
+    `float16` or `float32`.
+    """
+
+    positions: Sequence[int] | None
+    token_ids: tuple[int, ...] | None
+    width: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What goes into an engine. `(row_index, request_index)` is its name within the job.
 
-    adapter: the LoRA adapter to run it with; None is the plain model.
+    adapter: the LoRA adapter to run it with; None is the plain model. logprob_token_ids: tokens whose logprobs are
+    wanted at each output position, in the place of the likeliest ones. rows: logits that are wanted.
     """
 
     row_index: int
@@ -96,6 +115,8 @@ class Request:
     max_tokens: int
     seed: int | None
     adapter: str | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
+    rows: RowsWanted | None = None
 
     @property
     def key(self) -> tuple[int, int]:

@@ -54,9 +54,9 @@ from batchinf.slices import SOURCE_FOLDER
 from batchinf.source import Source
 from batchinf.spec import JobSpec
 from batchinf.storage import LASTING, Folder, disk_error
-from batchinf.tasks import Task, get_task
+from batchinf.tasks import Logits, Task, get_task
 from batchinf.worker import Worker, window
-from batchinf.writer import Finished, Writer
+from batchinf.writer import WIDE, Finished, Writer
 
 _PROGRESS_S = 1.0
 # A row that fails before it reaches the engine, with its message.
@@ -215,7 +215,8 @@ def assemble(
         writer.track(opened)
         return opened
 
-    writer = Writer(finished, task, answers_of(spec, tokenizer), write, emit, spec.checkpoint_interval_s)
+    answers, room = answers_of(spec, tokenizer), WIDE if spec.task == "logits" else None
+    writer = Writer(finished, task, answers, write, emit, spec.checkpoint_interval_s, room)
     prompts = PromptBuilder(spec, tokenizer, info.vocab_size, begun_at)
 
     def fail(row: FailedRow) -> None:
@@ -243,6 +244,8 @@ def answers_of(spec: JobSpec, tokenizer: object) -> Answers | NoAnswers:
 
 def warm_up_request(spec: JobSpec) -> Request:
     """A small request of the job's own shape: same logprobs, seeded where the job samples."""
+    if spec.task == "logits":
+        return Logits(spec).warm_up_request()
     seed = None if spec.sampling.temperature == 0 else 0
     return Request(-1, 0, [1] * 8, spec.sampling, 4, seed)
 

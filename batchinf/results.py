@@ -4,6 +4,8 @@
     logprobs = results.ragged("logprobs")     # logprobs[i]: those of the i-th output row
     means = logprobs.mean()                   # one number for each row, without a Python loop
     dataset = results.dataset()               # a datasets.Dataset, memory-mapped
+    for rows in results.arrays("logits"):     # of task logits, in bounded memory: rows[i] is [num_positions, width]
+        ...
 
 Only what the manifest names is read, in the order of the parts: a job at work can be read, and gives what is done.
 """
@@ -139,6 +141,17 @@ class Results:
         pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
         return _joined(pieces) if pieces else to_ragged(pa.array([], type))
 
+    def arrays(self, column: str = "logits", num_rows: int = 64) -> Iterator[Ragged]:
+        """A column of lists, at most `num_rows` rows at a time: for what does not fit in memory, as logits do not.
+
+        Of lists of rows that have one width, as task logits has them, `values` is [num_positions, width] and lies where
+        Parquet's own decoding put it. Ask for `positions` the same way.
+        """
+        if not pa.types.is_list(self._type(column)):
+            raise OutputError(f"column {column!r} holds {self._type(column)}, no lists: ask for it with array()")
+        for batch in self.batches([column], num_rows):
+            yield to_ragged(batch.column(0))
+
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset; it keeps an Arrow copy in its own cache and maps it into memory."""
         from datasets import Dataset
@@ -168,6 +181,9 @@ def to_ragged(array: pa.ListArray) -> Ragged:
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     inner = array.flatten()
     is_null = np.asarray(array.is_null())
+    if pa.types.is_fixed_size_list(inner.type):
+        # Views both, of the buffer that Parquet was decoded into.
+        return Ragged(_flat(inner.flatten()).reshape(len(inner), inner.type.list_size), offsets, is_null)
     if not pa.types.is_list(inner.type):
         return Ragged(_flat(inner), offsets, is_null)
     widths = pc.list_value_length(inner).to_numpy(zero_copy_only=False)

@@ -7,7 +7,7 @@ Reading YAML, overriding and reporting errors with line and column live in `spec
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,6 +27,7 @@ from batchinf.spec_fields import (
     wrong,
 )
 from batchinf.spec_input import InputSpec
+from batchinf.spec_logits import LogitsSpec, check_task
 from batchinf.spec_sampling import SamplingSpec
 
 __all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "SamplingSpec", "ScriptedSpec", "Section"]
@@ -55,6 +56,7 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
     "load_format": "model.load_format",
     "trust_remote_code": "model.trust_remote_code",
     "reasoning_parser": "model.reasoning_parser",
+    "logprobs_mode": "sampling.logprobs_mode",
     "tensor_parallel_size": "parallel.tensor_parallel_size",
     "pipeline_parallel_size": "parallel.pipeline_parallel_size",
     "data_parallel_size": "parallel.data_parallel_size",
@@ -109,6 +111,8 @@ class OutputSpec(Section):
     """Store `token_ids`."""
     keep_columns: Annotated[dict[Text, Text], identity_or(TEXTS)] = Field(default_factory=dict)
     """Input columns to carry to the output, under their own names or, from a mapping, others."""
+    max_output_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1), RUNTIME] = None
+    """A job whose output is estimated above this is refused at its start; default: 10**12 for task logits, else none."""
 
     @field_validator("keep_columns", mode="before")
     @classmethod
@@ -151,8 +155,10 @@ class JobSpec(Section):
     """One job: a model, a task, rows and an output folder."""
 
     model: ModelSpec
-    task: Annotated[Literal["generate"], IDENTITY] = "generate"
+    task: Annotated[Literal["generate", "logits"], IDENTITY] = "generate"
     """What is done with each row."""
+    logits: Annotated[LogitsSpec | None, IDENTITY] = None
+    """What task logits stores; default: the logits of the whole vocabulary after each prompt's last token."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
     parallel: ParallelSpec = ParallelSpec()
@@ -185,6 +191,11 @@ class JobSpec(Section):
         if isinstance(data, dict) and isinstance(data.get("model"), str):
             return {**data, "model": {"name": data["model"]}}
         return data
+
+    @model_validator(mode="after")
+    def _of_the_task(self) -> Self:
+        check_task(self.task, self.logits, self.sampling)
+        return self
 
     @field_validator("engine")
     @classmethod

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -55,6 +55,13 @@ class SamplingSpec(Section):
     """Store each output token's logprob and rank, and those of this many likeliest tokens; unset: none."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
     """The same for the prompt's tokens."""
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=128), IDENTITY] = ()
+    """Store the logprobs of these tokens at each output position, in this order, in the place of the likeliest."""
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"], IDENTITY
+    ] = "raw_logprobs"
+    """What is stored as logprobs: of the model's own distribution, or of the one that was sampled from after
+    temperature, penalties and cuts (processed; for the prompt the same as raw); logits are before the softmax."""
     structured_outputs: Annotated[dict[str, Any] | None, IDENTITY] = None
     """What the text must be, as one of `json` (a JSON schema), `regex`, `choice` (a list of texts) and `grammar`,
     each as it is or as `{file: path}`."""
@@ -106,6 +113,13 @@ class SamplingSpec(Section):
         if self.temperature == 0 and self.n > 1:
             raise wrong(f"got {self.n} with temperature 0; greedy samples are all equal: set n to 1, "
                          "or a temperature above 0", "n")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _chosen_or_top(self) -> Self:
+        if self.logprob_token_ids and self.logprobs:
+            raise wrong(f"got {self.logprobs} with logprob_token_ids; the engine gives the likeliest tokens or the chosen "
+                         "ones: leave out one of them", "logprobs")  # fmt: skip
         return self
 
     @model_validator(mode="after")

@@ -7,13 +7,17 @@ from vllm import EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from batchinf.records import Request
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.vllm_scheduler import NAME as SCHEDULER
+from batchinf.vllm_worker import NAME as WORKER
 
 # Fields of SamplingSpec that SamplingParams has under the same name; None leaves vLLM's default.
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
     include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
 # What a template of SamplingParams is made of; requests with one have `max_tokens` and `seed` of their own.
+# Logits of a step's prompts, as float32 and whatever is made of them: what memory profiling does not see.
+_STEP_BYTES = 2 << 30
 TEMPLATE_OF = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids")
 
 
@@ -24,10 +28,13 @@ def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revisi
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
     if spec.sampling.structured_outputs is not None or spec.input.format == "openai":  # they begin after the thinking
         given["reasoning_parser"] = spec.model.reasoning_parser
+    given["logprobs_mode"] = spec.sampling.logprobs_mode
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
+    if spec.logits is not None:
+        chosen |= _for_logits(spec)
     known = EngineArgs.__dataclass_fields__  # they come and go between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
-    wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0)
+    wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0, len(spec.sampling.logprob_token_ids))
     if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < wanted:
         arguments["max_logprobs"] = wanted
     return {name: value for name, value in arguments.items() if value is not None}
@@ -40,10 +47,38 @@ def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
     return {"enforce_eager": True, "dtype": dtype, **whole}
 
 
-def sampling_params(sampling: SamplingSpec, keeps_special_tokens: bool = False) -> Any:
+def _for_logits(spec: JobSpec) -> dict[str, Any]:
+    # In flight a request holds its rows, 256 KB each, and a step's prompts all of theirs, on the device and off it.
+    logits = spec.logits
+    assert logits is not None
+    chosen = {"logprobs_mode": f"raw_{logits.values}", "max_logprobs": -1, "worker_extension_cls": WORKER}
+    if logits.is_full:
+        chosen["max_num_seqs"] = 256
+    if logits.is_full and logits.positions not in ("last", "generated") and not current_platform.is_cpu():
+        chosen["max_num_batched_tokens"] = max(512, min(8192, _STEP_BYTES // (8 * logits.width)))
+    return chosen
+
+
+def extra_of(request: Request) -> dict[str, Any]:
+    """Of SamplingParams, what a request has beside its sampling: which logprobs it wants."""
+    if request.rows is not None:
+        # The row after the prompt's last token is that of the first output token.
+        is_after = request.rows.positions is None or all(
+            position == len(request.prompt_token_ids) - 1 for position in request.rows.positions
+        )
+        return {"logprobs": -1} if is_after else {"logprobs": -1, "prompt_logprobs": -1}
+    if request.logprob_token_ids:
+        return {"logprobs": None, "logprob_token_ids": list(request.logprob_token_ids)}
+    return {}
+
+
+def sampling_params(
+    sampling: SamplingSpec, keeps_special_tokens: bool = False, extra: dict[str, Any] | None = None
+) -> Any:
     """SamplingParams that lack only `max_tokens` and `seed`. vLLM decodes only where it must look for stop strings.
 
-    keeps_special_tokens: in the text, whatever the job says: the marks between thinking and answer may be such.
+    keeps_special_tokens: in the text, whatever the job says: the marks between thinking and answer may be such. extra:
+    see `extra_of`.
     """
     given = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
     if keeps_special_tokens:
@@ -51,7 +86,7 @@ def sampling_params(sampling: SamplingSpec, keeps_special_tokens: bool = False) 
     if sampling.structured_outputs is not None:
         given["structured_outputs"] = StructuredOutputsParams(**sampling.structured_outputs)
     return SamplingParams(
-        **given,
+        **given | (extra or {}),
         stop=list(sampling.stop_strings),
         stop_token_ids=list(sampling.stop_token_ids),
         max_tokens=None,

@@ -31,8 +31,9 @@ from batchinf import __version__, faults
 from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, Request
 from batchinf.spec import JobSpec, SamplingSpec
-from batchinf.vllm_arguments import TEMPLATE_OF, engine_arguments, sampling_params
-from batchinf.vllm_logprobs import install_arrays, token_logprobs
+from batchinf.vllm_arguments import TEMPLATE_OF, engine_arguments, extra_of, sampling_params
+from batchinf.vllm_logprobs import install_arrays, token_logprobs, vocabulary_rows
+from batchinf.vllm_worker import install_rows
 
 # What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
 # every running request with `abort`), which have to be run again.
@@ -66,13 +67,15 @@ class VllmEngine:
             from batchinf.vllm_structures import tell_parser
 
             tell_parser(self._engine, spec.input.chat_template_kwargs)
+        if spec.logits is not None:
+            install_rows(self._engine, spec.logits)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
         self._live: dict[str, Request] = {}
         self._unbegun: deque[tuple[Request, Any]] = deque()  # no first token yet, with vLLM's own record
         self._death: str | None = None
-        self._latest: tuple[SamplingSpec | None, Any] = (None, None)
+        self._latest: tuple[SamplingSpec | None, dict[str, Any], Any] = (None, {}, None)
         self._templates: dict[Any, Any] = {}
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self.info = _info(self._engine.vllm_config, arguments, environment)
@@ -144,16 +147,17 @@ class VllmEngine:
         The copy shares with its template only what vLLM either replaces, or extends by the same ids each time, and the
         structure, which vLLM checks at every request, and once says otherwise to the same effect.
         """
-        if request.sampling is not self._latest[0]:
-            self._latest = request.sampling, self._template(request.sampling)
-        params = copy.copy(self._latest[1])
+        extra = extra_of(request)
+        if request.sampling is not self._latest[0] or extra != self._latest[1]:
+            self._latest = request.sampling, extra, self._template(request.sampling, extra)
+        params = copy.copy(self._latest[2])
         params.max_tokens, params.seed = request.max_tokens, request.seed
         return params
 
-    def _template(self, sampling: SamplingSpec) -> Any:
+    def _template(self, sampling: SamplingSpec, extra: dict[str, Any]) -> Any:
         """Found again by what it is made of: rows may all have other objects, and differ in `seed` alone."""
         structure = sampling.structured_outputs
-        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure))
+        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), extra and json.dumps(extra))
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
@@ -163,7 +167,7 @@ class VllmEngine:
 
                 check_once()
             try:
-                found = self._templates[key] = sampling_params(sampling, self._keeps_special_tokens)
+                found = self._templates[key] = sampling_params(sampling, self._keeps_special_tokens, extra)
             except _REFUSALS as error:
                 raise RequestRefused(RowError("invalid_sampling", str(error))) from error
         return found
@@ -214,7 +218,12 @@ class VllmEngine:
     def _completion(self, output: Any) -> Completion:
         request, answer = self._live.pop(output.request_id), output.outputs[0]
         sampling, num_scored = request.sampling, len(request.prompt_token_ids) - 1
-        logprobs = token_logprobs(answer.logprobs, sampling.logprobs, len(answer.token_ids))
+        if request.rows is not None:
+            values = vocabulary_rows(request.rows, answer.logprobs, output.prompt_logprobs)
+            token_ids = np.array(answer.token_ids, np.int32)
+            return Completion(request, token_ids, answer.finish_reason, answer.stop_reason, values=values)
+        k = len(request.logprob_token_ids) if request.logprob_token_ids else sampling.logprobs
+        logprobs = token_logprobs(answer.logprobs, k, len(answer.token_ids))
         return Completion(
             request=request,
             token_ids=np.array(answer.token_ids, np.int32),

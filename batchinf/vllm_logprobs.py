@@ -3,10 +3,11 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from vllm.v1.engine import output_processor
 
 from batchinf.errors import BatchinfError
-from batchinf.records import TokenLogprobs
+from batchinf.records import RowsWanted, TokenLogprobs
 
 LogprobsProcessor: Any = getattr(output_processor, "LogprobsProcessor", object)  # there from 0.26 to 0.33
 
@@ -33,6 +34,38 @@ class Rows:
         return _arrays(token_ids, logprobs, ranks, self._width)
 
 
+class VocabularyRows:
+    """Rows of numbers, one for each of a growing run of tokens: of the whole vocabulary, or of chosen tokens.
+
+    From `vllm_worker` they come as they are to be, beside one token id each. From vLLM itself a row comes in the order
+    of its ranks, behind the token's own number, and is put in the order of the vocabulary here.
+    """
+
+    def __init__(self) -> None:
+        self.is_chosen = False
+        self._rows: list[Any] = []
+
+    def extend(self, token_ids: Any, logprobs: Any, ranks: Any) -> None:
+        """Take arrays [n, 1] and [n, width], or both [n, vocab_size + 1]."""
+        if token_ids.shape[1] == 1:
+            self.is_chosen = True
+            # A view of a whole step's rows would keep them all alive.
+            is_whole = logprobs.base is None or getattr(logprobs.base, "nbytes", 0) <= logprobs.nbytes
+            self._rows.append(logprobs if is_whole else logprobs.copy())
+            return
+        rows = np.empty((len(logprobs), logprobs.shape[1] - 1), np.float32)
+        np.put_along_axis(rows, token_ids[:, 1:].astype(np.int64), logprobs[:, 1:], axis=1)
+        self._rows.append(rows)
+
+    def pieces(self, wanted: RowsWanted) -> list[Any]:
+        """Of all tokens so far, [n, width] each, in the type that is wanted."""
+        rows = self._rows
+        if not self.is_chosen and wanted.token_ids is not None:
+            rows = [piece[:, list(wanted.token_ids)] for piece in rows]
+        with np.errstate(over="ignore"):
+            return [piece.astype(wanted.dtype, copy=False) for piece in rows]
+
+
 class ArrayLogprobsProcessor(LogprobsProcessor):
     """vLLM's keeper of one request's logprobs, with arrays where vLLM makes Python objects of them."""
 
@@ -43,8 +76,8 @@ class ArrayLogprobsProcessor(LogprobsProcessor):
         if not params.flat_logprobs:
             return LogprobsProcessor.from_new_request(tokenizer, request)
         processor = super().from_new_request(None, request)
-        processor.logprobs = None if params.logprobs is None else Rows(params.logprobs)
-        processor.prompt_logprobs = None if params.prompt_logprobs is None else Rows(params.prompt_logprobs)
+        processor.logprobs = _keeper(params.num_logprobs)  # of chosen tokens, where `logprobs` is None
+        processor.prompt_logprobs = _keeper(params.prompt_logprobs)
         return processor
 
     def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
@@ -52,6 +85,28 @@ class ArrayLogprobsProcessor(LogprobsProcessor):
 
     def _update_prompt_logprobs(self, prompt_logprobs_tensors: Any) -> None:
         self.prompt_logprobs.extend(*(tensor.numpy() for tensor in prompt_logprobs_tensors[:3]))
+
+
+def _keeper(k: int | None) -> Rows | VocabularyRows | None:
+    return None if k is None else VocabularyRows() if k == -1 else Rows(k)
+
+
+def vocabulary_rows(wanted: RowsWanted, generated: Any, prompt: Any) -> npt.NDArray[Any]:
+    """[num_positions, width] of what was kept of a request's output tokens and of its prompt.
+
+    prompt: None where only rows behind its last token are wanted. Raises BatchinfError where rows are missing.
+    """
+    if not isinstance(generated, VocabularyRows) or not isinstance(prompt, VocabularyRows | None):
+        raise BatchinfError("this version of vLLM does not let its rows of the vocabulary be kept as arrays")
+    pieces = generated.pieces(wanted)
+    if wanted.positions is not None:
+        pieces = [*([] if prompt is None else prompt.pieces(wanted)), pieces[0][:1]]
+    rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    if wanted.positions is None or isinstance(wanted.positions, range):
+        return rows  # type: ignore[no-any-return]
+    if prompt is None:
+        return np.repeat(rows, len(wanted.positions), axis=0) if len(wanted.positions) > 1 else rows
+    return rows[list(wanted.positions)]  # type: ignore[no-any-return]
 
 
 def install_arrays() -> bool:

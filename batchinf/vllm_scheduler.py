@@ -126,7 +126,7 @@ class HoldingMixin:
         if is_known:
             return
         if _is_held_back(request):
-            k = request.sampling_params.logprobs
+            k = request.sampling_params.num_logprobs
             self._held[request.request_id] = _Held(None if k is None else self._store(k))
         else:
             self._others.add(request.request_id)
@@ -216,6 +216,5 @@ def _is_held_back(request: Any) -> bool:
         and params.output_kind == RequestOutputKind.FINAL_ONLY
         and not params.detokenize
         and not getattr(request, "resumable", False)
-        and not getattr(params, "logprob_token_ids", None)
-        and (params.logprobs is None or 0 <= params.logprobs <= _SLOT_ENTRIES)
+        and (params.num_logprobs is None or 0 <= params.num_logprobs <= _SLOT_ENTRIES)
     )

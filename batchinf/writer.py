@@ -1,5 +1,6 @@
 """From completions to journal and parts: decoding, encoding, ticking and closing shards, off the engine's thread."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +19,23 @@ from batchinf.tasks import Task
 _GATHER_S = 0.1
 _GATHER_ITEMS = 256
 _GATHER_BYTES = 32 << 20
+
+
 # What is finished and in no segment yet is journalled early beyond this, so that memory stays bounded.
 _MAX_UNJOURNALLED_BYTES = 96 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """In the place of _MAX_UNJOURNALLED_BYTES; num_closers: parts that are written at once."""
+
+    max_bytes: int
+    num_closers: int
+
+
+# Rows of 256 KB: their shards are a few hundred of them, two or three of which are open at once, and are not to be
+# written twice. Parquet takes 200 MB/s of float16 from one thread.
+WIDE = Room(512 << 20, max(1, min(4, (os.cpu_count() or 1) // 4)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,7 @@ class Writer(threading.Thread):
         write_part: Callable[[OpenShard], Part],
         emit: Callable[[Event], None],
         checkpoint_interval_s: float,
+        room: Room | None = None,
     ) -> None:
         super().__init__(name="writer", daemon=True)
         self._finished = finished
@@ -72,7 +89,8 @@ class Writer(threading.Thread):
         self._next_tick = time.monotonic() + checkpoint_interval_s
         self._open: dict[int, OpenShard] = {}
         self._lock = threading.Lock()
-        self._closer = ThreadPoolExecutor(1, thread_name_prefix="closer")
+        self._room = room
+        self._closer = ThreadPoolExecutor(1 if room is None else room.num_closers, thread_name_prefix="closer")
         self._closing: list[Closing] = []
         self._is_stopping = False
         self.totals = Totals()
@@ -111,7 +129,7 @@ class Writer(threading.Thread):
         # Asked first: all that is in the queue by then is stored before the end.
         is_last = self._is_stopping
         wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
-        is_behind = self._closing_bytes() > _MAX_UNJOURNALLED_BYTES
+        is_behind = self._closing_bytes() > self._max_bytes()
         if is_behind:
             # The queue fills meanwhile, and admission waits.
             items = []
@@ -125,7 +143,7 @@ class Writer(threading.Thread):
             self._tick()
             self._keep_closing()
             self._next_tick = started + self._interval_s - self._spare_s(time.monotonic() - started)
-        elif self._unjournalled_bytes() > _MAX_UNJOURNALLED_BYTES:
+        elif self._unjournalled_bytes() > self._max_bytes():
             self._tick()
         self._close_whole()
         self._raise_closing()
@@ -209,6 +227,9 @@ class Writer(threading.Thread):
         self._closing = [closing for closing in self._closing if closing not in done]
         for closing in done:
             closing.future.result()
+
+    def _max_bytes(self) -> int:
+        return _MAX_UNJOURNALLED_BYTES if self._room is None else self._room.max_bytes
 
     def _closing_bytes(self) -> int:
         return sum(closing.num_bytes for closing in self._closing)

@@ -46,6 +46,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
         "max_position_embeddings": 40960, "tie_word_embeddings": False,
     },
+    "tiny-128k": {
+        **_LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 128256,
+        "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    },
     "tiny": {
         **_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192,

@@ -8,6 +8,7 @@ import pyarrow as pa
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec import JobSpec
 from batchinf.tasks.generate import Generate
+from batchinf.tasks.logits import Logits
 
 
 class Task(Protocol):
@@ -45,7 +46,7 @@ class Task(Protocol):
 
 def get_task(spec: JobSpec) -> Task:
     """The task that a resolved spec names."""
-    return {"generate": Generate}[spec.task](spec)
+    return {"generate": Generate, "logits": Logits}[spec.task](spec)
 
 
-__all__ = ["Generate", "Task", "get_task"]
+__all__ = ["Generate", "Logits", "Task", "get_task"]

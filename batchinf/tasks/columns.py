@@ -29,6 +29,16 @@ def logprob_fields(prefix: str, k: int | None, logprob: pa.DataType) -> list[tup
     return fields
 
 
+def chosen_fields(num_chosen: int, logprob: pa.DataType) -> list[tuple[str, pa.DataType]]:
+    """Logprobs of the job's chosen tokens at each position, in their order."""
+    return [("chosen_logprobs", list_of(list_of(logprob)))] if num_chosen else []
+
+
+def chosen_columns(tokens: "Tokens", num_chosen: int, dtype: np.dtype[Any]) -> dict[str, pa.Array]:
+    pieces = [part.logprobs for part in tokens.parts]
+    return {"chosen_logprobs": tokens.top(pieces, num_chosen, dtype)} if num_chosen else {}
+
+
 def list_of(item: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field(ITEM, item))
 

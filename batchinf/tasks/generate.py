@@ -7,10 +7,12 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.records import Prompt, Request, Result
-from batchinf.spec import JobSpec
+from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.tasks.base import TaskBase
 from batchinf.tasks.columns import (
     Tokens,
+    chosen_columns,
+    chosen_fields,
     error_columns,
     key_columns,
     list_of,
@@ -57,6 +59,7 @@ class Generate(TaskBase):
                 sampling=sampling,
                 max_tokens=max_tokens,
                 seed=None if is_greedy else seed_of(sampling.seed, prompt.row_index, index),
+                logprob_token_ids=sampling.logprob_token_ids or None,
             )
             for index in range(sampling.n)
         ]
@@ -73,7 +76,8 @@ class Generate(TaskBase):
             **output_columns(completions),
             **text_columns(results),
             **error_columns(results),
-            **logprob_columns("", Tokens(logprobs), sampling.logprobs, dtype),
+            **logprob_columns("", Tokens(logprobs), _num_top(sampling), dtype),
+            **chosen_columns(Tokens(logprobs), len(sampling.logprob_token_ids), dtype),
             # The prompt's first token has no logprob: null at position 0 keeps these aligned to `prompt_token_ids`.
             **logprob_columns("prompt_", Tokens(prompt_logprobs, num_leading=1), sampling.prompt_logprobs, dtype),
         }
@@ -84,6 +88,11 @@ class Generate(TaskBase):
         """See `Task.reduce`: each result is a row."""
         arrays = {name: results.column(name) for name in results.column_names}
         return self.output_table(columns, arrays | {"sample_index": arrays["request_index"]})
+
+
+def _num_top(sampling: SamplingSpec) -> int | None:
+    """Likeliest tokens that are stored; the token's own logprob and rank come with chosen ones too."""
+    return 0 if sampling.logprob_token_ids else sampling.logprobs
 
 
 def _result_schema(spec: JobSpec) -> pa.Schema:
@@ -102,7 +111,8 @@ def _result_schema(spec: JobSpec) -> pa.Schema:
         ("finish_reason", pa.string()),
         ("stop_reason", pa.string()),
         ("cumulative_logprob", pa.float64()),
-        *logprob_fields("", sampling.logprobs, logprob),
+        *logprob_fields("", _num_top(sampling), logprob),
+        *chosen_fields(len(sampling.logprob_token_ids), logprob),
         *logprob_fields("prompt_", sampling.prompt_logprobs, logprob),
         ("num_prompt_tokens", pa.int32()),
         *([("prompt_truncated", pa.bool_())] if spec.input.on_overlong != "error" else []),

@@ -1,0 +1,171 @@
+"""What runs in vLLM's worker processes: rows of the whole vocabulary, or of chosen tokens, without a sort.
+
+For `logprobs=-1` vLLM sorts each row (a top k of all) and sends it in order of rank with its ids, 8 bytes a number, and
+for prompts it holds 14 bytes a number of all positions on the device. Here a row is sent as it lies, in the order of
+the vocabulary and in the type that is stored: 2 bytes a number for float16, and for a prompt a few hundred positions at
+a time. Beside it goes one token id, by which `vllm_logprobs` knows such rows. Run with 0.32.0 (V1 runner) and read
+against 0.26.0: the names below are the same there.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors
+
+from batchinf.spec_logits import LogitsSpec
+
+# What `engine_arguments` gives as `worker_extension_cls`: vLLM imports it by name in each worker.
+NAME = f"{__name__}.RowsExtension"
+# Rows that are worked on at once: 128k float32 each.
+_CHUNK = 256
+_V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
+
+
+class RowsExtension:
+    """Added by vLLM to its worker's bases; `collective_rpc` finds its method."""
+
+    model_runner: Any
+
+    def install_vocabulary_rows(self, dtype: str, token_ids: list[int] | None) -> bool:
+        """Send rows as they lie; False where this version's parts have other names, and vLLM's own order is sent."""
+        rows = Rows(dtype, token_ids)
+        if type(self.model_runner).__module__.startswith("vllm.v1.worker.gpu."):
+            return _install_v2(rows)
+        return _install_v1(self.model_runner, rows)
+
+
+def install_rows(engine: Any, logits: LogitsSpec) -> bool:
+    """Let an engine's workers send rows as they are stored; False where they cannot, and rows are put in order here."""
+    arguments = (logits.dtype, list(logits.token_ids) or None)
+    try:
+        return all(engine.collective_rpc("install_vocabulary_rows", args=arguments))
+    except (AttributeError, NotImplementedError):  # another extension class in its place, named in the spec
+        return False
+
+
+class Rows:
+    """Scores of the whole vocabulary → what is sent. dtype: `float16` or `float32`. token_ids: None is all."""
+
+    def __init__(self, dtype: str, token_ids: list[int] | None) -> None:
+        self.dtype = getattr(torch, dtype)
+        self._token_ids = token_ids
+        self._index: Any = None
+
+    def width(self, vocab_size: int) -> int:
+        """Numbers in a row."""
+        return vocab_size if self._token_ids is None else len(self._token_ids)
+
+    def of(self, scores: Any) -> Any:
+        """[n, width] of scores [n, vocab_size]."""
+        if self._token_ids is not None:
+            if self._index is None or self._index.device != scores.device:
+                self._index = torch.tensor(self._token_ids, dtype=torch.int64, device=scores.device)
+            scores = scores.index_select(-1, self._index)
+        return scores.to(self.dtype)
+
+    def tensors(self, scores: Any, token_ids: Any) -> LogprobsTensors:
+        """As vLLM has them. token_ids: [n], the tokens that were sampled; their ranks are not looked at."""
+        ranks = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
+        return LogprobsTensors(token_ids.to(torch.int32).unsqueeze(-1), scores, ranks)
+
+
+# -- the V1 runner -----------------------------------------------------------------------------------------------------
+
+
+def _install_v1(runner: Any, rows: Rows) -> bool:
+    sampler = getattr(runner, "sampler", None)
+    names = ("num_prompt_logprobs", "requests", "input_batch", "query_start_loc", "_get_prompt_logprobs_dict")
+    if not (hasattr(sampler, "gather_logprobs") and all(hasattr(runner, name) for name in names)):
+        return False
+    theirs = sampler.gather_logprobs
+
+    def gather_logprobs(logprobs: Any, num_logprobs: int, token_ids: Any) -> LogprobsTensors:
+        if num_logprobs < logprobs.shape[-1]:
+            return theirs(logprobs, num_logprobs, token_ids)  # type: ignore[no-any-return]
+        return rows.tensors(rows.of(logprobs), token_ids)
+
+    sampler.gather_logprobs = gather_logprobs
+    runner._get_prompt_logprobs_dict = _prompt_rows(runner, rows, runner._get_prompt_logprobs_dict)
+    return True
+
+
+def _prompt_rows(runner: Any, rows: Rows, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of `GPUModelRunner._get_prompt_logprobs_dict`, which it follows step by step."""
+
+    def prompt_rows(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        wanted = runner.num_prompt_logprobs
+        vocab_size = runner.model_config.get_vocab_size()
+        if any(k < vocab_size for k in wanted.values()):
+            return theirs(hidden_states, num_scheduled_tokens)  # type: ignore[no-any-return]
+        done: dict[str, Any] = {}
+        for request_id in list(wanted):
+            num_tokens = num_scheduled_tokens.get(request_id)
+            if num_tokens is None:  # preempted amid its prompt
+                continue
+            request = runner.requests[request_id]
+            num_prompt_tokens, start = len(request.prompt_token_ids), request.num_computed_tokens
+            kept = request.in_progress_prompt_logprobs_cpu
+            if kept is None:
+                kept = request.in_progress_prompt_logprobs_cpu = _empty(
+                    num_prompt_tokens - 1, rows.width(vocab_size), rows.dtype
+                )
+            # A chunk that ends at the last but one token is given back with the next, which brings an output token.
+            num_left = num_prompt_tokens - (start + 1)
+            num_rows = num_tokens if num_tokens <= num_left else num_left
+            if num_tokens > num_left:
+                done[request_id] = kept
+            offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
+            for first in range(0, num_rows, _CHUNK):
+                last = min(first + _CHUNK, num_rows)
+                logits = runner.model.compute_logits(hidden_states[offset + first : offset + last])
+                is_logits = runner.model_config.logprobs_mode in ("raw_logits", "processed_logits")
+                scores = logits if is_logits else runner.sampler.compute_logprobs(logits)
+                kept.logprobs[start + first : start + last].copy_(rows.of(scores), non_blocking=True)
+        for request_id in done:
+            del wanted[request_id]
+            runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
+        if done:
+            torch.accelerator.synchronize() if hidden_states.device.type != "cpu" else None
+        return done
+
+    return prompt_rows
+
+
+def _empty(num_rows: int, width: int, dtype: Any) -> LogprobsTensors:
+    # Not pinned: each prompt's would be taken from the driver anew, which takes longer than the slower copy.
+    return LogprobsTensors(
+        torch.zeros((num_rows, 1), dtype=torch.int32),
+        torch.empty((num_rows, width), dtype=dtype),
+        torch.zeros(num_rows, dtype=torch.int32),
+    )
+
+
+# -- the V2 runner -----------------------------------------------------------------------------------------------------
+
+
+def _install_v2(rows: Rows) -> bool:
+    modules = [importlib.import_module(name) for name in _V2_MODULES]
+    if not all(hasattr(module, "compute_topk_scores") for module in modules):
+        return False
+    for module in modules:
+        module.compute_topk_scores = v2_scores(rows, module.compute_topk_scores)  # type: ignore[attr-defined]
+    return True
+
+
+def v2_scores(rows: Rows, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of `compute_topk_scores`, of the sampler and of prompts."""
+
+    def compute_topk_scores(logits: Any, num_logprobs: int, sampled_token_ids: Any, *rest: Any, **named: Any) -> Any:
+        if num_logprobs < logits.shape[-1]:
+            return theirs(logits, num_logprobs, sampled_token_ids, *rest, **named)
+        found = torch.empty((len(logits), rows.width(logits.shape[-1])), dtype=rows.dtype, device=logits.device)
+        for first in range(0, len(logits), _CHUNK):
+            scores = logits[first : first + _CHUNK]
+            if not named.get("logits_mode", False):
+                scores = scores.log_softmax(dim=-1, dtype=torch.float32)
+            found[first : first + _CHUNK] = rows.of(scores)
+        return rows.tensors(found, sampled_token_ids)
+
+    return compute_topk_scores

@@ -1,0 +1,171 @@
+"""Rows of logits: their columns and Parquet, whole jobs killed and gone on with, and the reader's arrays."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchinf
+import jobs
+from batchinf import non_finite
+from batchinf.engine import ScriptedEngine
+from batchinf.errors import RowError
+from batchinf.records import Prompt, Result
+from batchinf.results import to_ragged
+from batchinf.row_positions import RowPositions
+from batchinf.source import Row
+from batchinf.spec import JobSpec, ScriptedSpec
+from batchinf.tasks import Logits
+from batchinf.worker import num_bytes
+
+WIDTH = 1000
+BASE: dict[str, Any] = {"model": "m", "task": "logits", "input": {"path": "-"}, "output": {"path": "-"}}
+
+
+def task_of(**logits: Any) -> Logits:
+    sampling = {"temperature": 0.0, **({"max_tokens": 5} if logits.get("positions") == "generated" else {})}
+    section = {"vocab_size": WIDTH, **logits}
+    return Logits(JobSpec.model_validate({**BASE, "logits": section, "sampling": sampling}))
+
+
+def results_of(task: Logits, prompts: list[Prompt]) -> list[Result]:
+    engine = ScriptedEngine(ScriptedSpec(vary_lengths=False), WIDTH, 0)
+    found = []
+    for prompt in prompts:
+        [request] = task.expand(prompt, 100)
+        completion = None if prompt.error else engine.complete(request)
+        found.append(Result(prompt, 0, 1, completion, None, prompt.error, 1))
+    return found
+
+
+PROMPTS = [
+    Prompt(0, [4, 5, 6], "a", None, positions=(2, 0)),
+    Prompt(1, [], "b", RowError("empty_prompt", "no tokens")),
+    Prompt(2, [7], "c", None, positions=(0,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ("last", [[2], None, [0]]),
+        ("all", [[0, 1, 2], None, [0]]),
+        ("generated", [[2, 3, 4, 5, 6], None, [0, 1, 2, 3, 4]]),
+        ({"column": "places"}, [[2, 0], None, [0]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_columns(positions: Any, expected: list[list[int] | None], dtype: Any) -> None:
+    task = task_of(positions=positions, dtype=dtype, values="logprobs")
+    results = results_of(task, PROMPTS)
+    batch = task.encode(results)
+    assert batch.schema.equals(task.result_schema)
+    assert batch.column("positions").to_pylist() == expected
+    ragged = to_ragged(batch.column("logprobs"))
+    assert ragged.values.dtype == dtype
+    assert ragged.is_null.tolist() == [False, True, False]
+    for row, result in enumerate(results):
+        if result.completion is not None:
+            assert np.array_equal(ragged[row], result.completion.values)
+    assert ("token_ids" in batch.schema.names) == (positions == "generated")
+
+
+def test_chosen_tokens_come_in_the_order_in_which_they_are_named() -> None:
+    full, few = task_of(), task_of(token_ids=[998, 3, 40])
+    [all_of_it] = [r.completion.values for r in results_of(full, PROMPTS[:1]) if r.completion]
+    [columns] = [r.completion.values for r in results_of(few, PROMPTS[:1]) if r.completion]
+    assert all_of_it is not None
+    assert np.array_equal(columns, all_of_it[:, [998, 3, 40]])
+
+
+def test_a_queue_knows_their_size() -> None:
+    [result] = results_of(task_of(positions="all", dtype="float32"), PROMPTS[:1])
+    assert result.completion is not None
+    assert num_bytes(result.completion) > 3 * WIDTH * 4
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_arrays_are_views_of_what_parquet_was_decoded_into(dtype: Any, tmp_path: pathlib.Path) -> None:
+    task = task_of(positions="all", dtype=dtype)
+    table = task.reduce(None, pa.Table.from_batches([task.encode(results_of(task, PROMPTS))]))
+    pq.write_table(table, tmp_path / "a.parquet", **task.parquet_options(table.schema))
+    column = pq.read_table(tmp_path / "a.parquet").column("logits").chunk(0)
+    assert column.type == table.schema.field("logits").type
+    values = to_ragged(column).values
+    assert values.shape == (4, WIDTH)
+    assert np.shares_memory(values, np.frombuffer(column.values.values.buffers()[1], dtype))
+    assert pq.read_table(tmp_path / "a.parquet").equals(table)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("start", [0, 1])
+def test_numbers_that_are_not_finite_are_counted(bad: float, dtype: Any, start: int) -> None:
+    task = task_of(positions="all", dtype=dtype)
+    results = results_of(task, [Prompt(row, [row + 1] * 3, None, None) for row in range(4)])
+    assert non_finite.logprob_columns(task.result_schema) == ("logits",)
+    for number in (0, 2):
+        values: npt.NDArray[Any] | None = results[number].completion.values  # type: ignore[union-attr]
+        assert values is not None
+        values[2, 999] = bad
+    table = pa.Table.from_batches([task.encode(results)]).slice(start)
+    assert non_finite.count_rows(table, ["logits"]) == ((2 - start, 0) if np.isnan(bad) else (0, 2 - start))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([0, -1, 2], (0, 2, 2)),
+        ([-3], (0,)),
+        ([3], "got position 3 in column 'places'; the prompt has 3 tokens, so that 2 is the last"),
+        ([-4], "got position -4 in column 'places'; the prompt has 3 tokens, so that 2 is the last"),
+        ([], "got an empty list in column 'places'; expected a list of positions"),
+        ([True], "got a value of type bool among the positions in column 'places'"),
+        (2, "got a value of type int in column 'places'; expected a list of positions"),
+        (None, "got null in column 'places'; expected a list of positions"),
+    ],
+)
+def test_a_rows_own_positions(value: Any, expected: Any) -> None:
+    spec = JobSpec.model_validate({**BASE, "logits": {"positions": {"column": "places"}}})
+    [prompt] = RowPositions(spec).apply([Row(0, {"places": value}, None)], [Prompt(0, [4, 5, 6], None, None)])
+    found = prompt.positions if prompt.error is None else prompt.error.error_message
+    assert found == expected
+
+
+@pytest.mark.parametrize("fault", ["parts.before_rename", "journal.before_fsync"])
+def test_killed_and_gone_on_with(fault: str, tmp_path: pathlib.Path) -> None:
+    sections: dict[str, Any] = {
+        "task": "logits",
+        "sampling": None,
+        "input": {"limit": 120},
+        "logits": {"positions": "all"},
+        "output": {"rows_per_shard": 30, "keep_columns": ["language"]},
+    }
+    for name in ("hurt", "unhurt"):
+        (tmp_path / name).mkdir()
+    whole = jobs.spec_of(tmp_path / "unhurt", **sections, scripted={"step_s": 0.0})
+    jobs.finish(whole)
+    spec, marker, once = jobs.spec_of(tmp_path / "hurt", **sections), tmp_path / "held", tmp_path / "once"
+    once.mkdir()
+    process = jobs.start("run", spec, faults=f"{fault}=hold {marker}", BATCHINF_FAULTS_ONCE=str(once))
+    jobs.wait_until(marker.exists)
+    everyone = jobs.family(process.pid)
+    jobs.kill(everyone)
+    process.communicate()
+    assert jobs.are_gone(everyone)
+    jobs.finish(spec)
+    drop = ["attempts"]
+    hurt, unhurt = (jobs.table_of(tmp_path / name / "out").drop_columns(drop) for name in ("hurt", "unhurt"))
+    assert hurt.num_rows == 120
+    assert hurt.equals(unhurt)
+    results = batchinf.open(tmp_path / "hurt" / "out")
+    ragged, positions = results.ragged("logits"), results.ragged("positions")
+    assert ragged.values.shape == (int(results.array("num_prompt_tokens").sum()), 1536)
+    assert np.array_equal(ragged.offsets, positions.offsets)
+    pieces = list(results.arrays("logits", num_rows=7))
+    assert np.array_equal(np.concatenate([piece.values for piece in pieces]), ragged.values)
+    assert max(len(piece) for piece in pieces) == 7
