@@ -11,10 +11,12 @@ from typing import Any
 
 from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
+from batchinf.lora import lora_identity, resolve_adapters
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
+from batchinf.records import Adapter
 from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
@@ -44,6 +46,7 @@ class Job:
     source: Source
     identity: dict[str, Any]
     slice: Slice | None = None
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def location(self) -> InputLocation:
@@ -103,13 +106,16 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
+    adapters = resolve_adapters(spec, model, began_as.get("lora"))
+    if adapters:
+        identity["lora"] = lora_identity(spec, adapters)
     if file.slice is not None:
         identity["slice"] = str(file.slice)
     if state is not None:
         identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
     identity = without_later_fields(json.loads(json.dumps(identity)), began_as)
-    return Job(spec, origins, folder, model, source, identity, file.slice)
+    return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
 
 
 def without_later_fields(identity: dict[str, Any], began_as: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,5 +258,6 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
 def _show(identity: dict[str, Any], name: str) -> str:
     if name not in identity or (name == "input.limit" and identity[name] is None):
         return "nothing"
-    meaning = {"model": "a model with content ", "input": "an input with content "}.get(name, "")
+    meanings = {"model": "a model with content ", "input": "an input with content ", "lora": "adapters with content "}
+    meaning = meanings.get(name, "")
     return meaning + json.dumps(identity[name], ensure_ascii=False)

@@ -17,6 +17,7 @@ from batchinf.encoder import Encoder, Side, TextCutter, enough_tokens, load_toke
 from batchinf.errors import RowError, SpecError
 from batchinf.openai_batch import COLUMNS
 from batchinf.records import Prompt
+from batchinf.row_adapter import RowAdapter
 from batchinf.row_sampling import RowSampling, wanted_columns
 from batchinf.source import Row
 from batchinf.spec import JobSpec, SamplingSpec
@@ -31,6 +32,7 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:
     names = list(schema_names)
     wanted = list(Renderer(spec).named_columns)
     wanted += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
+    wanted += [("input.adapter_column", spec.input.adapter_column)] if spec.input.adapter_column is not None else []
     wanted += [("output.keep_columns", name) for name in spec.output.keep_columns]
     wanted += wanted_columns(spec.sampling)
     for field, name in wanted:
@@ -178,6 +180,7 @@ class PromptBuilder:
         """begun_at: when the job was begun, in ISO format; see `ChatTemplate`."""
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
+        self._adapter = RowAdapter(spec)
         self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.format == "openai" else None
         # A chat template writes them all; the tokenizer's own would come a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
@@ -194,8 +197,8 @@ class PromptBuilder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns that a prompt is made of, and those of the row's own sampling."""
-        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns]))
+        """The input columns that a prompt is made of, and those of the row's own sampling and adapter."""
+        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns, *self._adapter.columns]))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it.
@@ -212,6 +215,7 @@ class PromptBuilder:
             ids = draft.ids if draft.encoder is None else next(encoded[draft.encoder])
             assert ids is not None
             prompts.append(self._finish(row, draft, ids, max_model_len))
+        prompts = self._adapter.apply(rows, prompts)
         return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
 
     def preview(self, row: Row, num_chars: int) -> str | RowError:

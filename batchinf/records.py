@@ -71,7 +71,8 @@ class Shard:
 class Prompt:
     """A row made ready for an engine: its token ids, or why there are none.
 
-    sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit.
+    sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit. adapter: the
+    name of the LoRA adapter to run it with; None is the plain model.
     """
 
     row_index: int
@@ -80,6 +81,21 @@ class Prompt:
     error: RowError | None
     sampling: SamplingSpec | None = None
     is_truncated: bool = False
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter, found: the name that rows call it by, its folder, its rank, a fingerprint of its content.
+
+    modules: the last names of the modules that it changes, such as `q_proj`; empty where its file does not tell.
+    """
+
+    name: str
+    path: str
+    rank: int
+    fingerprint: str
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +235,7 @@ class Launch:
     taken: the fingerprints of what the job has taken in of its input, the last one last.
     extents: the job's, of which the run order is made.
     begun_at: when the job was begun, in ISO format: templates that print the date see this one.
+    adapters: those that requests may name.
     """
 
     replica: int
@@ -234,6 +251,7 @@ class Launch:
     taken: tuple[str, ...] = ()
     extents: tuple[Extent, ...] = ()
     begun_at: str | None = None
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
