@@ -124,7 +124,8 @@ class ScriptedEngine:
     def complete(self, request: Request) -> Completion:
         """What the script answers to a request."""
         prompt = np.asarray(request.prompt_token_ids, np.int32)
-        digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=str(request.seed or 0)[-16:].encode()).digest()
+        seed, adapter = str(request.seed or 0)[-16:].encode(), _person(request.adapter)
+        digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=seed, person=adapter).digest()
         first, second = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
         length = request.max_tokens
         if self._script.vary_lengths:
@@ -163,6 +164,12 @@ class ScriptedEngine:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+@functools.cache
+def _person(adapter: str | None) -> bytes:
+    """What makes a prompt's draws those of an adapter."""
+    return b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=16).digest()
 
 
 _DRAWN_TOKENS = 1 << 16

@@ -347,6 +347,7 @@ def launcher(
             job.source.fingerprints,
             state.extents,
             begun,
+            job.adapters,
         )
 
     return launch

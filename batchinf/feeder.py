@@ -194,6 +194,8 @@ class Feeder(threading.Thread):
     def _expand(self, opened: OpenShard, prompt: Prompt, attempts: int) -> Iterator[tuple[Pending, int]]:
         """What a row still has to run, with sizes."""
         requests = self._task.expand(prompt, self._max_model_len)
+        if prompt.adapter is not None:
+            requests = [replace(request, adapter=prompt.adapter) for request in requests]
         error = prompt.error
         if error is None and prompt.row_index in self._condemned:
             error = RowError("engine_death", self._condemned[prompt.row_index])

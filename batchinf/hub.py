@@ -58,10 +58,21 @@ def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathli
         return Snapshot(cached, is_online=False)
 
 
+def fetch(field: str, name: str, commit: str, patterns: tuple[str, ...]) -> None:
+    """Get these files of a commit into the cache. field: the spec's, for messages. Raises ModelError."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        with _no_progress_bars():
+            snapshot_download(name, revision=commit, allow_patterns=list(patterns))
+    except (OSError, errors.HTTPError, ValueError) as error:  # type: ignore[attr-defined]
+        raise ModelError(f"{field}: {_why_not(name, commit, error)}") from error
+
+
 def _cached(name: str, revision: str | None) -> pathlib.Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+    for file in ("config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json"):
         path = try_to_load_from_cache(name, file, revision=revision)
         if isinstance(path, str):
             return pathlib.Path(path).parent

@@ -11,11 +11,13 @@ from typing import Any
 
 from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
+from batchinf.lora import lora_identity, resolve_adapters
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
 from batchinf.output_size import LIKELY_TOKENS, bytes_per_row, check_size
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
+from batchinf.records import Adapter
 from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
@@ -43,6 +45,7 @@ class Job:
     source: Source
     identity: dict[str, Any]
     slice: Slice | None = None
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def location(self) -> InputLocation:
@@ -102,13 +105,16 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
+    adapters = resolve_adapters(spec, model, began_as.get("lora"))
+    if adapters:
+        identity["lora"] = lora_identity(spec, adapters)
     if file.slice is not None:
         identity["slice"] = str(file.slice)
     if state is not None:
         identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
     identity = without_later_fields(json.loads(json.dumps(identity)), began_as)
-    job = Job(spec, origins, folder, model, source, identity, file.slice)
+    job = Job(spec, origins, folder, model, source, identity, file.slice, adapters)
     if state is None:
         check_size(spec, model, source, job.rows, spec.num_samples * estimated_bytes_per_row(spec))
     return job
@@ -257,5 +263,6 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
 def _show(identity: dict[str, Any], name: str) -> str:
     if name not in identity or (name == "input.limit" and identity[name] is None):
         return "nothing"
-    meaning = {"model": "a model with content ", "input": "an input with content "}.get(name, "")
+    meanings = {"model": "a model with content ", "input": "an input with content ", "lora": "adapters with content "}
+    meaning = meanings.get(name, "")
     return meaning + json.dumps(identity[name], ensure_ascii=False)

@@ -28,6 +28,9 @@ TOKENIZER_FILES = (
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
+# No load format: what stands for one in the folder of a LoRA adapter, whose files are found in vLLM's order.
+ADAPTER = "LoRA adapter"
+
 # Pattern of the weight files, and the index that names them where they are several.
 _SAFETENSORS = ("*.safetensors", "model.safetensors.index.json")
 _CONSOLIDATED = ("consolidated*.safetensors", "consolidated.safetensors.index.json")
@@ -44,6 +47,7 @@ _WEIGHTS = {
     "mistral": (_CONSOLIDATED,),
     "npcache": (_BIN,),
     "pt": (_PT,),
+    ADAPTER: (("adapter_model.safetensors", ""), ("adapter_model.bin", ""), ("adapter_model.pt", "")),
 }
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 

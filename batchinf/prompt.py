@@ -5,6 +5,7 @@ is left to `source`, templates to `templates`, conversations to `chat`.
 """
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from batchinf.encoder import Encoder, Side, TextCutter, enough_tokens, load_toke
 from batchinf.errors import RowError, SpecError
 from batchinf.openai_batch import COLUMNS
 from batchinf.records import Prompt
+from batchinf.row_adapter import RowAdapter
 from batchinf.row_positions import RowPositions
 from batchinf.row_sampling import RowSampling, wanted_columns
 from batchinf.source import Row
@@ -32,6 +34,7 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:
     names = list(schema_names)
     wanted = list(Renderer(spec).named_columns)
     wanted += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
+    wanted += [("input.adapter_column", spec.input.adapter_column)] if spec.input.adapter_column is not None else []
     wanted += [("output.keep_columns", name) for name in spec.output.keep_columns]
     wanted += wanted_columns(spec.sampling)
     wanted += [("logits.positions", name) for name in RowPositions(spec).columns]
@@ -181,6 +184,7 @@ class PromptBuilder:
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
         self._positions = RowPositions(spec)
+        self._adapter = RowAdapter(spec)
         self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.format == "openai" else None
         # A chat template writes them all; the tokenizer's own would come a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
@@ -197,8 +201,9 @@ class PromptBuilder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns that a prompt is made of, and those of the row's own sampling."""
-        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns, *self._positions.columns]))
+        """The input columns that a prompt is made of, and those of the row's own sampling, positions and adapter."""
+        own = (self._sampling.columns, self._positions.columns, self._adapter.columns)
+        return tuple(dict.fromkeys([*self._renderer.columns, *itertools.chain(*own)]))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it.
@@ -215,7 +220,7 @@ class PromptBuilder:
             ids = draft.ids if draft.encoder is None else next(encoded[draft.encoder])
             assert ids is not None
             prompts.append(self._finish(row, draft, ids, max_model_len))
-        prompts = self._positions.apply(rows, prompts)
+        prompts = self._adapter.apply(rows, self._positions.apply(rows, prompts))
         return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
 
     def preview(self, row: Row, num_chars: int) -> str | RowError:

@@ -73,7 +73,8 @@ class Prompt:
     """A row made ready for an engine: its token ids, or why there are none.
 
     sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit. positions: the
-    row's own, from 0, of the tokens after which something is wanted.
+    row's own, from 0, of the tokens after which something is wanted. adapter: the name of the LoRA adapter to run it
+    with; None is the plain model.
     """
 
     row_index: int
@@ -83,6 +84,7 @@ class Prompt:
     sampling: SamplingSpec | None = None
     is_truncated: bool = False
     positions: tuple[int, ...] | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,20 @@ class RowsWanted:
     token_ids: tuple[int, ...] | None
     width: int
     dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter, found: the name that rows call it by, its folder, its rank, a fingerprint of its content.
+
+    modules: the last names of the modules that it changes, such as `q_proj`; empty where its file does not tell.
+    """
+
+    name: str
+    path: str
+    rank: int
+    fingerprint: str
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +256,7 @@ class Launch:
     taken: the fingerprints of what the job has taken in of its input, the last one last.
     extents: the job's, of which the run order is made.
     begun_at: when the job was begun, in ISO format: templates that print the date see this one.
+    adapters: those that requests may name.
     """
 
     replica: int
@@ -255,6 +272,7 @@ class Launch:
     taken: tuple[str, ...] = ()
     extents: tuple[Extent, ...] = ()
     begun_at: str | None = None
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

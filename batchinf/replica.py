@@ -111,7 +111,7 @@ class Replica:
         from batchinf.vllm_engine import VllmEngine
 
         launch = self._launch
-        return VllmEngine(self._spec, launch.model_path, launch.tokenizer_path, launch.revision)
+        return VllmEngine(self._spec, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
 
     def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:
         name, metadata = self._launch.incarnation, self._launch.metadata

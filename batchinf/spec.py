@@ -35,7 +35,7 @@ __all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "S
 TEXTS = {"type": "array", "items": {"type": "string"}}
 
 # Fields in which environment variables and ~ are expanded when a spec is read from a file.
-PATH_FIELDS = (("model", "name"), ("model", "tokenizer"), ("input", "path"), ("output", "path"))
+PATH_FIELDS = (("model", "name"), ("model", "tokenizer"), ("model", "lora"), ("input", "path"), ("output", "path"))
 
 # Engine arguments that change how fast, not what: free on a resume. All others are identity.
 RUNTIME_ENGINE_ARGUMENTS = frozenset(
@@ -43,6 +43,7 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
     enable_prefix_caching block_size distributed_executor_backend max_parallel_loading_workers cpu_offload_gb
     swap_space disable_custom_all_reduce enable_chunked_prefill async_scheduling enforce_eager compilation_config
     disable_log_stats scheduler_cls download_dir kv_offloading_size kv_offloading_backend worker_extension_cls
+    max_loras max_cpu_loras max_lora_rank
     """.split()
 )
 
@@ -83,6 +84,9 @@ class ModelSpec(Section):
     """Run Python code that comes with the model. Only for models that you trust as you trust a program."""
     reasoning_parser: Annotated[Text | None, IDENTITY] = None
     """vLLM's name of a reasoning parser, such as `qwen3`: what the model thinks goes to the column `reasoning`."""
+    lora: Annotated[Annotated[dict[Text, Path], Field(min_length=1)] | Path | None, RUNTIME] = None
+    """A LoRA adapter for all rows, a folder or a Hugging Face id, or a mapping of names to them, of which
+    `input.adapter_column` names each row's own. Known on resume by content, not by place."""
 
 
 class ParallelSpec(Section):
@@ -207,6 +211,20 @@ class JobSpec(Section):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
         return engine
+
+    @model_validator(mode="after")
+    def _adapters(self) -> Self:
+        lora, column = self.model.lora, self.input.adapter_column
+        if column is not None and not isinstance(lora, dict):
+            are_there = "are no adapters to name" if lora is None else "is one adapter for all rows"
+            raise wrong(f"got {column!r}, but there {are_there}; write model.lora: {{name: folder}}",
+                        "input.adapter_column")  # fmt: skip
+        if isinstance(lora, dict) and len(lora) > 1 and column is None:
+            raise wrong(f"got {len(lora)} adapters, but nothing says which of them a row has; name the column that "
+                        "does in input.adapter_column", "model.lora")  # fmt: skip
+        if lora is not None and self.engine.get("enable_lora") is False:
+            raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
+        return self
 
     @property
     def num_samples(self) -> int:

@@ -21,7 +21,7 @@ from batchinf.errors import SpecError
 from batchinf.slices import Slice
 from batchinf.spec import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec
 from batchinf.spec_docs import field_docs
-from batchinf.spec_values import Files, clip, expand
+from batchinf.spec_values import Files, clip, each_path, expand
 from batchinf.storage import reason
 
 # A spec is a page of text. The limits keep a wrong or hostile file from costing more than a moment.
@@ -111,9 +111,8 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
 def dump_spec(spec: JobSpec) -> str:
     """The spec as YAML with all defaults filled in; `read_spec` gives back an equal one."""
     data = spec.model_dump(mode="json")
-    for section, name in PATH_FIELDS:
-        if data[section][name] is not None:
-            data[section][name] = data[section][name].replace("$", "$$")
+    for holder, key, _ in each_path(data, PATH_FIELDS):
+        holder[key] = holder[key].replace("$", "$$")
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31))
 
 
@@ -273,13 +272,11 @@ def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
 
 def _expand_paths(data: dict[str, Any], places: Mapping[str, str]) -> None:
     problems = []
-    for section, name in PATH_FIELDS:
-        fields = data.get(section)
-        if isinstance(fields, dict) and isinstance(fields.get(name), str):
-            try:
-                fields[name] = expand(fields[name])
-            except KeyError as error:
-                problems.append(_line(places, f"{section}.{name}", f"{error.args[0]}, or write $$ for a plain $"))
+    for holder, key, field in each_path(data, PATH_FIELDS):
+        try:
+            holder[key] = expand(holder[key])
+        except KeyError as error:
+            problems.append(_line(places, field, f"{error.args[0]}, or write $$ for a plain $"))
     if problems:
         raise _joined(problems)
 

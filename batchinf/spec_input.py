@@ -78,6 +78,8 @@ class InputSpec(Section):
     on_overlong: Annotated[Literal["error", "truncate_left", "truncate_right"], IDENTITY] = "error"
     """`error`: a prompt after which not even one token fits is an error row. Else: one that leaves no room for
     `max_tokens` is cut at its left (its beginning) or its right end, and `prompt_truncated` says so."""
+    adapter_column: Annotated[Text | None, IDENTITY] = None
+    """The column that names each row's adapter, of those in `model.lora`; null is the plain model."""
     id_column: Annotated[Text | None, IDENTITY] = None
     """The column that is carried to the output as `id`, in its own type."""
     where: Annotated[Text | None, IDENTITY] = None

@@ -6,7 +6,7 @@ alone.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from batchinf.storage import reason
@@ -90,6 +90,17 @@ def _places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
         for name, is_value in _STRUCTURES.items():
             if name in structure:
                 yield structure, name, f"sampling.structured_outputs.{name}", is_value
+
+
+def each_path(data: dict[str, Any], fields: Iterable[tuple[str, str]]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Where there is a path in one of these fields of a spec: what holds it, under which key, the field's name."""
+    for section, name in fields:
+        held = data.get(section)
+        value = held.get(name) if isinstance(held, dict) else None
+        if isinstance(held, dict) and isinstance(value, str):
+            yield held, name, f"{section}.{name}"
+        elif isinstance(value, dict):
+            yield from ((value, key, f"{section}.{name}.{key}") for key in value if isinstance(value[key], str))
 
 
 def expand(path: str) -> str:

@@ -73,6 +73,8 @@ def _model_lines(job: Job) -> Iterator[str]:
     where = f"commit {model.commit}" if model.commit else model.path
     yield f"model {model.name}: {architecture}; weights whole"
     yield f"  {where}, content {model.fingerprint}"
+    for adapter in job.adapters:
+        yield f"  LoRA adapter {adapter.name}: rank {adapter.rank}, content {adapter.fingerprint}"
     # The first of the devices, which are taken to be alike.
     device_bytes, device_name = next((device_size(device) for device in visible_devices()), (None, ""))
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION

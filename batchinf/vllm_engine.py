@@ -12,6 +12,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from batchinf import __version__, faults
 from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
-from batchinf.records import Completion, EngineInfo, EngineStats, Request
+from batchinf.records import Adapter, Completion, EngineInfo, EngineStats, Request
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.vllm_arguments import TEMPLATE_OF, engine_arguments, extra_of, sampling_params
 from batchinf.vllm_logprobs import install_arrays, token_logprobs, vocabulary_rows
+from batchinf.vllm_lora import load_adapters, lora_arguments, lora_requests
 from batchinf.vllm_worker import install_rows
 
 # What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
@@ -50,9 +52,17 @@ _MOST_TEMPLATES = 1024
 class VllmEngine:
     """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engine.Engine`."""
 
-    def __init__(self, spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        model_path: str,
+        tokenizer_path: str,
+        revision: str | None = None,
+        adapters: tuple[Adapter, ...] = (),
+    ) -> None:
         environment = _environment()  # before vLLM adds its own
         arguments = engine_arguments(spec, model_path, tokenizer_path, revision)
+        arguments |= lora_arguments(adapters, arguments)
         self._stats = _Stats()
         install_arrays()
         try:
@@ -78,14 +88,18 @@ class VllmEngine:
         self._latest: tuple[SamplingSpec | None, dict[str, Any], Any] = (None, {}, None)
         self._templates: dict[Any, Any] = {}
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
+        self._adapters = lora_requests(adapters)
         self.info = _info(self._engine.vllm_config, arguments, environment)
 
     def warm_up(self, request: Request) -> None:
         """See `Engine.warm_up`. Raises RequestRefused where vLLM would refuse every request of the job."""
+        load_adapters(self._engine, self._adapters)
+        names = list(self._adapters)
         for number in range(_WARM_UP_REQUESTS):
             params = self._params(request)
             params.min_tokens = 0  # it may be above the `max_tokens` of a short request: see `_objection`
-            self._submit(f"warm-up-{number}", request.prompt_token_ids, params)
+            adapter = names[number % len(names)]
+            self._submit(f"warm-up-{number}", replace(request, adapter=adapter), params)
         with self._alive("while it warmed up"):
             while self._engine.has_unfinished_requests():
                 self._engine.step()
@@ -96,7 +110,7 @@ class VllmEngine:
         if objection := self._objection(request):
             raise RequestRefused(objection)
         request_id = f"{request.row_index}-{request.request_index}"
-        self._submit(request_id, request.prompt_token_ids, self._params(request))
+        self._submit(request_id, request, self._params(request))
         self._live[request_id] = request
         states = getattr(self._engine.output_processor, "request_states", {})
         if (state := next(reversed(states.values()), None)) is not None and hasattr(state, "is_prefilling"):
@@ -188,12 +202,13 @@ class VllmEngine:
             return RowError("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")
         return None
 
-    def _submit(self, request_id: str, token_ids: list[int], params: Any) -> None:
+    def _submit(self, request_id: str, request: Request, params: Any) -> None:
         if self._death:
             raise EngineDeadError(self._death)
         try:
             with self._alive("when a request was added", harmless=_REFUSALS):
-                self._engine.add_request(request_id=request_id, prompt=tokens_input(token_ids), params=params)
+                prompt, adapter = tokens_input(request.prompt_token_ids), self._adapters[request.adapter]
+                self._engine.add_request(request_id=request_id, prompt=prompt, params=params, lora_request=adapter)
         except _REFUSALS as error:
             self._engine.abort_request([request_id])  # it may have come halfway in
             is_sampling = getattr(error, "parameter", None) in SamplingParams.__struct_fields__

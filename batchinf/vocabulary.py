@@ -48,7 +48,9 @@ def _ids_of(tokens: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
             raise SpecError(f"logits.tokens[{number}]: got {text!r}, which is {len(ids)} tokens: {shown}{more}; "
                             "must be one token, perhaps with a space before it")  # fmt: skip
         if ids[0] in found:
-            raise SpecError(f"logits.tokens[{number}]: got {text!r}, which is the same token as another; name each once")
+            raise SpecError(
+                f"logits.tokens[{number}]: got {text!r}, which is the same token as another; name each once"
+            )
         found.append(int(ids[0]))
     return tuple(found)
 

@@ -150,7 +150,7 @@ QUOTES = "text that looks like something else needs quotes"
         ("engine.a", "[.inf]", "must be made of text, finite numbers, true or false, null, lists and mappings"),
         ("engine.gpu_memory_utilization", "90", "got 90; must be a number above 0 and at most 1"),
         ("model", "5", "got 5; must be text, or a mapping of fields (name, revision, tokenizer, dtype, quantization, "
-         "load_format, trust_remote_code, reasoning_parser)"),
+         "load_format, trust_remote_code, reasoning_parser, lora)"),
         ("model.revision", "12", f"got 12; must be text; {QUOTES}"),
         ("model.dtype", "int4", "got 'int4'; must be one of auto, bfloat16, float16, float32"),
         ("model.tokenizer", '"\\0"', "got '\\x00'; a path cannot hold a null character"),

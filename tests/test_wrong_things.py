@@ -23,6 +23,18 @@ from batchinf.structures import reasoning_parser_names
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 
+# A LoRA adapter of rank 2 for one module of the sample model, all zeros.
+_TENSORS = {
+    f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight":
+        {"dtype": "F32", "shape": shape, "data_offsets": [1024 * place, 1024 * place + 1024]}
+    for place, (half, shape) in enumerate({"A": [2, 128], "B": [128, 2]}.items())
+}  # fmt: skip
+_HEADER = json.dumps(_TENSORS).encode()
+ADAPTER: dict[str, str | bytes | None] = {
+    "lora/adapter_config.json": '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}',
+    "lora/adapter_model.safetensors": len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(2048),
+}
+
 
 @dataclass(frozen=True)
 class Wrong:
@@ -223,6 +235,29 @@ WRONG = [
           files={"model/tokenizer.json": None}),
     Wrong("no such folder", {"model": "./tiny"},
           "model.name: there is no folder './tiny'; a Hugging Face id would be 'org/name'"),
+    Wrong("no such adapter", {"model": {"name": "model", "lora": {"sql": "./sql"}}},
+          "model.lora: adapter 'sql': there is no folder './sql'; a Hugging Face id would be 'org/name'"),
+    Wrong("no adapter of another kind", {"model": {"name": "model", "lora": "model"}},
+          "model.lora: model has no adapter_config.json; give the folder of a LoRA adapter as PEFT saves it"),
+    Wrong("two adapters for all rows", {"model": {"name": "model", "lora": {"sql": "a", "chat": "b"}}},
+          "job.yaml:3:3: model.lora: got 2 adapters, but nothing says which of them a row has; name the column that "
+          "does in input.adapter_column"),
+    Wrong("adapters that are not there", {"input": {"adapter_column": "language"}},
+          "job.yaml:4:3: input.adapter_column: got 'language', but there are no adapters to name; write "
+          "model.lora: {name: folder}"),
+    Wrong("adapters' column with one adapter", {"model": {"name": "model", "lora": "a"},
+                                               "input": {"adapter_column": "language"}},
+          "job.yaml:6:3: input.adapter_column: got 'language', but there is one adapter for all rows; write "
+          "model.lora: {name: folder}"),
+    Wrong("adapters' column", {"model": {"name": "model", "lora": {"sql": "lora"}},
+                               "input": {"adapter_column": "langage"}},
+          "job.yaml:7:3: input.adapter_column: the input has no column 'langage'; did you mean 'language'? it has: "
+          "id, prompt, language", files=ADAPTER),
+    Wrong("adapters switched off", {"model": {"name": "model", "lora": "lora"}, "engine": {"enable_lora": False}},
+          "job.yaml:12:3: engine.enable_lora: got false with model.lora; leave it out"),
+    Wrong("an adapter of too high a rank", {"model": {"name": "model", "lora": {"sql": "lora"}},
+                                            "engine": {"max_lora_rank": 1}},
+          "job.yaml:13:3: engine.max_lora_rank: got 1, but the adapter 'sql' has rank 2; leave it out", files=ADAPTER),
     Wrong("gated model", {"model": "org/gated"},
           "model.name: 'org/gated' is gated; accept its licence at HUB/org/gated, then run `hf auth login`"),
     Wrong("gated files", {"model": "org/half-gated"},
@@ -273,8 +308,8 @@ WRONG = [
           "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, token_ids_column, system_prompt, "
           "chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, "
-          "id_column, where, sample, limit, exclude). Where the rows come from, which of them are run, and what of "
-          "a row is the prompt."),
+          "adapter_column, id_column, where, sample, limit, exclude). Where the rows come from, which of them are "
+          "run, and what of a row is the prompt."),
     Wrong("not YAML", {},
           "job.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream "
           "end>'; does a text need quotes?", files={"job.yaml": "model: [tiny\n"}),
@@ -349,6 +384,7 @@ def lay_out(wrong: Wrong) -> None:
     pathlib.Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong.rows))
     for name, content in wrong.files.items():
         path = pathlib.Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content.encode() if isinstance(content, str) else content)

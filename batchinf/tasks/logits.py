@@ -11,8 +11,8 @@ from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.tasks.base import TaskBase
 from batchinf.tasks.columns import (
-    ITEM,
     INT32,
+    ITEM,
     concatenate,
     error_columns,
     id_lists,

@@ -1,0 +1,51 @@
+"""A row's LoRA adapter: the one that the job has for all rows, or the one that a column of the row names."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from batchinf.errors import RowError
+from batchinf.lora import adapter_places
+from batchinf.records import Prompt
+from batchinf.source import Row
+from batchinf.spec import JobSpec
+from batchinf.words import list_names, name_type
+
+_SHOWN_CHARS = 60
+
+
+class RowAdapter:
+    """Row → the name of its adapter. columns: the input column that holds it, if one does."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._names = tuple(adapter_places(spec.model))
+        self._column = spec.input.adapter_column
+        self.columns: tuple[str, ...] = () if self._column is None else (self._column,)
+
+    def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts of these rows with their adapters; one that has an error keeps it."""
+        if not self._names:
+            return list(prompts)
+        if self._column is None:
+            [name] = self._names
+            return [replace(prompt, adapter=name) for prompt in prompts]
+        return [
+            prompt if prompt.error is not None else self._applied(prompt, row.values.get(self._column))
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+
+    def _applied(self, prompt: Prompt, value: Any) -> Prompt:
+        if value is None:
+            return prompt
+        if isinstance(value, str) and value in self._names:
+            return replace(prompt, adapter=value)
+        got = f"got {_shown(value)} in column '{self._column}'"
+        message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
+        return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, str):
+        return name_type(value)
+    short = value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}…"
+    return f"'{short.encode(errors='backslashreplace').decode()}'"

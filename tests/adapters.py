@@ -1,0 +1,36 @@
+"""LoRA adapters of the sample model, made from a seed: strong enough to change what comes out."""
+
+import json
+import pathlib
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+# Module, with its part of a layer: (values in, values out).
+WIDTHS = {
+    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (128, 64), "self_attn.v_proj": (128, 64),
+    "self_attn.o_proj": (128, 128), "mlp.gate_proj": (128, 320), "mlp.up_proj": (128, 320), "mlp.down_proj": (320, 128),
+}  # fmt: skip
+NUM_LAYERS = 4
+SCALE = 0.1
+
+
+def make_adapter(
+    folder: pathlib.Path, seed: int, rank: int = 8, modules: tuple[str, ...] = tuple(WIDTHS), **config: Any
+) -> pathlib.Path:
+    """An adapter as PEFT saves it, in `folder`."""
+    random = torch.Generator().manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for layer in range(NUM_LAYERS):
+        for module in modules:
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            before, after = WIDTHS[module]
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, before, generator=random) * SCALE
+            tensors[f"{name}.lora_B.weight"] = torch.randn(after, rank, generator=random) * SCALE
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted(module.partition(".")[2] for module in modules)
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": targets, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return folder
