@@ -7,7 +7,7 @@ Reading YAML, overriding and reporting errors with line and column live in `spec
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,9 +27,13 @@ from batchinf.spec_fields import (
     wrong,
 )
 from batchinf.spec_input import InputSpec
+from batchinf.spec_pooling import TASKS as POOLING_TASKS
+from batchinf.spec_pooling import PoolingSpec
+from batchinf.spec_pooling import check as check_pooling
 from batchinf.spec_sampling import SamplingSpec
 
-__all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "SamplingSpec", "ScriptedSpec", "Section"]
+__all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "PoolingSpec", "SamplingSpec",
+           "ScriptedSpec", "Section"]  # fmt: skip
 
 TEXTS = {"type": "array", "items": {"type": "string"}}
 
@@ -151,10 +155,11 @@ class JobSpec(Section):
     """One job: a model, a task, rows and an output folder."""
 
     model: ModelSpec
-    task: Annotated[Literal["generate"], IDENTITY] = "generate"
+    task: Annotated[Literal["generate", "embed", "classify", "reward", "hidden_states"], IDENTITY] = "generate"
     """What is done with each row."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
+    pooling: PoolingSpec = PoolingSpec()
     parallel: ParallelSpec = ParallelSpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
     """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
@@ -196,6 +201,16 @@ class JobSpec(Section):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
         return engine
+
+    @model_validator(mode="after")
+    def _what_the_task_knows(self) -> Self:
+        check_pooling(self)
+        return self
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the engine makes vectors of prompts, and no text: a prompt may then be `max_model_len` long."""
+        return self.task in POOLING_TASKS
 
     @property
     def num_samples(self) -> int:

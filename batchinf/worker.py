@@ -166,6 +166,7 @@ def window(max_num_seqs: int) -> int:
 def num_bytes(completion: Completion) -> int:
     """Memory that a completion holds, near enough to bound a queue."""
     total = 200 + completion.token_ids.nbytes
+    total += 0 if completion.values is None else completion.values.nbytes
     for logprobs in (completion.logprobs, completion.prompt_logprobs):
         if logprobs is not None:
             total += logprobs.token_ids.nbytes + logprobs.logprobs.nbytes + logprobs.ranks.nbytes
