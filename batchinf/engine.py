@@ -71,6 +71,8 @@ def engine_argument_names() -> frozenset[str] | None:
 class ScriptedEngine:
     """Outputs are a function of prompt, seed and sampling alone: any two runs agree, however they are batched."""
 
+    output_room = 1  # tokens that must fit after a prompt
+
     def __init__(self, script: ScriptedSpec, vocab_size: int, eos_token_id: int) -> None:
         time.sleep(script.start_s)
         self._script = script
@@ -95,7 +97,7 @@ class ScriptedEngine:
 
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
-        if len(request.prompt_token_ids) >= self._script.max_model_len:
+        if len(request.prompt_token_ids) + self.output_room > self._script.max_model_len:
             raise RequestRefused(RowError("prompt_too_long", f"got {len(request.prompt_token_ids)} tokens"))
         if request.sampling.min_tokens > request.max_tokens:
             message = f"min_tokens is {request.sampling.min_tokens}, but only {request.max_tokens} tokens fit"
@@ -112,7 +114,7 @@ class ScriptedEngine:
             faults.point("engine.prompt", self._waiting[0].row_index)
             completion = self.complete(self._waiting.popleft())
             self._begun.append(completion.request)
-            self._running.setdefault(self._step + len(completion.token_ids), []).append(completion)
+            self._running.setdefault(self._step + max(1, len(completion.token_ids)), []).append(completion)
             self._num_running += 1
         self._step += 1
         finished = self._running.pop(self._step, [])

@@ -15,6 +15,7 @@ from batchinf.lora import lora_identity, resolve_adapters
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
 from batchinf.output_size import LIKELY_TOKENS, bytes_per_row, check_size
+from batchinf.pooling import bytes_per_vectors, resolve_pooling
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
 from batchinf.records import Adapter
@@ -95,12 +96,15 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     is_same = began_as.get("model.revision") == file.spec.model.revision
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
+    if file.spec.is_pooling:
+        sampling, origins = file.spec.sampling, {}
     spec = with_vocabulary(file.spec.model_copy(update={"sampling": sampling}), model)
     check_prompts(spec, model)
     # Before the input is looked at, which may have grown too.
     limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
     spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
+    spec = spec.model_copy(update={"pooling": resolve_pooling(spec, model)})
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
@@ -202,6 +206,8 @@ def estimated_bytes_per_row(spec: JobSpec) -> int:
     """A guess at a row's size in Parquet: 5 bytes for each stored id with its logprob, 4 for a token's text."""
     if spec.task == "logits":
         return bytes_per_row(spec)
+    if spec.is_pooling:
+        return 100 + bytes_per_vectors(spec, LIKELY_TOKENS)
     stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
     stored = max(stored, len(spec.sampling.logprob_token_ids) + 1 if spec.sampling.logprob_token_ids else 0)
     tokens = spec.sampling.max_tokens or LIKELY_TOKENS

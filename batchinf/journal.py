@@ -335,7 +335,11 @@ def _item_bytes(array: pa.Array) -> npt.NDArray[Any]:
     # Only the offsets at the items' own bounds are looked at, at every depth: never the tokens.
     bounds: npt.NDArray[Any] = np.arange(len(array) + 1)
     total: npt.NDArray[Any] = np.zeros(len(array))
-    while pa.types.is_list(array.type):
+    while pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        if pa.types.is_fixed_size_list(array.type):
+            # Of a slice, `values` is the whole's; of the whole they begin at its own offset.
+            bounds, array = (bounds + array.offset) * array.type.list_size, array.values
+            continue
         bounds = _offsets(array, np.int32)[bounds]
         array = array.values
         total += 4 * np.diff(bounds)

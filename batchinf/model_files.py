@@ -18,7 +18,10 @@ _SAMPLE_BYTES = 64
 _LONGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own bound
 _LFS_POINTER = b"version https://git-lfs"
 
-CONFIG_FILES = ("config.json", "generation_config.json", "*quant*_config.json", "quantize_config.json")
+CONFIG_FILES = (
+    "config.json", "generation_config.json", "*quant*_config.json", "quantize_config.json",
+    "modules.json", "*_Pooling/config.json", "*_Dense/config.json",  # of which positions vectors are made, and of what
+)  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json",

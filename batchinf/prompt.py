@@ -196,6 +196,7 @@ class PromptBuilder:
         if spec.input.on_overlong != "error":
             self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
         self._max_tokens = spec.sampling.max_tokens
+        self._least_room = 0 if spec.is_pooling else 1  # tokens that must fit after a prompt
         self._vocab_size = vocab_size
         self._may_exceed_vocab = vocab_size is not None and (self._takes_ids or _highest_id(tokenizer) >= vocab_size)
 
@@ -206,7 +207,8 @@ class PromptBuilder:
         return tuple(dict.fromkeys([*self._renderer.columns, *itertools.chain(*own)]))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
-        """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it.
+        """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it,
+        unless the task makes vectors.
 
         With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
         """
@@ -272,7 +274,7 @@ class PromptBuilder:
             return _Draft(None, ids)
         if self._side is None:
             got = f"{len(text):,} characters, of which the first {num_chars:,} are {len(ids):,} tokens"
-            return _Draft(None, _too_long(got, max_model_len))
+            return _Draft(None, self._too_long(got, max_model_len))
         return _Draft(text, ids)
 
     def _finish(self, row: Row, draft: "_Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
@@ -289,7 +291,7 @@ class PromptBuilder:
     def _cut(self, row: Row, draft: "_Draft", ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
         own = draft.sampling or self._sampling.of(row.values)
         # Tokens that must fit after the prompt.
-        room = (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or 1
+        room = (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or self._least_room
         cut = self._encoder.cut(ids, max_model_len - room, side)
         if cut is not None:
             return cut
@@ -299,8 +301,8 @@ class PromptBuilder:
     def _check_ids(self, ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         if not ids:
             return RowError("empty_prompt", "the prompt has no tokens")
-        if max_model_len is not None and len(ids) >= max_model_len:
-            return _too_long(f"{len(ids):,} tokens", max_model_len)
+        if max_model_len is not None and len(ids) + self._least_room > max_model_len:
+            return self._too_long(f"{len(ids):,} tokens", max_model_len)
         if self._takes_ids and min(ids) < 0:
             return RowError("invalid_token_id", f"got token id {min(ids)}; must not be negative")
         if self._may_exceed_vocab and max(ids) >= (self._vocab_size or 0):
@@ -310,6 +312,10 @@ class PromptBuilder:
                 f"token id {max(ids)}{shown} is outside the model's vocabulary of {self._vocab_size:,}",
             )
         return ids
+
+    def _too_long(self, got: str, max_model_len: int) -> RowError:
+        most = f"at most {max_model_len - self._least_room:,} fit max_model_len={max_model_len}"
+        return RowError("prompt_too_long", f"got {got}; {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,11 +339,6 @@ def _take(values: Mapping[str, object], column: str) -> object:
         return RowError("missing_column", f"row has no column '{column}'{others}")
     value = values[column]
     return RowError("null_prompt", f"column '{column}' is null") if value is None else value
-
-
-def _too_long(got: str, max_model_len: int) -> RowError:
-    most = f"at most {max_model_len - 1:,} fit max_model_len={max_model_len}"
-    return RowError("prompt_too_long", f"got {got}; {most}")
 
 
 def _check_text(text: str) -> str | RowError:

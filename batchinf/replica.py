@@ -48,6 +48,7 @@ from batchinf.records import (
 from batchinf.replace import write_replacement
 from batchinf.retry_log import retry_of
 from batchinf.run_order import RunOrder
+from batchinf.scripted_pooling import ScriptedPooling
 from batchinf.selection import chosen_rows
 from batchinf.shard_rows import ShardRows
 from batchinf.slices import SOURCE_FOLDER
@@ -107,10 +108,16 @@ class Replica:
     def _start_engine(self, tokenizer: object) -> Engine:
         if self._spec.scripted is not None:
             size = len(tokenizer)  # type: ignore[arg-type]
+            if self._spec.is_pooling:
+                return ScriptedPooling(self._spec, size)
             return ScriptedEngine(self._spec.scripted, size, getattr(tokenizer, "eos_token_id", None) or 0)
+        launch = self._launch
+        if self._spec.is_pooling:
+            from batchinf.vllm_pooling import VllmPooling
+
+            return VllmPooling(self._spec, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
         from batchinf.vllm_engine import VllmEngine
 
-        launch = self._launch
         return VllmEngine(self._spec, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
 
     def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:

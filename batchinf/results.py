@@ -126,8 +126,14 @@ class Results:
         return pa.concat_tables([pq.read_table(path, columns=names) for path in self.parts])
 
     def array(self, column: str) -> npt.NDArray[Any]:
-        """[num_rows]: a column that has no lists; nulls are NaN, or None where values are not numbers."""
+        """[num_rows]: a column that has no lists; nulls are NaN, or None where values are not numbers.
+
+        Of vectors, as `embedding`, [num_rows, width]: each is copied once, from a part's pages to its place.
+        """
         type = self._type(column)
+        if pa.types.is_fixed_size_list(type):
+            pieces = [to_matrix(batch.column(0)) for batch in self.batches([column])]
+            return np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
         if pa.types.is_nested(type):
             raise OutputError(f"column {column!r} holds {type}: ask for it with ragged()")
         return np.asarray(self.table([column]).column(0).to_numpy())
@@ -183,7 +189,7 @@ def to_ragged(array: pa.ListArray) -> Ragged:
     is_null = np.asarray(array.is_null())
     if pa.types.is_fixed_size_list(inner.type):
         # Views both, of the buffer that Parquet was decoded into.
-        return Ragged(_flat(inner.flatten()).reshape(len(inner), inner.type.list_size), offsets, is_null)
+        return Ragged(to_matrix(inner), offsets, is_null)
     if not pa.types.is_list(inner.type):
         return Ragged(_flat(inner), offsets, is_null)
     widths = pc.list_value_length(inner).to_numpy(zero_copy_only=False)
@@ -197,6 +203,16 @@ def to_ragged(array: pa.ListArray) -> Ragged:
     values = np.full((len(inner), width), -1 if flat.dtype.kind in "iu" else np.nan, flat.dtype)
     values[~np.asarray(inner.is_null())] = flat.reshape(len(known), width)
     return Ragged(values, offsets, is_null)
+
+
+def to_matrix(array: pa.FixedSizeListArray) -> npt.NDArray[Any]:
+    """[num_vectors, width]: a view of Arrow's memory where none is null; null vectors are NaN, or -1."""
+    width = array.type.list_size
+    values = _flat(array.values.slice(array.offset * width, len(array) * width)).reshape(len(array), width)
+    if array.null_count:
+        values = values.copy()
+        values[np.asarray(array.is_null())] = -1 if values.dtype.kind in "iu" else np.nan
+    return values
 
 
 def _joined(pieces: Sequence[Ragged]) -> Ragged:

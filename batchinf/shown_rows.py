@@ -103,6 +103,7 @@ def row_lines(
         return
     ids = prompt.token_ids
     room = "" if max_model_len is None else f", room for {max_model_len - len(ids):,} more in {max_model_len:,}"
+    makes_text = job_sampling.temperature is not None  # filled in, where there is sampling
     cut = "; cut to fit" if prompt.is_truncated else ""
     yield f"{name}: {len(ids):,} tokens{room}{cut}"
     for line in _clip(show(tokenizer, ids), is_whole).split("\n"):
@@ -111,7 +112,8 @@ def row_lines(
         yield f"  │ {bare}{'·' * (len(line) - len(bare))}"
     yield f"  token ids: {', '.join(map(str, ids[:_MOST_IDS]))}{'' if len(ids) <= _MOST_IDS else ', …'}"
     left = None if max_model_len is None else max_model_len - len(ids)
-    yield f"  sampling: {_sampling(request, prompt.sampling, job_sampling, left)}"
+    if makes_text:
+        yield f"  sampling: {_sampling(request, prompt.sampling, job_sampling, left)}"
 
 
 def _clip(text: str, is_whole: bool) -> str:

@@ -28,9 +28,13 @@ from batchinf.spec_fields import (
 )
 from batchinf.spec_input import InputSpec
 from batchinf.spec_logits import LogitsSpec, check_task
+from batchinf.spec_pooling import TASKS as POOLING_TASKS
+from batchinf.spec_pooling import PoolingSpec
+from batchinf.spec_pooling import check as check_pooling
 from batchinf.spec_sampling import SamplingSpec
 
-__all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "SamplingSpec", "ScriptedSpec", "Section"]
+__all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "PoolingSpec", "SamplingSpec",
+           "ScriptedSpec", "Section"]  # fmt: skip
 
 TEXTS = {"type": "array", "items": {"type": "string"}}
 
@@ -159,12 +163,15 @@ class JobSpec(Section):
     """One job: a model, a task, rows and an output folder."""
 
     model: ModelSpec
-    task: Annotated[Literal["generate", "logits"], IDENTITY] = "generate"
+    task: Annotated[Literal["generate", "logits", "embed", "classify", "reward", "hidden_states"], IDENTITY] = (
+        "generate"
+    )
     """What is done with each row."""
     logits: Annotated[LogitsSpec | None, IDENTITY] = None
     """What task logits stores; default: the logits of the whole vocabulary after each prompt's last token."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
+    pooling: PoolingSpec = PoolingSpec()
     parallel: ParallelSpec = ParallelSpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
     """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
@@ -225,6 +232,16 @@ class JobSpec(Section):
         if lora is not None and self.engine.get("enable_lora") is False:
             raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
         return self
+
+    @model_validator(mode="after")
+    def _what_the_task_knows(self) -> Self:
+        check_pooling(self)
+        return self
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the engine makes vectors of prompts, and no text: a prompt may then be `max_model_len` long."""
+        return self.task in POOLING_TASKS
 
     @property
     def num_samples(self) -> int:

@@ -15,6 +15,7 @@ from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
+from batchinf.pooling import vectors_line
 from batchinf.prompt import PromptBuilder, load_tokenizer
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.room import room_warning
@@ -57,7 +58,7 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
             chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects and state is None else None
             if chosen is not None:
                 yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
-            yield from _sampling_lines(job)
+            yield from [vectors_line(job.spec)] if job.spec.is_pooling else _sampling_lines(job)
             if rows_own := sampling_line(job.spec.sampling):
                 yield f"each row's own sampling: {rows_own}; null is the job's"
             yield from prompt_warnings(job.spec, job.model, job.source)

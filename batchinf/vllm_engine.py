@@ -52,6 +52,9 @@ _MOST_TEMPLATES = 1024
 class VllmEngine:
     """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engine.Engine`."""
 
+    output_room = 1  # tokens that must fit after a prompt
+    arguments = staticmethod(engine_arguments)
+
     def __init__(
         self,
         spec: JobSpec,
@@ -61,13 +64,13 @@ class VllmEngine:
         adapters: tuple[Adapter, ...] = (),
     ) -> None:
         environment = _environment()  # before vLLM adds its own
-        arguments = engine_arguments(spec, model_path, tokenizer_path, revision)
+        arguments = self.arguments(spec, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
         self._stats = _Stats()
         install_arrays()
         try:
             self._engine: Any = LLMEngine.from_engine_args(
-                EngineArgs(**arguments),
+                self._engine_args(arguments),
                 usage_context=UsageContext.LLM_CLASS,  # else the batch limits are a server's, not an offline job's
                 stat_loggers=[lambda *_: self._stats],
             )
@@ -90,6 +93,9 @@ class VllmEngine:
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self._adapters = lora_requests(adapters)
         self.info = _info(self._engine.vllm_config, arguments, environment)
+
+    def _engine_args(self, arguments: dict[str, Any]) -> Any:
+        return EngineArgs(**arguments)
 
     def warm_up(self, request: Request) -> None:
         """See `Engine.warm_up`. Raises RequestRefused where vLLM would refuse every request of the job."""
@@ -127,7 +133,7 @@ class VllmEngine:
             if not self._engine.has_unfinished_requests():
                 raise RuntimeError(f"it cut {len(self._live)} requests short and says no more of them")
             outputs = self._engine.step()
-        return [self._completion(output) for output in outputs if _is_whole(output)]
+        return [self._completion(output) for output in outputs if self._is_whole(output)]
 
     def begun(self) -> list[Request]:
         """See `Engine.begun`. vLLM runs prompts in the order in which they came, so that few are looked at."""
@@ -191,8 +197,9 @@ class VllmEngine:
         token_ids, limit, size = request.prompt_token_ids, self.info.max_model_len, self.info.vocab_size
         if not token_ids:
             return RowError("empty_prompt", "the prompt has no tokens")
-        if len(token_ids) >= limit:
-            message = f"the prompt has {len(token_ids)} tokens; at most {limit - 1} leave room for one of output"
+        if len(token_ids) + self.output_room > limit:
+            fits = f"{limit - 1} leave room for one of output" if self.output_room else f"{limit} fit max_model_len"
+            message = f"the prompt has {len(token_ids)} tokens; at most {fits}"
             return RowError("prompt_too_long", message)
         low, high = min(token_ids), max(token_ids)  # 7 µs for a list of 256; numpy takes 15
         if low < 0 or high >= size:  # 0.26 accepts negative ids
@@ -251,12 +258,11 @@ class VllmEngine:
             prompt_logprobs=token_logprobs(output.prompt_logprobs, sampling.prompt_logprobs, num_scored),
         )
 
-
-def _is_whole(output: Any) -> bool:
-    reason = output.outputs[0].finish_reason
-    if reason not in FINISHED | CUT_SHORT:
-        raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
-    return reason in FINISHED
+    def _is_whole(self, output: Any) -> bool:
+        reason = output.outputs[0].finish_reason
+        if reason not in FINISHED | CUT_SHORT:
+            raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
+        return reason in FINISHED
 
 
 def _one_line(error: Exception) -> str:
@@ -330,7 +336,7 @@ def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -
             # The one asked for: which one vLLM took by itself stands only in its log.
             "attention_backend": str(getattr(getattr(config, "attention_config", None), "backend", None) or "auto"),
             "kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None)
-            or cache.num_gpu_blocks * cache.block_size,
+            or (cache.num_gpu_blocks or 0) * cache.block_size,
             "engine_arguments": arguments,
             "environment": environment,
         },

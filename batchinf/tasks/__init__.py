@@ -1,14 +1,26 @@
 """What is done with a row: each task is one file that makes requests of it, and output rows of their results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec import JobSpec
+from batchinf.tasks.classify import Classify, Reward
+from batchinf.tasks.embed import Embed
 from batchinf.tasks.generate import Generate
+from batchinf.tasks.hidden_states import HiddenStates
 from batchinf.tasks.logits import Logits
+
+_TASKS: dict[str, Callable[[JobSpec], "Task"]] = {
+    "generate": Generate,
+    "logits": Logits,
+    "embed": Embed,
+    "classify": Classify,
+    "reward": Reward,
+    "hidden_states": HiddenStates,
+}
 
 
 class Task(Protocol):
@@ -46,7 +58,7 @@ class Task(Protocol):
 
 def get_task(spec: JobSpec) -> Task:
     """The task that a resolved spec names."""
-    return {"generate": Generate, "logits": Logits}[spec.task](spec)
+    return _TASKS[spec.task](spec)
 
 
 __all__ = ["Generate", "Logits", "Task", "get_task"]

@@ -75,7 +75,7 @@ class TaskBase:
         numbers = [
             name
             for name in flat
-            if name in own and (name == "prompt_hash" or self.own.field(name).type == pa.float64())
+            if name in own and (name == "prompt_hash" or self.own.field(name).type in (pa.float64(), pa.float32()))
         ]
         return {
             "compression": "zstd",

@@ -46,7 +46,7 @@ def list_of(item: pa.DataType) -> pa.DataType:
 def leaf_of(field: pa.Field) -> tuple[str, pa.DataType]:
     """A column's path in Parquet, and the type at its end."""
     path, item = field.name, field.type
-    while pa.types.is_list(item):
+    while pa.types.is_list(item) or pa.types.is_fixed_size_list(item):
         path, item = f"{path}.list.{ITEM}", item.value_type
     return path, item
 

@@ -1,0 +1,120 @@
+"""What the tasks have in common that make vectors of prompts: one request and one output row for each input row."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.errors import BatchinfError
+from batchinf.records import Prompt, Request, Result
+from batchinf.spec import JobSpec
+from batchinf.tasks.base import TaskBase
+from batchinf.tasks.columns import (
+    ITEM,
+    concatenate,
+    error_columns,
+    key_columns,
+    list_of,
+    offsets_of,
+    prompt_columns,
+)
+
+Values = npt.NDArray[Any]
+
+
+class Pooled(TaskBase):
+    """A task of which each file says what it keeps of `Completion.values`: `vector_fields` and `vector_columns`."""
+
+    joins_requests = True  # a row has one request, and no samples
+
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        self.dtype = np.dtype(spec.pooling.dtype)
+        self.width = spec.pooling.vector_width
+        prompt = [("prompt", pa.string()), ("prompt_token_ids", list_of(pa.int32()))]
+        self.result_schema = pa.schema(
+            [
+                ("row_index", pa.int64()),
+                ("request_index", pa.int32()),
+                ("num_requests", pa.int32()),
+                ("prompt_hash", pa.int64()),
+                *(prompt if spec.output.include_prompt else []),
+                *self.vector_fields(),
+                ("num_prompt_tokens", pa.int32()),
+                *([("prompt_truncated", pa.bool_())] if spec.input.on_overlong != "error" else []),
+                ("num_output_tokens", pa.int32()),
+                ("error_type", pa.string()),
+                ("error_message", pa.string()),
+                ("attempts", pa.int32()),
+            ]
+        )
+        keys = ("request_index", "num_requests")
+        self.own = pa.schema([field for field in self.result_schema if field.name not in keys])
+
+    def vector_fields(self) -> list[tuple[str, pa.DataType]]:
+        """The task's own columns."""
+        raise NotImplementedError
+
+    def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
+        """Them, from what the engine gave for each result, [num_positions, width], or None where it gave nothing.
+
+        num_tokens: in each result's prompt.
+        """
+        raise NotImplementedError
+
+    def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
+        """One request, which generates nothing."""
+        return [Request(prompt.row_index, 0, prompt.token_ids, self.spec.sampling, max_tokens=1, seed=None)]
+
+    def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
+        """See `Task.encode`."""
+        values = [None if result.completion is None else result.completion.values for result in results]
+        counts = pa.array([None if result.completion is None else 0 for result in results], pa.int32())
+        arrays = {
+            **key_columns(results),
+            **prompt_columns(results, self.spec.output.include_prompt),
+            **self.vector_columns(values, [len(result.prompt.token_ids) for result in results]),
+            "num_output_tokens": counts,
+            **error_columns(results),
+        }
+        schema = self.result_schema
+        return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
+
+    def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
+        """See `Task.reduce`: each result is a row."""
+        return self.output_table(columns, {name: results.column(name) for name in results.column_names})
+
+
+def vector_of(dtype: npt.DTypeLike, width: int) -> pa.DataType:
+    """Vectors of `width` numbers each."""
+    return pa.list_(pa.field(ITEM, pa.from_numpy_dtype(dtype)), width)
+
+
+def vector_array(values: Sequence[Values | None], dtype: np.dtype[Any], width: int) -> pa.Array:
+    """fixed_size_list[width], one vector for each [1, width]; null where there is none."""
+    nothing = np.zeros((1, width), dtype)
+    check_shapes(values, width)
+    flat = concatenate([nothing if value is None else value for value in values], dtype).reshape(-1)
+    is_null = np.array([value is None for value in values], np.bool_)
+    mask = pa.array(is_null) if is_null.any() else None
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat), type=vector_of(dtype, width), mask=mask)
+
+
+def vector_lists(values: Sequence[Values | None], dtype: np.dtype[Any], width: int) -> pa.Array:
+    """list<fixed_size_list[width]>, as many vectors as each [num_positions, width] has; null where there is none."""
+    flat = concatenate([value for value in values if value is not None], dtype).reshape(-1)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat), type=vector_of(dtype, width))
+    offsets = offsets_of([0 if value is None else len(value) for value in values])
+    is_null = np.array([value is None for value in values], np.bool_)
+    mask = pa.array(is_null) if is_null.any() else None
+    return pa.ListArray.from_arrays(pa.array(offsets), vectors, type=list_of(vectors.type), mask=mask)
+
+
+def check_shapes(values: Sequence[Values | None], width: int, num_positions: Sequence[int] | None = None) -> None:
+    """Raise BatchinfError where the engine gave another shape than [num_positions (1), width]."""
+    for place, value in enumerate(values):
+        expected = (1 if num_positions is None else num_positions[place], width)
+        if value is not None and value.shape != expected:
+            raise BatchinfError(f"the engine gave values of the shape {value.shape} where {expected} were expected")
