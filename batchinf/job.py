@@ -14,7 +14,7 @@ from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
 from batchinf.prompt import check_columns
-from batchinf.prompt_checks import check_prompts
+from batchinf.prompt_checks import check_order, check_prompts
 from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard
@@ -101,6 +101,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
+    check_order(spec)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
     if file.slice is not None:
@@ -156,7 +157,7 @@ def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), ne
 def _location(spec: JobSpec) -> InputLocation:
     where = spec.input
     format = "jsonl" if where.format == "openai" else where.format
-    return InputLocation(where.path, format, where.split, where.revision, where.name)
+    return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
 
 
 def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
@@ -174,7 +175,10 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tup
         created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,
-        layout={"rows_per_shard": rows_per_shard},
+        layout={
+            "rows_per_shard": rows_per_shard,
+            **({} if choice.ordered_by == "input" else {"order": choice.ordered_by}),
+        },
         spec=job.spec.model_dump(mode="json"),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)

@@ -214,6 +214,18 @@ class PromptBuilder:
             prompts.append(self._finish(row, draft, ids, max_model_len))
         return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
 
+    def outline(self, row: Row) -> "Outline":
+        """What is known of a row before its prompt is tokenised."""
+        draft = self._draft(row, None)
+        own = draft.sampling or self._sampling.of(row.values)
+        most = own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens
+        if isinstance(draft.ids, RowError) or isinstance(own, RowError):
+            return Outline(None, most)
+        if draft.ids is None:
+            return Outline((draft.text or "").encode(), most)
+        # Ids that no vocabulary has become an error later.
+        return Outline(b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in draft.ids), most)
+
     def preview(self, row: Row, num_chars: int) -> str | RowError:
         """The beginning of a row's text as the model sees it, special tokens and all, for people to read."""
         draft = self._draft(row, None)
@@ -301,6 +313,16 @@ class PromptBuilder:
                 f"token id {max(ids)}{shown} is outside the model's vocabulary of {self._vocab_size:,}",
             )
         return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """beginning: the prompt's text in UTF-8, or 4 bytes for each token id; None where there is none. max_tokens: of its
+    output; None is what fits.
+    """
+
+    beginning: bytes | None
+    max_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
