@@ -16,6 +16,7 @@ from batchinf.job_state import State, last_epoch, read_state
 from batchinf.journal import Journal, list_shards
 from batchinf.lock import LOCK, Holder, JobLock, judge
 from batchinf.parts import parse_part_name, part_name
+from batchinf.permutation import permutation_name, read_permutation
 from batchinf.proof import NUM_THREADS, Flaw, find_flaw, other_owner
 from batchinf.run_order import RunOrder
 from batchinf.salvage import move_aside, rebuild_manifest
@@ -128,6 +129,12 @@ def _check_parts(folder: Folder, state: State, looked: _Looked, is_deep: bool, r
             yield looked.wrong(
                 name, "is gone or altered, and says which rows are run", "run the job again: it chooses them again"
             )
+            return
+        if extent.order is not None and read_permutation(folder, number, extent.order) is None:
+            yield looked.wrong(
+                permutation_name(number), "is gone or altered, and says in which order rows are run",
+                "run the job again: it orders them again",
+            )  # fmt: skip
             return
     flaws = _flaws(folder, state, sorted(state.parts), is_deep)
     if flaws:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinf import choose, failures, journal, non_finite
+from batchinf import failures, journal, non_finite, ordering
 from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
@@ -148,9 +148,7 @@ def _run_epoch(
     slots = place(job.spec, visible_devices(), own_cpus())
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
-    choice = choose.begin(job, file, display.say, lock.check) if state is None else None
-    if state is not None:
-        choose.restore(job, file, state, display.say)
+    choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
     manifest = Manifest(folder, epoch, lock, state)
     if state is None:
         state = _begin(job, manifest, len(slots), choice)

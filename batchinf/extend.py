@@ -4,9 +4,11 @@ What was taken in keeps its positions and its cuts. An extent counts once its li
 before that leaves behind, a record of the input and a bitmap, means nothing, and is made again.
 """
 
+from dataclasses import replace
+
 import pyarrow as pa
 
-from batchinf import faults
+from batchinf import faults, ordering
 from batchinf.choose import Chosen, Say, choose
 from batchinf.column_types import is_json
 from batchinf.errors import InputError
@@ -65,6 +67,8 @@ def add_extent(
     chosen = _chosen(job, file, state, say)
     manifest.check_lock()
     choice = chosen.write(job.folder, len(state.extents) + 1, total_rows(state.extents))
+    choice = replace(choice, ordered_by=state.header.layout.get("order", "input"))
+    choice = ordering.extend(job, state.extents, choice, say, manifest.check_lock)
     extent = choice.extent(_rows_per_shard(job, state, choice.num_rows, num_replicas), total_shards(state.extents))
     if job.spec.input.selects:
         num_rows = total_rows(state.extents) + choice.num_rows

@@ -10,13 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from batchinf import faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.errors import RowError
 from batchinf.parts import OpenShard
 from batchinf.prompt import PromptBuilder
 from batchinf.records import Assign, Event, Prompt, Request, Result, Revoked, Shard, ShardBegun, Trial, Tried
-from batchinf.source import Source
+from batchinf.shard_rows import Int64Array
+from batchinf.source import Row, Source
 from batchinf.tasks import Task
 
 # Rows read and tokenised at once: enough to keep a tokenizer's threads busy, few enough to stay small in memory.
@@ -152,7 +155,7 @@ class Feeder(threading.Thread):
             return []
         if not trial.is_probe:
             place = opened.rows.local(row)
-            self._feed_rows(opened, place, place + 1, trial.attempts)
+            self._feed_rows(opened, np.array([place]), trial.attempts)
             return []
         probes = []
         for prompt in self._prompts.build(self._source.read(row, row + 1, self._prompts.columns), self._max_model_len):
@@ -173,14 +176,15 @@ class Feeder(threading.Thread):
         for first in range(0, shard.num_rows, ROWS_AT_ONCE):
             if self._is_stopping:
                 return
-            self._feed_rows(opened, first, min(first + ROWS_AT_ONCE, shard.num_rows), attempts)
+            self._feed_rows(opened, opened.rows.to_run(first, min(first + ROWS_AT_ONCE, shard.num_rows)), attempts)
 
-    def _feed_rows(self, opened: OpenShard, first: int, last: int, attempts: int) -> None:
-        """Feed the rows `first` to `last` (exclusive) of a shard, counted from its first."""
-        if opened.are_finished(first, last):
+    def _feed_rows(self, opened: OpenShard, numbers: Int64Array, attempts: int) -> None:
+        """Feed these rows of a shard, by their numbers among its own, in this order."""
+        left = opened.unfinished(numbers)
+        if not len(left):
             return
         faults.point("feeder.read")
-        rows = self._source.read_rows(opened.rows.positions(first, last), self._prompts.columns)
+        rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else numbers))
         rows = [row for row in rows if not opened.is_finished(row.row_index)]
         ready: list[tuple[Pending, int]] = []
         for prompt in self._prompts.build(rows, self._max_model_len):
@@ -190,6 +194,13 @@ class Feeder(threading.Thread):
                     return
                 ready = []
         self._ready.put_all(ready)
+
+    def _read(self, positions: Int64Array) -> list[Row]:
+        """Rows at these positions, in this order; they are read in the source's own."""
+        by_position = np.argsort(positions, kind="stable")
+        read = self._source.read_rows(positions[by_position], self._prompts.columns)
+        places = dict(zip(by_position.tolist(), read, strict=True))
+        return [places[place] for place in range(len(positions))]
 
     def _expand(self, opened: OpenShard, prompt: Prompt, attempts: int) -> Iterator[tuple[Pending, int]]:
         """What a row still has to run, with sizes."""

@@ -11,7 +11,7 @@ from batchinf.csv_file import pass_csv
 from batchinf.errors import InputError
 from batchinf.input_files import Format, InputFile, content_hash, open_input
 from batchinf.line_file import pass_jsonl, pass_text
-from batchinf.parquet_file import parquet_hash, pass_parquet
+from batchinf.parquet_file import parquet_hash, pass_parquet, spool_parquet
 from batchinf.parquet_probe import probe_footers
 from batchinf.remote_files import UNKNOWN, RemoteFile
 from batchinf.source_cache import (
@@ -117,6 +117,27 @@ def _first_pass(file: InputFile, format: Format, cache: Folder) -> FileEntry:
         artifacts = scratch.publish(found.hash)
     schema = schema_text(found.schema)
     return FileEntry(file.path, format, *stamp, found.hash, found.num_rows, schema, artifacts, found.num_bytes)
+
+
+def spooled(file: InputFile, entry: FileEntry, cache: Folder) -> FileEntry:
+    """The entry with a copy of a Parquet file whose rows can be read in any order, which row groups cannot."""
+    if entry.format != "parquet" or "rows" in entry.artifacts or not entry.num_rows:
+        return entry
+    with locked(cache):
+        known = load_entries(cache)
+        if "rows" in known.get(file.name, entry).artifacts and known[file.name].hash == entry.hash:
+            return known[file.name]
+        copy = entry.artifacts.get("content")
+        source = file if copy is None else InputFile(file.name, str(cache.path(copy.name)))
+        with Scratch(cache, file, "parquet") as scratch:
+            try:
+                spool_parquet(source, scratch)
+            except (ValueError, LookupError, TypeError, pa.ArrowException) as error:
+                raise InputError(f"{file.name} cannot be read as parquet: {_words(error)}; is it damaged?") from error
+            made = scratch.publish(entry.hash)
+        entry = replace(entry, artifacts={**entry.artifacts, **made})
+        save_entries(cache, {**known, file.name: entry})
+    return entry
 
 
 def _now(file: InputFile) -> tuple[int, int]:

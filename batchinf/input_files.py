@@ -46,6 +46,7 @@ class InputLocation:
     split: str | None = None  # of a Hugging Face dataset; None: train
     revision: str | None = None  # of a Hugging Face dataset on the hub
     name: str | None = None  # the configuration of a Hugging Face dataset
+    is_shuffled: bool = False  # its rows are read in an order of their own: in any file, each must be quick to find
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from batchinf.openai_batch import recognised
 from batchinf.output_size import LIKELY_TOKENS, bytes_per_row, check_size
 from batchinf.pooling import bytes_per_vectors, resolve_pooling
 from batchinf.prompt import check_columns
-from batchinf.prompt_checks import check_prompts
+from batchinf.prompt_checks import check_order, check_prompts
 from batchinf.records import Adapter
 from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
@@ -107,6 +107,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     spec = spec.model_copy(update={"pooling": resolve_pooling(spec, model)})
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
+    check_order(spec)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
     adapters = resolve_adapters(spec, model, began_as.get("lora"))
@@ -168,7 +169,7 @@ def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), ne
 def _location(spec: JobSpec) -> InputLocation:
     where = spec.input
     format = "jsonl" if where.format == "openai" else where.format
-    return InputLocation(where.path, format, where.split, where.revision, where.name)
+    return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
 
 
 def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
@@ -186,7 +187,10 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tup
         created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,
-        layout={"rows_per_shard": rows_per_shard},
+        layout={
+            "rows_per_shard": rows_per_shard,
+            **({} if choice.ordered_by == "input" else {"order": choice.ordered_by}),
+        },
         spec=job.spec.model_dump(mode="json"),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)

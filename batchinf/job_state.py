@@ -284,7 +284,7 @@ def _extent(fields: Fields) -> Extent:
     # Lines of before there were selections are of all rows, whose places are their positions.
     given = {name: value for name, value in fields.items() if value is not None}
     first_row = given.get("first_row", given["start"])
-    own = {"first_row": first_row, "stop_row": first_row + given["num_rows"], "selection": None}
+    own = {"first_row": first_row, "stop_row": first_row + given["num_rows"], "selection": None, "order": None}
     return _pick(Extent, {**own, **given})
 
 

@@ -139,7 +139,9 @@ def _live_holder(folder: Folder) -> Holder | None:
 
 
 def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
-    """The first `num_rows` finished rows as Python values, in the order of their places in the input."""
+    """The first `num_rows` finished rows as Python values, in the order of their places in the input; with an
+    `input.order` of its own, those of the job's first parts.
+    """
     rows: list[dict[str, Any]] = []
     with contextlib.closing(_tables_of_all(out, num_rows)) as tables:
         for table in tables:

@@ -53,6 +53,7 @@ class _Extent(_Line):
     first_row: Count | None = None
     stop_row: Count | None = None
     selection: Text | None = None
+    order: Text | None = None
     limit: Positive | None = None
 
     @model_validator(mode="after")

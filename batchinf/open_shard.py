@@ -71,9 +71,16 @@ class OpenShard:
 
     def are_finished(self, first: int, last: int) -> bool:
         """Whether the rows `first` to `last` (exclusive), counted from the shard's first, are all finished."""
-        rows = slice(first, last)
+        return bool(np.all(self._are_finished(slice(first, last))))
+
+    def unfinished(self, numbers: Int64Array) -> Int64Array:
+        """Those of these rows, by their numbers among the shard's, that are not finished."""
+        return numbers[~self._are_finished(numbers)]
+
+    def _are_finished(self, rows: slice | Int64Array) -> BoolArray:
         is_begun = self._first_slot[rows] >= 0
-        return bool(np.all(is_begun & (self._num_done[rows] == self.num_requests[rows])))
+        found: BoolArray = is_begun & (self._num_done[rows] == self.num_requests[rows])
+        return found
 
     def recover(self) -> list[str]:
         """Take over what the journal holds; the names of damaged segments, whose results are to be run again."""

@@ -38,11 +38,19 @@ def pass_parquet(file: InputFile, scratch: Scratch) -> Found:
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
     if any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups):
-        row_bytes = max(group.total_byte_size // max(1, group.num_rows) for group in groups)
-        batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
-        num_rows = spool(_batches(file, _repeated_columns(metadata), batch_rows), schema, scratch)
-        check_num_rows(file.name, metadata.num_rows, [num_rows])
+        spool_parquet(file, scratch)
     return Found(parquet_hash(file), metadata.num_rows, schema)
+
+
+def spool_parquet(file: InputFile, scratch: Scratch) -> None:
+    """Write a copy in which each row is quick to find."""
+    metadata = pq.read_metadata(file.path)
+    schema = plain_schema(metadata.schema.to_arrow_schema())
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
+    batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+    num_rows = spool(_batches(file, _repeated_columns(metadata), batch_rows), schema, scratch)
+    check_num_rows(file.name, metadata.num_rows, [num_rows])
 
 
 def _batches(file: InputFile, repeated: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:

@@ -225,6 +225,18 @@ class PromptBuilder:
         prompts = self._adapter.apply(rows, self._positions.apply(rows, prompts))
         return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
 
+    def outline(self, row: Row) -> "Outline":
+        """What is known of a row before its prompt is tokenised."""
+        draft = self._draft(row, None)
+        own = draft.sampling or self._sampling.of(row.values)
+        most = own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens
+        if isinstance(draft.ids, RowError) or isinstance(own, RowError):
+            return Outline(None, most)
+        if draft.ids is None:
+            return Outline((draft.text or "").encode(), most)
+        # Ids that no vocabulary has become an error later.
+        return Outline(b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in draft.ids), most)
+
     def preview(self, row: Row, num_chars: int) -> str | RowError:
         """The beginning of a row's text as the model sees it, special tokens and all, for people to read."""
         draft = self._draft(row, None)
@@ -316,6 +328,16 @@ class PromptBuilder:
     def _too_long(self, got: str, max_model_len: int) -> RowError:
         most = f"at most {max_model_len - self._least_room:,} fit max_model_len={max_model_len}"
         return RowError("prompt_too_long", f"got {got}; {most}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """beginning: the prompt's text in UTF-8, or 4 bytes for each token id; None where there is none. max_tokens: of its
+    output; None is what fits.
+    """
+
+    beginning: bytes | None
+    max_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)

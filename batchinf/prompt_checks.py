@@ -60,6 +60,21 @@ def _check_chat(where: InputSpec, model: Model) -> None:
             raise SpecError(f"input.chat_template_kwargs: {words}")
 
 
+def check_order(spec: JobSpec) -> None:
+    """Raise SpecError where rows are to be ordered by what they have not, or for what is switched off."""
+    order = spec.input.order
+    if order == "prefix" and spec.engine.get("enable_prefix_caching") is False:
+        raise SpecError(
+            "input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching is false: "
+            "leave one of them out"
+        )
+    if order == "longest" and spec.input.format != "openai" and "max_tokens" not in spec.sampling.columns:
+        raise SpecError(
+            "input.order: got longest, but all rows have the same max_tokens; name the column of each row's own, as in "
+            "sampling.max_tokens: {column: budget}, or leave it out"
+        )
+
+
 def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str]:
     """What runs, but may not be meant, in a line each."""
     where = spec.input
@@ -69,6 +84,11 @@ def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str
         yield (
             f"warning: the model has a chat template, which input.{form} alone does not apply; "
             "input.add_generation_prompt: true makes each prompt a user's message"
+        )
+    if where.order == "prefix" and spec.sampling.prompt_logprobs is not None:
+        yield (
+            "warning: input.order is prefix, but prompts whose logprobs are asked for are computed whole, whatever the "
+            "prefix cache holds"
         )
     says_how = where.continue_final_message is not None or where.add_generation_prompt is not None
     if where.messages is not None and where.messages[-1].role == "assistant" and not says_how:

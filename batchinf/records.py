@@ -25,7 +25,8 @@ class Extent:
     The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
     replicas end together. `start` is a place in the run order, `first_shard` the index of the first shard.
     The rows were chosen among those at the positions `first_row` to `stop_row` (exclusive) of the source. selection:
-    digest of the file that says which they are; None where it is all of them.
+    digest of the file that says which they are; None where it is all of them. order: digest of the file that says in
+    which order they run; None is that of their positions.
     """
 
     start: int
@@ -35,6 +36,7 @@ class Extent:
     first_row: int
     stop_row: int
     selection: str | None = None
+    order: str | None = None
 
     @classmethod
     def of_all(

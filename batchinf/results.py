@@ -7,7 +7,8 @@
     for rows in results.arrays("logits"):     # of task logits, in bounded memory: rows[i] is [num_positions, width]
         ...
 
-Only what the manifest names is read, in the order of the parts: a job at work can be read, and gives what is done.
+Only what the manifest names is read: a job at work can be read, and gives what is done. Rows come by their positions in
+the input, in whatever order they ran; only `batches` gives them part by part.
 """
 
 import os
@@ -54,6 +55,13 @@ class Ragged:
         index %= len(self)
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
+    def take(self, places: npt.NDArray[np.int64]) -> "Ragged":
+        """The lists at these places, copied."""
+        lengths = self.lengths[places]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        values = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][places] - offsets[:-1], lengths)
+        return Ragged(self.values[values], offsets, self.is_null[places])
+
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """int64 [num_lists]."""
@@ -93,6 +101,7 @@ class Results:
         self.identity: dict[str, Any] = states[0].header.identity
         # What was taken in of the input at the beginning, and then each time that there was more.
         self.taken: tuple[str, ...] = tuple(dict.fromkeys(states[0].source_fingerprints))
+        self._is_in_order = all(extent.order is None for state in states for extent in state.extents)
         self.num_rows = sum(state.num_rows for state in states)
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
         self.parts: list[pathlib.Path] = [
@@ -114,7 +123,9 @@ class Results:
         return pq.read_schema(self.parts[0]).remove_metadata()
 
     def batches(self, columns: Sequence[str] | None = None, num_rows: int = 4096) -> Iterator[pa.RecordBatch]:
-        """All rows in order, at most `num_rows` at a time: in bounded memory, however many there are."""
+        """All rows, at most `num_rows` at a time: in bounded memory, however many there are. They come in order, but
+        where the job has an `input.order` of its own: then those of each part do.
+        """
         names = self._names(columns)
         for path in self.parts:
             with pq.ParquetFile(path) as file:
@@ -123,7 +134,8 @@ class Results:
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows in order, in memory. Name the columns that you need: those of tokens are most of it."""
         names = self._names(columns)
-        return pa.concat_tables([pq.read_table(path, columns=names) for path in self.parts])
+        table = pa.concat_tables([pq.read_table(path, columns=names) for path in self.parts])
+        return table if (places := self._places()) is None else table.take(pa.array(places))
 
     def array(self, column: str) -> npt.NDArray[Any]:
         """[num_rows]: a column that has no lists; nulls are NaN, or None where values are not numbers.
@@ -145,7 +157,8 @@ class Results:
             raise OutputError(f"column {column!r} holds {type}, no lists: ask for it with array()")
         # A piece at a time: together they may be more than Arrow's lists of 32 bits can hold.
         pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
-        return _joined(pieces) if pieces else to_ragged(pa.array([], type))
+        found = _joined(pieces) if pieces else to_ragged(pa.array([], type))
+        return found if (places := self._places()) is None else found.take(places)
 
     def arrays(self, column: str = "logits", num_rows: int = 64) -> Iterator[Ragged]:
         """A column of lists, at most `num_rows` rows at a time: for what does not fit in memory, as logits do not.
@@ -163,7 +176,16 @@ class Results:
         from datasets import Dataset
 
         self.schema  # noqa: B018  for its error
-        return Dataset.from_parquet([str(path) for path in self.parts])
+        found = Dataset.from_parquet([str(path) for path in self.parts])
+        return found if (places := self._places()) is None else found.select(places)
+
+    def _places(self) -> npt.NDArray[np.int64] | None:
+        """Where the rows in order lie among those of the parts; None where they lie in order."""
+        if self._is_in_order or not self.parts:
+            return None
+        rows = np.concatenate([batch.column(0).to_numpy() for batch in self.batches(["row_index"])])
+        # Those of one row lie together, and stay in their order.
+        return np.argsort(rows, kind="stable")
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:
         schema = self.schema

@@ -1,4 +1,7 @@
-"""The rows of a shard: their positions in the source, ascending, and each one's number among them, from 0."""
+"""The rows of a shard: their positions in the source, ascending, and each one's number among them, from 0.
+
+They may run in another order: `to_run`.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +12,13 @@ Int64Array = npt.NDArray[np.int64]
 class ShardRows:
     """Rows `first` to `last` of the source (inclusive), or some of them. Consecutive ones cost no memory."""
 
-    def __init__(self, first: int, stop: int, positions: Int64Array | None = None) -> None:
-        """stop: exclusive. positions: int64, those that there are, ascending; None is all."""
+    def __init__(
+        self, first: int, stop: int, positions: Int64Array | None = None, order: Int64Array | None = None
+    ) -> None:
+        """stop: exclusive. positions: int64, those that there are, ascending; None is all. order: int64, the rows'
+        numbers in the order in which they run; None is 0, 1, 2 …
+        """
+        self._order = order
         self.first, self.last = first, stop - 1
         self._positions = positions if positions is not None and len(positions) != stop - first else None
 
@@ -18,6 +26,15 @@ class ShardRows:
     def of(cls, positions: Int64Array) -> "ShardRows":
         """Rows at these positions: int64, ascending, at least one."""
         return cls(int(positions[0]), int(positions[-1]) + 1, positions)
+
+    @classmethod
+    def in_order(cls, positions: Int64Array) -> "ShardRows":
+        """Rows at these positions, int64, at least one, which run in this order."""
+        by_position = np.argsort(positions)
+        order = np.empty(len(positions), np.int64)
+        order[by_position] = np.arange(len(positions))
+        own = positions[by_position]
+        return cls(int(own[0]), int(own[-1]) + 1, own, order)
 
     def __len__(self) -> int:
         return self.last + 1 - self.first if self._positions is None else len(self._positions)
@@ -59,3 +76,16 @@ class ShardRows:
         if self._positions is None:
             return np.arange(self.first + first, self.first + last, dtype=np.int64)
         return self._positions[first:last]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether they run in the order of their positions."""
+        return self._order is None
+
+    def to_run(self, first: int, last: int) -> Int64Array:
+        """The numbers of the rows that run as the shard's `first` to `last` (exclusive), as they run."""
+        return np.arange(first, last, dtype=np.int64) if self._order is None else self._order[first:last]
+
+    def at(self, numbers: Int64Array) -> Int64Array:
+        """The positions of the rows of these numbers."""
+        return numbers + self.first if self._positions is None else self._positions[numbers]

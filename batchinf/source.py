@@ -20,6 +20,7 @@ import pyarrow as pa
 from batchinf.arrow_file import ArrowReader
 from batchinf.csv_file import CsvReader
 from batchinf.errors import DriftError, InputError
+from batchinf.first_pass import spooled
 from batchinf.generations import Generation, latest_segments, load_generations, record_path, save_generation
 from batchinf.hf_dataset import is_dataset, open_dataset
 from batchinf.input_files import Format, InputFile, InputLocation, find_files
@@ -84,6 +85,8 @@ def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: Ne
         generations = [generation]
     else:
         generations, held = _again(input, cache, generations, new)
+    if input.is_shuffled and new != "ignore":
+        held = {number: (file, spooled(file, entry, cache)) for number, (file, entry) in held.items()}
     save_generation(cache, generations[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))

@@ -5,7 +5,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchinf.spec_fields import FROM_FILE, IDENTITY, RUNTIME, Path, Positive, Section, Text, as_tuple, is_json, wrong
+from batchinf.spec_fields import (
+    FROM_FILE,
+    IDENTITY,
+    LAYOUT,
+    RUNTIME,
+    Path,
+    Positive,
+    Section,
+    Text,
+    as_tuple,
+    is_json,
+    wrong,
+)
 
 # Each of them says alone what the prompt is.
 PROMPT_FORMS = ("prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column")
@@ -90,6 +102,9 @@ class InputSpec(Section):
     """Run at most this many rows, the first ones; `--extend` may raise it."""
     exclude: Annotated[ExcludeSpec | None, IDENTITY] = None
     """Leave out rows that earlier jobs have done."""
+    order: Annotated[Literal["input", "prefix", "longest", "auto"], LAYOUT] = "input"
+    """In which order rows run, and so which share a part: as they stand; those together whose prompts begin alike, for
+    vLLM's prefix cache; those first whose own `max_tokens` is greatest; or what a sample shows to pay."""
 
     @field_validator("path")
     @classmethod

@@ -1,0 +1,210 @@
+"""In which order a job's rows run: `input.order`, resolved once, at the beginning and again for what comes later.
+
+One pass over the rows that are run, none of which is tokenised; the order is 4 bytes for each, in `selection/` of the
+output folder. A row that has no prompt comes last.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from batchinf import choose
+from batchinf.errors import OutputError
+from batchinf.job import Job, begun_at
+from batchinf.job_state import State
+from batchinf.permutation import permutation_name, read_permutation, write_permutation
+from batchinf.prefixes import KeySort, prefix_key, shared_in_order, shared_when_sorted
+from batchinf.prompt import Outline, PromptBuilder, load_tokenizer
+from batchinf.records import Extent
+from batchinf.run_order import Choice, RunOrder
+from batchinf.selection import RUN_FOLDER, Int64Array
+from batchinf.spec import JobSpec
+from batchinf.spec_file import SpecFile
+from batchinf.storage import Folder
+
+# Rows read at once.
+_AT_ONCE = 256
+# `auto` looks at so many rows, in runs of so many: a run stands for what a cache would remember of the input's order.
+SAMPLED_ROWS, RUN_ROWS = 20_000, 500
+# Share of the prompts that must be saved beyond what the input's order saves.
+LEAST_SAVED = 0.1
+_MOST_TOKENS = 2**32 - 1
+
+Say = Callable[[str], None]
+
+
+def begin_or_restore(
+    job: Job, file: SpecFile, state: State | None, say: Say, check_lock: Callable[[], None]
+) -> Choice | None:
+    """The rows of a job that has not begun, chosen and in order; of one that has, the files that say so, made again
+    where they are gone or altered.
+    """
+    if state is None:
+        return begin(job, choose.begin(job, file, say, check_lock), say, check_lock)
+    choose.restore(job, file, state, say)
+    restore(job, state, say)
+    return None
+
+
+def begin(job: Job, choice: Choice, say: Say, check_lock: Callable[[], None] = lambda: None) -> Choice:
+    """The chosen rows of a job that has not begun, with their order, which is written."""
+    ordered_by: str = job.spec.input.order
+    if ordered_by == "auto":
+        ordered_by = _decide(job, choice, say)
+    return extend(job, (), dataclasses.replace(choice, ordered_by=ordered_by), say, check_lock)
+
+
+def extend(
+    job: Job, extents: Sequence[Extent], choice: Choice, say: Say, check_lock: Callable[[], None] = lambda: None
+) -> Choice:
+    """The rows that come after `extents`, with the order that `ordered_by` names, which is written."""
+    if choice.ordered_by == "input" or choice.num_rows < 2:
+        return choice
+    began = time.monotonic()
+    say(f"ordering {choice.num_rows:,} rows by {_WORDS[choice.ordered_by]}")
+    extent = choice.extent(1, 0)
+    digest = _write(job, (*extents, extent), len(extents), choice.ordered_by, None, check_lock)
+    say(f"the rows are in order; that took {time.monotonic() - began:.1f} s")
+    return dataclasses.replace(choice, order=digest)
+
+
+def restore(job: Job, state: State, say: Say) -> None:
+    """Order again what a file said that is gone or altered. Raises OutputError if the order is another one now."""
+    for index, extent in enumerate(state.extents):
+        if extent.order is None or read_permutation(job.folder, index + 1, extent.order) is not None:
+            continue
+        name = job.folder.path(permutation_name(index + 1))
+        say(f"warning: {name} is gone or altered; ordering its rows again")
+        ordered_by = str(state.header.layout.get("order", "prefix"))
+        if _write(job, state.extents, index, ordered_by, state) != extent.order:
+            raise OutputError(
+                f"{name} is gone, and the rows come in another order now; put the file back, or give the job another "
+                "output.path"
+            )
+
+
+_WORDS = {"prefix": "what their prompts begin with", "longest": "their max_tokens, the longest first"}
+
+
+def _write(
+    job: Job,
+    extents: Sequence[Extent],
+    index: int,
+    ordered_by: str,
+    state: State | None,
+    check_lock: Callable[[], None] = lambda: None,
+) -> str:
+    """Order the rows of `extents[index]`; the digest of the file that says so."""
+    extent, order = extents[index], RunOrder(job.folder, extents)
+    outlines = _Outlines(job, state)
+    with KeySort(_scratch(job.folder)) as keys:
+        for start in range(extent.start, extent.start + extent.num_rows, _AT_ONCE):
+            rows = order.rows(start, min(start + _AT_ONCE, extent.start + extent.num_rows))
+            keys.add(rows, [_key(outline, ordered_by) for outline in outlines.of(rows)])
+        check_lock()
+        return write_permutation(job.folder, index + 1, extent.first_row, extent.stop_row, extent.num_rows, keys.rows())
+
+
+def _scratch(folder: Folder) -> pathlib.Path:
+    """Where rows are sorted; what a killed process has left there is removed."""
+    folder.make(RUN_FOLDER)
+    for leftover in folder.path(RUN_FOLDER).glob(".order-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return folder.path(RUN_FOLDER)
+
+
+def _key(outline: Outline, ordered_by: str) -> bytes | None:
+    if outline.beginning is None:
+        return None
+    if ordered_by == "prefix":
+        return prefix_key(outline.beginning)
+    # What has no limit of its own may be the longest of all.
+    longest = _MOST_TOKENS if outline.max_tokens is None else min(outline.max_tokens, _MOST_TOKENS)
+    return (_MOST_TOKENS - longest).to_bytes(4, "big")
+
+
+class _Outlines:
+    """What rows are ordered by."""
+
+    def __init__(self, job: Job, state: State | None) -> None:
+        tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+        begun = begun_at(job, None if state is None else state.header)
+        self._builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
+        self._source = job.source
+
+    def of(self, rows: Int64Array) -> list[Outline]:
+        """One for each of these positions, ascending."""
+        return [self._builder.outline(row) for row in self._source.read_rows(rows, self._builder.columns)]
+
+
+# -- auto --------------------------------------------------------------------------------------------------------------
+
+
+def _decide(job: Job, choice: Choice, say: Say) -> str:
+    """Which order pays, by a sample; says so in a line."""
+    own_lengths = has_own_lengths(job.spec)
+    otherwise = ("longest", "by max_tokens, the longest first") if own_lengths else ("input", "as they stand")
+    if (reason := no_cache(job.spec)) is not None:
+        say(f"order: {otherwise[1]}, as {reason}")
+        return otherwise[0]
+    saved, num_rows = saved_share(_runs(job, choice))
+    seen = f"of {num_rows:,} rows' prompts {saved:.0%} would come from the prefix cache that do not as they stand"
+    if saved >= LEAST_SAVED:
+        say(f"order: by what prompts begin with: {seen}")
+        return "prefix"
+    say(f"order: {otherwise[1]}: {seen}; {LEAST_SAVED:.0%} would be worth it")
+    return otherwise[0]
+
+
+def no_cache(spec: JobSpec) -> str | None:
+    """Why a request finds nothing in vLLM's prefix cache; None where it may."""
+    if spec.engine.get("enable_prefix_caching") is False:
+        return "engine.enable_prefix_caching is false"
+    if spec.sampling.prompt_logprobs is not None:
+        return "prompts whose logprobs are asked for are computed whole"
+    return None
+
+
+def has_own_lengths(spec: JobSpec) -> bool:
+    """Whether it is known how long each row's output may be."""
+    return "max_tokens" in spec.sampling.columns
+
+
+def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
+    """Share of the prompts, 0 to 1, that are in a cache if rows are sorted and are not if they run as they stand.
+
+    runs: the beginnings of consecutive rows' prompts; a cache is taken to remember a run. Also the number of rows.
+    What few rows of a large input share is seen too rarely in a sample: it is at least so much.
+    """
+    keys = [[prefix_key(beginning) for beginning in run] for run in runs]
+    total = sum(len(beginning) for run in runs for beginning in run)
+    more = shared_when_sorted(key for run in keys for key in run) - sum(map(shared_in_order, keys))
+    return max(0.0, more / max(1, total)), sum(map(len, runs))
+
+
+def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
+    """Beginnings of the sampled rows' prompts: of all rows where they are few."""
+    order, outlines = RunOrder(job.folder, [choice.extent(1, 0)]), _Outlines(job, None)
+    found = []
+    for start, stop in sampled_runs(choice.num_rows):
+        rows = order.rows(choice.start + start, choice.start + stop)
+        taken = (outline.beginning for some in _pieces(rows) for outline in outlines.of(some))
+        found.append([beginning for beginning in taken if beginning is not None])
+    return found
+
+
+def sampled_runs(num_rows: int) -> list[tuple[int, int]]:
+    """Runs of at most RUN_ROWS rows, as (start, stop), SAMPLED_ROWS together, evenly spread."""
+    starts = range(0, num_rows, RUN_ROWS)
+    most = SAMPLED_ROWS // RUN_ROWS
+    if len(starts) > most:
+        starts = [num_rows * i // most for i in range(most)]  # type: ignore[assignment]
+    return [(start, min(start + RUN_ROWS, num_rows)) for start in starts]
+
+
+def _pieces(rows: Int64Array) -> Iterator[Int64Array]:
+    return iter(np.array_split(rows, range(_AT_ONCE, len(rows), _AT_ONCE)))
