@@ -86,7 +86,8 @@ class Prompt:
 class Request:
     """What goes into an engine. `(row_index, request_index)` is its name within the job.
 
-    adapter: the LoRA adapter to run it with; None is the plain model.
+    adapter: the LoRA adapter to run it with; None is the plain model. logprob_token_ids: tokens whose logprobs are
+    wanted at each output position, in the place of the likeliest ones.
     """
 
     row_index: int
@@ -96,6 +97,7 @@ class Request:
     max_tokens: int
     seed: int | None
     adapter: str | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
 
     @property
     def key(self) -> tuple[int, int]:
