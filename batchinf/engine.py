@@ -134,7 +134,10 @@ class ScriptedEngine:
         token_ids = self._draws.token_ids(second, length)
         if stops:
             token_ids[-1] = self._eos_token_id
-        logprobs = self._draws.logprobs(second, token_ids, request.sampling.logprobs)
+        chosen = request.logprob_token_ids
+        logprobs = self._draws.logprobs(second, token_ids, len(chosen) if chosen else request.sampling.logprobs)
+        if chosen and logprobs is not None:
+            logprobs.token_ids[:, 1:] = chosen
         prompt_logprobs = self._draws.logprobs(second, prompt[1:], request.sampling.prompt_logprobs)
         return Completion(
             request=request,

@@ -92,7 +92,9 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     # Another revision in the spec is another model.
     is_same = began_as.get("model.revision") == file.spec.model.revision
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
-    sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
+    sampling, origins = file.spec.sampling, dict[str, str]()
+    if file.spec.task != "score":  # it samples nothing
+        sampling, origins = resolve_sampling(sampling, sampling_defaults(model, file.spec.engine))
     spec = file.spec.model_copy(update={"sampling": sampling})
     check_prompts(spec, model)
     # Before the input is looked at, which may have grown too.
@@ -192,6 +194,8 @@ def _now() -> str:
 
 def estimated_bytes_per_row(spec: JobSpec) -> int:
     """A guess at a row's size in Parquet: 5 bytes for each stored id with its logprob, 4 for a token's text."""
+    if spec.task == "score":
+        return 200 + spec.output.include_token_logprobs * _LIKELY_TOKENS * 9 * (1 + (spec.sampling.prompt_logprobs or 0))
     stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
     tokens = spec.sampling.max_tokens or _LIKELY_TOKENS
     # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.errors import RowError
+from batchinf.spans import Scoring
 from batchinf.spec import SamplingSpec
 
 IntArray = npt.NDArray[np.int32]
@@ -72,6 +73,7 @@ class Prompt:
     """A row made ready for an engine: its token ids, or why there are none.
 
     sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit.
+    scoring: what is scored of it; `token_ids` are then the context's and those of all continuations.
     """
 
     row_index: int
@@ -80,6 +82,7 @@ class Prompt:
     error: RowError | None
     sampling: SamplingSpec | None = None
     is_truncated: bool = False
+    scoring: Scoring | None = None
 
 
 @dataclass(frozen=True, slots=True)

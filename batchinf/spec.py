@@ -7,7 +7,7 @@ Reading YAML, overriding and reporting errors with line and column live in `spec
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,6 +28,7 @@ from batchinf.spec_fields import (
 )
 from batchinf.spec_input import InputSpec
 from batchinf.spec_sampling import SamplingSpec
+from batchinf.spec_score import ScoreSpec, check_score
 
 __all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "SamplingSpec", "ScriptedSpec", "Section"]
 
@@ -107,6 +108,8 @@ class OutputSpec(Section):
     """Store the rendered `prompt` and its `prompt_token_ids`."""
     include_token_ids: Annotated[bool, IDENTITY] = True
     """Store `token_ids`."""
+    include_token_logprobs: Annotated[bool, IDENTITY] = True
+    """Of task score: store the scored tokens with their logprobs and ranks; false keeps the sums alone."""
     keep_columns: Annotated[dict[Text, Text], identity_or(TEXTS)] = Field(default_factory=dict)
     """Input columns to carry to the output, under their own names or, from a mapping, others."""
 
@@ -151,10 +154,11 @@ class JobSpec(Section):
     """One job: a model, a task, rows and an output folder."""
 
     model: ModelSpec
-    task: Annotated[Literal["generate"], IDENTITY] = "generate"
+    task: Annotated[Literal["generate", "score"], IDENTITY] = "generate"
     """What is done with each row."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
+    score: ScoreSpec = ScoreSpec()
     parallel: ParallelSpec = ParallelSpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
     """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
@@ -186,6 +190,11 @@ class JobSpec(Section):
             return {**data, "model": {"name": data["model"]}}
         return data
 
+    @model_validator(mode="after")
+    def _scores(self) -> Self:
+        check_score(self.task, self.input, self.sampling, self.score, self.output.include_token_logprobs)
+        return self
+
     @field_validator("engine")
     @classmethod
     def _plain_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +214,7 @@ class JobSpec(Section):
     @property
     def prompt_column(self) -> str:
         """The column that holds the prompt, where no template is given."""
-        return self.input.prompt_column or "prompt"
+        return self.input.prompt_column or self.input.context_column or self.input.text_column or "prompt"
 
 
 def fields(spec: JobSpec, resume: Resume) -> dict[str, Any]:

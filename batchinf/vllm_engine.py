@@ -148,6 +148,8 @@ class VllmEngine:
             self._latest = request.sampling, self._template(request.sampling)
         params = copy.copy(self._latest[1])
         params.max_tokens, params.seed = request.max_tokens, request.seed
+        if request.logprob_token_ids:
+            params.logprobs, params.logprob_token_ids = None, list(request.logprob_token_ids)
         return params
 
     def _template(self, sampling: SamplingSpec) -> Any:
@@ -214,7 +216,8 @@ class VllmEngine:
     def _completion(self, output: Any) -> Completion:
         request, answer = self._live.pop(output.request_id), output.outputs[0]
         sampling, num_scored = request.sampling, len(request.prompt_token_ids) - 1
-        logprobs = token_logprobs(answer.logprobs, sampling.logprobs, len(answer.token_ids))
+        k = len(request.logprob_token_ids) if request.logprob_token_ids else sampling.logprobs
+        logprobs = token_logprobs(answer.logprobs, k, len(answer.token_ids))
         return Completion(
             request=request,
             token_ids=np.array(answer.token_ids, np.int32),

@@ -43,7 +43,7 @@ class ArrayLogprobsProcessor(LogprobsProcessor):
         if not params.flat_logprobs:
             return LogprobsProcessor.from_new_request(tokenizer, request)
         processor = super().from_new_request(None, request)
-        processor.logprobs = None if params.logprobs is None else Rows(params.logprobs)
+        processor.logprobs = None if params.num_logprobs is None else Rows(params.num_logprobs)
         processor.prompt_logprobs = None if params.prompt_logprobs is None else Rows(params.prompt_logprobs)
         return processor
 

@@ -1,6 +1,6 @@
 """What is done with a row: each task is one file that makes requests of it, and output rows of their results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -8,6 +8,7 @@ import pyarrow as pa
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec import JobSpec
 from batchinf.tasks.generate import Generate
+from batchinf.tasks.score import Score
 
 
 class Task(Protocol):
@@ -45,7 +46,8 @@ class Task(Protocol):
 
 def get_task(spec: JobSpec) -> Task:
     """The task that a resolved spec names."""
-    return {"generate": Generate}[spec.task](spec)
+    tasks: dict[str, Callable[[JobSpec], Task]] = {"generate": Generate, "score": Score}
+    return tasks[spec.task](spec)
 
 
-__all__ = ["Generate", "Task", "get_task"]
+__all__ = ["Generate", "Score", "Task", "get_task"]
