@@ -22,6 +22,7 @@ from batchinf.predicate import Predicate, PredicateError
 from batchinf.prompt import PromptBuilder, load_tokenizer
 from batchinf.row_hash import is_in_share, row_hashes
 from batchinf.run_order import Choice
+from batchinf.score_prompts import prompt_builder
 from batchinf.selection import RUN_FOLDER, Selection, read_selection, selection_name, write_selection
 from batchinf.slices import read_cut
 from batchinf.source_cache import locked
@@ -169,7 +170,7 @@ class _Scan:
                 tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
                 # Chat templates that print the date print that of the job's beginning, whenever rows are chosen.
                 begun = begun_at(job, None if state is None else state.header)
-                self._builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
+                self._builder = prompt_builder(job.spec, tokenizer, job.model.vocab_size, begun)
             with self._naming("input.exclude"):
                 self._excluded = Excluded.by(given.exclude.job, given.exclude.on, own, scratch)
         self._columns = schema.names if self._share is not None else list(dict.fromkeys(columns))

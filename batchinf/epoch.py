@@ -356,7 +356,7 @@ def _say_what(job: Job, state: State, slots: list[Slot], display: ProgressDispla
         f"{name} {getattr(job.spec.sampling, name)}" + ("" if origin == "spec" else f" ({origin})")
         for name, origin in job.origins.items()
     )
-    display.say(f"sampling: {sampling}")
+    display.say(f"sampling: {sampling}" if sampling else f"task: {job.spec.task}")
     done, shards = int(state.committed.sum()), len(state.committed)
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")

@@ -15,6 +15,7 @@ from batchinf.job_state import State
 from batchinf.journal import Journal, list_shards
 from batchinf.parts import part_name
 from batchinf.prompt import PromptBuilder, load_tokenizer
+from batchinf.score_prompts import prompt_builder
 from batchinf.storage import Folder
 from batchinf.tasks import get_task
 
@@ -116,7 +117,7 @@ def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[s
         tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     except BatchinfError:
         return []
-    builder = PromptBuilder(job.spec, tokenizer, None, begun)
+    builder = prompt_builder(job.spec, tokenizer, None, begun)
     return [_prompt(job, builder, failure.row_index) for failure in failures]
 
 

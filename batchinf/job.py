@@ -95,9 +95,9 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
     # Another revision in the spec is another model.
     is_same = began_as.get("model.revision") == file.spec.model.revision
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
-    sampling, origins = resolve_sampling(file.spec.sampling, sampling_defaults(model, file.spec.engine))
-    if file.spec.is_pooling:
-        sampling, origins = file.spec.sampling, {}
+    sampling, origins = file.spec.sampling, dict[str, str]()
+    if file.spec.task != "score" and not file.spec.is_pooling:  # they sample nothing
+        sampling, origins = resolve_sampling(sampling, sampling_defaults(model, file.spec.engine))
     spec = with_vocabulary(file.spec.model_copy(update={"sampling": sampling}), model)
     check_prompts(spec, model)
     # Before the input is looked at, which may have grown too.
@@ -212,6 +212,8 @@ def estimated_bytes_per_row(spec: JobSpec) -> int:
         return bytes_per_row(spec)
     if spec.is_pooling:
         return 100 + bytes_per_vectors(spec, LIKELY_TOKENS)
+    if spec.task == "score":
+        return 200 + spec.output.include_token_logprobs * LIKELY_TOKENS * 9 * (1 + (spec.sampling.prompt_logprobs or 0))
     stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
     stored = max(stored, len(spec.sampling.logprob_token_ids) + 1 if spec.sampling.logprob_token_ids else 0)
     tokens = spec.sampling.max_tokens or LIKELY_TOKENS

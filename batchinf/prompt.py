@@ -23,6 +23,7 @@ from batchinf.row_positions import RowPositions
 from batchinf.row_sampling import RowSampling, wanted_columns
 from batchinf.source import Row
 from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.spec_score import scored_columns
 from batchinf.templates import RowTemplate
 from batchinf.words import list_names, name_type
 
@@ -38,6 +39,7 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:
     wanted += [("output.keep_columns", name) for name in spec.output.keep_columns]
     wanted += wanted_columns(spec.sampling)
     wanted += [("logits.positions", name) for name in RowPositions(spec).columns]
+    wanted += scored_columns(spec.input)
     for field, name in wanted:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -93,6 +95,9 @@ class Renderer:
         for field in ("messages_column", "token_ids_column"):
             if (column := getattr(self._input, field)) is not None:
                 return ((f"input.{field}", column),)
+        for field in ("context_column", "text_column"):
+            if getattr(self._input, field) is not None:
+                return ((f"input.{field}", self._column),)
         return (("input.prompt_column", self._column),)
 
     @property

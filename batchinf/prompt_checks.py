@@ -11,6 +11,7 @@ from batchinf.encoder import Encoder, load_tokenizer
 from batchinf.errors import SpecError
 from batchinf.model import Model
 from batchinf.prompt import Renderer
+from batchinf.scoring import NUM_RESERVED
 from batchinf.source import Source
 from batchinf.spec import InputSpec, JobSpec
 from batchinf.spec_input import CHAT_FIELDS
@@ -30,6 +31,9 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
     most, length = spec.sampling.max_tokens, spec.engine.get("max_model_len") or model.max_model_len
     if spec.scripted is not None:
         length = spec.scripted.max_model_len
+    if spec.task == "score" and isinstance(length, int) and spec.score.window_overlap >= length - NUM_RESERVED:
+        raise SpecError(f"score.window_overlap: got {spec.score.window_overlap:,}; must be below max_model_len - "
+                        f"{NUM_RESERVED} = {length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
     if spec.input.on_overlong != "error" and isinstance(length, int) and (most or 1) >= length:
         raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}")
 
@@ -80,6 +84,7 @@ def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str
     where = spec.input
     form = "prompt_template" if where.prompt_template is not None else "prompt_column"
     is_text = not where.is_chat and where.token_ids_column is None and where.format != "openai"
+    is_text &= spec.task != "score"  # which scores texts as they are, and begins them as `Boundary` says
     if is_text and model.has_chat_template:
         yield (
             f"warning: the model has a chat template, which input.{form} alone does not apply; "

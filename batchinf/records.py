@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.errors import RowError
+from batchinf.spans import Scoring
 from batchinf.spec import SamplingSpec
 
 IntArray = npt.NDArray[np.int32]
@@ -76,7 +77,8 @@ class Prompt:
 
     sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit. positions: the
     row's own, from 0, of the tokens after which something is wanted. adapter: the name of the LoRA adapter to run it
-    with; None is the plain model.
+    with; None is the plain model. scoring: what is scored of
+    it; `token_ids` are then the context's and those of all continuations.
     """
 
     row_index: int
@@ -87,6 +89,7 @@ class Prompt:
     is_truncated: bool = False
     positions: tuple[int, ...] | None = None
     adapter: str | None = None
+    scoring: Scoring | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from batchinf.flight import FlightRecord
 from batchinf.job import open_input
 from batchinf.journal import Journal
 from batchinf.parts import OpenShard, write_part
-from batchinf.prompt import PromptBuilder, load_tokenizer
+from batchinf.prompt import load_tokenizer
 from batchinf.records import (
     DISK_ERROR,
     Assign,
@@ -48,6 +48,7 @@ from batchinf.records import (
 from batchinf.replace import write_replacement
 from batchinf.retry_log import retry_of
 from batchinf.run_order import RunOrder
+from batchinf.score_prompts import prompt_builder
 from batchinf.scripted_pooling import ScriptedPooling
 from batchinf.selection import chosen_rows
 from batchinf.shard_rows import ShardRows
@@ -56,6 +57,7 @@ from batchinf.source import Source
 from batchinf.spec import JobSpec
 from batchinf.storage import LASTING, Folder, disk_error
 from batchinf.tasks import Logits, Task, get_task
+from batchinf.tasks.score import score_sampling
 from batchinf.worker import Worker, window
 from batchinf.writer import WIDE, Finished, Writer
 
@@ -224,7 +226,7 @@ def assemble(
 
     answers, room = answers_of(spec, tokenizer), WIDE if spec.task == "logits" else None
     writer = Writer(finished, task, answers, write, emit, spec.checkpoint_interval_s, room)
-    prompts = PromptBuilder(spec, tokenizer, info.vocab_size, begun_at)
+    prompts = prompt_builder(spec, tokenizer, info.vocab_size, begun_at)
 
     def fail(row: FailedRow) -> None:
         finished.put(row, _FAILED_ROW_BYTES * len(row.results))
@@ -253,6 +255,8 @@ def warm_up_request(spec: JobSpec) -> Request:
     """A small request of the job's own shape: same logprobs, seeded where the job samples."""
     if spec.task == "logits":
         return Logits(spec).warm_up_request()
+    if spec.task == "score":
+        return Request(-1, 0, [1] * 8, score_sampling(spec.sampling), 1, None)
     seed = None if spec.sampling.temperature == 0 else 0
     return Request(-1, 0, [1] * 8, spec.sampling, 4, seed)
 

@@ -32,6 +32,7 @@ from batchinf.spec_pooling import TASKS as POOLING_TASKS
 from batchinf.spec_pooling import PoolingSpec
 from batchinf.spec_pooling import check as check_pooling
 from batchinf.spec_sampling import SamplingSpec
+from batchinf.spec_score import ScoreSpec, check_score
 
 __all__ = ["InputSpec", "JobSpec", "ModelSpec", "OutputSpec", "ParallelSpec", "PoolingSpec", "SamplingSpec",
            "ScriptedSpec", "Section"]  # fmt: skip
@@ -117,6 +118,8 @@ class OutputSpec(Section):
     """Store the rendered `prompt` and its `prompt_token_ids`."""
     include_token_ids: Annotated[bool, IDENTITY] = True
     """Store `token_ids`."""
+    include_token_logprobs: Annotated[bool, IDENTITY] = True
+    """Of task score: store the scored tokens with their logprobs and ranks; false keeps the sums alone."""
     keep_columns: Annotated[dict[Text, Text], identity_or(TEXTS)] = Field(default_factory=dict)
     """Input columns to carry to the output, under their own names or, from a mapping, others."""
     max_output_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1), RUNTIME] = None
@@ -163,14 +166,15 @@ class JobSpec(Section):
     """One job: a model, a task, rows and an output folder."""
 
     model: ModelSpec
-    task: Annotated[Literal["generate", "logits", "embed", "classify", "reward", "hidden_states"], IDENTITY] = (
-        "generate"
-    )
+    task: Annotated[
+        Literal["generate", "score", "logits", "embed", "classify", "reward", "hidden_states"], IDENTITY
+    ] = "generate"
     """What is done with each row."""
     logits: Annotated[LogitsSpec | None, IDENTITY] = None
     """What task logits stores; default: the logits of the whole vocabulary after each prompt's last token."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
+    score: ScoreSpec = ScoreSpec()
     pooling: PoolingSpec = PoolingSpec()
     parallel: ParallelSpec = ParallelSpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
@@ -206,6 +210,7 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _of_the_task(self) -> Self:
         check_task(self.task, self.logits, self.sampling)
+        check_score(self.task, self.input, self.sampling, self.score, self.output.include_token_logprobs)
         return self
 
     @field_validator("engine")
@@ -251,7 +256,7 @@ class JobSpec(Section):
     @property
     def prompt_column(self) -> str:
         """The column that holds the prompt, where no template is given."""
-        return self.input.prompt_column or "prompt"
+        return self.input.prompt_column or self.input.context_column or self.input.text_column or "prompt"
 
 
 def fields(spec: JobSpec, resume: Resume) -> dict[str, Any]:

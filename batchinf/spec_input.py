@@ -20,7 +20,10 @@ from batchinf.spec_fields import (
 )
 
 # Each of them says alone what the prompt is.
-PROMPT_FORMS = ("prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column")
+PROMPT_FORMS = (
+    "prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column", "context_column",
+    "text_column",
+)  # fmt: skip
 # Each of them asks for the model's chat template.
 CHAT_FIELDS = (
     "messages", "messages_column", "system_prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt",
@@ -77,6 +80,16 @@ class InputSpec(Section):
     """The column that holds the conversation: a list of messages with `role` and `content`, or JSON text of one."""
     token_ids_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the prompt's token ids, a list or JSON text of one, taken as they are."""
+    text_column: Annotated[Text | None, IDENTITY] = None
+    """Of task score: the column that holds the text, all of which is scored, in windows where it is long."""
+    context_column: Annotated[Text | None, IDENTITY] = None
+    """Of task score: the column that holds the context, which is not scored, in place of another form of prompt."""
+    continuation_column: Annotated[Text | None, IDENTITY] = None
+    """Of task score: the column that holds the text which is scored after the context."""
+    choices_column: Annotated[Text | None, IDENTITY] = None
+    """Of task score: the column that holds several such texts, a list or JSON text of one."""
+    answer_column: Annotated[Text | None, IDENTITY] = None
+    """The column that holds the place of the right choice, from 0; null where it is not known."""
     system_prompt: Annotated[Text | None, FROM_FILE] = None
     """A system message before the others, as plain text. Like all fields of chat, it makes text a user's message."""
     chat_template: Annotated[Text | None, FROM_FILE] = None

@@ -16,11 +16,13 @@ from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
 from batchinf.placement import device_size, visible_devices
 from batchinf.pooling import vectors_line
-from batchinf.prompt import PromptBuilder, load_tokenizer
+from batchinf.prompt import load_tokenizer
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.room import room_warning
 from batchinf.row_sampling import sampling_line
 from batchinf.run_order import RunOrder
+from batchinf.score_prompts import prompt_builder
+from batchinf.score_rows import score_lines
 from batchinf.shown_rows import ChosenRows, find_row, random_rows, row_lines
 from batchinf.slices import SOURCE_FOLDER, read_cut
 from batchinf.spec import JobSpec
@@ -133,7 +135,7 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     begun = begun_at(job, None if state is None else state.header)
     builder, task = (
-        PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun),
+        prompt_builder(job.spec, tokenizer, job.model.vocab_size, begun),
         get_task(_with_one_sample(job.spec)),
     )
     length, id_column = max_model_len(job), job.spec.input.id_column
@@ -156,7 +158,10 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
         [first, *_] = task.expand(prompt, length or _LONG)
         yield ""
         row_id = row.values.get(id_column) if id_column else None
-        yield from row_lines(prompt, row_id, first, tokenizer, job.spec.sampling, length, bool(named))
+        if job.spec.task == "score":
+            yield from score_lines(prompt, row_id, tokenizer, length, bool(named))
+        else:
+            yield from row_lines(prompt, row_id, first, tokenizer, job.spec.sampling, length, bool(named))
         place = bisect.bisect_left(positions, position)
         if place == len(positions) or positions[place] != position:
             yield "  not among the rows that are run"

@@ -177,7 +177,7 @@ class Writer(threading.Thread):
         for result in results:
             if result.completion is not None:
                 self.totals.num_output_tokens += len(result.completion.token_ids)
-                self.totals.num_prompt_tokens += len(result.prompt.token_ids)
+                self.totals.num_prompt_tokens += len(result.completion.request.prompt_token_ids)
             if result.error is not None:
                 self.totals.num_errors += 1
 

@@ -12,9 +12,11 @@ from batchinf.tasks.embed import Embed
 from batchinf.tasks.generate import Generate
 from batchinf.tasks.hidden_states import HiddenStates
 from batchinf.tasks.logits import Logits
+from batchinf.tasks.score import Score
 
 _TASKS: dict[str, Callable[[JobSpec], "Task"]] = {
     "generate": Generate,
+    "score": Score,
     "logits": Logits,
     "embed": Embed,
     "classify": Classify,
@@ -61,4 +63,4 @@ def get_task(spec: JobSpec) -> Task:
     return _TASKS[spec.task](spec)
 
 
-__all__ = ["Generate", "Logits", "Task", "get_task"]
+__all__ = ["Generate", "Logits", "Score", "Task", "get_task"]

@@ -1,0 +1,273 @@
+"""Row → what is scored of it: context and continuation, choices or windows as token ids; and why a row has none.
+
+Where they begin and end is `scoring`'s; contexts are made as all prompts are, by `prompt`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchinf.encoder import Encoder, show
+from batchinf.errors import RowError
+from batchinf.prompt import PromptBuilder
+from batchinf.records import Prompt
+from batchinf.scoring import NUM_RESERVED, Boundary, pair, prefixed, span_of, split_spaces, windows
+from batchinf.source import Row
+from batchinf.spans import Scoring, Span
+from batchinf.spec import JobSpec
+from batchinf.spec_score import scored_columns
+from batchinf.words import name_type
+
+
+def prompt_builder(spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
+    """What makes a job's rows into prompts; see `PromptBuilder`."""
+    kind = ScorePrompts if spec.task == "score" else PromptBuilder
+    return kind(spec, tokenizer, vocab_size, begun_at)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A row before its batch is encoded.
+
+    context: as text, or ids; None for a text without one. targets: what is scored. num_bytes: of each target.
+    asks: texts to be encoded, each with whether the tokenizer adds its special tokens.
+    """
+
+    row: Row
+    context: str | list[int] | None
+    targets: list[str]
+    num_bytes: list[int]
+    answer: int | None
+    asks: list[tuple[str, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """The tokens of a row's context and of all that is scored, the spans, and whether a context was cut to fit."""
+
+    token_ids: list[int]
+    spans: tuple[Span, ...]
+    is_cut: bool = False
+
+
+class ScorePrompts(PromptBuilder):
+    """Rows → prompts with a `scoring`."""
+
+    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
+        super().__init__(spec, tokenizer, vocab_size, begun_at)
+        self._where, self._score = spec.input, spec.score
+        self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=spec.score.add_bos_token)
+        self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that a context is made of, and those of what is scored."""
+        return tuple(dict.fromkeys([*super().columns, *(name for _, name in scored_columns(self._where))]))
+
+    def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
+        """One prompt for each row, in order: each of its spans has fewer tokens than `max_model_len`."""
+        drafts = [self._read(row) for row in rows]
+        asks = [ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks]
+        encoded = {
+            adds: encoder.encode([text for text, wanted in asks if wanted == adds])
+            for adds, encoder in ((False, self._plain), (True, self._dressed))
+        }
+        prompts = []
+        for row, draft in zip(rows, drafts, strict=True):
+            if isinstance(draft, RowError):
+                prompts.append(Prompt(row.row_index, [], None, draft))
+                continue
+            found = [next(encoded[adds]) for _, adds in draft.asks]
+            failed = next((ids for ids in found if isinstance(ids, RowError)), None)
+            ids = [ids for ids in found if isinstance(ids, list)]
+            prompts.append(self._made(draft, failed or self._scored(draft, ids, max_model_len)))
+        return prompts
+
+    # -- what a row holds ----------------------------------------------------------------------------------------------
+
+    def _read(self, row: Row) -> _Draft | RowError:
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        if self._where.text_column is not None:
+            text = self._renderer.render(row)
+            if isinstance(text, RowError):
+                return text
+            return _Draft(row, None, [text], [len(text.encode())], None, [(text, self._boundary.adds_to(text))])
+        context = self._context(row)
+        if isinstance(context, RowError):
+            return context
+        targets = self._targets(row)
+        if isinstance(targets, RowError):
+            return targets
+        answer = self._answer(row, len(targets))
+        if isinstance(answer, RowError):
+            return answer
+        num_bytes = [len(target.encode()) for target in targets]
+        targets = [self._score.target_delimiter + target for target in targets]
+        return _Draft(row, context, targets, num_bytes, answer, list(self._asks(context, targets)))
+
+    def _context(self, row: Row) -> str | list[int] | RowError:
+        if self._where.token_ids_column is not None:
+            return self._renderer.token_ids(row)
+        text = self._renderer.render(row)
+        # An empty context is a context: see `prefixed`.
+        is_empty = isinstance(text, RowError) and text.error_type == "empty_prompt" and not self._where.is_chat
+        return "" if is_empty else text
+
+    def _asks(self, context: str | list[int], targets: Sequence[str]) -> Iterator[tuple[str, bool]]:
+        """The context first, where it is a text, then what follows it, with it where it is one."""
+        if not isinstance(context, str) or not context:
+            yield from ((target, False) for target in targets)
+            return
+        bare = context.rstrip()
+        yield bare, self._boundary.adds_to(bare)
+        for target in targets:
+            whole = "".join(split_spaces(context, target))
+            yield whole, self._boundary.adds_to(whole)
+
+    def _targets(self, row: Row) -> list[str] | RowError:
+        if self._where.continuation_column is not None:
+            value = _value(row, self._where.continuation_column, "null_continuation")
+            if isinstance(value, RowError):
+                return value
+            texts: list[Any] = [value]
+            names = [f"column '{self._where.continuation_column}'"]
+        else:
+            column = self._where.choices_column or ""
+            choices = _choices(row, column)
+            if isinstance(choices, RowError):
+                return choices
+            texts, names = choices, [f"choice {place} of column '{column}'" for place in range(len(choices))]
+        for text, name in zip(texts, names, strict=True):
+            if (wrong := _wrong_text(text, name)) is not None:
+                return wrong
+        return texts
+
+    def _answer(self, row: Row, num_choices: int) -> int | RowError | None:
+        column = self._where.answer_column
+        if column is None or (column in row.values and row.values[column] is None):
+            return None
+        value = _value(row, column, "")
+        if isinstance(value, RowError):
+            return value
+        if isinstance(value, str) and value.strip().isdecimal() and value.isascii() and len(value) < 10:
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            got = f"'{value[:40]}'" if isinstance(value, str) else name_type(value)
+            return RowError("wrong_type", f"got {got} in column '{column}'; expected a choice's place, from 0")
+        if not 0 <= value < num_choices:
+            return RowError("invalid_answer", f"got {value} in column '{column}'; the row's choices are 0 to "
+                            f"{num_choices - 1}")  # fmt: skip
+        return value
+
+    # -- and its tokens ------------------------------------------------------------------------------------------------
+
+    def _scored(self, draft: _Draft, ids: list[list[int]], max_model_len: int | None) -> _Scored | RowError:
+        """All tokens, and the spans; or why they cannot be scored."""
+        if draft.context is None:
+            return self._windows(ids[0], draft.num_bytes[0], max_model_len)
+        spans: list[Span] = []
+        everything: list[int] = []
+        is_cut = False
+        most = None if max_model_len is None else max_model_len - NUM_RESERVED
+        for place, num_bytes in enumerate(draft.num_bytes):
+            name = "the continuation" if self._where.choices_column is None else f"choice {place}"
+            parts = self._pair(draft.context, ids, place)
+            if isinstance(parts, RowError):
+                return parts
+            context_ids, continuation_ids = parts
+            if not continuation_ids:
+                return RowError("empty_continuation", f"{name} has no tokens of its own behind the context")
+            if most is not None and len(continuation_ids) > most:
+                return RowError("prompt_too_long", f"{name} alone has {len(continuation_ids):,} tokens; at most "
+                                f"{most:,} fit max_model_len={max_model_len} behind one of context")  # fmt: skip
+            spans.append(span_of(context_ids, continuation_ids, num_bytes, None if most is None else most + 1))
+            everything += continuation_ids if place else context_ids + continuation_ids
+            is_cut |= len(spans[-1].token_ids) < len(context_ids) + len(continuation_ids)
+        return _Scored(everything, tuple(spans), is_cut)
+
+    def _pair(
+        self, context: str | list[int], ids: list[list[int]], place: int
+    ) -> tuple[list[int], list[int]] | RowError:
+        context_ids, continuation_ids = context, ids[place]
+        if isinstance(context, str):
+            context_ids, continuation_ids = pair(ids[0], ids[place + 1]) if context else ([], ids[place])
+        assert isinstance(context_ids, list)
+        if context_ids:
+            return context_ids, continuation_ids
+        if self._boundary.prefix is None:
+            message = "the context is empty, and the tokenizer has neither BOS nor EOS to score a first token by"
+            return RowError("empty_context", message)
+        return prefixed(self._boundary.prefix, continuation_ids)
+
+    def _windows(self, ids: list[int], num_bytes: int, max_model_len: int | None) -> _Scored | RowError:
+        if not ids:
+            return RowError("empty_prompt", "the text has no tokens")
+        most, prefix = len(ids) + 1 if max_model_len is None else max_model_len - NUM_RESERVED, self._boundary.prefix
+        if prefix is None:
+            return RowError("empty_context", "the tokenizer has neither BOS nor EOS to score a first token by")
+        overlap = self._score.window_overlap if len(ids) > most else 0
+        if overlap >= most:
+            message = f"score.window_overlap {overlap:,} leaves nothing of a window: max_model_len - 2 = {most:,}"
+            return RowError("prompt_too_long", message)
+        pieces = enumerate(windows(ids, prefix, most, overlap))
+        return _Scored(ids, tuple(Span(piece, start, 0 if place else num_bytes) for place, (piece, start) in pieces))
+
+    def _made(self, draft: _Draft, scored: _Scored | RowError) -> Prompt:
+        index, text = draft.row.row_index, draft.context if draft.context is not None else draft.targets[0]
+        kept = text if self._keeps_text and isinstance(text, str) else None
+        if isinstance(scored, RowError):
+            return Prompt(index, [], kept, scored)
+        if (wrong := self._outside(scored.spans)) is not None:
+            return Prompt(index, [], kept, wrong)
+        scoring = Scoring(scored.spans, draft.answer)
+        return Prompt(index, scored.token_ids, kept, None, is_truncated=scored.is_cut, scoring=scoring)
+
+    def _outside(self, spans: Sequence[Span]) -> RowError | None:
+        """Ids that the model does not have would crash the engine."""
+        low = min(min(span.token_ids) for span in spans)
+        high = max(max(span.token_ids) for span in spans)
+        if low >= 0 and (self._vocab_size is None or high < self._vocab_size):
+            return None
+        if low < 0:
+            return RowError("invalid_token_id", f"got token id {low}; must not be negative")
+        shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [high])}')"
+        return RowError("invalid_token_id", f"token id {high}{shown} is outside the model's vocabulary of "
+                        f"{self._vocab_size:,}")  # fmt: skip
+
+
+def _value(row: Row, column: str, null: str) -> object:
+    """The value of a column, never None; or a RowError, of the type `null` where it is None."""
+    if column not in row.values:
+        return RowError("missing_column", f"row has no column '{column}'")
+    value = row.values[column]
+    return RowError(null, f"column '{column}' is null") if value is None else value
+
+
+def _choices(row: Row, column: str) -> list[Any] | RowError:
+    value = _value(row, column, "null_choices")
+    if isinstance(value, RowError):
+        return value
+    got = name_type(value)
+    if isinstance(value, str):
+        try:
+            value, got = json.loads(value), "text that is not a list in JSON"
+        except (ValueError, RecursionError):
+            got = "text that is not JSON"
+    if not isinstance(value, list):
+        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of texts")
+    return value or RowError("no_choices", f"the list in column '{column}' is empty; nothing can be scored")
+
+
+def _wrong_text(text: object, name: str) -> RowError | None:
+    if not isinstance(text, str):
+        return RowError("wrong_type", f"got {name_type(text)} in {name}; expected text")
+    if not text:
+        return RowError("empty_continuation", f"{name} is an empty string; nothing can be scored")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
+        return RowError("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {found}")
+    return None

@@ -1,0 +1,381 @@
+"""Score texts: the logprobs that the model gives to a continuation, to each of several choices, or to a whole text.
+
+A row is one output row, of one request for each continuation, choice or window; choices of one token each after the
+same context need one request for all.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, Result, TokenLogprobs
+from batchinf.spans import Span
+from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.tasks.base import TaskBase
+from batchinf.tasks.columns import (
+    Tokens,
+    error_columns,
+    id_lists,
+    key_columns,
+    list_array,
+    list_of,
+    logprob_columns,
+    logprob_fields,
+    offsets_of,
+    prompt_columns,
+)
+
+# As many as vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
+_MOST_IN_ONE_PASS = 128
+_SUMS = (
+    ("logprob_sums", pa.float64()),
+    ("num_tokens", pa.int32()),
+    ("num_bytes", pa.int64()),
+    ("is_greedy", pa.bool_()),
+)
+
+FloatSums = npt.NDArray[np.float64]
+
+
+def score_sampling(sampling: SamplingSpec) -> SamplingSpec:
+    """What the engine is asked for: logprobs of the prompt's tokens, and of the likeliest in each one's place.
+
+    The likeliest one at least: by rank alone two tokens with equal logprobs would both be the second.
+    """
+    return SamplingSpec(temperature=0.0, prompt_logprobs=max(1, sampling.prompt_logprobs or 0))
+
+
+class Score(TaskBase):
+    """See `Task`."""
+
+    joins_requests = True
+
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        self._k = spec.sampling.prompt_logprobs or 0
+        self._has_tokens = spec.output.include_token_logprobs
+        self._is_choice = spec.input.choices_column is not None
+        self._stores_all = spec.score.store == "all"
+        self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
+        self._together = spec.score.one_pass and self._is_choice and self._k == 0
+        self._sampling = score_sampling(spec.sampling)
+        self._one_pass = SamplingSpec(temperature=0.0)
+        self.result_schema = self._result_schema()
+        self.own = self._own_schema()
+
+    def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
+        """A request for each span, or one for all choices; one, never run, for a prompt with an error."""
+        spans = () if prompt.scoring is None else prompt.scoring.spans
+        if not spans:
+            return [Request(prompt.row_index, 0, prompt.token_ids, self._sampling, 1, None)]
+        if self._is_together(spans):
+            ids = tuple(span.token_ids[-1] for span in spans)
+            context = spans[0].token_ids[:-1]
+            return [Request(prompt.row_index, 0, context, self._one_pass, 1, None, logprob_token_ids=ids)]
+        return [
+            Request(prompt.row_index, index, span.token_ids, self._sampling, 1, None)
+            for index, span in enumerate(spans)
+        ]
+
+    def _is_together(self, spans: Sequence[Span]) -> bool:
+        is_single = all(span.start == len(span.token_ids) - 1 for span in spans)
+        return self._together and is_single and 1 < len(spans) <= _MOST_IN_ONE_PASS
+
+    def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
+        """See `Task.encode`. Of choices, each result is a list, of one or of all that it scored."""
+        scores = [self._scores(result) for result in results]
+        is_missing = np.array([not spans for spans in scores], np.bool_)
+        arrays: dict[str, pa.Array] = {
+            **key_columns(results),
+            **prompt_columns(results, self.spec.output.include_prompt),
+            **error_columns(results),
+            "answer": pa.array([_answer(result) for result in results], pa.int32()),
+            "num_prompt_tokens": pa.array([_num_run(result) for result in results], pa.int32()),
+            "num_context_tokens": pa.array([_num_context(result) for result in results], pa.int32()),
+            "num_output_tokens": pa.array([None if not spans else 0 for spans in scores], pa.int32()),
+        }
+        flat = [score for spans in scores for score in spans]
+        offsets = offsets_of([len(spans) for spans in scores])
+
+        def column(values: pa.Array) -> pa.Array:
+            """Of each result from those of each score."""
+            if self._is_choice:
+                return list_array(offsets, values, is_missing)
+            places = np.where(is_missing, 0, offsets[:-1])
+            return values.take(pa.array(places, pa.int64(), mask=is_missing))
+
+        prefix = "choice_" if self._is_choice else ""
+        for name, values in self._score_columns(flat).items():
+            arrays[prefix + name] = column(values)
+        if not self._is_choice:
+            arrays["logprob_sum"] = arrays.pop("logprob_sums")
+        schema = self.result_schema
+        return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
+
+    def _scores(self, result: Result) -> list["_Score"]:
+        """What a request scored: nothing where it failed."""
+        completion, scoring = result.completion, result.prompt.scoring
+        if completion is None or scoring is None or result.error is not None:
+            return []
+        if completion.prompt_logprobs is not None:
+            span = scoring.spans[result.request_index]
+            return [_Score(span, completion.prompt_logprobs, self._stores_all)]
+        return list(_one_pass_scores(scoring.spans, completion))
+
+    def _score_columns(self, scores: Sequence["_Score"]) -> dict[str, pa.Array]:
+        columns = {
+            "logprob_sums": pa.array([score.logprob_sum for score in scores], pa.float64()),
+            "num_tokens": pa.array([score.num_tokens for score in scores], pa.int32()),
+            "num_bytes": pa.array([score.span.num_bytes for score in scores], pa.int64()),
+            "is_greedy": pa.array([score.is_greedy for score in scores], pa.bool_()),
+        }
+        if not self._has_tokens:
+            return columns
+        tokens = Tokens([score.stored for score in scores], num_leading=int(self._stores_all))
+        columns["token_ids"] = id_lists([score.stored_ids for score in scores])
+        columns |= logprob_columns("", tokens, self._k, self._logprob_dtype)
+        if self._together:
+            columns["ranks"] = _without_zeros(columns["ranks"])
+        return columns
+
+    def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
+        """See `Task.reduce`. A row of which one request failed has that one's error, and no scores."""
+        rows = _Rows(results)
+        arrays = {name: rows.first(name) for name in results.column_names}
+        arrays["attempts"] = pa.array(np.maximum.reduceat(rows.numbers("attempts"), rows.starts), pa.int32())
+        arrays["num_prompt_tokens"] = rows.total("num_prompt_tokens", pa.int32())
+        arrays["num_output_tokens"] = rows.of_good(np.zeros(rows.num_good, np.int32), pa.int32())
+        for name in ("error_type", "error_message"):
+            arrays[name] = rows.first_error(name)
+        token_names = [name for name in results.column_names if pa.types.is_list(results.schema.field(name).type)]
+        token_names = [name for name in token_names if name not in ("prompt_token_ids",)]
+        arrays |= {name: rows.joined(name) for name in token_names}
+        arrays |= self._winners(rows) if self._is_choice else self._totals(rows)
+        return self.output_table(columns, {name: arrays[name] for name in self.own.names})
+
+    def _totals(self, rows: "_Rows") -> dict[str, pa.Array]:
+        sums, num_tokens, num_bytes = (rows.good_sums(name) for name in ("logprob_sum", "num_tokens", "num_bytes"))
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            mean = sums / num_tokens
+            derived = {
+                "logprob_sum": sums,
+                "logprob_mean": mean,
+                "perplexity": np.exp(-mean),
+                "bits_per_byte": -sums / (num_bytes * np.log(2)),
+            }
+        arrays = {name: rows.of_good(values, pa.float64()) for name, values in derived.items()}
+        arrays["num_tokens"] = rows.of_good(num_tokens, pa.int32())
+        arrays["num_bytes"] = rows.of_good(num_bytes, pa.int64())
+        arrays["is_greedy"] = rows.of_good(rows.good_sums("is_greedy") == rows.good_counts, pa.bool_())
+        return arrays
+
+    def _winners(self, rows: "_Rows") -> dict[str, pa.Array]:
+        sums, starts = rows.flat("choice_logprob_sums")
+        with np.errstate(invalid="ignore"):
+            values = {
+                "best": sums,
+                "best_per_token": sums / rows.flat("choice_num_tokens")[0],
+                "best_per_byte": sums / rows.flat("choice_num_bytes")[0],
+            }
+        return {name: rows.winner(each, starts) for name, each in values.items()}
+
+    # -- columns -------------------------------------------------------------------------------------------------------
+
+    def _token_fields(self) -> list[tuple[str, pa.DataType]]:
+        if not self._has_tokens:
+            return []
+        logprob = pa.float16() if self.spec.output.logprobs_dtype == "float16" else pa.float32()
+        return [("token_ids", list_of(pa.int32())), *logprob_fields("", self._k, logprob)]
+
+    def _scored_fields(self) -> list[tuple[str, pa.DataType]]:
+        """Of a result, and of a row."""
+        fields = [*_SUMS, *self._token_fields()]
+        if self._is_choice:
+            return [(f"choice_{name}", list_of(type)) for name, type in fields]
+        return [("logprob_sum", pa.float64()), *fields[1:]]
+
+    def _prompt_fields(self) -> list[tuple[str, pa.DataType]]:
+        prompt = [("prompt", pa.string()), ("prompt_token_ids", list_of(pa.int32()))]
+        return [("prompt_hash", pa.int64()), *(prompt if self.spec.output.include_prompt else [])]
+
+    def _end_fields(self) -> list[tuple[str, pa.DataType]]:
+        context = [] if self.spec.input.text_column is not None else [("num_context_tokens", pa.int32())]
+        return [
+            *([("answer", pa.int32())] if self.spec.input.answer_column is not None else []),
+            *context,
+            ("num_prompt_tokens", pa.int32()),
+            *([("prompt_truncated", pa.bool_())] if self.spec.input.text_column is None else []),
+            ("num_output_tokens", pa.int32()),
+            ("error_type", pa.string()),
+            ("error_message", pa.string()),
+            ("attempts", pa.int32()),
+        ]
+
+    def _result_schema(self) -> pa.Schema:
+        keys = [("row_index", pa.int64()), ("request_index", pa.int32()), ("num_requests", pa.int32())]
+        return pa.schema([*keys, *self._prompt_fields(), *self._scored_fields(), *self._end_fields()])
+
+    def _own_schema(self) -> pa.Schema:
+        scored = self._scored_fields()
+        if self._is_choice:
+            scored = [*((name, pa.int32()) for name in ("best", "best_per_token", "best_per_byte")), *scored]
+        else:
+            means = [(name, pa.float64()) for name in ("logprob_mean", "perplexity", "bits_per_byte")]
+            scored = [scored[0], *means, *scored[1:]]
+        return pa.schema([("row_index", pa.int64()), *self._prompt_fields(), *scored, *self._end_fields()])
+
+
+class _Score:
+    """One scored span. stored, stored_ids: the logprobs and ids of the tokens that are stored."""
+
+    __slots__ = ("is_greedy", "logprob_sum", "num_tokens", "span", "stored", "stored_ids")
+
+    def __init__(self, span: Span, logprobs: TokenLogprobs, stores_all: bool) -> None:
+        """logprobs: of all tokens but the first."""
+        own = slice(span.start - 1, None)
+        values, ids = logprobs.logprobs[own, 0], logprobs.token_ids[own]
+        self.span = span
+        self.num_tokens = len(span.token_ids) - span.start
+        self.logprob_sum = float(values.sum(dtype=np.float64))
+        self.is_greedy = bool(np.array_equal(ids[:, 0], ids[:, 1]))
+        kept = slice(None) if stores_all else own
+        self.stored = TokenLogprobs(logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept])
+        self.stored_ids: IntArray = np.array(span.token_ids if stores_all else span.token_ids[span.start :], np.int32)
+
+
+class _OneOfMany(_Score):
+    """One of several choices of one token each, scored together: without a rank, which 0 stands for."""
+
+    __slots__ = ()
+
+    def __init__(self, span: Span, logprob: float, is_greedy: bool) -> None:
+        self.span, self.num_tokens = span, 1
+        self.logprob_sum, self.is_greedy = logprob, is_greedy
+        self.stored_ids = np.array(span.token_ids[-1:], np.int32)
+        values: FloatArray = np.array([[logprob]], np.float32)
+        self.stored = TokenLogprobs(self.stored_ids.reshape(1, 1), values, np.zeros(1, np.int32))
+
+
+def _one_pass_scores(spans: Sequence[Span], completion: Completion) -> Iterator[_Score]:
+    """From the one generated token: the logprobs of all choices in its place, and itself, the greedy one."""
+    assert completion.logprobs is not None
+    [greedy, *_], [_, *logprobs] = completion.logprobs.token_ids[0].tolist(), completion.logprobs.logprobs[0].tolist()
+    for span, logprob in zip(spans, logprobs, strict=True):
+        yield _OneOfMany(span, logprob, span.token_ids[-1] == greedy)
+
+
+def _num_run(result: Result) -> int | None:
+    """Tokens that the engine was given for a request."""
+    if result.completion is not None:
+        return len(result.completion.request.prompt_token_ids)
+    scoring = result.prompt.scoring
+    if scoring is None:
+        return None
+    return len(scoring.spans[result.request_index].token_ids)
+
+
+def _answer(result: Result) -> int | None:
+    return None if result.prompt.scoring is None else result.prompt.scoring.answer
+
+
+def _num_context(result: Result) -> int | None:
+    scoring = result.prompt.scoring
+    return None if scoring is None else scoring.spans[result.request_index].start
+
+
+def _without_zeros(lists: pa.ListArray) -> pa.ListArray:
+    values = lists.values
+    return pa.ListArray.from_arrays(lists.offsets, pc.if_else(pc.equal(values, 0), None, values), type=lists.type)
+
+
+class _Rows:
+    """A run of results, sorted, by the rows that they belong to.
+
+    starts: where each row's results begin. num_good: rows without an error; good_counts: results of each of them.
+    """
+
+    def __init__(self, results: pa.Table) -> None:
+        self._results = results.combine_chunks()
+        row_index = self.numbers("row_index")
+        self.starts = np.flatnonzero(np.diff(row_index, prepend=row_index[:1] - 1))
+        self._counts = np.diff(np.append(self.starts, len(row_index)))
+        self._row_of = np.repeat(np.arange(len(self.starts)), self._counts)
+        is_error = np.asarray(self._column("error_type").is_valid())
+        self._is_bad = np.logical_or.reduceat(is_error, self.starts) if len(self.starts) else is_error
+        # The first result with an error, where there is one.
+        self._error_at = self.starts.copy()
+        places = np.flatnonzero(is_error)
+        rows, firsts = np.unique(self._row_of[places], return_index=True)
+        self._error_at[rows] = places[firsts]
+        self._good = self._results.filter(pa.array(~self._is_bad[self._row_of])).combine_chunks()
+        self.good_counts = self._counts[~self._is_bad]
+        self._good_starts = np.cumsum(self.good_counts) - self.good_counts
+        self.num_good = len(self.good_counts)
+
+    def _column(self, name: str, table: pa.Table | None = None) -> pa.Array:
+        chunks = (self._results if table is None else table).column(name)
+        return chunks.combine_chunks() if chunks.num_chunks != 1 else chunks.chunk(0)
+
+    def numbers(self, name: str) -> npt.NDArray[Any]:
+        """A column without nulls."""
+        return np.asarray(self._column(name).to_numpy(zero_copy_only=False))
+
+    def first(self, name: str) -> pa.Array:
+        """Of each row, what its first result has."""
+        return self._column(name).take(pa.array(self.starts))
+
+    def first_error(self, name: str) -> pa.Array:
+        """Of each row, what its first failed result has; null where none failed."""
+        return self._column(name).take(pa.array(self._error_at))
+
+    def total(self, name: str, type: pa.DataType) -> pa.Array:
+        """Of each row, the sum; null where it has none."""
+        column = self._column(name)
+        sums = np.add.reduceat(np.asarray(column.fill_null(0)).astype(np.int64), self.starts)
+        is_valid = np.logical_or.reduceat(np.asarray(column.is_valid()), self.starts)
+        return pa.array(sums, pa.int64(), mask=~is_valid).cast(type)
+
+    def good_sums(self, name: str) -> npt.NDArray[Any]:
+        """Of each row without an error, the sum."""
+        values = np.asarray(self._column(name, self._good).to_numpy(zero_copy_only=False))
+        values = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
+        return np.add.reduceat(values, self._good_starts) if self.num_good else values
+
+    def of_good(self, values: npt.NDArray[Any], type: pa.DataType) -> pa.Array:
+        """A column of all rows, null for those with an error."""
+        spread = np.zeros(len(self._is_bad), values.dtype)
+        spread[~self._is_bad] = values
+        return pa.array(spread, mask=self._is_bad).cast(type)
+
+    def joined(self, name: str) -> pa.Array:
+        """The lists of each row's results end to end; null for those with an error."""
+        column = self._column(name, self._good)
+        lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
+        totals = np.zeros(len(self._is_bad), np.int64)
+        if self.num_good:
+            totals[~self._is_bad] = np.add.reduceat(lengths, self._good_starts)
+        return list_array(offsets_of(totals), column.flatten(), self._is_bad)
+
+    def flat(self, name: str) -> tuple[FloatSums, npt.NDArray[np.int64]]:
+        """The items of all rows without an error, and where each row's begin."""
+        column = self._column(name, self._good)
+        lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
+        totals = np.add.reduceat(lengths, self._good_starts) if self.num_good else lengths
+        values = column.flatten().to_numpy(zero_copy_only=False)
+        return values.astype(np.float64), np.cumsum(totals) - totals
+
+    def winner(self, values: FloatSums, starts: npt.NDArray[np.int64]) -> pa.Array:
+        """The place of each row's largest item, the first of equal ones; null where one is NaN."""
+        best = np.full(self.num_good, -1)
+        if self.num_good:
+            counts = np.diff(np.append(starts, len(values)))
+            row_of = np.repeat(np.arange(self.num_good), counts)
+            places = np.flatnonzero(values == np.maximum.reduceat(values, starts)[row_of])
+            rows, firsts = np.unique(row_of[places], return_index=True)
+            best[rows] = places[firsts] - starts[rows]
+        column = self.of_good(best, pa.int32())
+        return pc.if_else(pc.less(column, 0), None, column)
