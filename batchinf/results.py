@@ -145,7 +145,8 @@ class Results:
         type = self._type(column)
         if pa.types.is_fixed_size_list(type):
             pieces = [to_matrix(batch.column(0)) for batch in self.batches([column])]
-            return np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
+            found = np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
+            return found if (places := self._places()) is None else found[places]
         if pa.types.is_nested(type):
             raise OutputError(f"column {column!r} holds {type}: ask for it with ragged()")
         return np.asarray(self.table([column]).column(0).to_numpy())
