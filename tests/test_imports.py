@@ -18,17 +18,18 @@ MAX_LINES = 400
 # A module imports only from those before it. A new module is put here, in its place. A subpackage's modules share one
 # place, and must be free of cycles among themselves.
 ORDER = """
-    errors faults stop_signals storage slices spec_fields spec_input spec_sampling spec_logits spec spec_docs spec_values
-    records retry_log part_names part_line predicate model_files hub model memory out_of_memory engine_settings
-    input_files remote_files source_cache column_types arrow_damage reader arrow_file csv_file line_file
-    parquet_probe parquet_file saved_dataset hf_dataset first_pass generations intake source row_hash words
-    openai_batch sandbox templates chat_templates chat encoder vocabulary row_positions row_sampling batch_prompts prompt output_size detokenizer
-    answers tasks.* devices placement shards shard_rows selection run_order engine vllm_reasoning vllm_structures
-    vllm_logprobs vllm_scheduler vllm_worker vllm_arguments vllm_engine journal non_finite open_shard parts replace byte_queue
-    flight feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine
-    spec_file prompt_checks status channel job structures exclude choose room failures replica backends.*
-    replica_log fleet telemetry trials platforms progress coordinator forecast recovery retry extend epoch fresh
-    look results diff check token_lengths shown_rows validation cli __main__
+    errors faults stop_signals storage slices spec_fields spec_input spec_sampling spec_logits spec spec_docs
+    spec_values records retry_log part_names part_line predicate model_files hub model memory out_of_memory
+    engine_settings input_files remote_files source_cache column_types arrow_damage reader arrow_file csv_file
+    line_file parquet_probe parquet_file saved_dataset hf_dataset first_pass generations intake source row_hash
+    words openai_batch sandbox templates chat_templates chat encoder vocabulary row_positions row_sampling
+    batch_prompts prompt output_size detokenizer answers tasks.* devices placement shards shard_rows selection
+    run_order engine vllm_reasoning vllm_structures vllm_logprobs vllm_scheduler vllm_worker vllm_arguments
+    vllm_engine journal non_finite open_shard parts replace byte_queue flight feeder writer worker commit_log
+    lock manifest_lines job_state manifest proof salvage quarantine spec_file prompt_checks status channel job
+    structures exclude choose room failures replica backends.* replica_log fleet telemetry trials platforms
+    progress coordinator forecast recovery retry extend epoch fresh look results diff check token_lengths
+    shown_rows validation cli __main__
 """.split()
 VLLM_ADAPTERS = {
     "vllm_arguments", "vllm_engine", "vllm_logprobs", "vllm_reasoning", "vllm_scheduler", "vllm_structures",

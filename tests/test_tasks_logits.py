@@ -124,7 +124,7 @@ def test_numbers_that_are_not_finite_are_counted(bad: float, dtype: Any, start: 
         ([3], "got position 3 in column 'places'; the prompt has 3 tokens, so that 2 is the last"),
         ([-4], "got position -4 in column 'places'; the prompt has 3 tokens, so that 2 is the last"),
         ([], "got an empty list in column 'places'; expected a list of positions"),
-        ([True], "got a value of type bool among the positions in column 'places'"),
+        ([True], "got true or false among the positions in column 'places'"),
         (2, "got a value of type int in column 'places'; expected a list of positions"),
         (None, "got null in column 'places'; expected a list of positions"),
     ],

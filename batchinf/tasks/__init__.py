@@ -46,7 +46,8 @@ class Task(Protocol):
 
 def get_task(spec: JobSpec) -> Task:
     """The task that a resolved spec names."""
-    return {"generate": Generate, "logits": Logits}[spec.task](spec)
+    tasks: dict[str, type[Generate] | type[Logits]] = {"generate": Generate, "logits": Logits}
+    return tasks[spec.task](spec)
 
 
 __all__ = ["Generate", "Logits", "Task", "get_task"]
