@@ -72,7 +72,7 @@ def check_task(task: str, logits: LogitsSpec | None, sampling: Section) -> None:
     """Raise an error for a validator where the section and the task, or what is asked of sampling, do not match."""
     if task != "logits":
         if logits is not None:
-            raise wrong(f"got it with task {task}; say task: logits, or leave it out", "logits")
+            raise wrong(f"must be left out with task {task}; or say task: logits", "logits")
         return
     positions = "last" if logits is None else logits.positions
     given = {name for name in type(sampling).model_fields if getattr(sampling, name) != _default(sampling, name)}

@@ -313,7 +313,7 @@ WRONG = [
           "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no manifest in it; give a job's output.path"),
     # Logits
     Wrong("logits without their task", {"logits": {"positions": "all"}},
-          "job.yaml:9:1: logits: got it with task generate; say task: logits, or leave it out"),
+          "job.yaml:9:1: logits: must be left out with task generate; or say task: logits"),
     Wrong("a token of several", {"task": "logits", "sampling": None, "logits": {"tokens": [" the", " Istanbul!"]}},
           "job.yaml:10:5: logits.tokens[1]: got ' Istanbul!', which is 6 tokens: ' I' (314), 'st' (334), 'an'"
           " (298), 'b' (71), 'ul' (409), '!' (6); must be one token, perhaps with a space before it"),
