@@ -47,7 +47,8 @@ def check_size(spec: JobSpec, model: Model, source: Source, rows: range, per_row
         given = "" if spec.output.max_output_bytes else ", which holds where the spec is silent"
         raise SpecError(
             f"output.max_output_bytes: the output of {len(rows):,} rows is estimated at {_shown(estimate)} "
-            f"({_shown(per_row)} each), more than {_shown(limit)}{given}; {_remedy(spec)}raise it to {_round_up(estimate)}"
+            f"({_shown(per_row)} each), more than {_shown(limit)}{given}; {_remedy(spec)}raise it to "
+            f"{_round_up(estimate)}"
         )
 
 

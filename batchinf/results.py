@@ -4,8 +4,8 @@
     logprobs = results.ragged("logprobs")     # logprobs[i]: those of the i-th output row
     means = logprobs.mean()                   # one number for each row, without a Python loop
     dataset = results.dataset()               # a datasets.Dataset, memory-mapped
-    for rows in results.arrays("logits"):     # of task logits, in bounded memory: rows[i] is [num_positions, width]
-        ...
+    for rows in results.arrays("row_index", "logits"):  # of task logits, in bounded memory
+        rows["logits"][0]                     # [num_positions, vocab_size]
 
 Only what the manifest names is read: a job at work can be read, and gives what is done. Rows come by their positions in
 the input, in whatever order they ran; only `batches` gives them part by part.
@@ -161,16 +161,18 @@ class Results:
         found = _joined(pieces) if pieces else to_ragged(pa.array([], type))
         return found if (places := self._places()) is None else found.take(places)
 
-    def arrays(self, column: str = "logits", num_rows: int = 64) -> Iterator[Ragged]:
-        """A column of lists, at most `num_rows` rows at a time: for what does not fit in memory, as logits do not.
+    def arrays(self, *columns: str, num_rows: int = 64) -> Iterator[dict[str, "Ragged | npt.NDArray[Any]"]]:
+        """Columns by name, at most `num_rows` rows at a time: for what does not fit in memory, as logits do not.
 
-        Of lists of rows that have one width, as task logits has them, `values` is [num_positions, width] and lies where
-        Parquet's own decoding put it. Ask for `positions` the same way.
+        A column of lists is as `ragged` has it, another as `array` does. Of lists of rows that have one width, as task
+        logits has them, `values` is [num_positions, width] and lies where Parquet's own decoding put it.
         """
-        if not pa.types.is_list(self._type(column)):
-            raise OutputError(f"column {column!r} holds {self._type(column)}, no lists: ask for it with array()")
-        for batch in self.batches([column], num_rows):
-            yield to_ragged(batch.column(0))
+        is_list = [pa.types.is_list(self._type(column)) for column in columns]
+        for batch in self.batches(columns, num_rows):
+            yield {
+                name: to_ragged(found) if as_lists else np.asarray(found.to_numpy(zero_copy_only=False))
+                for name, found, as_lists in zip(columns, batch.columns, is_list, strict=True)
+            }
 
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset; it keeps an Arrow copy in its own cache and maps it into memory."""

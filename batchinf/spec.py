@@ -123,7 +123,7 @@ class OutputSpec(Section):
     keep_columns: Annotated[dict[Text, Text], identity_or(TEXTS)] = Field(default_factory=dict)
     """Input columns to carry to the output, under their own names or, from a mapping, others."""
     max_output_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1), RUNTIME] = None
-    """A job whose output is estimated above this is refused at its start; default: 10**12 for task logits, else none."""
+    """A job whose output is estimated above this is refused at its start; default: 10**12 for task logits."""
 
     @field_validator("keep_columns", mode="before")
     @classmethod

@@ -34,9 +34,14 @@ class LogitsSpec(Section):
     @field_validator("positions", mode="before")
     @classmethod
     def _plain_positions(cls, positions: Any) -> Any:
-        if isinstance(positions, str) and positions not in ("last", "all", "generated"):
-            raise wrong(f"got '{positions}'; must be last, all, generated or {{column: name}}")
-        return positions
+        if positions in ("last", "all", "generated") or isinstance(positions, PositionColumn):
+            return positions
+        if isinstance(positions, dict) and [*positions] == ["column"]:
+            column = positions["column"]
+            if not isinstance(column, str) or not column:
+                raise wrong(f"got {column!r}; must be the name of a column", "column")
+            return positions
+        raise wrong(f"got {positions!r}; must be last, all, generated or {{column: name}}")
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -72,7 +77,7 @@ def check_task(task: str, logits: LogitsSpec | None, sampling: Section) -> None:
     """Raise an error for a validator where the section and the task, or what is asked of sampling, do not match."""
     if task != "logits":
         if logits is not None:
-            raise wrong(f"got it with task {task}; say task: logits, or leave it out", "logits")
+            raise wrong(f"must be left out with task {task}; or say task: logits", "logits")
         return
     positions = "last" if logits is None else logits.positions
     given = {name for name in type(sampling).model_fields if getattr(sampling, name) != _default(sampling, name)}

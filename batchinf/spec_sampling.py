@@ -118,8 +118,8 @@ class SamplingSpec(Section):
     @model_validator(mode="after")
     def _chosen_or_top(self) -> Self:
         if self.logprob_token_ids and self.logprobs:
-            raise wrong(f"got {self.logprobs} with logprob_token_ids; the engine gives the likeliest tokens or the chosen "
-                         "ones: leave out one of them", "logprobs")  # fmt: skip
+            raise wrong(f"got {self.logprobs} with logprob_token_ids; the engine gives the likeliest tokens or the "
+                         "chosen ones: leave out one of them", "logprobs")  # fmt: skip
         return self
 
     @model_validator(mode="after")

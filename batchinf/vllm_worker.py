@@ -75,15 +75,15 @@ class Rows:
 
 
 def _install_v1(runner: Any, rows: Rows) -> bool:
-    sampler = getattr(runner, "sampler", None)
+    sampler: Any = getattr(runner, "sampler", None)
     names = ("num_prompt_logprobs", "requests", "input_batch", "query_start_loc", "_get_prompt_logprobs_dict")
     if not (hasattr(sampler, "gather_logprobs") and all(hasattr(runner, name) for name in names)):
         return False
     theirs = sampler.gather_logprobs
 
-    def gather_logprobs(logprobs: Any, num_logprobs: int, token_ids: Any) -> LogprobsTensors:
+    def gather_logprobs(logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
         if num_logprobs < logprobs.shape[-1]:
-            return theirs(logprobs, num_logprobs, token_ids)  # type: ignore[no-any-return]
+            return theirs(logprobs, num_logprobs, token_ids)
         return rows.tensors(rows.of(logprobs), token_ids)
 
     sampler.gather_logprobs = gather_logprobs

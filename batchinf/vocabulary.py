@@ -18,6 +18,8 @@ def with_vocabulary(spec: JobSpec, model: Model) -> JobSpec:
     if spec.task != "logits":
         return spec
     logits = spec.logits or LogitsSpec()
+    if logits.positions != "generated":  # a limit out of the model's generation_config: nothing is generated
+        spec = spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"max_tokens": None})})
     _check_ids("logits.token_ids", logits.token_ids, model)
     if not isinstance(logits.positions, str) and spec.input.on_overlong != "error":
         raise SpecError("input.on_overlong: positions of a prompt mean others once it is cut; leave it out")
@@ -25,7 +27,8 @@ def with_vocabulary(spec: JobSpec, model: Model) -> JobSpec:
         ids = _ids_of(logits.tokens, load_tokenizer(model.tokenizer, spec.model.trust_remote_code))
         if logits.token_ids and logits.token_ids != ids:
             raise SpecError(
-                f"logits.token_ids: got {list(logits.token_ids)}, but logits.tokens are {list(ids)}; leave out one of them"
+                f"logits.token_ids: got {list(logits.token_ids)}, but logits.tokens are {list(ids)}; leave out one of "
+                "them"
             )
         return spec.model_copy(update={"logits": logits.model_copy(update={"token_ids": ids})})
     if logits.token_ids:

@@ -4,10 +4,10 @@
     python benchmarks/logits.py --shape tiny-128k --rows 400 --out results        # anywhere, on a CPU
 
 In one run on one machine, one after the other: the rate at which the disk takes files that are fsynced; the job with
-so many rows and with four times as many, with the peak memory of its replica and of the engine's processes; then, on one
-engine, plain prefill (`max_tokens=1`, no logprobs, token ids in), and `logprobs=-1` read into an array through vLLM's
-dicts and through `flat_logprobs`, with few rows, as they take 0.1 to 1 s each. A job's time counts from the first
-request admitted to the last part committed. What is to be reached: 0.8 × the lower of prefill and disk.
+so many rows and with four times as many, with the peak memory of its replica and of the engine's processes; then, on
+one engine, plain prefill (`max_tokens=1`, no logprobs, token ids in), and `logprobs=-1` read into an array through
+vLLM's dicts and through `flat_logprobs`, with few rows, as they take 0.1 to 1 s each. A job's time counts from the
+first request admitted to the last part committed. What is to be reached: 0.8 × the lower of prefill and disk.
 """
 
 import argparse

@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny-128k": {
         **_LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 128256,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128256,
         "max_position_embeddings": 4096, "tie_word_embeddings": True,
     },
     "tiny": {

@@ -272,6 +272,8 @@ def test_every_pydantic_error_has_words():
         for value in VALUES if "[]" not in doc.name else []:
             spec = data(model={"name": "a/b"})
             *sections, name = doc.name.split(".")
+            if doc.name.startswith("logits."):
+                spec["task"] = "logits"
             inner = spec
             for section in sections:
                 inner = inner.setdefault(section, {})

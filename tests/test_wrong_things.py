@@ -354,6 +354,54 @@ WRONG = [
           "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 rows; nothing would be run"),
     Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
           "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no manifest in it; give a job's output.path"),
+    # Logits
+    Wrong("logits without their task", {"logits": {"positions": "all"}},
+          "job.yaml:9:1: logits: must be left out with task generate; or say task: logits"),
+    Wrong("a token of several", {"task": "logits", "sampling": None, "logits": {"tokens": [" the", " Istanbul!"]}},
+          "job.yaml:10:5: logits.tokens[1]: got ' Istanbul!', which is 6 tokens: ' I' (314), 'st' (334), 'an'"
+          " (298), 'b' (71), 'ul' (409), '!' (6); must be one token, perhaps with a space before it"),
+    Wrong("one token under two names", {"task": "logits", "sampling": None, "logits": {"tokens": [" the", " the"]}},
+          "job.yaml:8:3: logits.tokens: got a token twice; name each once"),
+    Wrong("tokens and other ids",
+          {"task": "logits", "sampling": None, "logits": {"tokens": [" the"], "token_ids": [9]}},
+          "job.yaml:10:3: logits.token_ids: got [9], but logits.tokens are [268]; leave out one of them"),
+    Wrong("an id beyond the vocabulary", {"task": "logits", "sampling": None, "logits": {"token_ids": [3, 1536]}},
+          "job.yaml:8:3: logits.token_ids: got 1536; the model's vocabulary ends at 1535"),
+    Wrong("another vocabulary", {"task": "logits", "sampling": None, "logits": {"vocab_size": 9}},
+          "job.yaml:8:3: logits.vocab_size: got 9; the model's is 1536: leave it out"),
+    Wrong("positions of a kind", {"task": "logits", "sampling": None, "logits": {"positions": "first"}},
+          "job.yaml:8:3: logits.positions: got 'first'; must be last, all, generated or {column: name}"),
+    Wrong("positions of no column", {"task": "logits", "sampling": None, "logits": {"positions": {"column": "at"}}},
+          "job.yaml:8:3: logits.positions: the input has no column 'at'; it has: id, prompt, language"),
+    Wrong("positions of what is cut",
+          {"task": "logits", "sampling": None, "logits": {"positions": {"column": "id"}},
+           "input": {"on_overlong": "truncate_left"}},
+          "job.yaml:4:3: input.on_overlong: positions of a prompt mean others once it is cut; leave it out"),
+    Wrong("logprobs of logits", {"task": "logits", "sampling": {"logprobs": 3}},
+          "job.yaml:7:3: sampling.logprobs: has no meaning with task logits; logits.values says which numbers"
+          " are stored; leave it out"),
+    Wrong("tokens where none come", {"task": "logits", "sampling": {"max_tokens": 3}},
+          "job.yaml:6:3: sampling.max_tokens: has no meaning where nothing is generated; leave it out, or say"
+          " logits.positions: generated"),
+    Wrong("samples of logits", {"task": "logits", "sampling": {"n": 3, "temperature": 1.0}},
+          "job.yaml:7:3: sampling.n: must be 1 with task logits; leave it out"),
+    Wrong("more than may be written", {"task": "logits", "sampling": None, "output": {"max_output_bytes": 6000}},
+          "job.yaml:6:3: output.max_output_bytes: the output of 2 rows is estimated at 6.4 kB (3.2 kB each), "
+          "more than 6.0 kB; take fewer rows (input.limit), only some tokens (logits.tokens), or raise it to "
+          "6400"),
+    Wrong("more text than may be written", {"output": {"max_output_bytes": 200}},
+          "job.yaml:9:3: output.max_output_bytes: the output of 2 rows is estimated at 392 bytes (196 bytes "
+          "each), more than 200 bytes; take fewer rows (input.limit), store less of each, or raise it to 400"),
+    Wrong("chosen tokens beside the likeliest", {"sampling": {"logprobs": 3, "logprob_token_ids": [1, 2]}},
+          "job.yaml:7:3: sampling.logprobs: got 3 with logprob_token_ids; the engine gives the likeliest "
+          "tokens or the chosen ones: leave out one of them"),
+    Wrong("a chosen id beyond the vocabulary", {"sampling": {"logprob_token_ids": [1, 1536]}},
+          "job.yaml:7:3: sampling.logprob_token_ids: got 1536; the model's vocabulary ends at 1535"),
+    Wrong("a mode of logprobs", {"sampling": {"logprobs_mode": "logits"}},
+          "job.yaml:7:3: sampling.logprobs_mode: got 'logits'; must be one of raw_logprobs, raw_logits, "
+          "processed_logprobs, processed_logits"),
+    Wrong("the mode as the engine's", {"engine": {"logprobs_mode": "raw_logits"}},
+          "job.yaml:10:3: engine.logprobs_mode: say sampling.logprobs_mode instead"),
 ]  # fmt: skip
 if (parsers := reasoning_parser_names()) is not None:  # vLLM is installed
     said = f"got 'qwen33'; the installed vLLM has {', '.join(parsers)}"

@@ -137,7 +137,7 @@ def _positions(completion: Completion) -> npt.NDArray[np.int32]:
 
 
 def _leaf(field: pa.Field) -> str:
-    path, type = field.name, field.type
+    path, type = str(field.name), field.type
     while pa.types.is_list(type) or pa.types.is_fixed_size_list(type):
         path, type = f"{path}.list.{ITEM}", type.value_type
     return path
