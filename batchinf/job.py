@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchinf.adapter import Adapter
 from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.lora import lora_identity, resolve_adapters
@@ -16,7 +17,6 @@ from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
-from batchinf.records import Adapter
 from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchinf.adapter import Adapter
 from batchinf.errors import RowError
 from batchinf.spec import SamplingSpec
 
@@ -71,8 +72,8 @@ class Shard:
 class Prompt:
     """A row made ready for an engine: its token ids, or why there are none.
 
-    sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit. adapter: the
-    name of the LoRA adapter to run it with; None is the plain model.
+    sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit.
+    adapter: the name of its LoRA adapter; None is the plain model.
     """
 
     row_index: int
@@ -82,20 +83,6 @@ class Prompt:
     sampling: SamplingSpec | None = None
     is_truncated: bool = False
     adapter: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter, found: the name that rows call it by, its folder, its rank, a fingerprint of its content.
-
-    modules: the last names of the modules that it changes, such as `q_proj`; empty where its file does not tell.
-    """
-
-    name: str
-    path: str
-    rank: int
-    fingerprint: str
-    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ MAX_LINES = 400
 # place, and must be free of cycles among themselves.
 ORDER = """
     errors faults stop_signals storage slices spec_fields spec_input spec_sampling spec spec_docs spec_values
-    records retry_log part_names part_line predicate model_files hub model lora memory out_of_memory engine_settings
-    input_files remote_files source_cache column_types arrow_damage reader arrow_file csv_file line_file
+    adapter records retry_log part_names part_line predicate model_files hub model lora memory out_of_memory
+    engine_settings input_files remote_files source_cache column_types arrow_damage reader arrow_file csv_file
+    line_file
     parquet_probe parquet_file saved_dataset hf_dataset first_pass generations intake source row_hash words
     openai_batch sandbox templates chat_templates chat encoder row_sampling row_adapter batch_prompts prompt
     detokenizer answers tasks.* devices placement shards shard_rows selection run_order engine vllm_reasoning
