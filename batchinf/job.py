@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchinf.adapter import Adapter
 from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.lora import lora_identity, resolve_adapters
@@ -18,7 +19,6 @@ from batchinf.output_size import LIKELY_TOKENS, bytes_per_row, check_size
 from batchinf.pooling import bytes_per_vectors, resolve_pooling
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_order, check_prompts
-from batchinf.records import Adapter
 from batchinf.row_sampling import check_sampling_columns
 from batchinf.run_order import Choice
 from batchinf.shards import Extent, choose_rows_per_shard

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinf import hub, model_files
+from batchinf.adapter import Adapter
 from batchinf.errors import ModelError, SpecError
 from batchinf.model import Model, text_section
 from batchinf.model_files import ADAPTER
-from batchinf.records import Adapter
 from batchinf.spec import JobSpec, ModelSpec
 
 FIELD = "model.lora"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchinf.adapter import Adapter
 from batchinf.errors import RowError
 from batchinf.spans import Scoring
 from batchinf.spec import SamplingSpec
@@ -76,9 +77,8 @@ class Prompt:
     """A row made ready for an engine: its token ids, or why there are none.
 
     sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit. positions: the
-    row's own, from 0, of the tokens after which something is wanted. adapter: the name of the LoRA adapter to run it
-    with; None is the plain model. scoring: what is scored of
-    it; `token_ids` are then the context's and those of all continuations.
+    row's own, from 0, of the tokens after which something is wanted. adapter: the name of its LoRA adapter; None is the
+    plain model. scoring: what is scored of it; `token_ids` are then the context's and those of all continuations.
     """
 
     row_index: int
@@ -105,20 +105,6 @@ class RowsWanted:
     token_ids: tuple[int, ...] | None
     width: int
     dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter, found: the name that rows call it by, its folder, its rank, a fingerprint of its content.
-
-    modules: the last names of the modules that it changes, such as `q_proj`; empty where its file does not tell.
-    """
-
-    name: str
-    path: str
-    rank: int
-    fingerprint: str
-    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from batchinf import __version__, faults
+from batchinf.adapter import Adapter
 from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
-from batchinf.records import Adapter, Completion, EngineInfo, EngineStats, Request
+from batchinf.records import Completion, EngineInfo, EngineStats, Request
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.vllm_arguments import TEMPLATE_OF, engine_arguments, extra_of, sampling_params
 from batchinf.vllm_logprobs import install_arrays, token_logprobs, vocabulary_rows

@@ -10,9 +10,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from batchinf.adapter import Adapter
 from batchinf.errors import EngineStartError
 from batchinf.lora import CONFIG, rank_for
-from batchinf.records import Adapter
 
 # Adapters that one batch may have rows of, if the spec does not say: each takes its room on the device.
 _MOST_IN_A_BATCH = 8

@@ -9,8 +9,9 @@ import numpy as np
 from vllm import EngineArgs, PoolingParams
 from vllm.config import PoolerConfig
 
+from batchinf.adapter import Adapter
 from batchinf.errors import SpecError
-from batchinf.records import Adapter, Completion, Request
+from batchinf.records import Completion, Request
 from batchinf.spec import JobSpec
 from batchinf.vllm_arguments import engine_arguments
 from batchinf.vllm_engine import VllmEngine

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jobs
+from batchinf.adapter import Adapter
 from batchinf.errors import DriftError, EngineStartError, ModelError, RowError, UserError
 from batchinf.job import Job, check_drift, new_header, open_job
 from batchinf.lora import resolve_adapters
 from batchinf.model import resolve
 from batchinf.prompt import PromptBuilder
-from batchinf.records import Adapter, Completion, Request
+from batchinf.records import Completion, Request
 from batchinf.source import Row
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.spec_file import dump_spec, read_spec
