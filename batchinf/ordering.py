@@ -33,9 +33,9 @@ SAMPLED_ROWS, RUN_ROWS = 20_000, 500
 # Share of the prompts that must be saved beyond what the input's order saves.
 LEAST_SAVED = 0.1
 _MOST_TOKENS = 2**32 - 1
-# The longest eighth of the rows runs first, and so on. In plain order one replica would have the longest of all, and the
-# others idle at the end (`benchmarks/tail.py`: 0.91 of linear speed with 8 replicas, 1.00 when dealt). In 16 hands, each
-# from the longest to the shortest of its wave, all shards of a wave are alike.
+# The longest eighth of the rows runs first, and so on. In plain order one replica would have the longest of all, and
+# the others idle at the end (`benchmarks/tail.py`: 0.91 of linear speed with 8 replicas, 1.00 when dealt). In 16 hands,
+# each from the longest to the shortest of its wave, all shards of a wave are alike.
 WAVES_AND_HANDS = (8, 16)
 
 Say = Callable[[str], None]

@@ -4,8 +4,8 @@
     python benchmarks/tail.py --rows 6000 --replicas 4 --order input --speeds 1,1,1,0.8
 
 Rows a replica, lengths log-normal (mean 179, most 1,500). A step takes `--step-ms`, and `--request-us` for each request
-in it: by default 85 ms at 1,024, as Llama-3.1-8B's shape on an H200. The coordinator decides every 0.2 s and hears of
-finished rows once a second. Printed are a job's time, the share of linear speed, and the replicas' idle time at the end.
+in it: by default 85 ms at 1,024, as Llama-3.1-8B's shape on an H200. The coordinator decides every 0.2 s and hears
+once a second of finished rows. Printed: a job's time, the share of linear speed, and the replicas' idle time at its end.
 
 Orders: `input`; `sorted`, plainly by length; `longest`, as `input.order: longest` deals the rows.
 """
