@@ -5,7 +5,7 @@
 
 Rows a replica, lengths log-normal (mean 179, most 1,500). A step takes `--step-ms`, and `--request-us` for each request
 in it: by default 85 ms at 1,024, as Llama-3.1-8B's shape on an H200. The coordinator decides every 0.2 s and hears
-once a second of finished rows. Printed: a job's time, the share of linear speed, and the replicas' idle time at its end.
+once a second of finished rows. Printed: a job's time, the share of linear speed, the replicas' idle time at its end.
 
 Orders: `input`; `sorted`, plainly by length; `longest`, as `input.order: longest` deals the rows.
 """

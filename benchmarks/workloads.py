@@ -16,8 +16,9 @@ class Workload:
     slow_rows: rows for the rivals `defaults` and `chunks`, which are several times slower. rivals: those that the
     workload is held against. h200: tokens a second seen or expected on one H200, for planning alone: of output, of the
     prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call. order: the job's
-    `input.order`. prefix_tokens: of the prompt, which `rows_per_prefix` rows share, shuffled; all prefixes together are
-    then three times what the KV cache is made to hold.
+    `input.order`. scripted_step_s: least time of a step of the scripted engine, which is then in vLLM's place.
+    prefix_tokens: of the prompt, which `rows_per_prefix` rows share, shuffled; all prefixes together are then three
+    times what the KV cache is made to hold.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Workload:
     max_num_batched_tokens: int = 16384
     chunk_rows: int = 1024
     order: str = "input"
+    scripted_step_s: float | None = None
     prefix_tokens: int = 0
     rows_per_prefix: int = 8
     rivals: tuple[str, ...] = ("ceiling",)
