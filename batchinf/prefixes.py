@@ -111,10 +111,21 @@ class KeySort:
             self._connection.execute("INSERT INTO keys SELECT is_last, key, row FROM batch")
         self._connection.unregister("batch")
 
-    def rows(self) -> Iterator[Int64Array]:
-        """All rows in order, some at a time; those of one key in their own order."""
+    def rows(self, num_waves: int = 1, num_hands: int = 1) -> Iterator[Int64Array]:
+        """All rows in order, some at a time; those of one key in their own order.
+
+        They may be dealt: the rows in order are cut into waves of one size, and each wave is dealt, row by row, into
+        hands, which follow each other.
+        """
+        query = "SELECT row FROM keys ORDER BY is_last, key, row"
         with self._naming():
-            found = self._connection.sql("SELECT row FROM keys ORDER BY is_last, key, row")
+            if (num_waves, num_hands) != (1, 1):
+                [[num_rows]] = self._connection.execute("SELECT count(*) FROM keys").fetchall()
+                size = max(1, -(-num_rows // num_waves))
+                ranks = "SELECT row, row_number() OVER (ORDER BY is_last, key, row) - 1 AS rank FROM keys"
+                hand = f"rank % {size} % {num_hands}"
+                query = f"SELECT row FROM ({ranks}) ORDER BY rank // {size}, {hand}, rank"
+            found = self._connection.sql(query)
             # Named otherwise before DuckDB 2.
             read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
             batches = iter(read(_FETCH_ROWS))

@@ -5,7 +5,8 @@
 One engine is started for all runs of a group, since that takes longer than most of them; each run writes its result as
 soon as it is done. Kinds of run:
 
-ceiling: one call, no logprobs, not detokenised, prompts given as token ids. raw: the same with the workload's logprobs
+ceiling: one call, no logprobs, not detokenised, prompts given as token ids. sorted: the same with the rows in the order
+of their texts, so that those that begin alike follow each other. raw: the same with the workload's logprobs
 left as the arrays that the engine core sends. defaults: one call on the texts with the workload's sampling and vLLM's
 defaults. chunks: the same in calls of `chunk_rows` rows with a Parquet file written after each.
 
@@ -67,17 +68,20 @@ def main() -> None:
 def measure(llm: LLM, run: dict[str, Any], result: pathlib.Path) -> dict[str, Any]:
     """Seconds and tokens of one run."""
     rows = pq.read_table(run["prompts"]).slice(0, run["num_rows"])
+    if run["kind"] == "sorted":
+        rows = rows.sort_by("prompt")
     texts = rows["prompt"].to_pylist()
     budgets = rows["max_tokens"].to_pylist() if run["has_budgets"] else [run["sampling"]["max_tokens"]] * len(texts)
     params = [params_of(run["sampling"], run["kind"], budget) for budget in budgets]
     prompts: list[Any] = texts
-    if run["kind"] in ("ceiling", "raw"):
+    if run["kind"] in ("ceiling", "raw", "sorted"):
         ids = llm.get_tokenizer()(texts)["input_ids"]
         prompts = [{"prompt_token_ids": each} for each in ids]
     own = output_processor.LogprobsProcessor
     output_processor.LogprobsProcessor = KeptOut if run["kind"] == "raw" else own
     try:
         llm.generate(prompts[:32], params[:32], use_tqdm=False)
+        llm.reset_prefix_cache()
         gc.collect()
         began = time.monotonic()
         if run["kind"] == "chunks":
@@ -99,7 +103,7 @@ def measure(llm: LLM, run: dict[str, Any], result: pathlib.Path) -> dict[str, An
 def params_of(sampling: dict[str, Any], kind: str, max_tokens: int) -> SamplingParams:
     """A run's parameters for one row."""
     given = {**sampling, "max_tokens": max_tokens}
-    if kind == "ceiling":
+    if kind in ("ceiling", "sorted"):
         return SamplingParams(**{name: value for name, value in given.items() if name not in OUTPUTS}, detokenize=False)
     return SamplingParams(**given, flat_logprobs=True, detokenize=False) if kind == "raw" else SamplingParams(**given)
 

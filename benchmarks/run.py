@@ -4,6 +4,8 @@
     python benchmarks/run.py score0 score5 --out results --limit-s 520          # rivals of both in one engine start
     python benchmarks/run.py top20 small-top20 --estimate                       # minutes on an H200, nothing is run
     python benchmarks/run.py lognormal --out results --replicas 1,2,4           # so many rows a replica
+    python benchmarks/run.py prefix prefix-input --out results                  # the order of the rows, and its rival
+    python benchmarks/run.py lognormal --shape tiny --rows 1500 --max-num-seqs 256 --replicas 1,2,4 --scripted 0.02
     python benchmarks/run.py top20 --shape tiny --rows 200 --out results        # anywhere, on a CPU
 
 First each job, in a process of its own; then the rivals, in one process for all workloads of the same model and engine
@@ -30,8 +32,11 @@ import psutil
 from shapes import make_model, make_prompts
 from workloads import STARTS_S, WORKLOADS, Workload
 
+from batchinf.backends.local import engine_environment
+from batchinf.placement import visible_devices
+
 HERE = pathlib.Path(__file__).resolve().parent
-KINDS = ("ceiling", "raw", "defaults", "chunks")  # in the order in which they are run
+KINDS = ("ceiling", "sorted", "raw", "defaults", "chunks")  # in the order in which they are run
 
 
 def main() -> None:
@@ -45,6 +50,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int)
     parser.add_argument("--dtype")
     parser.add_argument("--replicas", help="numbers of replicas with commas between them")
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--scripted", type=float, help="the scripted engine, a step in so many seconds; no rivals")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="end everything after so many seconds")
     parser.add_argument("--estimate", action="store_true", help="print how long it would take on an H200")
     args = parser.parse_args()
@@ -71,7 +78,11 @@ def chosen(args: argparse.Namespace) -> "itertools.chain[Workload]":
         numbers = [int(number) for number in args.replicas.split(",")] if args.replicas else [None]
         found = [WORKLOADS[name].sized(args.rows, args.shape, number) for number in numbers]
         changes: dict[str, Any] = {"dtype": args.dtype} if args.dtype else {}
-        if args.rivals is not None:
+        if args.max_num_seqs:
+            changes["max_num_seqs"] = args.max_num_seqs
+        if args.scripted is not None:
+            changes |= {"scripted_step_s": args.scripted, "rivals": ()}
+        elif args.rivals is not None:
             changes["rivals"] = tuple(kind for kind in args.rivals.split(",") if kind)
         return [dataclasses.replace(workload, **changes) for workload in found]
 
@@ -84,9 +95,18 @@ def prepare(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathli
     (out / workload.name).mkdir(parents=True)
     model = make_model(workload.shape, out / "models" / workload.shape)
     sizes = f"{workload.shape}-{workload.num_rows}-{workload.prompt_tokens}{'-budgets' * workload.log_normal}"
+    sizes += f"-{workload.prefix_tokens}" if workload.prefix_tokens else ""
     path = out / "prompts" / f"{sizes}.parquet"
     if not path.exists():
-        make_prompts(path, workload.shape, workload.num_rows, workload.prompt_tokens, budgets=workload.budgets())
+        make_prompts(
+            path,
+            workload.shape,
+            workload.num_rows,
+            workload.prompt_tokens,
+            budgets=workload.budgets(),
+            prefix_tokens=workload.prefix_tokens,
+            rows_per_prefix=workload.rows_per_prefix,
+        )
     return model, path
 
 
@@ -124,7 +144,7 @@ def write_spec(
         "model": {
             "name": str(model), "dtype": workload.dtype, "load_format": "dummy", "quantization": workload.quantization
         },
-        "input": {"path": str(prompts), "prompt_column": "prompt", "id_column": "id"},
+        "input": {"path": str(prompts), "prompt_column": "prompt", "id_column": "id", "order": workload.order},
         "sampling": sampling,
         "parallel": {
             "tensor_parallel_size": workload.tensor_parallel_size,
@@ -133,6 +153,13 @@ def write_spec(
         "engine": workload.engine,
         "output": {"path": str(out)},
     }  # fmt: skip
+    if workload.scripted_step_s is not None:
+        spec["scripted"] = {
+            "step_s": workload.scripted_step_s,
+            "max_num_seqs": workload.max_num_seqs,
+            "max_model_len": workload.max_model_len,
+            "vary_lengths": False,
+        }
     path = folder / "job.yaml"
     path.write_text(json.dumps(spec))
     return path, out
@@ -184,7 +211,25 @@ def from_manifest(out: pathlib.Path) -> dict[str, Any]:
         "num_output_tokens": num_output,
         "output_tokens_per_s": round(num_output / seconds, 1),
         "prompt_tokens_per_s": round(num_prompt / seconds, 1),
+        **from_telemetry(out, at["first_request"].timestamp(), at["all_committed"].timestamp()),
     }
+
+
+def from_telemetry(out: pathlib.Path, begun: float, ended: float) -> dict[str, Any]:
+    """Of each replica, by number: seconds before its first row and after its last, to a second, while others worked
+    (and the last parts were written); and the share of the prompts' tokens that the prefix cache had.
+    """
+    lines = [json.loads(line) for log in sorted((out / "telemetry").glob("*.jsonl")) for line in log.open()]
+    looks = [(line["at"], look["replica"], look) for line in lines for look in line["replicas"]]
+    late, idle, hits = {}, {}, {}
+    for replica in sorted({replica for _, replica, _ in looks}):
+        own = [(at, look) for at, number, look in looks if number == replica]
+        last = own[-1][1]
+        working = [at for at, look in own if look["num_running"] + look["num_waiting"] + look["num_ready"]]
+        late[replica] = round(max(0.0, min(working, default=ended) - begun), 1)
+        idle[replica] = round(max(0.0, ended - max(working, default=begun)), 1)
+        hits[replica] = round(last["prefix_cache_hits"] / max(1, last["prefix_cache_queries"]), 3)
+    return {"late_s": late, "idle_s": idle, "prefix_hit_rate": hits}
 
 
 # -- the rivals --------------------------------------------------------------------------------------------------------
@@ -235,7 +280,9 @@ def run_rivals(group: list[Prepared], out: pathlib.Path, number: int, deadline: 
     path.write_text(json.dumps({"engine": engine_of(group), "runs": runs}))
     with path.with_suffix(".log").open("wb") as log:
         command = [sys.executable, str(HERE / "rivals.py"), str(path)]
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        # On a processor as the job's replicas: the engine in the same process, with the same cores.
+        own = {} if visible_devices() else engine_environment((), os.cpu_count() or 1, 0)
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **own})
         while process.poll() is None and time.monotonic() < deadline:
             results.collect(wanted, out)
             time.sleep(0.5)

@@ -114,12 +114,28 @@ def _whole_words() -> Iterator[tuple[str, str]]:
 
 
 def make_prompts(
-    path: pathlib.Path, shape: str, num_rows: int, num_tokens: int, seed: int = 0, budgets: list[int] | None = None
+    path: pathlib.Path,
+    shape: str,
+    num_rows: int,
+    num_tokens: int,
+    seed: int = 0,
+    budgets: list[int] | None = None,
+    prefix_tokens: int = 0,
+    rows_per_prefix: int = 1,
 ) -> pathlib.Path:
-    """Write rows `id`, `prompt` (exactly `num_tokens` tokens) and, if given, `max_tokens`."""
+    """Write rows `id`, `prompt` (exactly `num_tokens` tokens) and, if given, `max_tokens`.
+
+    prefix_tokens: of the prompt, which so many rows share, anywhere in the file.
+    """
     vocabulary = words(SHAPES[shape]["vocab_size"])
     chance = random.Random(seed)
-    prompts = [" " + " ".join(chance.choices(vocabulary, k=num_tokens)) for _ in range(num_rows)]
+    num_own = num_tokens - prefix_tokens
+    prompts = [" " + " ".join(chance.choices(vocabulary, k=num_own)) for _ in range(num_rows)]
+    if prefix_tokens:
+        num_prefixes = -(-num_rows // rows_per_prefix)
+        prefixes = [" " + " ".join(chance.choices(vocabulary, k=prefix_tokens)) for _ in range(num_prefixes)]
+        prompts = [prefixes[row % num_prefixes] + prompt for row, prompt in enumerate(prompts)]
+        chance.shuffle(prompts)
     columns: dict[str, Any] = {"id": list(range(num_rows)), "prompt": prompts}
     if budgets is not None:
         columns["max_tokens"] = pa.array(budgets, pa.int32())

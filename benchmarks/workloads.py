@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+BLOCK_TOKENS = 32  # of the KV cache; vLLM's CPU build takes none of 16
 STARTS_S = {"cold": 75.0, "warm": 45.0}  # an engine of the 8B shape on an H200, without and with its compile cache
 
 
@@ -14,7 +15,10 @@ class Workload:
 
     slow_rows: rows for the rivals `defaults` and `chunks`, which are several times slower. rivals: those that the
     workload is held against. h200: tokens a second seen or expected on one H200, for planning alone: of output, of the
-    prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call.
+    prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call. order: the job's
+    `input.order`. scripted_step_s: least time of a step of the scripted engine, which is then in vLLM's place.
+    prefix_tokens: of the prompt, which `rows_per_prefix` rows share, shuffled; all prefixes together are then three
+    times what the KV cache is made to hold.
     """
 
     name: str
@@ -36,18 +40,25 @@ class Workload:
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 16384
     chunk_rows: int = 1024
+    order: str = "input"
+    scripted_step_s: float | None = None
+    prefix_tokens: int = 0
+    rows_per_prefix: int = 8
     rivals: tuple[str, ...] = ("ceiling",)
     h200: dict[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> dict[str, Any]:
-        """EngineArgs for the job and its rivals alike: offline limits, no prefix cache."""
+        """EngineArgs for the job and its rivals alike: offline limits, no prefix cache unless it is the matter."""
         arguments: dict[str, Any] = {
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": bool(self.prefix_tokens),
         }
+        if self.prefix_tokens:
+            num_tokens = self.num_rows // self.data_parallel_size // self.rows_per_prefix * self.prefix_tokens // 3
+            arguments |= {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": num_tokens // BLOCK_TOKENS}
         return arguments if self.kv_cache_dtype is None else {**arguments, "kv_cache_dtype": self.kv_cache_dtype}
 
     @property
@@ -101,6 +112,9 @@ _SMALL = {"batchinf": 45203, "ceiling": 59143}
 _SCORE = {"batchinf": 38300, "ceiling": 42660, "raw": 38800, "defaults": 16357}
 _LOG_NORMAL = {"batchinf": 12500, "ceiling": 12650, "chunks": 6500}
 _FP8 = {"batchinf": 24000, "ceiling": 24388}
+_PREFIXES: dict[str, Any] = {
+    "num_rows": 18432, "prompt_tokens": 576, "prefix_tokens": 512, "max_tokens": 16, "max_model_len": 1024,
+}  # fmt: skip
 _SEVENTY: dict[str, Any] = {
     "shape": "llama-3.3-70b", "prompt_tokens": 128, "quantization": "fp8", "tensor_parallel_size": 2, "logprobs": 5,
 }  # fmt: skip
@@ -125,8 +139,15 @@ WORKLOADS = {
         # The lengths are a column of the input: a job takes them as `max_tokens: {column: max_tokens}`.
         Workload(
             "lognormal", num_rows=6000, slow_rows=6000, prompt_tokens=128, max_tokens=1500, logprobs=5,
-            log_normal=True, rivals=("ceiling", "chunks"), h200=_LOG_NORMAL,
+            log_normal=True, order="longest", rivals=("ceiling", "chunks"), h200=_LOG_NORMAL,
         ),
+        Workload(
+            "lognormal-input", num_rows=6000, slow_rows=6000, prompt_tokens=128, max_tokens=1500, logprobs=5,
+            log_normal=True, rivals=(), h200={"batchinf": _LOG_NORMAL["batchinf"]},
+        ),
+        # Of 18,432 rows' prompts of 576 tokens 2,304 prefixes of 512 are distinct; the cache holds 768 of them.
+        Workload("prefix", order="prefix", rivals=("sorted",), h200={"batchinf": 4500, "sorted": 4600}, **_PREFIXES),
+        Workload("prefix-input", rivals=(), h200={"batchinf": 1300}, **_PREFIXES),
         Workload(
             "fp8", num_rows=16384, prompt_tokens=128, quantization="fp8", kv_cache_dtype="fp8", max_num_seqs=2048,
             h200=_FP8,

@@ -122,7 +122,11 @@ def test_rows_are_sorted_out_of_core_as_in_memory(tmp_path: pathlib.Path) -> Non
         for start in range(0, 5000, 700):
             sort.add(np.arange(start, min(start + 700, 5000)), keys[start : start + 700])
         found = np.concatenate(list(sort.rows())).tolist()
-    assert found == sorted(range(5000), key=lambda row: (keys[row] is None, keys[row] or b"", row))
+        dealt = np.concatenate(list(sort.rows(3, 4))).tolist()
+    in_order = sorted(range(5000), key=lambda row: (keys[row] is None, keys[row] or b"", row))
+    assert found == in_order
+    waves = [in_order[:1667], in_order[1667:3334], in_order[3334:]]
+    assert dealt == [row for wave in waves for hand in range(4) for row in wave[hand::4]]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,13 +267,16 @@ def test_slices_order_their_own_rows_and_a_choice_of_them(tmp_path: pathlib.Path
 
 def test_the_longest_run_first_where_lengths_are_known(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = make_rows()
-    write_jsonl(path, rows)
+    write_jsonl(path, make_rows())
     sampling = {"max_tokens": {"column": "budget"}}
     spec = make_spec(tmp_path, path, "auto", sampling=sampling, scripted={"vary_lengths": False})
     done = jobs.finish(spec)
-    assert "order: by max_tokens, the longest first: of 240 rows' prompts" in done.stderr
-    lengths = [table["num_output_tokens"].to_pylist() for table in map(
-        pq.read_table, sorted((tmp_path / "out" / "parts").glob("*.parquet")))]  # fmt: skip
-    assert all(min(one) >= max(other) for one, other in itertools.pairwise(lengths))
-    assert sorted(map(sum, lengths)) != list(map(sum, lengths))
+    assert "order: by max_tokens, the longest eighth first: of 240 rows' prompts" in done.stderr
+    out = tmp_path / "out"
+    lengths = {row["row_index"]: row["num_output_tokens"] for row in jobs.rows_of(out)}
+    order = RunOrder(Folder(out), jobs.state_of(out).extents)
+    ran = [lengths[row] for own in order.shards() for row in own.at(own.to_run(0, len(own))).tolist()]
+    waves = [ran[start : start + 30] for start in range(0, 240, 30)]
+    assert all(min(one) >= max(other) for one, other in itertools.pairwise(waves))
+    # But each wave is dealt.
+    assert waves[0] != sorted(waves[0], reverse=True)
