@@ -25,7 +25,7 @@ from batchinf.tasks import get_task
 
 vllm = pytest.importorskip("vllm")
 from batchinf.vllm_pooling import VllmPooling  # noqa: E402
-from batchinf.vllm_worker import give_layers  # noqa: E402
+from batchinf.vllm_layers import give_layers  # noqa: E402
 
 MAX_MODEL_LEN = 256
 NUM_LAYERS = 4
