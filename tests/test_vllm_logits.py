@@ -175,8 +175,9 @@ def processed(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
-def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any) -> None:
-    engine = start(logprobs_mode=mode, logprob_token_ids=CHOSEN)
+def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any, vllm_engine: "VllmEngine") -> None:
+    is_default = mode == "raw_logprobs"
+    engine = vllm_engine if is_default else start(logprobs_mode=mode, logprob_token_ids=CHOSEN)
     sampling = SamplingSpec(temperature=0.7, top_k=40, top_p=1.0)
     requests = [
         Request(row, 0, prompt, sampling, 4, 7 + row, logprob_token_ids=CHOSEN[row % 2 :])
@@ -185,7 +186,8 @@ def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any) -> None:
     try:
         done = complete(engine, requests)
     finally:
-        engine.close()
+        if not is_default:
+            engine.close()
     for completion in done:
         prompt, found = completion.request.prompt_token_ids, completion.logprobs
         expected = reference([*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
