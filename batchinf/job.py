@@ -13,7 +13,7 @@ from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
-from batchinf.output_size import LIKELY_TOKENS, bytes_per_row, check_size
+from batchinf.output_size import LIKELY_TOKENS, bytes_per_row
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_prompts
 from batchinf.row_sampling import check_sampling_columns
@@ -108,10 +108,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
         identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
     identity = without_later_fields(json.loads(json.dumps(identity)), began_as)
-    job = Job(spec, origins, folder, model, source, identity, file.slice)
-    if state is None:
-        check_size(spec, model, source, job.rows, spec.num_samples * estimated_bytes_per_row(spec))
-    return job
+    return Job(spec, origins, folder, model, source, identity, file.slice)
 
 
 def without_later_fields(identity: dict[str, Any], began_as: Mapping[str, Any]) -> dict[str, Any]:

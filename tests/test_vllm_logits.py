@@ -202,3 +202,23 @@ def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any, vllm_engine:
         assert (found.token_ids[:, 1:] == ids).all()
         rows = np.arange(len(expected))[:, None]
         np.testing.assert_allclose(found.logprobs, expected[rows, found.token_ids], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("token_ids", [None, [8, 3]])
+@pytest.mark.parametrize("logits_mode", [True, False])
+def test_rows_of_the_second_runner_whose_own_scores_need_a_gpu(token_ids: list[int] | None, logits_mode: bool) -> None:
+    import torch
+
+    from batchinf.vllm_worker import Rows, v2_scores
+
+    def theirs(*arguments: Any, **named: Any) -> str:
+        return "their own"
+
+    scores = v2_scores(Rows("float32", token_ids), theirs)
+    logits = torch.randn(600, 12, generator=torch.Generator().manual_seed(0))
+    sampled = torch.arange(600)
+    assert scores(logits, 11, sampled, logits_mode=logits_mode) == "their own"
+    found = scores(logits, 12, sampled, None, logits_mode=logits_mode)
+    expected = logits.numpy() if logits_mode else log_softmax(logits.numpy())
+    np.testing.assert_allclose(found.logprobs, expected if token_ids is None else expected[:, token_ids], atol=1e-5)
+    assert found.logprob_token_ids[:, 0].tolist() == sampled.tolist()
