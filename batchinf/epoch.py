@@ -29,7 +29,7 @@ from batchinf.recovery import end_process_groups, note_ended, recover
 from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.retry_log import Retry
-from batchinf.room import room_warning
+from batchinf.room import check_size, room_warning
 from batchinf.run_order import Choice, RunOrder
 from batchinf.shards import Pending, total_rows, total_shards
 from batchinf.slices import check_place, job_folder, source_folder
@@ -149,6 +149,7 @@ def _run_epoch(
     settings = _engine_settings(job, slots, state, display)
     check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
     choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
+    check_size(file, job, None if choice is None else choice.num_rows)
     manifest = Manifest(folder, epoch, lock, state)
     if state is None:
         state = _begin(job, manifest, len(slots), choice)

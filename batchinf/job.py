@@ -15,7 +15,7 @@ from batchinf.job_state import FORMAT_VERSION, Header, State
 from batchinf.lora import lora_identity, resolve_adapters
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
-from batchinf.output_size import LIKELY_TOKENS, bytes_per_row, check_size
+from batchinf.output_size import LIKELY_TOKENS, bytes_per_row
 from batchinf.pooling import bytes_per_vectors, resolve_pooling
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_order, check_prompts
@@ -119,10 +119,7 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
         identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
     identity = without_later_fields(json.loads(json.dumps(identity)), began_as)
-    job = Job(spec, origins, folder, model, source, identity, file.slice, adapters)
-    if state is None:
-        check_size(spec, model, source, job.rows, spec.num_samples * estimated_bytes_per_row(spec))
-    return job
+    return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
 
 
 def without_later_fields(identity: dict[str, Any], began_as: Mapping[str, Any]) -> dict[str, Any]:

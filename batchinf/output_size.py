@@ -3,7 +3,6 @@
 import numpy as np
 
 from batchinf.encoder import load_tokenizer
-from batchinf.errors import SpecError
 from batchinf.model import Model
 from batchinf.prompt import PromptBuilder
 from batchinf.source import Source
@@ -30,26 +29,24 @@ def bytes_per_row(spec: JobSpec, num_positions: float | None = None) -> int:
     return 100 + int(num_positions * (4 + logits.width * logits.item_bytes))
 
 
-def check_size(spec: JobSpec, model: Model, source: Source, rows: range, per_row: int) -> None:
-    """Raise SpecError where the output of these rows is estimated above `output.max_output_bytes`.
+def objection(spec: JobSpec, model: Model, source: Source, rows: range, num_rows: int, per_row: int) -> str | None:
+    """What to say where the output is estimated above `output.max_output_bytes`; None where it is not.
 
-    per_row: the estimate of a row for other tasks than logits, whose prompts and positions are counted here.
+    rows: among which the `num_rows` that are run are. per_row: the estimate of a row for other tasks than logits, whose
+    positions are counted here, in some prompts, where it matters.
     """
     limit = spec.output.max_output_bytes
     if spec.task == "logits":
         limit = MOST_LOGITS_BYTES if limit is None else limit
-        if len(rows) * per_row > limit // 64:  # else no estimate is so far off
+        if num_rows * per_row > limit // 64:  # else no estimate is so far off
             per_row = bytes_per_row(spec, _positions_per_row(spec, model, source, rows))
-    if limit is None:
-        return
-    estimate = len(rows) * per_row
-    if estimate > limit:
-        given = "" if spec.output.max_output_bytes else ", which holds where the spec is silent"
-        raise SpecError(
-            f"output.max_output_bytes: the output of {len(rows):,} rows is estimated at {_shown(estimate)} "
-            f"({_shown(per_row)} each), more than {_shown(limit)}{given}; {_remedy(spec)}raise it to "
-            f"{_round_up(estimate)}"
-        )
+    if limit is None or num_rows * per_row <= limit:
+        return None
+    given = "" if spec.output.max_output_bytes else ", which holds where the spec is silent"
+    return (
+        f"the output of {num_rows:,} rows is estimated at {_shown(num_rows * per_row)} ({_shown(per_row)} each), more "
+        f"than {_shown(limit)}{given}; {_remedy(spec)}raise it to {_round_up(num_rows * per_row)}"
+    )
 
 
 def _remedy(spec: JobSpec) -> str:

@@ -6,7 +6,9 @@ import pathlib
 from batchinf.job import Job, carried_columns, estimated_bytes_per_row
 from batchinf.job_state import State
 from batchinf.journal import row_bytes
+from batchinf.output_size import objection
 from batchinf.shards import total_rows, total_shards
+from batchinf.spec_file import SpecFile
 
 # Rows of the input whose kept columns are measured.
 _NUM_SAMPLED = 64
@@ -39,6 +41,22 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
     if status.f_files > 0 and num_files > status.f_favail:
         return f"warning: {where}: about {num_files:,} files will be made, it can hold {status.f_favail:,} more"
     return None
+
+
+def check_size(file: SpecFile, job: Job, num_rows: int | None) -> None:
+    """Raise SpecError where the output of so many of the job's rows is estimated above `output.max_output_bytes`.
+
+    num_rows: None for a job that has begun, which is not stopped half-way.
+    """
+    if num_rows is None:
+        return
+    given = job.spec.input
+    are_first = all(chosen is None for chosen in (given.where, given.sample, given.exclude))
+    rows = job.rows[:num_rows] if are_first else job.rows
+    per_row = job.spec.num_samples * estimated_bytes_per_row(job.spec)
+    found = objection(job.spec, job.model, job.source, rows, num_rows, per_row)
+    if found is not None:
+        raise file.error("output.max_output_bytes", found)
 
 
 def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None = None) -> int:

@@ -18,7 +18,7 @@ from batchinf.placement import device_size, visible_devices
 from batchinf.pooling import vectors_line
 from batchinf.prompt import load_tokenizer
 from batchinf.prompt_checks import prompt_warnings
-from batchinf.room import room_warning
+from batchinf.room import check_size, room_warning
 from batchinf.row_sampling import sampling_line
 from batchinf.run_order import RunOrder
 from batchinf.score_prompts import prompt_builder
@@ -60,6 +60,8 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
             chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects and state is None else None
             if chosen is not None:
                 yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
+            num_rows = len(job.rows) if chosen is None else chosen.num_rows
+            check_size(file, job, None if state is not None else num_rows)
             yield from [vectors_line(job.spec)] if job.spec.is_pooling else _sampling_lines(job)
             if rows_own := sampling_line(job.spec.sampling):
                 yield f"each row's own sampling: {rows_own}; null is the job's"

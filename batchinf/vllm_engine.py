@@ -81,8 +81,8 @@ class VllmEngine:
             from batchinf.vllm_structures import tell_parser
 
             tell_parser(self._engine, spec.input.chat_template_kwargs)
-        if spec.logits is not None:
-            install_rows(self._engine, spec.logits)
+        if spec.logits is not None and not install_rows(self._engine, spec.logits):
+            print("rows of logits come in vLLM's own order, which is slower", flush=True)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None

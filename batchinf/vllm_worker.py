@@ -38,11 +38,9 @@ class RowsExtension:
 
 def install_rows(engine: Any, logits: LogitsSpec) -> bool:
     """Let an engine's workers send rows as they are stored; False where they cannot, and rows are put in order here."""
-    arguments = (logits.dtype, list(logits.token_ids) or None)
-    try:
-        return all(engine.collective_rpc("install_vocabulary_rows", args=arguments))
-    except (AttributeError, NotImplementedError):  # another extension class in its place, named in the spec
+    if engine.vllm_config.parallel_config.worker_extension_cls != NAME:  # the spec's own is in its place
         return False
+    return all(engine.collective_rpc("install_vocabulary_rows", args=(logits.dtype, list(logits.token_ids) or None)))
 
 
 class Rows:
@@ -126,8 +124,8 @@ def _prompt_rows(runner: Any, rows: Rows, theirs: Callable[..., Any]) -> Callabl
         for request_id in done:
             del wanted[request_id]
             runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
-        if done:
-            torch.accelerator.synchronize() if hidden_states.device.type != "cpu" else None
+        if done and hidden_states.device.type != "cpu":
+            torch.accelerator.synchronize()  # the copies above do not wait
         return done
 
     return prompt_rows

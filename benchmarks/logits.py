@@ -149,6 +149,7 @@ def look(pid: int, peak: dict[str, int]) -> None:
 
 def run_rivals(group: dict[str, Any]) -> None:
     """Rows a second of plain prefill, and of each of vLLM's ways to give all of the vocabulary."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, where there is no other device
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 

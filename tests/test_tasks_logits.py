@@ -1,5 +1,6 @@
 """Rows of logits: their columns and Parquet, whole jobs killed and gone on with, and the reader's arrays."""
 
+import contextlib
 import pathlib
 from typing import Any
 
@@ -13,12 +14,15 @@ import batchinf
 import jobs
 from batchinf import non_finite
 from batchinf.engine import ScriptedEngine
-from batchinf.errors import RowError
+from batchinf.errors import RowError, SpecError
+from batchinf.job import open_job
 from batchinf.records import Prompt, Result
 from batchinf.results import Ragged, to_ragged
+from batchinf.room import check_size
 from batchinf.row_positions import RowPositions
 from batchinf.source import Row
 from batchinf.spec import JobSpec, ScriptedSpec
+from batchinf.spec_file import read_spec
 from batchinf.tasks import Logits
 from batchinf.worker import num_bytes
 
@@ -171,3 +175,30 @@ def test_killed_and_gone_on_with(fault: str, tmp_path: pathlib.Path) -> None:
     assert np.array_equal(np.concatenate([lists.values for lists in found]), ragged.values)
     assert max(len(lists) for lists in found) == 7
     assert np.array_equal(np.concatenate([piece["row_index"] for piece in pieces]), results.array("row_index"))
+
+
+@pytest.mark.parametrize(
+    ("logits", "limit", "is_refused"),
+    [
+        ({"positions": "last"}, 60 * 1536 * 2 + 60 * 104, False),
+        ({"positions": "last"}, 60 * 1536 * 2 + 60 * 104 - 1, True),
+        ({"positions": "last", "dtype": "float32"}, 60 * 1536 * 2 + 60 * 104, True),
+        ({"positions": "last", "token_ids": [5, 7]}, 60 * (2 * 2 + 104), False),
+        # The mean of these prompts is 29.8 tokens.
+        ({"positions": "all"}, 60 * 30 * 1536 * 2 + 60 * 30 * 4 + 60 * 100, False),
+        ({"positions": "all"}, 60 * 29 * 1536 * 2 + 60 * 30 * 4 + 60 * 100, True),
+    ],
+)
+def test_what_would_be_too_large_is_refused(
+    logits: dict[str, Any], limit: int, is_refused: bool, tmp_path: pathlib.Path
+) -> None:
+    spec = jobs.spec_of(
+        tmp_path, task="logits", logits=logits, sampling=None, input={"limit": 60}, output={"max_output_bytes": limit}
+    )
+    file = read_spec(spec)
+    job = open_job(file, tmp_path / "cache")
+    with (
+        contextlib.closing(job.source),
+        pytest.raises(SpecError) if is_refused else contextlib.nullcontext(),
+    ):
+        check_size(file, job, 60)

@@ -175,8 +175,9 @@ def processed(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
-def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any) -> None:
-    engine = start(logprobs_mode=mode, logprob_token_ids=CHOSEN)
+def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any, vllm_engine: "VllmEngine") -> None:
+    is_default = mode == "raw_logprobs"
+    engine = vllm_engine if is_default else start(logprobs_mode=mode, logprob_token_ids=CHOSEN)
     sampling = SamplingSpec(temperature=0.7, top_k=40, top_p=1.0)
     requests = [
         Request(row, 0, prompt, sampling, 4, 7 + row, logprob_token_ids=CHOSEN[row % 2 :])
@@ -185,7 +186,8 @@ def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any) -> None:
     try:
         done = complete(engine, requests)
     finally:
-        engine.close()
+        if not is_default:
+            engine.close()
     for completion in done:
         prompt, found = completion.request.prompt_token_ids, completion.logprobs
         expected = reference([*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
@@ -200,3 +202,23 @@ def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any) -> None:
         assert (found.token_ids[:, 1:] == ids).all()
         rows = np.arange(len(expected))[:, None]
         np.testing.assert_allclose(found.logprobs, expected[rows, found.token_ids], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("token_ids", [None, [8, 3]])
+@pytest.mark.parametrize("logits_mode", [True, False])
+def test_rows_of_the_second_runner_whose_own_scores_need_a_gpu(token_ids: list[int] | None, logits_mode: bool) -> None:
+    import torch
+
+    from batchinf.vllm_worker import Rows, v2_scores
+
+    def theirs(*arguments: Any, **named: Any) -> str:
+        return "their own"
+
+    scores = v2_scores(Rows("float32", token_ids), theirs)
+    logits = torch.randn(600, 12, generator=torch.Generator().manual_seed(0))
+    sampled = torch.arange(600)
+    assert scores(logits, 11, sampled, logits_mode=logits_mode) == "their own"
+    found = scores(logits, 12, sampled, None, logits_mode=logits_mode)
+    expected = logits.numpy() if logits_mode else log_softmax(logits.numpy())
+    np.testing.assert_allclose(found.logprobs, expected if token_ids is None else expected[:, token_ids], atol=1e-5)
+    assert found.logprob_token_ids[:, 0].tolist() == sampled.tolist()

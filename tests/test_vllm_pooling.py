@@ -24,8 +24,8 @@ from batchinf.spec import JobSpec
 from batchinf.tasks import get_task
 
 vllm = pytest.importorskip("vllm")
-from batchinf.vllm_pooling import VllmPooling  # noqa: E402
 from batchinf.vllm_layers import give_layers  # noqa: E402
+from batchinf.vllm_pooling import VllmPooling  # noqa: E402
 
 MAX_MODEL_LEN = 256
 NUM_LAYERS = 4

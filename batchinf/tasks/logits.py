@@ -105,8 +105,6 @@ class Logits(TaskBase):
             "compression": {_leaf(field): "none" if field.name == self._logits.values else "zstd" for field in schema},
             "compression_level": {_leaf(field): 1 for field in schema if field.name != self._logits.values},
             "use_byte_stream_split": [name for name in options["use_byte_stream_split"] if name != path],
-            "write_batch_size": 1 << 20,
-            "data_page_size": 8 << 20,
         }
 
     def warm_up_request(self) -> Request:
