@@ -12,15 +12,15 @@ BoolArray = npt.NDArray[np.bool_]
 
 def logprob_columns(schema: pa.Schema) -> tuple[str, ...]:
     """Names of a task's own columns that are lists of floating-point numbers, however deep."""
-    return tuple(field.name for field in schema if _is_list(field.type) and _is_floating(field.type))
+    return tuple(field.name for field in schema if _is_lists(field.type) and _is_floating(field.type))
 
 
-def _is_list(type: pa.DataType) -> bool:
+def _is_lists(type: pa.DataType) -> bool:
     return bool(pa.types.is_list(type) or pa.types.is_fixed_size_list(type))
 
 
 def _is_floating(item: pa.DataType) -> bool:
-    while _is_list(item):
+    while _is_lists(item):
         item = item.value_type
     return bool(pa.types.is_floating(item))
 
@@ -43,9 +43,9 @@ def count_rows(table: pa.Table, names: Sequence[str]) -> tuple[int, int]:
 def _mark(lists: pa.Array, has_nan: BoolArray, has_inf: BoolArray) -> None:
     bounds: npt.NDArray[Any] = np.arange(len(lists) + 1)
     array = lists
-    while _is_list(array.type):
+    while _is_lists(array.type):
         if pa.types.is_fixed_size_list(array.type):
-            bounds, array = (bounds + array.offset) * array.type.list_size, array.values
+            bounds, array = (array.offset + bounds) * array.type.list_size, array.values
         else:
             bounds, array = array.offsets.to_numpy()[bounds], array.values
     if array.buffers()[1] is None:
