@@ -51,6 +51,10 @@ def diff_lines(a: str, b: str, on: str | None, to: str | None, num_examples: int
     Raises UserError where the two cannot be joined, or where `to` cannot be written.
     """
     first, second = Results(a), Results(b)
+    for job in (first, second):
+        if "sample_index" not in job.schema.names:
+            task = job.spec.get("task", "generate")
+            raise OutputError(f"{job.folder} holds no texts, but what task {task} makes: compare two jobs of texts")
     key = _key(first, second, on)
     yield from _job_lines(first, second)
     totals = Totals()

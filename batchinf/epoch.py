@@ -21,6 +21,7 @@ from batchinf.memory import fit_of
 from batchinf.model import check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.platforms import Platforms
+from batchinf.pooling import vectors_line
 from batchinf.progress import ProgressDisplay
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
@@ -357,7 +358,8 @@ def _say_what(job: Job, state: State, slots: list[Slot], display: ProgressDispla
         f"{name} {getattr(job.spec.sampling, name)}" + ("" if origin == "spec" else f" ({origin})")
         for name, origin in job.origins.items()
     )
-    display.say(f"sampling: {sampling}" if sampling else f"task: {job.spec.task}")
+    vectors = vectors_line(job.spec) if job.spec.is_pooling else ""
+    display.say(vectors or (f"sampling: {sampling}" if sampling else f"task: {job.spec.task}"))
     done, shards = int(state.committed.sum()), len(state.committed)
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")

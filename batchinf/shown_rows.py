@@ -102,10 +102,10 @@ def row_lines(
         yield f"{name}: {prompt.error.error_type}: {prompt.error.error_message}"
         return
     ids = prompt.token_ids
-    room = "" if max_model_len is None else f", room for {max_model_len - len(ids):,} more in {max_model_len:,}"
     makes_text = job_sampling.temperature is not None  # filled in, where there is sampling
+    room = f", room for {max_model_len - len(ids):,} more in {max_model_len:,}" if max_model_len is not None else ""
     cut = "; cut to fit" if prompt.is_truncated else ""
-    yield f"{name}: {len(ids):,} tokens{room}{cut}"
+    yield f"{name}: {len(ids):,} tokens{room if makes_text else ''}{cut}"
     for line in _clip(show(tokenizer, ids), is_whole).split("\n"):
         # Blanks at a line's end change what a model says; nobody would see them.
         bare = line.rstrip(" ")

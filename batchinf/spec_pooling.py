@@ -78,14 +78,15 @@ def _check_layers(pooling: PoolingSpec) -> None:
     if layers is None:
         return
     if list(layers) != sorted(set(layers)) or not layers:
-        shown = ", ".join(map(str, layers)) or "an empty list"
-        raise wrong(f"got {shown}; must be numbers of layers, each once, ascending", "pooling.layers")
+        raise wrong(f"got {_shown(layers)}; must be numbers of layers, each once, ascending", "pooling.layers")
     if not pooling.final_norm:
         reason = "got false beside layers; must be left out, as no layer has the final norm"
         raise wrong(reason, "pooling.final_norm")
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "an empty list"
     if isinstance(value, bool):
         return str(value).lower()
     return "a mapping" if isinstance(value, dict) else f"'{value}'" if isinstance(value, str) else str(value)

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import jobs
-from batchinf.errors import BatchinfError, RowError, SpecError
+from batchinf.diff import diff_lines
+from batchinf.errors import BatchinfError, OutputError, RowError, SpecError
 from batchinf.job import estimated_bytes_per_row
 from batchinf.journal import row_bytes
 from batchinf.model import resolve
@@ -293,6 +294,9 @@ def test_killed_and_run_again(task: str, tmp_path: pathlib.Path) -> None:
     found = jobs.table_of(tmp_path / "out").drop_columns(["attempts", "id"])
     assert found.to_pylist() == expected.to_pylist()
     assert found["error_type"].to_pylist().count(None) == len(texts) - 1
+    if task == "embed":
+        with pytest.raises(OutputError, match="holds no texts, but what task embed makes: compare two jobs of texts"):
+            list(diff_lines(str(tmp_path / "out"), str(tmp_path / "out"), None, None, 3))
     if task == "hidden_states":
         ragged = Results(tmp_path / "out").ragged("hidden_states_4")
         assert ragged.values.shape == (sum(len(r.prompt.token_ids) for r in results), 128)

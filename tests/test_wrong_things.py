@@ -402,6 +402,57 @@ WRONG = [
           "processed_logprobs, processed_logits"),
     Wrong("the mode as the engine's", {"engine": {"logprobs_mode": "raw_logits"}},
           "job.yaml:10:3: engine.logprobs_mode: say sampling.logprobs_mode instead"),
+    # Tasks that make vectors
+    Wrong("sampling of vectors", {"task": "embed", "sampling": {"temperature": 0.5}},
+          "job.yaml:5:3: sampling.temperature: got 0.5; must be left out with task embed, which generates no "
+          "text"),
+    Wrong("structure of vectors",
+          {"task": "classify",
+           "sampling": {"temperature": None, "max_tokens": None, "structured_outputs": {"choice": ["a"]}}},
+          "job.yaml:7:3: sampling.structured_outputs: got a mapping; must be left out with task classify, which"
+          " generates no text"),
+    Wrong("reasoning of vectors",
+          {"task": "reward", "sampling": None, "model": {"name": "model", "reasoning_parser": "qwen3"}},
+          "job.yaml:3:3: model.reasoning_parser: got 'qwen3'; must be left out with task reward, which "
+          "generates no text"),
+    Wrong("batch lines of vectors", {"task": "embed", "sampling": None, "input": {"format": "openai"}},
+          "job.yaml:4:3: input.format: got 'openai', whose lines ask for text; must be another format with task"
+          " embed: name the prompt's column"),
+    Wrong("batch lines of vectors, recognised", {"task": "embed", "sampling": None},
+          "job.yaml:2:1: input.format: got 'openai', whose lines ask for text; must be another format with task"
+          " embed: name the prompt's column",
+          rows=({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}},)),
+    Wrong("logprobs of vectors", {"task": "embed", "sampling": None, "output": {"logprobs_dtype": "float16"}},
+          "job.yaml:6:3: output.logprobs_dtype: got 'float16'; must be left out with task embed, which has no "
+          "logprobs"),
+    Wrong("another task's field", {"task": "hidden_states", "sampling": None, "pooling": {"normalize": False}},
+          "job.yaml:8:3: pooling.normalize: got false; must be left out with task hidden_states: it is for "
+          "embed"),
+    Wrong("vectors of text", {"pooling": {"layers": [1]}},
+          "job.yaml:10:3: pooling.layers: got 1; must be left out with task generate: it is for hidden_states"),
+    Wrong("layers out of order", {"task": "hidden_states", "sampling": None, "pooling": {"layers": [3, 1]}},
+          "job.yaml:8:3: pooling.layers: got 3, 1; must be numbers of layers, each once, ascending"),
+    Wrong("layers with a norm",
+          {"task": "hidden_states", "sampling": None, "pooling": {"layers": [1], "final_norm": False}},
+          "job.yaml:10:3: pooling.final_norm: got false beside layers; must be left out, as no layer has the "
+          "final norm"),
+    Wrong("a layer too many", {"task": "hidden_states", "sampling": None, "pooling": {"layers": [4, 5]}},
+          "job.yaml:8:3: pooling.layers: got 5; the model has 4: must be from 0, the embedding, to that"),
+    Wrong("layers of a pipeline",
+          {"task": "hidden_states", "sampling": None, "pooling": {"layers": [1]},
+           "parallel": {"pipeline_parallel_size": 2}},
+          "job.yaml:8:3: pooling.layers: vLLM gives states between layers with pipeline_parallel_size 1 alone; "
+          "got 2: use tensor_parallel_size"),
+    Wrong("no head", {"task": "classify", "sampling": None},
+          "job.yaml:1:1: model.name: LlamaForCausalLM of 'model' has no classification head, which task "
+          "classify needs; give a model such as a …ForSequenceClassification"),
+    Wrong("no Matryoshka", {"task": "embed", "sampling": None, "pooling": {"dimensions": 8}},
+          "job.yaml:8:3: pooling.dimensions: got 8, but the model's config does not say that it was trained for"
+          " fewer (Matryoshka); leave it out, or, if it was, say engine.hf_overrides: {is_matryoshka: true}"),
+    Wrong("a vector's column",
+          {"task": "embed", "sampling": None, "output": {"keep_columns": {"language": "embedding"}}},
+          "job.yaml:6:3: output.keep_columns: got embedding, which the output has a column of its own for; give"
+          " it another name, as in {language: input_embedding}"),
 ]  # fmt: skip
 if (parsers := reasoning_parser_names()) is not None:  # vLLM is installed
     said = f"got 'qwen33'; the installed vLLM has {', '.join(parsers)}"
