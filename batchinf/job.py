@@ -195,7 +195,8 @@ def _now() -> str:
 def estimated_bytes_per_row(spec: JobSpec) -> int:
     """A guess at a row's size in Parquet: 5 bytes for each stored id with its logprob, 4 for a token's text."""
     if spec.task == "score":
-        return 200 + spec.output.include_token_logprobs * _LIKELY_TOKENS * 9 * (1 + (spec.sampling.prompt_logprobs or 0))
+        tokens = _LIKELY_TOKENS if spec.output.include_token_logprobs else 0
+        return 200 + tokens * 9 * (1 + (spec.sampling.prompt_logprobs or 0))
     stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
     tokens = spec.sampling.max_tokens or _LIKELY_TOKENS
     # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.

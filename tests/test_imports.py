@@ -22,9 +22,9 @@ ORDER = """
     spans records retry_log part_names part_line predicate model_files hub model memory out_of_memory engine_settings
     input_files remote_files source_cache column_types arrow_damage reader arrow_file csv_file line_file
     parquet_probe parquet_file saved_dataset hf_dataset first_pass generations intake source row_hash words
-    openai_batch sandbox templates chat_templates chat encoder row_sampling batch_prompts prompt scoring score_prompts
-    detokenizer answers tasks.* devices placement shards shard_rows selection run_order engine vllm_reasoning vllm_structures
-    vllm_logprobs vllm_scheduler vllm_arguments vllm_engine journal non_finite open_shard parts replace byte_queue
+    openai_batch sandbox templates chat_templates chat encoder row_sampling batch_prompts prompt scoring
+    score_prompts detokenizer answers tasks.* devices placement shards shard_rows selection run_order engine
+    vllm_reasoning vllm_structures vllm_logprobs vllm_scheduler vllm_arguments vllm_engine journal non_finite open_shard parts replace byte_queue
     flight feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine
     spec_file prompt_checks status channel job structures exclude choose room failures replica backends.*
     replica_log fleet telemetry trials platforms progress coordinator forecast recovery retry extend epoch fresh
