@@ -210,7 +210,8 @@ def estimated_bytes_per_row(spec: JobSpec) -> int:
     if spec.is_pooling:
         return 100 + bytes_per_vectors(spec, LIKELY_TOKENS)
     if spec.task == "score":
-        return 200 + spec.output.include_token_logprobs * LIKELY_TOKENS * 9 * (1 + (spec.sampling.prompt_logprobs or 0))
+        tokens = LIKELY_TOKENS if spec.output.include_token_logprobs else 0
+        return 200 + tokens * 9 * (1 + (spec.sampling.prompt_logprobs or 0))
     stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
     stored = max(stored, len(spec.sampling.logprob_token_ids) + 1 if spec.sampling.logprob_token_ids else 0)
     tokens = spec.sampling.max_tokens or LIKELY_TOKENS

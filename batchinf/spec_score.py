@@ -33,11 +33,9 @@ def check_score(
     if task != "score":
         for column in SCORE_COLUMNS:
             if getattr(where, column) is not None:
-                raise wrong(
-                    f"got it with task {task}; must be left out, unless you mean task: score", f"input.{column}"
-                )
+                raise wrong(f"got it with task {task}; must be left out, or say task: score", f"input.{column}")
         for field in score.model_dump(exclude_defaults=True):
-            raise wrong(f"got it with task {task}; must be left out, unless you mean task: score", f"score.{field}")
+            raise wrong(f"got it with task {task}; must be left out, or say task: score", f"score.{field}")
         if not include_token_logprobs:
             raise wrong(f"got false with task {task}; must be left out: it stores the logprobs that sampling.logprobs "
                         "asks for", "output.include_token_logprobs")  # fmt: skip
