@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf import failures, journal, non_finite, ordering
+from batchinf.backends.local import cache_root
 from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
@@ -272,7 +273,7 @@ def _run_rest(
         raise HopelessJob("\n".join([str(error), *failures.report(job, found)])) from None
     finally:
         telemetry.close()
-    if slots[0].devices:
+    if slots[0].devices and fleet.is_cache_warm:
         warm.parent.mkdir(parents=True, exist_ok=True)
         warm.touch()
 
@@ -313,8 +314,7 @@ def compile_marker(job: Job) -> pathlib.Path:
             "dtype": [spec.model.dtype, spec.model.quantization],
         }
     )
-    root = os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm")
-    return pathlib.Path(root, "batchinf", shape)
+    return cache_root() / shape
 
 
 def launcher(

@@ -165,7 +165,7 @@ class Fleet:
         self._logs = logs
         self._max_restarts = max_restarts
         self._stall_timeout_s = stall_timeout_s
-        self._is_cache_warm = is_cache_warm
+        self.is_cache_warm = is_cache_warm
         self._settings = settings
         self._backend = LocalBackend()
         self._num_incarnations = 0
@@ -175,14 +175,12 @@ class Fleet:
     def start_due(self) -> list[Member]:
         """Start every member whose time has come; those that were started.
 
-        With a cold cache of compiled graphs the first goes alone until its engine is up: it fills the cache, which
-        several would otherwise write at once.
+        With a cold cache of compiled graphs the first fills it. The others, which would write it at the same time, fill
+        one of their own, which ends with them: so all are up about as soon as one.
         """
         started: list[Member] = []
         for member in self.members:
             if member.replica is None and not member.is_given_up and time.monotonic() >= member.start_at:
-                if not self._is_cache_warm and any(other.replica for other in self.members):
-                    break
                 self._start(member)
                 started.append(member)
         return started
@@ -190,10 +188,12 @@ class Fleet:
     def _start(self, member: Member) -> None:
         self._num_incarnations += 1
         incarnation = incarnation_name(self._epoch, self._num_incarnations, self._retry)
+        is_filled = any(other.replica is not None and other.replica.own_cache is None for other in self.members)
         member.replica = self._backend.start(
             self._launch(member.slot, incarnation),
             self._logs / f"replica-{member.slot.replica}.log",
             engine_environment(member.slot.devices, len(member.slot.cpus), member.slot.replica),
+            has_own_cache=is_filled and not self.is_cache_warm,
         )
         member.state, member.info, member.failed = "starting", None, None
         member.progress, member.recovered_rows, member.closed_rows, member.closed_errors = _NOTHING, 0, 0, 0
@@ -207,7 +207,7 @@ class Fleet:
             member = by_replica.get(id(replica))
             if member is not None:
                 _update(member, event)
-                self._is_cache_warm |= member.info is not None
+                self.is_cache_warm |= member.info is not None and replica.own_cache is None
                 events.append((member, event))
         return events
 

@@ -29,7 +29,8 @@ _FIRST_PORT = 20_000
 class LocalReplica:
     """A running replica: its process, the channel to it, what is in its engine.
 
-    log_start: where its lines begin in its log.
+    log_start: where its lines begin in its log. own_cache: where vLLM keeps what it compiles, if that is not where it
+    always does; it ends with the replica.
     """
 
     launch: Launch
@@ -39,6 +40,7 @@ class LocalReplica:
     log: pathlib.Path
     log_start: int
     sockets: pathlib.Path
+    own_cache: pathlib.Path | None = None
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -65,7 +67,8 @@ class LocalReplica:
             self.process.wait(10)
         self.channel.close()
         self.flight.close()
-        shutil.rmtree(self.sockets, ignore_errors=True)
+        for folder in filter(None, (self.sockets, self.own_cache)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class LocalBackend:
@@ -74,7 +77,9 @@ class LocalBackend:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
 
-    def start(self, launch: Launch, log: pathlib.Path, environment: Mapping[str, str]) -> LocalReplica:
+    def start(
+        self, launch: Launch, log: pathlib.Path, environment: Mapping[str, str], *, has_own_cache: bool = False
+    ) -> LocalReplica:
         """Start a replica in a session of its own, its output appended to `log`."""
         ours, theirs = socket.socketpair()
         flight = FlightRecord.create()
@@ -82,6 +87,8 @@ class LocalBackend:
         root = str(pathlib.Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         sockets = _sockets_folder(launch)
+        own_cache = cache_root() / f"{_replica_prefix(launch)}cache" if has_own_cache else None
+        own = {} if own_cache is None else {"VLLM_CACHE_ROOT": str(own_cache)}
         with theirs, open_log(log) as output:
             log_start = output.tell()
             process = subprocess.Popen(
@@ -99,13 +106,14 @@ class LocalBackend:
                     "PYTHONUNBUFFERED": "1",
                     "VLLM_RPC_BASE_PATH": str(sockets),
                     **environment,
+                    **own,
                 },
                 pass_fds=(theirs.fileno(), flight.fileno()),
                 start_new_session=True,
             )
         channel = Channel(ours, launch.incarnation)
         channel.send(launch)
-        replica = LocalReplica(launch, process, channel, flight, log, log_start, sockets)
+        replica = LocalReplica(launch, process, channel, flight, log, log_start, sockets, own_cache)
         self._selector.register(channel, selectors.EVENT_READ, replica)
         return replica
 
@@ -137,9 +145,18 @@ def _sockets_folder(launch: Launch) -> pathlib.Path:
 
     One that an earlier incarnation left, because its coordinator was killed, is removed.
     """
-    prefix = f"{_sockets_prefix(launch.metadata.get('batchinf.job_id', ''))}{launch.replica}-"
+    prefix = _replica_prefix(launch)
     _sweep_sockets(prefix)
     return pathlib.Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def cache_root() -> pathlib.Path:
+    """What batchinf keeps beside what vLLM has compiled."""
+    return pathlib.Path(os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm"), "batchinf")
+
+
+def _replica_prefix(launch: Launch) -> str:
+    return f"{_sockets_prefix(launch.metadata.get('batchinf.job_id', ''))}{launch.replica}-"
 
 
 def sweep_sockets(job_id: str) -> None:
@@ -152,8 +169,9 @@ def _sockets_prefix(job_id: str) -> str:
 
 
 def _sweep_sockets(prefix: str) -> None:
-    for leftover in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for folder in (pathlib.Path(tempfile.gettempdir()), cache_root()):
+        for leftover in folder.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: int) -> dict[str, str]:
