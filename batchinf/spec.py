@@ -170,11 +170,11 @@ class JobSpec(Section):
         Literal["generate", "score", "logits", "embed", "classify", "reward", "hidden_states"], IDENTITY
     ] = "generate"
     """What is done with each row."""
-    logits: Annotated[LogitsSpec | None, IDENTITY] = None
-    """What task logits stores; default: the logits of the whole vocabulary after each prompt's last token."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
     score: ScoreSpec = ScoreSpec()
+    logits: Annotated[LogitsSpec | None, IDENTITY] = None
+    """What task logits stores; default: the logits of the whole vocabulary after each prompt's last token."""
     pooling: PoolingSpec = PoolingSpec()
     parallel: ParallelSpec = ParallelSpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)

@@ -144,7 +144,7 @@ QUOTES = "text that looks like something else needs quotes"
         ("drain_timeout_s", "false", "got false; must be a number, at least 0 and at most 1000000000"),
         ("parallel.data_parallel_size", "0", f"got 0; must be {POSITIVE}, or auto"),
         ("parallel.data_parallel_size", "all", f"got 'all'; must be {POSITIVE}, or auto"),
-        ("task", "chat", "got 'chat'; must be generate, score, logits, embed, classify, reward or hidden_states"),
+        ("task", "chat", "got 'chat'; must be one of generate, score, logits, embed, classify, reward, hidden_states"),
         ("scripted", "5", f"got 5; must be {field_docs()['scripted'].allowed}"),
         ("engine", "[a]", "got a list; must be a mapping"),
         ("engine.a", "[.inf]", "must be made of text, finite numbers, true or false, null, lists and mappings"),

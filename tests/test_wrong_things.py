@@ -174,7 +174,7 @@ WRONG = [
           "job.yaml:7:3: sampling.max_tokns: unknown field; did you mean max_tokens? Allowed: n, temperature, "
           "top_p, top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, "
           "stop, stop_token_ids, include_stop_str_in_output, ignore_eos, skip_special_tokens, seed, logprobs, "
-          "prompt_logprobs, structured_outputs, columns"),
+          "prompt_logprobs, logprob_token_ids, logprobs_mode, structured_outputs, columns"),
     Wrong("sampling value", {"sampling": {"temperature": -1}},
           "job.yaml:5:3: sampling.temperature: got -1; must be a number, at least 0 and at most 2"),
     Wrong("greedy samples", {"sampling": {"n": 4}},
@@ -310,13 +310,14 @@ WRONG = [
     # The spec itself
     Wrong("unknown section", {"sampler": {"top_p": 1}},
           "job.yaml:9:1: sampler: unknown field; did you mean input.sample? Allowed: model, task, input, sampling, "
-          "parallel, engine, output, checkpoint_interval_s, drain_timeout_s, stop_before_s, stall_timeout_s, "
+          "score, logits, pooling, parallel, engine, output, checkpoint_interval_s, drain_timeout_s, stop_before_s, stall_timeout_s, "
           "max_restarts, on_oom, max_error_rate, same_device, scripted"),
     Wrong("no input", {"input": None},
           "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "
-          "prompt_column, prompt_template, messages, messages_column, token_ids_column, system_prompt, "
-          "chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, "
-          "adapter_column, id_column, where, sample, limit, exclude). Where the rows come from, which of them are "
+          "prompt_column, prompt_template, messages, messages_column, token_ids_column, text_column, "
+          "context_column, continuation_column, choices_column, answer_column, system_prompt, chat_template, "
+          "chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, adapter_column, id_column, "
+          "where, sample, limit, exclude, order). Where the rows come from, which of them are "
           "run, and what of a row is the prompt."),
     Wrong("not YAML", {},
           "job.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream "
