@@ -162,11 +162,11 @@ WRONG = [
     Wrong("exclude without id", {"input": {"exclude": {"job": "out/old", "on": "id"}}},
           "job.yaml:6:5: input.exclude.on: got id, but the job has no id_column: name it, or say prompt_hash"),
     Wrong("order by the cache that is off", {"input": {"order": "prefix"}, "engine": {"enable_prefix_caching": False}},
-          "job.yaml:4:3: input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching is "
-          "false: leave one of them out"),
+          "job.yaml:4:3: input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching "
+          "is false: leave one of them out"),
     Wrong("order by what all have", {"input": {"order": "longest"}},
-          "job.yaml:4:3: input.order: got longest, but all rows have the same max_tokens; name the column of each row's "
-          "own, as in sampling.max_tokens: {column: budget}, or leave it out"),
+          "job.yaml:4:3: input.order: got longest, but all rows have the same max_tokens; name the column of each "
+          "row's own, as in sampling.max_tokens: {column: budget}, or leave it out"),
     Wrong("order by nothing", {"input": {"order": "random"}},
           "job.yaml:4:3: input.order: got 'random'; must be one of input, prefix, longest, auto"),
     # Sampling
@@ -310,14 +310,14 @@ WRONG = [
     # The spec itself
     Wrong("unknown section", {"sampler": {"top_p": 1}},
           "job.yaml:9:1: sampler: unknown field; did you mean input.sample? Allowed: model, task, input, sampling, "
-          "score, logits, pooling, parallel, engine, output, checkpoint_interval_s, drain_timeout_s, stop_before_s, stall_timeout_s, "
-          "max_restarts, on_oom, max_error_rate, same_device, scripted"),
+          "score, logits, pooling, parallel, engine, output, checkpoint_interval_s, drain_timeout_s, "
+          "stop_before_s, stall_timeout_s, max_restarts, on_oom, max_error_rate, same_device, scripted"),
     Wrong("no input", {"input": None},
           "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, token_ids_column, text_column, "
           "context_column, continuation_column, choices_column, answer_column, system_prompt, chat_template, "
-          "chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, adapter_column, id_column, "
-          "where, sample, limit, exclude, order). Where the rows come from, which of them are "
+          "chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, adapter_column, "
+          "id_column, where, sample, limit, exclude, order). Where the rows come from, which of them are "
           "run, and what of a row is the prompt."),
     Wrong("not YAML", {},
           "job.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream "
