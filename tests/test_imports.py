@@ -30,7 +30,7 @@ ORDER = """
     salvage quarantine
     spec_file prompt_checks status channel job structures exclude choose room failures replica backends.*
     replica_log fleet telemetry trials platforms progress coordinator forecast recovery retry extend epoch fresh
-    look results diff check token_lengths shown_rows validation cli __main__
+    look results diff check claims reference verify token_lengths shown_rows validation cli __main__
 """.split()
 VLLM_ADAPTERS = {
     "vllm_arguments", "vllm_engine", "vllm_logprobs", "vllm_lora", "vllm_reasoning", "vllm_scheduler",
