@@ -173,6 +173,33 @@ def diff(
 
 
 @app.command()
+def verify(
+    spec: SpecPath,
+    set_: Overrides = None,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Output rows to compare, drawn at random.")] = 64,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Draw other rows.")] = 0,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="What the reference computes in: float32, bfloat16 or float16.")
+    ] = "float32",
+    device: Annotated[str, typer.Option("--device", help="Where it computes, such as `cpu` or `cuda:0`.")] = "cpu",
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", min=0, help="The most that |Δ logprob| may be; default: by the engine's dtype."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare the logprobs of some finished rows with transformers'; exit 3 where one is beyond the tolerance."""
+    from batchinf.verify import Wanted, report_json, report_lines, verify
+
+    report = verify(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
+    if as_json:
+        print(report_json(report))
+    for line in report_lines(report):
+        if not as_json:
+            print(_plain(line))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
     from batchinf.spec_docs import json_schema

@@ -10,6 +10,7 @@
     │   ├── EngineStartError      no replica could start
     │   └── HopelessJob           half of the first rows have failed; ended early
     ├── ErrorRateExceeded      3  done, but more rows failed than `max_error_rate`
+    ├── VerificationFailed     3  `verify` found values beyond its tolerance
     └── Interrupted           75  stopped on request; the same command goes on
 
 A row that fails is never an exception here: it is a `RowError` value that becomes a row of the output.
@@ -61,6 +62,12 @@ class HopelessJob(UserError):
 
 class ErrorRateExceeded(BatchinfError):
     """The job is done, but too many of its rows are error rows."""
+
+    exit_code = 3
+
+
+class VerificationFailed(BatchinfError):
+    """What is stored is further from the reference than allowed."""
 
     exit_code = 3
 

@@ -1,0 +1,92 @@
+"""What a stored row says of tokens' logprobs, in one form for all tasks: the claims that `verify` holds against a
+reference. A task that is to be verified has an entry in CLAIMS.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.errors import UserError
+from batchinf.records import Request
+from batchinf.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Logprobs of a run of tokens of one sequence, as stored.
+
+    kind: `output` or `prompt`. token_ids: the whole sequence up to the run's last token. first: the run's first place
+    in it, from 1. wanted: int64 [num_positions, k + 1], the token that stands there, then the k others that are
+    stored. values: float32 [num_positions, k + 1], NaN where nothing is stored. has_top: the k others are the
+    likeliest, in their order.
+    """
+
+    kind: str
+    token_ids: list[int]
+    first: int
+    wanted: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    has_top: bool = True
+
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskClaims:
+    """How a task's rows are read.
+
+    check: raises UserError where what is stored is not enough. columns: those that are needed, where they are stored.
+    of: a row's claims, given the requests that the task makes of it.
+    """
+
+    check: Callable[[JobSpec, pa.Schema], None]
+    columns: tuple[str, ...]
+    of: Callable[[Row, Sequence[Request]], Iterator[Claim]]
+
+
+def _check_generate(spec: JobSpec, schema: pa.Schema) -> None:
+    if "logprobs" not in schema.names and "prompt_logprobs" not in schema.names:
+        raise UserError(
+            "the job stored no logprobs to verify; run one with sampling.logprobs or sampling.prompt_logprobs"
+        )
+    if "logprobs" in schema.names and "token_ids" not in schema.names:
+        raise UserError("the job stored no token_ids, whose logprobs could be verified; run one with "
+                        "output.include_token_ids: true")  # fmt: skip
+    if spec.sampling.structured_outputs is not None:
+        raise UserError("structured_outputs change the logprobs that are stored: they cannot be verified")
+
+
+def _generate(row: Row, requests: Sequence[Request]) -> Iterator[Claim]:
+    prompt = requests[row["sample_index"]].prompt_token_ids
+    if row.get("prompt_logprobs") is not None and len(prompt) > 1:
+        # Nothing is stored of the first token.
+        yield _claim(row, "prompt", prompt, 1, prompt[1:], "prompt_", 1)
+    if row.get("logprobs") is not None and row["token_ids"]:
+        yield _claim(row, "output", [*prompt, *row["token_ids"]], len(prompt), row["token_ids"], "", 0)
+
+
+def _claim(row: Row, kind: str, token_ids: list[int], first: int, own: list[int], prefix: str, skip: int) -> Claim:
+    wanted = np.asarray(own, np.int64)[:, None]
+    values = _floats(row[f"{prefix}logprobs"][skip:])[:, None]
+    top_ids, top = row.get(f"{prefix}top_token_ids"), row.get(f"{prefix}top_logprobs")
+    if top_ids is not None and top is not None:
+        wanted = np.concatenate([wanted, np.asarray(top_ids[skip:], np.int64)], axis=1)
+        values = np.concatenate([values, np.stack([_floats(item) for item in top[skip:]])], axis=1)
+    return Claim(kind, token_ids, first, wanted, values)
+
+
+def _floats(values: Sequence[float | None]) -> npt.NDArray[np.float32]:
+    return np.array([np.nan if value is None else value for value in values], np.float32)
+
+
+_TOKENS = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
+CLAIMS: dict[str, TaskClaims] = {
+    "generate": TaskClaims(
+        _check_generate, ("token_ids", *_TOKENS, *(f"prompt_{name}" for name in _TOKENS)), _generate
+    ),
+}

@@ -1,0 +1,192 @@
+"""`batchinf verify`: a real job is found good, and one whose stored logprobs were altered by hand is found out."""
+
+import json
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import scipy.stats
+from adapters import make_adapter
+
+import jobs
+from batchinf import verify
+from batchinf.claims import Claim
+from batchinf.errors import DriftError, OutputError, UserError
+from batchinf.spec_file import read_spec
+from batchinf.verify import Tally, Wanted, count, spearman
+
+NUM_ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with a job on real vLLM, in float32, half of its rows through a LoRA adapter, one of them an error."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("verified")
+    lines = jobs.PROMPTS.read_text(encoding="utf-8").strip().split("\n")[: 3 * NUM_ROWS : 3]
+    rows = [
+        {"prompt": json.loads(line)["prompt"], "adapter": "own" if number % 2 else None}
+        for number, line in enumerate(lines)
+    ]
+    rows[4]["prompt"] = None
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = jobs.spec_of(
+        folder,
+        model={"name": str(jobs.MODEL), "lora": {"own": str(make_adapter(folder / "own", 1))}},
+        input={"path": str(folder / "rows.jsonl"), "id_column": None, "adapter_column": "adapter"},
+        sampling={"temperature": 1.0, "n": 2, "max_tokens": 10, "logprobs": 4, "prompt_logprobs": 0},
+        parallel={"data_parallel_size": 1},
+        engine={"max_model_len": 512, "max_num_seqs": 16},
+        output={"keep_columns": [], "rows_per_shard": 4},
+        max_error_rate=1.0,
+        scripted=None,
+    )
+    jobs.finish(path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    return folder
+
+
+@pytest.fixture
+def job(made: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy of the job that a test may hurt: its spec."""
+    shutil.copytree(made / "out", tmp_path / "out")
+    spec = json.loads((made / "job.yaml").read_text())
+    spec["output"]["path"] = str(tmp_path / "out")
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(spec))
+    return path
+
+
+def alter(out: pathlib.Path, column: str, row: int, change: Callable[[Any], Any]) -> tuple[int, int]:
+    """Change a value of the last part that holds it; its row's `row_index` and `sample_index`."""
+    path = sorted((out / "parts").glob("*.parquet"))[-1]
+    table = pq.read_table(path)
+    values = table[column].to_pylist()
+    values[row] = change(values[row])
+    place = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(place, table.field(column), pa.array(values, table.field(column).type)), path)
+    return table["row_index"][row].as_py(), table["sample_index"][row].as_py()
+
+
+def test_a_job_of_the_real_engine_is_within_a_thousandth(made: pathlib.Path) -> None:
+    done = jobs.run("verify", made / "job.yaml", "-n", "100")
+    assert done.returncode == 0, done.stderr
+    first, head, output, prompt = done.stdout.splitlines()[:4]
+    assert ": 22 of 24 rows (--seed 0), engine in float32, against transformers " in first
+    assert head.split()[:2] == ["tokens", "of"]
+    stored = [row for row in jobs.rows_of(made / "out") if row["error_type"] is None]
+    counts = {"output": sum(len(row["token_ids"]) for row in stored),
+              "prompt": sum(row["num_prompt_tokens"] - 1 for row in stored)}  # fmt: skip
+    assert [(line.split()[0], int(line.split()[1].replace(",", ""))) for line in (output, prompt)] == [
+        ("output", counts["output"]), ("prompt", counts["prompt"]),
+    ]  # fmt: skip
+    assert max(float(line.split()[2]) for line in (output, prompt)) < 1e-3
+    assert done.stdout.splitlines()[-1] == "within the tolerance of 0.001"
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "kind", "place"),
+    [
+        ("logprobs", lambda values: [*values[:3], values[3] - 0.002, *values[4:]], "output", 3),
+        ("top_logprobs", lambda rows: [*rows[:2], [*rows[2][:3], rows[2][3] + 0.01], *rows[3:]], "output", 2),
+        ("prompt_logprobs", lambda values: [*values[:2], values[2] + 0.5, *values[3:]], "prompt", 2),
+        ("logprobs", lambda values: [float("nan"), *values[1:]], "output", 0),
+        ("logprobs", lambda values: [float("-inf"), *values[1:]], "output", 0),
+    ],
+    ids=["own", "top", "prompt", "NaN", "-inf"],
+)
+def test_what_was_altered_is_found(
+    column: str, change: Callable[[Any], Any], kind: str, place: int, job: pathlib.Path
+) -> None:
+    row_index, sample_index = alter(job.parent / "out", column, -1, change)
+    report = verify.verify(read_spec(job), Wanted(num_rows=100))
+    assert not report.is_within
+    worst = report.worst[0]
+    assert (worst.row_index, worst.sample_index, worst.kind, worst.place) == (row_index, sample_index, kind, place)
+    if place == 3:
+        done = jobs.run("verify", job, "-n", "100", "--json")
+        assert done.returncode == 3
+        assert done.stderr.startswith("error: the stored logprobs are beyond the tolerance of 0.001; ")
+        found = json.loads(done.stdout, parse_constant=lambda text: pytest.fail(text))
+        assert (found["verdict"], found["worst"][0]["row_index"], found["num_rows"]) == ("beyond", row_index, 22)
+
+
+def test_another_adapter_order_is_found(job: pathlib.Path) -> None:
+    # The rows' adapters exchanged in the input is another input; the reference without its adapter is another model.
+    file = read_spec(job)
+    good = verify.verify(file, Wanted(num_rows=6, seed=3))
+    again = verify.verify(file, Wanted(num_rows=6, seed=3))
+    assert good.is_within and good == again
+    assert verify.verify(file, Wanted(num_rows=6, seed=4)).worst != good.worst
+    bfloat16 = verify.verify(file, Wanted(num_rows=6, seed=3, dtype="bfloat16"))
+    assert max(tally.max_abs_delta for tally in bfloat16.tallies.values()) > 0.001
+
+
+def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    wanted = Wanted(num_rows=2)
+    rows = (made / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace("a", "b"))
+    with pytest.raises(UserError, match="input"):
+        verify.verify(read_spec(job, [f"input.path={tmp_path / 'rows.jsonl'}"]), wanted)
+    with pytest.raises(DriftError, match=r"sampling\.max_tokens: the job has 10, now it is 11"):
+        verify.verify(read_spec(job, ["sampling.max_tokens=11"]), wanted)
+    with pytest.raises(OutputError, match="holds no job: there is no manifest in it"):
+        verify.verify(read_spec(job, [f"output.path={tmp_path / 'nothing'}"]), wanted)
+    with pytest.raises(UserError, match=r"^--dtype: got 'int8'; must be float32, float16, bfloat16$"):
+        verify.verify(read_spec(job), Wanted(dtype="int8"))
+    alter(job.parent / "out", "prompt_hash", -1, lambda value: value + 1)
+    with pytest.raises(DriftError, match=r"^row 11 has other prompt tokens than when it was run: "):
+        verify.verify(read_spec(job), Wanted(num_rows=100))
+
+
+def test_a_job_without_a_model_or_without_logprobs(tmp_path: pathlib.Path) -> None:
+    lines = jobs.PROMPTS.read_text(encoding="utf-8").split("\n")[:4]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    sections: dict[str, Any] = {"input": {"path": str(tmp_path / "rows.jsonl")}, "sampling": {"logprobs": None}}
+    path = jobs.spec_of(tmp_path, **sections)
+    done = jobs.run("verify", path)
+    assert (done.returncode, done.stdout) == (2, "")
+    jobs.finish(path)
+    with pytest.raises(UserError, match=r"^the job was run by the scripted engine: there is no model to verify$"):
+        verify.verify(read_spec(path), Wanted())
+    schema = pa.schema([("row_index", pa.int64())])
+    with pytest.raises(UserError, match=r"^the job stored no logprobs to verify; run one with"):
+        verify.CLAIMS["generate"].check(read_spec(path).spec, schema)
+    with pytest.raises(UserError, match=r"^the job stored no token_ids, whose logprobs could be verified; run one"):
+        verify.CLAIMS["generate"].check(read_spec(path).spec, pa.schema([("logprobs", pa.list_(pa.float32()))]))
+
+
+@pytest.mark.parametrize("num_values", [1, 2, 5, 30])
+def test_spearman_is_scipys(num_values: int) -> None:
+    random = np.random.default_rng(num_values)
+    # Few different values, so that many are equal.
+    a, b = (random.integers(0, 9, (20, num_values)).astype(np.float64) for _ in range(2))
+    found = spearman(a, b)
+    for one, other, correlation in zip(a, b, found, strict=True):
+        if len(set(one)) < 2 or len(set(other)) < 2:
+            assert np.isnan(correlation)
+        else:
+            assert correlation == pytest.approx(scipy.stats.spearmanr(one, other).statistic)
+
+
+def test_how_claims_are_counted() -> None:
+    stored = np.array([[-1.0, -1.0, -2.0, -3.0], [-3.0, -1.0, -2.0, np.nan]], np.float32)
+    wanted = np.array([[5, 5, 6, 7], [8, 5, 6, 7]])
+    says = np.array([[-1.1, -1.1, -2.0, -3.4], [-3.0, -2.0, -1.0, -4.0]], np.float32)
+    tally = Tally()
+    place, most = count(tally, Claim("output", [0] * 4, 2, wanted, stored), says, np.array([5, 6]))
+    assert (place, most) == (1, np.inf)
+    assert (tally.num_positions, tally.num_values, tally.num_nan, tally.num_ranked, tally.num_agreeing) == (
+        2,
+        8,
+        1,
+        2,
+        1,
+    )
+    assert (tally.max_abs_delta, tally.max_abs_delta_top) == (pytest.approx(0.1), pytest.approx(1.0))
+    assert tally.sum_abs_delta == pytest.approx(0.1)
+    assert (tally.num_correlated, tally.sum_correlation) == (1, pytest.approx(1.0))
