@@ -14,26 +14,26 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from batchinf import records
-from batchinf.records import Command, Event
+from batchinf import messages
+from batchinf.messages import Command, Event
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)
     for kind in (
-        records.Launch,
-        records.Assign,
-        records.Trial,
-        records.Revoke,
-        records.Stop,
-        records.Phase,
-        records.Ready,
-        records.Progress,
-        records.ShardBegun,
-        records.ShardClosed,
-        records.Revoked,
-        records.Tried,
-        records.Failed,
-        records.Stopped,
+        messages.Launch,
+        messages.Assign,
+        messages.Trial,
+        messages.Revoke,
+        messages.Stop,
+        messages.Phase,
+        messages.Ready,
+        messages.Progress,
+        messages.ShardBegun,
+        messages.ShardClosed,
+        messages.Revoked,
+        messages.Tried,
+        messages.Failed,
+        messages.Stopped,
     )
 }
 
@@ -54,7 +54,7 @@ class Channel:
         """For selectors."""
         return self._socket.fileno()
 
-    def send(self, message: Command | Event | records.Launch) -> None:
+    def send(self, message: Command | Event | messages.Launch) -> None:
         """Send one message. A peer that is gone is no error here: `receive` and its process tell."""
         with self._lock:
             self._sequence += 1

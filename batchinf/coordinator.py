@@ -18,10 +18,11 @@ from batchinf.job_state import Committed
 from batchinf.journal import drop
 from batchinf.lock import Holder, JobLock, process_start
 from batchinf.manifest import Manifest
+from batchinf.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Tried
 from batchinf.parts import part_name
 from batchinf.platforms import Platforms, kept_as
 from batchinf.progress import ProgressDisplay
-from batchinf.records import DISK_ERROR, Event, Part, Ready, Revoked, Shard, ShardBegun, ShardClosed, Stop, Tried
+from batchinf.records import Part, Shard
 from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations
 from batchinf.status import JobStatus, Rates, write_status
 from batchinf.stop_signals import ENDING_S, StopRequests, on_stop_signals

@@ -19,6 +19,7 @@ from batchinf.job_state import Committed, State, last_epoch, read_state
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
 from batchinf.memory import fit_of
+from batchinf.messages import Launch
 from batchinf.model import check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.platforms import Platforms
@@ -26,7 +27,6 @@ from batchinf.pooling import vectors_line
 from batchinf.progress import ProgressDisplay
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
-from batchinf.records import Launch
 from batchinf.recovery import end_process_groups, note_ended, recover
 from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request

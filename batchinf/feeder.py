@@ -15,9 +15,10 @@ import numpy as np
 from batchinf import faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.errors import RowError
+from batchinf.messages import Assign, Event, Revoked, ShardBegun, Trial, Tried
 from batchinf.parts import OpenShard
 from batchinf.prompt import PromptBuilder
-from batchinf.records import Assign, Event, Prompt, Request, Result, Revoked, Shard, ShardBegun, Trial, Tried
+from batchinf.records import Prompt, Request, Result, Shard
 from batchinf.shard_rows import Int64Array
 from batchinf.source import Row, Source
 from batchinf.tasks import Task

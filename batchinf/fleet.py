@@ -10,13 +10,9 @@ from batchinf.backends.local import LocalBackend, LocalReplica, engine_environme
 from batchinf.engine_settings import EngineSettings, Lowered, Verdict
 from batchinf.errors import EngineDeadError, UserError
 from batchinf.flight import InFlight
-from batchinf.out_of_memory import recognise
-from batchinf.placement import Slot
-from batchinf.records import (
+from batchinf.messages import (
     Assign,
     Command,
-    EngineInfo,
-    EngineStats,
     Event,
     Failed,
     Launch,
@@ -25,11 +21,13 @@ from batchinf.records import (
     Ready,
     Revoke,
     Revoked,
-    Shard,
     ShardBegun,
     Stopped,
     Trial,
 )
+from batchinf.out_of_memory import recognise
+from batchinf.placement import Slot
+from batchinf.records import EngineInfo, EngineStats, Shard
 from batchinf.replica_log import last_error, log_errors, points_elsewhere, told_cause
 from batchinf.retry_log import incarnation_name
 from batchinf.status import ReplicaStatus

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from batchinf.commit_log import Fields, damage, read_lines
 from batchinf.errors import OutputError
 from batchinf.manifest_lines import check_line
+from batchinf.messages import ProcessGroup
 from batchinf.part_line import PartLine, part_line
-from batchinf.records import Part, ProcessGroup
+from batchinf.records import Part
 from batchinf.retry_log import Retry
 from batchinf.shards import Extent, follows, num_shards
 from batchinf.storage import Folder, reason

@@ -13,8 +13,9 @@ from batchinf.commit_log import CommitLog, Fields, encode_commits
 from batchinf.errors import OutputError
 from batchinf.job_state import FOLDER, TAKEN, EventLine, Header, State, last_epoch, list_logs, read_state
 from batchinf.lock import JobLock
+from batchinf.messages import ProcessGroup
 from batchinf.part_line import PartLine
-from batchinf.records import Part, ProcessGroup
+from batchinf.records import Part
 from batchinf.retry_log import Retry
 from batchinf.shards import Extent
 from batchinf.storage import Folder, disk_error

@@ -12,9 +12,10 @@ from batchinf.job import Job
 from batchinf.job_state import State
 from batchinf.lock import Holder, process_start
 from batchinf.manifest import Manifest
+from batchinf.messages import ProcessGroup
 from batchinf.parts import parse_part_name, parse_staging_name, part_name, verify_part
 from batchinf.proof import changed_parts, job_of
-from batchinf.records import Part, ProcessGroup
+from batchinf.records import Part
 from batchinf.replace import replaces, with_retry
 from batchinf.run_order import RunOrder
 from batchinf.shards import Extent, shard_at, total_shards

@@ -27,24 +27,10 @@ from batchinf.feeder import FailedRow, Feeder, Pending
 from batchinf.flight import FlightRecord
 from batchinf.job import open_input
 from batchinf.journal import Journal
+from batchinf.messages import DISK_ERROR, Assign, Event, Failed, Launch, Phase, Ready, Revoke, Stop, Stopped, Trial
 from batchinf.parts import OpenShard, write_part
 from batchinf.prompt import load_tokenizer
-from batchinf.records import (
-    DISK_ERROR,
-    Assign,
-    Event,
-    Failed,
-    Launch,
-    Part,
-    Phase,
-    Ready,
-    Request,
-    Revoke,
-    Shard,
-    Stop,
-    Stopped,
-    Trial,
-)
+from batchinf.records import Part, Request, Shard
 from batchinf.replace import write_replacement
 from batchinf.retry_log import retry_of
 from batchinf.run_order import RunOrder

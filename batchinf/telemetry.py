@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchinf.devices import DeviceLook, DeviceWatch
-from batchinf.records import Progress
+from batchinf.messages import Progress
 from batchinf.storage import Folder, open_log
 
 FOLDER = "telemetry"

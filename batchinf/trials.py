@@ -11,8 +11,9 @@ import numpy.typing as npt
 from batchinf.fleet import Ended, Fleet, Member
 from batchinf.job_state import State
 from batchinf.manifest import Manifest
+from batchinf.messages import Trial
 from batchinf.quarantine import Case, Quarantine
-from batchinf.records import Shard, Trial
+from batchinf.records import Shard
 from batchinf.run_order import RunOrder
 from batchinf.shards import shard_at
 

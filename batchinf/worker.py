@@ -12,7 +12,8 @@ from batchinf.engine import Engine
 from batchinf.errors import EngineDeadError, RequestRefused
 from batchinf.feeder import FailedRow, Feeder, Pending
 from batchinf.flight import FlightRecord
-from batchinf.records import Completion, Progress, Result
+from batchinf.messages import Progress
+from batchinf.records import Completion, Result
 from batchinf.writer import Finished, Writer
 
 # Requests kept in the engine for each that it can run at once: 1.2 was measured best; twice as many lets the first

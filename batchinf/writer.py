@@ -11,8 +11,9 @@ from batchinf import faults
 from batchinf.answers import Answers, NoAnswers
 from batchinf.byte_queue import ByteQueue
 from batchinf.feeder import FailedRow, Pending
+from batchinf.messages import Event, ShardClosed
 from batchinf.parts import OpenShard
-from batchinf.records import Completion, Event, Part, Result, ShardClosed
+from batchinf.records import Completion, Part, Result
 from batchinf.tasks import Task
 
 # Results wait up to this long for company: encoding and decoding cost far less in batches.

@@ -24,8 +24,9 @@ from batchinf.engine import ScriptedEngine
 from batchinf.epoch import FOLDERS
 from batchinf.flight import FlightRecord
 from batchinf.job import estimated_bytes_per_row, open_input
+from batchinf.messages import Assign, Event, ShardClosed
 from batchinf.prompt import load_tokenizer
-from batchinf.records import Assign, Completion, Event, Part, Request, ShardClosed
+from batchinf.records import Completion, Part, Request
 from batchinf.replica import assemble
 from batchinf.shards import Extent, choose_rows_per_shard, shard_at, total_shards
 from batchinf.spec import JobSpec

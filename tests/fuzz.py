@@ -48,9 +48,10 @@ from batchinf.job_state import last_epoch, read_state
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, JobLock
 from batchinf.manifest import Manifest
+from batchinf.messages import Assign, Failed, Progress
 from batchinf.parts import OpenShard, verify_part
 from batchinf.prompt import Renderer
-from batchinf.records import Assign, Failed, Progress, Shard
+from batchinf.records import Shard
 from batchinf.shards import total_shards
 from batchinf.source import InputLocation, Row, open_source
 from batchinf.spec import JobSpec

@@ -8,25 +8,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchinf import records
+from batchinf import messages, records
 from batchinf.channel import Channel
 
 PART = records.Part(3, "000003-a.parquet", 10, 1, 2048, 70, 90, "00ff")
 MESSAGES = (
-    records.Launch(1, "000001.0001", "out", "{}", "model", "tokenizer", None, {"batchinf.job_id": "ab"}, (0, 2)),
-    records.Assign((records.Shard(0, 0, 10), records.Shard(1, 10, 2**40)), 2),
-    records.Revoke((1, 4)),
-    records.Trial((records.Shard(1, 0, 9),), ((1, 2), (3,)), True, 2),
-    records.Stop(2.5),
-    records.Phase("loading …"),
-    records.Ready(records.EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
-    records.Progress(5, 1, 70, 90, 12, 3, 0.25, records.EngineStats(3, 1, 0.5, 0, 7, 2)),
-    records.ShardBegun(4, 17),
-    records.ShardClosed(PART),
-    records.Revoked(()),
-    records.Tried((1, 2)),
-    records.Failed("OSError", "no space left", 2),
-    records.Stopped(),
+    messages.Launch(1, "000001.0001", "out", "{}", "model", "tokenizer", None, {"batchinf.job_id": "ab"}, (0, 2)),
+    messages.Assign((records.Shard(0, 0, 10), records.Shard(1, 10, 2**40)), 2),
+    messages.Revoke((1, 4)),
+    messages.Trial((records.Shard(1, 0, 9),), ((1, 2), (3,)), True, 2),
+    messages.Stop(2.5),
+    messages.Phase("loading …"),
+    messages.Ready(records.EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
+    messages.Progress(5, 1, 70, 90, 12, 3, 0.25, records.EngineStats(3, 1, 0.5, 0, 7, 2)),
+    messages.ShardBegun(4, 17),
+    messages.ShardClosed(PART),
+    messages.Revoked(()),
+    messages.Tried((1, 2)),
+    messages.Failed("OSError", "no space left", 2),
+    messages.Stopped(),
 )
 
 
@@ -57,7 +57,7 @@ def test_every_message_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> 
 
 def test_every_command_and_event_can_be_sent() -> None:
     kinds = {type(message) for message in MESSAGES}
-    assert kinds == {records.Launch, *records.Command.__args__, *records.Event.__args__}
+    assert kinds == {messages.Launch, *messages.Command.__args__, *messages.Event.__args__}
 
 
 def test_a_message_in_pieces_arrives_once_it_is_whole(pair: tuple[Channel, Channel]) -> None:
@@ -114,7 +114,7 @@ def test_threads_do_not_cut_into_each_other(pair: tuple[Channel, Channel]) -> No
 
     def talk(number: int) -> None:
         for index in range(100):
-            one.send(records.ShardBegun(number, index))
+            one.send(messages.ShardBegun(number, index))
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
     for thread in threads:

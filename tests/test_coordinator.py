@@ -25,9 +25,10 @@ from batchinf.fleet import Fleet, last_error, told_cause
 from batchinf.flight import FlightRecord
 from batchinf.journal import Journal
 from batchinf.look import head_rows
+from batchinf.messages import Failed, Launch, ShardClosed
 from batchinf.placement import Slot
 from batchinf.progress import ProgressDisplay
-from batchinf.records import Failed, Launch, Part, ShardClosed
+from batchinf.records import Part
 from batchinf.spec import JobSpec
 from batchinf.status import JobStatus
 from batchinf.storage import Folder

@@ -19,7 +19,7 @@ MAX_LINES = 400
 # place, and must be free of cycles among themselves.
 ORDER = """
     errors faults stop_signals storage slices spec_fields spec_input spec_sampling spec_score spec_pooling
-    spec_logits spec spec_docs spec_values adapter spans records retry_log part_names part_line predicate
+    spec_logits spec spec_docs spec_values adapter spans records messages retry_log part_names part_line predicate
     model_files hub model pooling lora memory out_of_memory engine_settings input_files remote_files source_cache
     column_types arrow_damage reader arrow_file csv_file line_file parquet_probe parquet_file saved_dataset
     hf_dataset first_pass generations intake source row_hash words openai_batch sandbox templates chat_templates

@@ -19,7 +19,8 @@ from batchinf.errors import OutputError
 from batchinf.job_state import FORMAT_VERSION, NUM_KEPT_EVENTS, Header, PartLine, State, last_epoch, read_state
 from batchinf.lock import LOCK, JobLock, LockLost
 from batchinf.manifest import Manifest
-from batchinf.records import Part, ProcessGroup
+from batchinf.messages import ProcessGroup
+from batchinf.records import Part
 from batchinf.retry_log import Retry
 from batchinf.shards import Extent, next_extent, total_shards
 from batchinf.storage import Folder

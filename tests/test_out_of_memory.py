@@ -17,9 +17,9 @@ from batchinf.fleet import Fleet
 from batchinf.job_state import Header, read_state
 from batchinf.manifest import Manifest
 from batchinf.memory import GIB, Fit, Needs, kv_cache_of
+from batchinf.messages import Failed
 from batchinf.out_of_memory import OutOfMemory, effective, explain, recognise, step_down
 from batchinf.placement import Slot
-from batchinf.records import Failed
 from batchinf.spec import RUNTIME_ENGINE_ARGUMENTS, JobSpec, ModelSpec
 from batchinf.storage import Folder
 from benchmarks.shapes import SHAPES

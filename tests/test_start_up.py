@@ -8,8 +8,9 @@ import pytest
 import jobs
 from batchinf.backends.local import cache_root, sweep_sockets
 from batchinf.fleet import Fleet
+from batchinf.messages import Launch
 from batchinf.placement import Slot
-from batchinf.records import EngineInfo, Launch
+from batchinf.records import EngineInfo
 
 
 def make_fleet(folder: pathlib.Path, *, is_cache_warm: bool) -> Fleet:

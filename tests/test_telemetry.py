@@ -11,7 +11,8 @@ from test_placement import GIB, install
 
 import jobs
 from batchinf.devices import DeviceWatch
-from batchinf.records import EngineStats, Progress
+from batchinf.messages import Progress
+from batchinf.records import EngineStats
 from batchinf.storage import Folder
 from batchinf.telemetry import FOLDER, ReplicaLook, Telemetry, read_looks
 

@@ -19,8 +19,9 @@ from batchinf.feeder import FailedRow, failed
 from batchinf.flight import FlightRecord
 from batchinf.job import open_input
 from batchinf.journal import Journal
+from batchinf.messages import Assign, Event, Revoked, ShardBegun, ShardClosed
 from batchinf.prompt import load_tokenizer
-from batchinf.records import Assign, Completion, Event, Prompt, Request, Revoked, Shard, ShardBegun, ShardClosed
+from batchinf.records import Completion, Prompt, Request, Shard
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder
 from batchinf.tasks import get_task

@@ -18,7 +18,7 @@ import psutil
 
 from batchinf.channel import Channel
 from batchinf.flight import FlightRecord
-from batchinf.records import Command, Event, Launch
+from batchinf.messages import Command, Event, Launch
 from batchinf.storage import open_log
 
 _PORTS_A_REPLICA = 40
