@@ -157,7 +157,7 @@ class VllmEngine:
     def _template(self, sampling: SamplingSpec, extra: dict[str, Any]) -> Any:
         """Found again by what it is made of: rows may all have other objects, and differ in `seed` alone."""
         structure = sampling.structured_outputs
-        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), extra and json.dumps(extra))
+        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), json.dumps(extra))
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
