@@ -68,7 +68,7 @@ def write_part(
         sink = SealingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
             tables = _output(shard, source, names)
-            for table in _row_groups(tables if merge is None else merge(tables)):
+            for table in _row_groups(tables if merge is None else merge(tables), shard.task.row_group_bytes):
                 totals.add(table, logprobs)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
             writer.add_key_value_metadata(
@@ -121,11 +121,11 @@ def _own_metadata(shard: Shard, rows: ShardRows) -> dict[str, str]:
     }
 
 
-def _row_groups(pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _row_groups(pieces: Iterator[pa.Table], limit: int | None) -> Iterator[pa.Table]:
     group: list[pa.Table] = []
     group_bytes = 0
     for piece in pieces:
-        if group and group_bytes + piece.nbytes > ROW_GROUP_BYTES:
+        if group and group_bytes + piece.nbytes > (limit or ROW_GROUP_BYTES):
             yield pa.concat_tables(group)
             group, group_bytes = [], 0
         group.append(piece)

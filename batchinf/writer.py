@@ -36,7 +36,8 @@ class Room:
 
 # Rows of 256 KB: their shards are a few hundred of them, two or three of which are open at once, and are not to be
 # written twice. Parquet takes 200 MB/s of float16 from one thread.
-WIDE = Room(512 << 20, max(1, min(4, (os.cpu_count() or 1) // 4)))
+_WIDE_CLOSERS = max(1, min(4, (os.cpu_count() or 1) // 4))
+WIDE = Room((128 << 20) * (1 + _WIDE_CLOSERS), _WIDE_CLOSERS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,13 @@ class Task(Protocol):
     result_schema: what the journal holds, one row for each result. It begins with `row_index` int64, `request_index`
     int32, `num_requests` int32, and has `num_prompt_tokens` and `num_output_tokens` int32 and `error_type` string.
     joins_requests: each input row is one output row, made of all of its results; else each result is one, and has
-    `sample_index`. Output rows have `num_prompt_tokens`, `num_output_tokens` and `error_type`, too.
+    `sample_index`. Output rows have `num_prompt_tokens`, `num_output_tokens` and `error_type`, too. row_group_bytes: of
+    its parts; None is the usual.
     """
 
     result_schema: pa.Schema
     joins_requests: bool
+    row_group_bytes: int | None
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """All requests of a row, by `request_index` from 0; at least one, and as many for a prompt with an error."""

@@ -22,6 +22,7 @@ class TaskBase:
     """
 
     joins_requests = False
+    row_group_bytes: int | None = None
     result_schema: pa.Schema
     own: pa.Schema
 
