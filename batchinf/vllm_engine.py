@@ -134,7 +134,7 @@ class VllmEngine:
             if not self._engine.has_unfinished_requests():
                 raise RuntimeError(f"it cut {len(self._live)} requests short and says no more of them")
             outputs = self._engine.step()
-        return [self._completion(output) for output in outputs if self._is_whole(output)]
+        return [self._checked(output) for output in outputs if self._is_whole(output)]
 
     def begun(self) -> list[Request]:
         """See `Engine.begun`. vLLM runs prompts in the order in which they came, so that few are looked at."""
@@ -237,6 +237,13 @@ class VllmEngine:
         # An engine that fails ends with an exit code of its own; one that the kernel or a user killed does not.
         manager = getattr(getattr(self._engine.engine_core, "resources", None), "engine_manager", None)
         return any(process.exitcode == -signal.SIGKILL for process in getattr(manager, "processes", ()))
+
+    def _checked(self, output: Any) -> Completion:
+        request = self._live[output.request_id]
+        try:
+            return self._completion(output)
+        except BatchinfError as error:
+            raise BatchinfError(f"row {request.row_index}, request {request.request_index}: {error}") from error
 
     def _completion(self, output: Any) -> Completion:
         request, answer = self._live.pop(output.request_id), output.outputs[0]

@@ -75,15 +75,14 @@ def alter(out: pathlib.Path, column: str, row: int, change: Callable[[Any], Any]
 def test_a_job_of_the_real_engine_is_within_a_thousandth(made: pathlib.Path) -> None:
     done = jobs.run("verify", made / "job.yaml", "-n", "100")
     assert done.returncode == 0, done.stderr
-    first, head, output, prompt = done.stdout.splitlines()[:4]
+    first, head, prompt, output = done.stdout.splitlines()[:4]
     assert ": 22 of 24 rows (--seed 0), engine in float32, against transformers " in first
     assert head.split()[:2] == ["tokens", "of"]
     stored = [row for row in jobs.rows_of(made / "out") if row["error_type"] is None]
     counts = {"output": sum(len(row["token_ids"]) for row in stored),
               "prompt": sum(row["num_prompt_tokens"] - 1 for row in stored)}  # fmt: skip
-    assert [(line.split()[0], int(line.split()[1].replace(",", ""))) for line in (output, prompt)] == [
-        ("output", counts["output"]), ("prompt", counts["prompt"]),
-    ]  # fmt: skip
+    for line, kind in ((output, "output"), (prompt, "prompt")):
+        assert line.split()[:2] == [kind, f"{counts[kind]:,}"]
     assert max(float(line.split()[2]) for line in (output, prompt)) < 1e-3
     assert done.stdout.splitlines()[-1] == "within the tolerance of 0.001"
 

@@ -351,6 +351,32 @@ def test_requests_of_any_shape_share_a_batch(engine: VllmEngine, reference: Refe
     assert together[2].logprobs.token_ids.shape[1] == 51
 
 
+def test_prompt_logprobs_are_not_read_from_the_cache(engine: VllmEngine) -> None:
+    # Three blocks of the cache on a CPU, filled by a request that wants none.
+    prompt = [5 + place * 7 % 900 for place in range(400)]
+    plain, scored = SamplingSpec(temperature=0), SamplingSpec(temperature=0, prompt_logprobs=2)
+    run(engine, requests([prompt], plain, 1))
+    hits = engine.stats().prefix_cache_hits
+    run(engine, requests([prompt], plain, 1))
+    assert engine.stats().prefix_cache_hits > hits  # it is in the cache
+    first, second = (run(engine, requests([prompt], scored, 1))[0].prompt_logprobs for _ in range(2))
+    assert first is not None and second is not None
+    assert first.logprobs.shape == (399, 3)
+    assert not np.isnan(first.logprobs).any()
+    np.testing.assert_array_equal(first.logprobs, second.logprobs)
+    np.testing.assert_array_equal(first.token_ids, second.token_ids)
+
+
+def test_logprobs_that_are_not_those_of_the_tokens_name_their_request(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extend = vllm_logprobs.Rows.extend
+    monkeypatch.setattr(vllm_logprobs.Rows, "extend", lambda self, *arrays: extend(self, *(a[1:] for a in arrays)))
+    with pytest.raises(BatchinfError, match=r"^row 0, request 0: vLLM gave 0 rows of logprobs for 1 tokens$"):
+        run(engine, requests([[5, 6, 7]], SamplingSpec(temperature=0, logprobs=2), 1))
+    assert engine.num_unfinished() == 0
+
+
 def test_prompt_of_one_token_has_no_prompt_logprobs(engine: VllmEngine) -> None:
     completion = run(engine, requests([[5]], GREEDY))[0]
     assert completion.prompt_logprobs is not None
