@@ -150,11 +150,11 @@ WRONG = [
     Wrong("exclude without id", {"input": {"exclude": {"job": "out/old", "on": "id"}}},
           "job.yaml:6:5: input.exclude.on: got id, but the job has no id_column: name it, or say prompt_hash"),
     Wrong("order by the cache that is off", {"input": {"order": "prefix"}, "engine": {"enable_prefix_caching": False}},
-          "job.yaml:4:3: input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching is "
-          "false: leave one of them out"),
+          "job.yaml:4:3: input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching "
+          "is false: leave one of them out"),
     Wrong("order by what all have", {"input": {"order": "longest"}},
-          "job.yaml:4:3: input.order: got longest, but all rows have the same max_tokens; name the column of each row's "
-          "own, as in sampling.max_tokens: {column: budget}, or leave it out"),
+          "job.yaml:4:3: input.order: got longest, but all rows have the same max_tokens; name the column of each "
+          "row's own, as in sampling.max_tokens: {column: budget}, or leave it out"),
     Wrong("order by nothing", {"input": {"order": "random"}},
           "job.yaml:4:3: input.order: got 'random'; must be one of input, prefix, longest, auto"),
     # Sampling
