@@ -24,11 +24,11 @@ ORDER = """
     parquet_probe parquet_file saved_dataset hf_dataset first_pass generations intake source row_hash words
     openai_batch sandbox templates chat_templates chat encoder row_sampling batch_prompts prompt detokenizer
     answers tasks.* devices placement shards shard_rows selection permutation run_order engine vllm_reasoning
-    vllm_structures vllm_logprobs vllm_scheduler vllm_arguments vllm_engine journal non_finite open_shard parts replace byte_queue
-    flight feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine
+    vllm_structures vllm_logprobs vllm_scheduler vllm_arguments vllm_engine journal non_finite open_shard parts
+    replace byte_queue flight feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine
     spec_file prompt_checks status channel job structures exclude choose prefixes ordering room failures replica
-    backends.* replica_log fleet telemetry trials platforms progress coordinator forecast recovery retry extend epoch fresh
-    look results diff check token_lengths shown_rows validation cli __main__
+    backends.* replica_log fleet telemetry trials platforms progress coordinator forecast recovery retry extend
+    epoch fresh look results diff check token_lengths shown_rows validation cli __main__
 """.split()
 VLLM_ADAPTERS = {
     "vllm_arguments", "vllm_engine", "vllm_logprobs", "vllm_reasoning", "vllm_scheduler", "vllm_structures",
