@@ -220,12 +220,17 @@ class Coordinator:
 
     def _assign(self) -> None:
         self._trials.give(self._next_attempt)
-        for index, shard in next_shards(self._pending, self._loads()):
+        for index, shard in next_shards(self._pending, self._loads(), is_gathering=self._is_gathering):
             faults.point("coordinator.before_assign")
             condemned = self._trials.condemned_in(shard)
             self._fleet.assign(self._fleet.members[index], [shard], self._next_attempt([shard]), condemned)
         for index, shards in revocations(self._pending, self._loads()).items():
             self._fleet.revoke(self._fleet.members[index], shards)
+
+    @property
+    def _is_gathering(self) -> bool:
+        """Whether replicas come up for the first time."""
+        return any(m.replica is not None and m.info is None and not m.restarts for m in self._fleet.members)
 
     def _loads(self) -> list[ReplicaLoad]:
         return [self._load(index, member) for index, member in enumerate(self._fleet.members) if member.is_running]

@@ -33,10 +33,10 @@ SAMPLED_ROWS, RUN_ROWS = 20_000, 500
 # Share of the prompts that must be saved beyond what the input's order saves.
 LEAST_SAVED = 0.1
 _MOST_TOKENS = 2**32 - 1
-# The longest eighth of the rows runs first, and so on. In plain order one replica would have the longest of all, and
-# the others idle at the end (`benchmarks/tail.py`: 0.91 of linear speed with 8 replicas, 1.00 when dealt). In 16 hands,
-# each from the longest to the shortest of its wave, all shards of a wave are alike.
-WAVES_AND_HANDS = (8, 16)
+# The longer half of the rows runs first, dealt into hands, each from the longest to the shortest, so that all shards of
+# a half are alike. In plain order, or with more waves, whoever is up first has the longest of all, and the others wait
+# for it at the end (`benchmarks/tail.py`).
+WAVES_AND_HANDS = (2, 128)
 
 Say = Callable[[str], None]
 
@@ -91,7 +91,7 @@ def restore(job: Job, state: State, say: Say) -> None:
             )
 
 
-_WORDS = {"prefix": "what their prompts begin with", "longest": "their max_tokens, the longest eighth first"}
+_WORDS = {"prefix": "what their prompts begin with", "longest": "their max_tokens, the longer half first"}
 
 
 def _write(
@@ -154,7 +154,7 @@ class _Outlines:
 def _decide(job: Job, choice: Choice, say: Say) -> str:
     """Which order pays, by a sample; says so in a line."""
     own_lengths = has_own_lengths(job.spec)
-    otherwise = ("longest", "by max_tokens, the longest eighth first") if own_lengths else ("input", "as they stand")
+    otherwise = ("longest", "by max_tokens, the longer half first") if own_lengths else ("input", "as they stand")
     if (reason := no_cache(job.spec)) is not None:
         say(f"order: {otherwise[1]}, as {reason}")
         return otherwise[0]

@@ -175,21 +175,27 @@ class _Load:
     def of(cls, load: ReplicaLoad) -> "_Load":
         return cls(load.replica, load.window_rows, load.outstanding_rows, list(load.unbegun), load.is_accepting)
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, *, is_gathering: bool) -> bool:
+        if is_gathering:
+            return self.is_accepting and self.rows < self.window_rows
         # Two windows: one in the engine, one that is on its way when a shard's last long rows leave slots free.
         return self.is_accepting and (self.rows < 2 * self.window_rows or not self.unbegun)
 
 
-def next_shards(pending: Pending, replicas: Sequence[ReplicaLoad]) -> list[tuple[int, Shard]]:
+def next_shards(
+    pending: Pending, replicas: Sequence[ReplicaLoad], *, is_gathering: bool = False
+) -> list[tuple[int, Shard]]:
     """Hand out shards, as (replica, shard) in the order to send them; they are taken out of `pending`.
 
     Each accepting replica gets enough to keep its engine full over a shard's edge: two windows of rows, and one shard
     beyond those that it has begun. Who has the fewest rows outstanding is served first.
+
+    is_gathering: other replicas are about to come up. Then no one gets more than fills its engine: the first shards may
+    be the longest rows of all, which who comes first must not have alone.
     """
     loads = [_Load.of(load) for load in replicas]
     given = []
-    while pending and (hungry := [load for load in loads if load.has_room]):
+    while pending and (hungry := [load for load in loads if load.has_room(is_gathering=is_gathering)]):
         load = min(hungry, key=lambda load: (load.rows, load.replica))
         shard = pending.take()
         load.rows += shard.num_to_run

@@ -117,7 +117,7 @@ class InputSpec(Section):
     """Leave out rows that earlier jobs have done."""
     order: Annotated[Literal["input", "prefix", "longest", "auto"], LAYOUT] = "input"
     """In which order rows run, and so which share a part: as they stand; those together whose prompts begin alike, for
-    vLLM's prefix cache; the eighth first whose own `max_tokens` are greatest; or what a sample shows to pay."""
+    vLLM's prefix cache; the half first whose own `max_tokens` are greater; or what a sample shows to pay."""
 
     @field_validator("path")
     @classmethod

@@ -76,7 +76,13 @@ class Replica:
 
 
 def simulate(
-    lengths: list[int], order: list[int], speeds: list[float], max_num_seqs: int, step_s: float, request_s: float
+    lengths: list[int],
+    order: list[int],
+    speeds: list[float],
+    starts: list[float],
+    max_num_seqs: int,
+    step_s: float,
+    request_s: float,
 ) -> tuple[float, list[float]]:
     """Seconds that the job takes, and each replica's idle ones at its end."""
     num_rows = len(lengths)
@@ -85,10 +91,13 @@ def simulate(
     replicas = [Replica(index, max_num_seqs, speed) for index, speed in enumerate(speeds)]
     now, told = 0.0, 0.0
     while sum(replica.num_finished for replica in replicas) < num_rows:
-        for index, shard in next_shards(pending, [replica.load() for replica in replicas]):
+        is_up = [start <= now for start in starts]
+        loads = [replica.load() for replica in replicas if is_up[replica.index]]
+        for index, shard in next_shards(pending, loads, is_gathering=not all(is_up)):
             replicas[index].assigned.append(shard)
             replicas[index].num_given += shard.num_rows
-        for index, shards in revocations(pending, [replica.load() for replica in replicas]).items():
+        loads = [replica.load() for replica in replicas if is_up[replica.index]]
+        for index, shards in revocations(pending, loads).items():
             owner = replicas[index]
             back = [shard for shard in owner.assigned if shard.index in shards]
             owner.assigned = deque(shard for shard in owner.assigned if shard.index not in shards)
@@ -129,6 +138,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=8.0)
     parser.add_argument("--request-us", type=float, default=75.0)
     parser.add_argument("--speeds", help="of each replica, with commas between them; all alike by default")
+    parser.add_argument("--starts", default="0", help="when replicas are up, in turn, in seconds")
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     print("| order | replicas | seconds | of linear | idle at the end, mean and most, s |\n" + "| --- " * 5 + "|")
@@ -136,12 +146,14 @@ def main() -> None:
         one = 0.0
         for number in map(int, args.replicas.split(",")):
             speeds = [float(speed) for speed in args.speeds.split(",")] if args.speeds else [1.0] * number
+            late = [float(start) for start in args.starts.split(",")]
+            starts = [late[index % len(late)] for index in range(number)]
             seconds, idle, rates = [], [], []
             for seed in range(args.seeds):
                 lengths = log_normal_lengths(args.rows * number, seed=seed)
                 rows = in_order(lengths, order)
                 took, idles = simulate(
-                    lengths, rows, speeds, args.max_num_seqs, args.step_ms / 1e3, args.request_us / 1e6
+                    lengths, rows, speeds, starts, args.max_num_seqs, args.step_ms / 1e3, args.request_us / 1e6
                 )
                 seconds.append(took)
                 idle += idles

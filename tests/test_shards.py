@@ -330,3 +330,16 @@ def test_replicas_of_all_speeds_end_together(seed: int) -> None:
     # The slowest may have begun a shard just before the others were through.
     assert now <= ideal + (largest + 32) * max(seconds_per_row)
     assert fleet.moves < num
+
+
+def test_who_is_up_first_gets_no_more_than_fills_its_engine_while_others_come() -> None:
+    pending = Pending([Extent.of_all(0, 800, 10, 0)], np.zeros(total_shards([Extent.of_all(0, 800, 10, 0)]), np.bool_))
+    alone = [ReplicaLoad(0, 100, 0, (), is_accepting=True)]
+    first = next_shards(pending, alone, is_gathering=True)
+    assert [shard.start for _, shard in first] == list(range(0, 100, 10))
+    both = [ReplicaLoad(0, 100, 100, (5, 6), is_accepting=True), ReplicaLoad(1, 100, 0, (), is_accepting=True)]
+    second = next_shards(pending, both, is_gathering=True)
+    assert [(replica, shard.start) for replica, shard in second] == [(1, start) for start in range(100, 200, 10)]
+    # All are there: each gets a second window.
+    both = [ReplicaLoad(number, 100, 100, (5, 6), is_accepting=True) for number in range(2)]
+    assert len(next_shards(pending, both)) == 20
