@@ -24,8 +24,9 @@ ORDER = """
     parquet_probe parquet_file saved_dataset hf_dataset first_pass generations intake source row_hash words
     openai_batch sandbox templates chat_templates chat encoder row_sampling batch_prompts prompt scoring
     score_prompts detokenizer answers tasks.* devices placement shards shard_rows selection run_order engine
-    vllm_reasoning vllm_structures vllm_logprobs vllm_scheduler vllm_arguments vllm_engine journal non_finite open_shard parts replace byte_queue
-    flight feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine
+    vllm_reasoning vllm_structures vllm_logprobs vllm_scheduler vllm_arguments vllm_engine journal non_finite
+    open_shard parts replace byte_queue flight feeder writer worker commit_log lock manifest_lines job_state
+    manifest proof salvage quarantine
     spec_file prompt_checks status channel job structures exclude choose room failures replica backends.*
     replica_log fleet telemetry trials platforms progress coordinator forecast recovery retry extend epoch fresh
     look results diff check token_lengths shown_rows score_rows validation cli __main__
