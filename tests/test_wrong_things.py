@@ -117,7 +117,9 @@ WRONG = [
     Wrong("cut in a score", {**SCORE, "input": {"text_column": "prompt", "on_overlong": "truncate_left"}},
           "job.yaml:5:3: input.on_overlong: got truncate_left with task score, which cuts a long context at its "
           "left and scores a long text in windows: leave it out"),
-    Wrong("sampling in a score", {**SCORE, "input": {"text_column": "prompt"}, "sampling": {"temperature": None, "max_tokens": None, "top_p": 0.5}},
+    Wrong("sampling in a score",
+          {**SCORE, "input": {"text_column": "prompt"},
+           "sampling": {"temperature": None, "max_tokens": None, "top_p": 0.5}},
           "job.yaml:8:3: sampling.top_p: got it with task score, which generates nothing; only prompt_logprobs "
           "counts: leave it out"),
     Wrong("overlap of all", {**SCORE, "input": {"text_column": "prompt"}, "score": {"window_overlap": 510}},
