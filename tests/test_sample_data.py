@@ -179,3 +179,30 @@ def test_generated_corpus_is_repeatable(tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (SAMPLE / "corpus" / path.name).read_bytes()
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_questions_are_made_as_they_are_said_to_be(tmp_path: Path) -> None:
+    """The script gives the file's bytes again; sums and orders among them are worked out anew."""
+    run_script("make_questions.py", tmp_path)
+    path = SAMPLE / "questions.jsonl"
+    assert (tmp_path / "questions.jsonl").read_bytes() == path.read_bytes()
+    questions = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({row["question"] for row in questions}) == len({row["id"] for row in questions}) == len(questions) == 240
+    assert set(Counter(row["category"] for row in questions).values()) == {40}
+    for row in questions:
+        assert len(set(row["choices"])) == 4 and row["answer"] in range(4)
+    assert min(Counter(row["answer"] for row in questions).values()) > 40
+    num_checked = 0
+    for row in questions:
+        right = row["choices"][row["answer"]]
+        match row["question"].removesuffix("?").split():
+            case ["What", "is", left, ("+" | "-" | "x") as sign, other]:
+                values = {"+": int(left) + int(other), "-": int(left) - int(other), "x": int(left) * int(other)}
+                assert values[sign] == int(right)
+            case ["Which", "number", "is", "the", ("largest:" | "smallest:") as which, *_]:
+                numbers = map(int, row["choices"])
+                assert int(right) == (max(numbers) if which == "largest:" else min(numbers))
+            case _:
+                continue
+        num_checked += 1
+    assert num_checked >= 60

@@ -1,6 +1,5 @@
 """Scores by real vLLM against two references in float32: transformers, written plainly, and lm-evaluation-harness."""
 
-import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ PAIRS = [
     ("Once upon a time", " there was a fox."),
     ("Once upon a time ", "there was a fox."),
     ("Once upon a time \n", "there"),
-    ("", "Once upon a time"),
+    ("", "Many years ago"),
     ("The fox", "es ran"),
     ("<|begin_of_text|>Once upon", " a time"),
     ("There was a", " fox"),
@@ -180,6 +179,17 @@ def test_choices_are_the_harness_s(vllm_engine: "VllmEngine", harness: Any, choi
         assert together[0]["num_prompt_tokens"] < apart[0]["num_prompt_tokens"] / 3
 
 
+def test_the_logits_of_a_batch_fit_beside_vllm_s_share() -> None:
+    from batchinf.vllm_arguments import scored_tokens_at_once
+
+    for gib, share, vocab_size in ((24, 0.9, 152_000), (80, 0.9, 128_256), (141, 0.92, 128_256), (141, 0.9, None)):
+        tokens = scored_tokens_at_once(gib << 30, share, vocab_size)
+        assert 1024 <= tokens <= 8192 and tokens % 256 == 0
+        assert tokens == 1024 or tokens * (vocab_size or 262_144) * 6 <= (gib << 30) * (1 - share) / 2
+    assert scored_tokens_at_once(24 << 30, 0.98, 152_000) == 1024
+    assert scored_tokens_at_once(80 << 30, 0.9, 32_000) == 8192
+
+
 def test_a_conversation_is_the_context(vllm_engine: "VllmEngine", harness: Any) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     [row] = score(vllm_engine, [{"m": messages, "t": "Once upon a time"}],
@@ -191,38 +201,35 @@ def test_a_conversation_is_the_context(vllm_engine: "VllmEngine", harness: Any) 
 
 
 def test_the_sample_job_s_winners_are_the_harness_s(tmp_path: pathlib.Path, harness: Any) -> None:
-    """All rows of jobs/multiple_choice.yaml, by its own task in the harness: the same winners, the same accuracies."""
+    """All rows of jobs/multiple_choice.yaml as a task of the harness, which makes its own requests and metrics."""
     from lm_eval.api.task import ConfigurableTask
 
+    path = jobs.ROOT / "sample_data" / "questions.jsonl"
+    metrics = {"best": "acc", "best_per_byte": "acc_norm"}
+    task = ConfigurableTask(config={
+        "task": "questions", "output_type": "multiple_choice", "test_split": "test", "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(tmp_path / "cache")},
+        "doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_choice": "choices", "doc_to_target": "answer",
+        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics.values()],
+    })  # fmt: skip
+    task.build_all_requests()
+    found = harness.loglikelihood(task.instances, disable_tqdm=True)
     out = tmp_path / "out"
     done = jobs.run("run", jobs.ROOT / "jobs" / "multiple_choice.yaml", "--set", f"output.path={out}",
                     VLLM_ENABLE_V1_MULTIPROCESSING="0")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = jobs.rows_of(out)
-    questions = [json.loads(line) for line in (jobs.ROOT / "sample_data" / "questions.jsonl").open()]
+    rows, questions = jobs.rows_of(out), list(task.eval_docs)
     assert len(rows) == len(questions) >= 200
-    arguments = [(f"Question: {q['question']}\nAnswer:", f" {choice}") for q in questions for choice in q["choices"]]
-    found = ask(harness, "loglikelihood", arguments)
-    correct: dict[str, int] = {"best": 0, "best_per_byte": 0}
+    num_right = dict.fromkeys(metrics, 0)
     for number, (row, question) in enumerate(zip(rows, questions, strict=True)):
         assert (row["id"], row["answer"]) == (question["id"], question["answer"])
         results = found[4 * number : 4 * number + 4]
-        expected = metrics_of(ConfigurableTask, question, results)
-        for name, metric in (("best", "acc"), ("best_per_byte", "acc_norm")):
+        expected = task.process_results(question, results)
+        for name, metric in metrics.items():
             assert float(row[name] == row["answer"]) == expected[metric], (row["id"], name)
-            correct[name] += row[name] == row["answer"]
+            num_right[name] += row[name] == row["answer"]
         sums = np.array([logprob for logprob, _ in results])
         assert row["best"] == np.argmax(sums)
         assert row["best_per_byte"] == np.argmax(sums / [len(choice) for choice in question["choices"]])
         assert row["choice_is_greedy"] == [is_greedy for _, is_greedy in results]
-    assert 0 < correct["best"] < len(rows) and correct["best"] != correct["best_per_byte"]
-
-
-def metrics_of(kind: Any, question: dict[str, Any], results: list[Any]) -> dict[str, float]:
-    """What the harness itself makes of a question's results: `ConfigurableTask.process_results`."""
-    task = kind.__new__(kind)
-    task.OUTPUT_TYPE, task.multiple_input, task.multiple_target = "multiple_choice", 0, 0
-    task._metric_fn_list = {"acc": None, "acc_norm": None}
-    task.doc_to_choice = lambda doc: doc["choices"]
-    task.doc_to_target = lambda doc: doc["answer"]
-    return kind.process_results(task, question, results)
+    assert 0 < num_right["best"] < len(rows) and num_right["best"] != num_right["best_per_byte"]

@@ -21,6 +21,8 @@ from batchinf import cli
 from batchinf.structures import reasoning_parser_names
 
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
+SCORE: dict[str, Any] = {"task": "score", "sampling": None, "engine": {"max_model_len": 512}}
+SCORE: dict[str, Any] = {"task": "score", "sampling": None, "engine": {"max_model_len": 512}}
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 
 # A LoRA adapter of rank 2 for one module of the sample model, all zeros.
@@ -97,6 +99,58 @@ WRONG = [
           rows=({"id": 1, "prompt": "Once", "text": "x"},)),
     Wrong("twice the same name", {"output": {"keep_columns": {"language": "a", "prompt": "a"}}},
           "job.yaml:9:3: output.keep_columns: got 'a' for two columns; give each a name of its own"),
+    # Scoring
+    Wrong("nothing to score", {**SCORE},
+          "job.yaml:2:1: input: missing; must be text_column, or a context with continuation_column or "
+          "choices_column, for task score"),
+    Wrong("score without the task", {"input": {"text_column": "prompt"}},
+          "job.yaml:4:3: input.text_column: got it with task generate; must be left out, or say task: score"),
+    Wrong("score's section without the task", {"score": {"window_overlap": 5}},
+          "job.yaml:10:3: score.window_overlap: got it with task generate; must be left out, or say task: score"),
+    Wrong("sums alone without the task", {"output": {"include_token_logprobs": False}},
+          "job.yaml:9:3: output.include_token_logprobs: got false with task generate; must be left out: it stores "
+          "the logprobs that sampling.logprobs asks for"),
+    Wrong("two things to score", {**SCORE, "input": {"text_column": "prompt", "continuation_column": "language"}},
+          "job.yaml:5:3: input.continuation_column: got continuation_column beside text_column; give one of them"),
+    Wrong("no context", {**SCORE, "input": {"continuation_column": "language"}},
+          "job.yaml:4:3: input.continuation_column: got it without a context; name its column in context_column, or"
+          " give another of prompt_column, prompt_template, messages, messages_column, token_ids_column"),
+    Wrong("a column to score", {**SCORE, "input": {"context_column": "prompt", "choices_column": "languag"}},
+          "job.yaml:5:3: input.choices_column: the input has no column 'languag'; did you mean 'language'? it has: "
+          "id, prompt, language"),
+    Wrong("answer without choices", {**SCORE, "input": {"text_column": "prompt", "answer_column": "id"}},
+          "job.yaml:5:3: input.answer_column: got it without choices_column; it is the index of the right choice: "
+          "leave it out"),
+    Wrong("chat to score", {**SCORE, "input": {"text_column": "prompt", "system_prompt": "Be brief."}},
+          "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation is scored as context: give "
+          "its last words in continuation_column"),
+    Wrong("batch file to score", {**SCORE, "input": {"text_column": "prompt", "format": "openai"}},
+          "job.yaml:5:3: input.format: got openai with task score; its lines have prompts and nothing to score"),
+    Wrong("cut in a score", {**SCORE, "input": {"text_column": "prompt", "on_overlong": "truncate_left"}},
+          "job.yaml:5:3: input.on_overlong: got truncate_left with task score, which cuts a long context at its "
+          "left and scores a long text in windows: leave it out"),
+    Wrong("sampling in a score",
+          {**SCORE, "input": {"text_column": "prompt"},
+           "sampling": {"temperature": None, "max_tokens": None, "top_p": 0.5}},
+          "job.yaml:8:3: sampling.top_p: got it with task score, which generates nothing; only prompt_logprobs "
+          "counts: leave it out"),
+    Wrong("overlap of all", {**SCORE, "input": {"text_column": "prompt"}, "score": {"window_overlap": 510}},
+          "job.yaml:11:3: score.window_overlap: got 510; must be below max_model_len - 2 = 510, the tokens of a "
+          "window"),
+    Wrong("overlap without a text", {**SCORE, "score": {"window_overlap": 5},
+           "input": {"context_column": "prompt", "continuation_column": "language"}},
+          "job.yaml:12:3: score.window_overlap: got 5 without input.text_column; only a text is scored in windows: "
+          "leave it out"),
+    Wrong("all of a text", {**SCORE, "input": {"text_column": "prompt"}, "score": {"store": "all"}},
+          "job.yaml:11:3: score.store: got all without input.continuation_column; of a text all is stored anyway, "
+          "and choices would each have the context once more: leave it out"),
+    Wrong("delimiter of a text", {**SCORE, "input": {"text_column": "prompt"}, "score": {"target_delimiter": " "}},
+          "job.yaml:11:3: score.target_delimiter: got it with input.text_column, which has no context: leave it out"),
+    Wrong("top of sums alone", {**SCORE, "input": {"text_column": "prompt"},
+           "sampling": {"temperature": None, "max_tokens": None, "prompt_logprobs": 2},
+           "output": {"include_token_logprobs": False}},
+          "job.yaml:8:3: sampling.prompt_logprobs: got 2 with output.include_token_logprobs false; leave out one of"
+          " them"),
     # Chat
     Wrong("truncate with chat", {"input": {"system_prompt": "Be brief.", "on_overlong": "truncate_left"}},
           "job.yaml:5:3: input.on_overlong: got truncate_left with system_prompt; it would cut the instructions or "
