@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from batchinf import faults
 from batchinf.answers import Answers, NoAnswers
 from batchinf.byte_queue import ByteQueue
@@ -172,16 +175,18 @@ class Writer(threading.Thread):
         for row in (item for item in items if isinstance(item, FailedRow)):
             by_shard.setdefault(row.shard.index, (row.shard, []))[1].extend(row.results)
         for shard, results in by_shard.values():
-            self.totals.num_rows += shard.add(self._task.encode(results))
-            self._count(results)
+            batch = self._task.encode(results)
+            self.totals.num_rows += shard.add(batch)
+            self._count(batch)
 
-    def _count(self, results: Sequence[Result]) -> None:
-        for result in results:
-            if result.completion is not None:
-                self.totals.num_output_tokens += len(result.completion.token_ids)
-                self.totals.num_prompt_tokens += len(result.completion.request.prompt_token_ids)
-            if result.error is not None:
-                self.totals.num_errors += 1
+    def _count(self, results: pa.RecordBatch) -> None:
+        # As they are stored: what an engine must generate to score a text is no output.
+        output = results.column("num_output_tokens")
+        self.totals.num_output_tokens += pc.sum(output, min_count=0).as_py()
+        self.totals.num_prompt_tokens += pc.sum(
+            results.column("num_prompt_tokens").filter(output.is_valid()), min_count=0
+        ).as_py()
+        self.totals.num_errors += results.num_rows - results.column("error_type").null_count
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:

@@ -28,8 +28,8 @@ for name, value in {
 # Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
 LONGEST_FIRST = """test_quarantine test_end_to_end test_recovery test_disk test_coordinator test_choose
     test_vllm_engine test_vllm_logits test_logits_job test_out_of_memory test_retry test_slices test_check
-    test_stop_signals test_security test_two_at_once test_vllm_score test_extend test_weekly test_chat test_elastic test_fuzz
-    test_fresh test_reasoning_job test_model_identity test_answers test_error_rate test_batch_files test_loss
+    test_stop_signals test_security test_two_at_once test_vllm_score test_extend test_weekly test_chat test_elastic
+    test_fuzz test_fresh test_reasoning_job test_model_identity test_answers test_error_rate test_batch_files test_loss
     test_telemetry test_platforms""".split()
 
 
