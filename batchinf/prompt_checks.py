@@ -108,6 +108,19 @@ def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str
         )
     if is_text and (found := _second_bos(spec, model, source)) is not None:
         yield found
+    if where.text_column is not None and spec.score.add_bos_token is None and (found := _scored_bos(spec, model)):
+        yield found
+
+
+def _scored_bos(spec: JobSpec, model: Model) -> str | None:
+    tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
+    ids, bos = Encoder(tokenizer, adds_special_tokens=True).encode_one("a"), tokenizer.bos_token_id
+    if not isinstance(ids, list) or bos is None or ids[0] != bos:
+        return None
+    return (
+        f"warning: each text is scored behind {tokenizer.bos_token}, and the tokenizer puts another before it, which is "
+        "scored too, as in lm-evaluation-harness; score.add_bos_token: false leaves it out, true says that it is meant"
+    )
 
 
 def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:

@@ -82,7 +82,7 @@ class ScorePrompts(PromptBuilder):
             failed = next((ids for ids in found if isinstance(ids, RowError)), None)
             ids = [ids for ids in found if isinstance(ids, list)]
             prompts.append(self._made(draft, failed or self._scored(draft, ids, max_model_len)))
-        return prompts
+        return self._adapter.apply(rows, prompts)
 
     # -- what a row holds ----------------------------------------------------------------------------------------------
 

@@ -96,3 +96,19 @@ def test_run_says_it_once_before_it_works(tmp_path: pathlib.Path) -> None:
     assert said.count("begin with <|begin_of_text|>") == said.count("the model has a chat template") == 1
     # Said, and not altered: the ids are those of `LLM.generate`.
     assert {row["num_prompt_tokens"] for row in jobs.rows_of(tmp_path / "out")} == {3, 4}
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_a_bos_that_is_scored_too(add_bos_token: bool | None, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None, "text_column": "text"}
+    score = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    spec = jobs.spec_of(tmp_path, task="score", sampling=None, input=where, output={"keep_columns": []}, score=score)
+    job = open_job(read_spec(spec))
+    with contextlib.closing(job.source):
+        warnings = list(prompt_warnings(job.spec, job.model, job.source))
+    assert [line.partition(", which is scored too")[0] for line in warnings] == (
+        [f"warning: each text is scored behind {BOS}, and the tokenizer puts another before it"]
+        if add_bos_token is None
+        else []
+    )

@@ -220,3 +220,21 @@ def test_choices_may_be_json_and_an_answer_unknown() -> None:
     listed, text = build("llama", [{"c": "Q", "a": None, "x": x} for x in (["a", "b c"], '["a", "b c"]')], input)
     assert spans_of(listed) == spans_of(text)
     assert listed.scoring is not None and listed.scoring.answer is None
+
+
+def test_rows_are_scored_with_the_adapter_that_they_name() -> None:
+    lora = {"a": "adapters/a", "b": "adapters/b"}
+    spec = JobSpec.model_validate(
+        {
+            "model": {"name": "m", "lora": lora},
+            "task": "score",
+            "input": {"path": "p", "text_column": "text", "adapter_column": "who"},
+            "output": {"path": "o"},
+        }
+    )
+    builder = prompt_builder(spec, tokenizer("llama"), None)
+    assert set(builder.columns) == {"text", "who"}
+    rows = [Row(place, {"text": "the fox", "who": who}) for place, who in enumerate(["a", None, "b", "c"])]
+    prompts = builder.build(rows, 64)
+    assert [prompt.adapter for prompt in prompts] == ["a", None, "b", None]
+    assert [prompt.error and prompt.error.error_type for prompt in prompts] == [None, None, None, "unknown_adapter"]
