@@ -118,8 +118,8 @@ def _scored_bos(spec: JobSpec, model: Model) -> str | None:
     if not isinstance(ids, list) or bos is None or ids[0] != bos:
         return None
     return (
-        f"warning: each text is scored behind {tokenizer.bos_token}, and the tokenizer puts another before it, which is "
-        "scored too, as in lm-evaluation-harness; score.add_bos_token: false leaves it out, true says that it is meant"
+        f"warning: each text is scored behind {tokenizer.bos_token}, and the tokenizer puts another before it, which "
+        "is scored too, as in lm-evaluation-harness; score.add_bos_token: false leaves it out, true means it"
     )
 
 

@@ -134,7 +134,7 @@ class VllmEngine:
             if not self._engine.has_unfinished_requests():
                 raise RuntimeError(f"it cut {len(self._live)} requests short and says no more of them")
             outputs = self._engine.step()
-        return [self._checked(output) for output in outputs if self._is_whole(output)]
+        return [self._checked(output) for output in outputs if self._came_whole(output)]
 
     def begun(self) -> list[Request]:
         """See `Engine.begun`. vLLM runs prompts in the order in which they came, so that few are looked at."""
@@ -266,11 +266,15 @@ class VllmEngine:
             prompt_logprobs=token_logprobs(output.prompt_logprobs, sampling.prompt_logprobs, num_scored),
         )
 
-    def _is_whole(self, output: Any) -> bool:
-        reason = output.outputs[0].finish_reason
-        if reason not in FINISHED | CUT_SHORT:
-            raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
-        return reason in FINISHED
+    def _came_whole(self, output: Any) -> bool:
+        return _is_whole(output)
+
+
+def _is_whole(output: Any) -> bool:
+    reason = output.outputs[0].finish_reason
+    if reason not in FINISHED | CUT_SHORT:
+        raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
+    return reason in FINISHED
 
 
 def _one_line(error: Exception) -> str:

@@ -89,7 +89,7 @@ class VllmPooling(VllmEngine):
     def _params(self, request: Request) -> Any:
         return self._pooling_params  # vLLM copies it
 
-    def _is_whole(self, output: Any) -> bool:
+    def _came_whole(self, output: Any) -> bool:
         # A request that was cut short comes out with nothing, from 0.26 to 0.32.
         return bool(output.outputs.data.numel())
 

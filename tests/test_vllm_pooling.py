@@ -1,6 +1,7 @@
 """Vectors on real vLLM, in float32: held against transformers, position by position."""
 
 import contextlib
+import gc
 import json
 import pathlib
 import shutil
@@ -24,6 +25,7 @@ from batchinf.spec import JobSpec
 from batchinf.tasks import get_task
 
 vllm = pytest.importorskip("vllm")
+from batchinf import vllm_engine  # noqa: E402
 from batchinf.vllm_layers import give_layers  # noqa: E402
 from batchinf.vllm_pooling import VllmPooling  # noqa: E402
 
@@ -104,7 +106,12 @@ def engine_of(spec: JobSpec) -> Iterator[VllmPooling]:
         engine.warm_up(warm_up_request(spec))
         yield engine
     finally:
-        engine.close()
+        with pytest.MonkeyPatch.context() as patch:
+            # Other tests' engines in this process share what it would tear down.
+            patch.setattr(vllm_engine, "cleanup_dist_env_and_memory", lambda: None)
+            engine.close()
+        del engine
+        gc.collect()
 
 
 def rows(engine: VllmPooling, spec: JobSpec, prompts: list[list[int]]) -> list[dict[str, Any]]:
