@@ -67,8 +67,8 @@ def resolve_adapters(spec: JobSpec, model: Model, began_as: Any = None) -> tuple
         folder, fingerprint = _locate(what, place, began if isinstance(began, str) else "")
         rank = _check(what, folder, model)
         modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(folder)}))
-        if "lm_head" in modules and spec.sampling.prompt_logprobs is not None:
-            raise ModelError(f"{what}it changes lm_head, and vLLM then gives no prompt_logprobs; leave these out")
+        if "lm_head" in modules and spec.reads_prompts:
+            raise ModelError(f"{what}it changes lm_head, and vLLM then gives no logprobs of prompts")
         adapters.append(Adapter(name, str(folder), rank, fingerprint or _fingerprint(folder), modules))
     most, given = max(adapters, key=lambda it: it.rank), spec.engine.get("max_lora_rank")
     if isinstance(given, int) and given < most.rank:

@@ -171,7 +171,7 @@ def no_cache(spec: JobSpec) -> str | None:
     """Why a request finds nothing in vLLM's prefix cache; None where it may."""
     if spec.engine.get("enable_prefix_caching") is False:
         return "engine.enable_prefix_caching is false"
-    if spec.sampling.prompt_logprobs is not None:
+    if spec.reads_prompts:
         return "prompts whose logprobs are asked for are computed whole"
     return None
 

@@ -90,7 +90,7 @@ def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str
             f"warning: the model has a chat template, which input.{form} alone does not apply; "
             "input.add_generation_prompt: true makes each prompt a user's message"
         )
-    if where.order == "prefix" and spec.sampling.prompt_logprobs is not None:
+    if where.order == "prefix" and spec.reads_prompts:
         yield (
             "warning: input.order is prefix, but prompts whose logprobs are asked for are computed whole, whatever the "
             "prefix cache holds"

@@ -254,6 +254,12 @@ class JobSpec(Section):
         return self.sampling.n if self.task == "generate" else 1
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether logprobs or logits of the prompts' own tokens are asked for, which vLLM computes whole each time."""
+        logits = self.logits is not None and self.logits.positions not in ("last", "generated")
+        return self.sampling.prompt_logprobs is not None or self.task == "score" or logits
+
+    @property
     def prompt_column(self) -> str:
         """The column that holds the prompt, where no template is given."""
         return self.input.prompt_column or self.input.context_column or self.input.text_column or "prompt"

@@ -1,6 +1,7 @@
 """The one real engine that the tests share, and the order in which files are run: the longest first."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort files, and leave the order within each as it is."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Engines in the tests' own processes share vLLM's process groups, which the one that is closed would tear down."""
+    if (adapter := sys.modules.get("batchinf.vllm_engine")) is not None:
+        adapter.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,6 @@ from batchinf.spec import JobSpec
 from batchinf.tasks import get_task
 
 vllm = pytest.importorskip("vllm")
-from batchinf import vllm_engine  # noqa: E402
 from batchinf.vllm_layers import give_layers  # noqa: E402
 from batchinf.vllm_pooling import VllmPooling  # noqa: E402
 
@@ -106,10 +105,7 @@ def engine_of(spec: JobSpec) -> Iterator[VllmPooling]:
         engine.warm_up(warm_up_request(spec))
         yield engine
     finally:
-        with pytest.MonkeyPatch.context() as patch:
-            # Other tests' engines in this process share what it would tear down.
-            patch.setattr(vllm_engine, "cleanup_dist_env_and_memory", lambda: None)
-            engine.close()
+        engine.close()
         del engine
         gc.collect()
 
