@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.errors import UserError
-from batchinf.records import Request
+from batchinf.records import Prompt, Request
 from batchinf.spec import JobSpec
 
 
@@ -19,9 +19,9 @@ from batchinf.spec import JobSpec
 class Claim:
     """Logprobs of a run of tokens of one sequence, as stored.
 
-    kind: `output` or `prompt`. token_ids: the whole sequence up to the run's last token. first: the run's first place
-    in it, from 1. wanted: int64 [num_positions, k + 1], the token that stands there, then the k others that are
-    stored. values: float32 [num_positions, k + 1], NaN where nothing is stored. has_top: the k others are the
+    kind: `output`, `prompt` or `scored`. token_ids: the whole sequence up to the run's last token. first: the run's
+    first place in it, from 1. wanted: int64 [num_positions, k + 1], the token that stands there, then the k others
+    that are stored. values: float32 [num_positions, k + 1], NaN where nothing is stored. has_top: the k others are the
     likeliest, in their order.
     """
 
@@ -41,12 +41,12 @@ class TaskClaims:
     """How a task's rows are read.
 
     check: raises UserError where what is stored is not enough. columns: those that are needed, where they are stored.
-    of: a row's claims, given the requests that the task makes of it.
+    of: a row's claims, given its prompt and the requests that the task makes of it.
     """
 
     check: Callable[[JobSpec, pa.Schema], None]
     columns: tuple[str, ...]
-    of: Callable[[Row, Sequence[Request]], Iterator[Claim]]
+    of: Callable[[Row, Prompt, Sequence[Request]], Iterator[Claim]]
 
 
 def _check_generate(spec: JobSpec, schema: pa.Schema) -> None:
@@ -61,13 +61,37 @@ def _check_generate(spec: JobSpec, schema: pa.Schema) -> None:
         raise UserError("structured_outputs change the logprobs that are stored: they cannot be verified")
 
 
-def _generate(row: Row, requests: Sequence[Request]) -> Iterator[Claim]:
+def _generate(row: Row, _: Prompt, requests: Sequence[Request]) -> Iterator[Claim]:
     prompt = requests[row["sample_index"]].prompt_token_ids
     if row.get("prompt_logprobs") is not None and len(prompt) > 1:
         # Nothing is stored of the first token.
         yield _claim(row, "prompt", prompt, 1, prompt[1:], "prompt_", 1)
     if row.get("logprobs") is not None and row["token_ids"]:
         yield _claim(row, "output", [*prompt, *row["token_ids"]], len(prompt), row["token_ids"], "", 0)
+
+
+def _check_score(spec: JobSpec, schema: pa.Schema) -> None:
+    if not spec.output.include_token_logprobs:
+        raise UserError("the job stored sums alone; run one with output.include_token_logprobs: true")
+
+
+def _score(row: Row, prompt: Prompt, requests: Sequence[Request]) -> Iterator[Claim]:
+    spans = () if prompt.scoring is None else prompt.scoring.spans
+    if "choice_logprobs" in row:
+        stored = {name: values for name in _TOKENS if (values := row.get(f"choice_{name}")) is not None}
+        rows = [{name: values[place] for name, values in stored.items()} for place in range(len(spans))]
+    else:
+        # Of a text, the windows' tokens end to end; where all of a context is stored, nothing is of its first token.
+        has_all = len(spans) == 1 and len(row["logprobs"]) == len(spans[0].token_ids)
+        starts = [1 if has_all else span.start for span in spans]
+        ends = np.cumsum([len(span.token_ids) - start for span, start in zip(spans, starts, strict=True)]) + has_all
+        rows = [
+            {name: row[name][end - len(span.token_ids) + start : end] for name in _TOKENS if row.get(name) is not None}
+            for span, start, end in zip(spans, starts, ends.tolist(), strict=True)
+        ]
+    for span, own in zip(spans, rows, strict=True):
+        first = len(span.token_ids) - len(own["logprobs"])
+        yield _claim(own, "scored", span.token_ids, first, span.token_ids[first:], "", 0)
 
 
 def _claim(row: Row, kind: str, token_ids: list[int], first: int, own: list[int], prefix: str, skip: int) -> Claim:
@@ -89,4 +113,5 @@ CLAIMS: dict[str, TaskClaims] = {
     "generate": TaskClaims(
         _check_generate, ("token_ids", *_TOKENS, *(f"prompt_{name}" for name in _TOKENS)), _generate
     ),
+    "score": TaskClaims(_check_score, (*_TOKENS, *(f"choice_{name}" for name in _TOKENS)), _score),
 }

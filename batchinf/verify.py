@@ -23,9 +23,10 @@ from batchinf.claims import CLAIMS, Claim
 from batchinf.errors import DriftError, UserError, VerificationFailed
 from batchinf.job import Job, begun_at, check_drift, open_job
 from batchinf.job_state import State, read_state
-from batchinf.prompt import PromptBuilder, load_tokenizer
+from batchinf.prompt import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.results import Results
+from batchinf.score_prompts import prompt_builder
 from batchinf.slices import SOURCE_FOLDER, job_folders
 from batchinf.spec import fingerprint
 from batchinf.spec_file import SpecFile
@@ -189,7 +190,7 @@ def _read(results: Results, places: Sequence[int], columns: Sequence[str]) -> li
 
 def _prompts(job: Job, state: State, positions: Sequence[int]) -> dict[int, Prompt]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun_at(job, state.header))
+    builder = prompt_builder(job.spec, tokenizer, job.model.vocab_size, begun_at(job, state.header))
     read = job.source.read_rows(np.asarray(positions, np.int64), builder.columns)
     return {prompt.row_index: prompt for prompt in builder.build(read, max_model_len(job))}
 
@@ -222,7 +223,7 @@ def _compare(
     for row in sorted(rows, key=lambda row: prompts[row["row_index"]].adapter or ""):
         prompt = prompts[row["row_index"]]
         found = []
-        for claim in CLAIMS[job.spec.task].of(row, task.expand(prompt, length)):
+        for claim in CLAIMS[job.spec.task].of(row, prompt, task.expand(prompt, length)):
             of_row = reference.scores(
                 claim.token_ids, claim.first, claim.wanted, prompt.adapter, _mode(job) == "raw_logits"
             )

@@ -15,8 +15,10 @@ from adapters import make_adapter
 
 import jobs
 from batchinf import verify
-from batchinf.claims import Claim
+from batchinf.claims import CLAIMS, Claim
 from batchinf.errors import DriftError, OutputError, UserError
+from batchinf.records import Prompt
+from batchinf.spans import Scoring, Span
 from batchinf.spec_file import read_spec
 from batchinf.verify import Tally, Wanted, count, spearman
 
@@ -189,3 +191,25 @@ def test_how_claims_are_counted() -> None:
     assert (tally.max_abs_delta, tally.max_abs_delta_top) == (pytest.approx(0.1), pytest.approx(1.0))
     assert tally.sum_abs_delta == pytest.approx(0.1)
     assert (tally.num_correlated, tally.sum_correlation) == (1, pytest.approx(1.0))
+
+
+def scored(spans: list[tuple[list[int], int]], **row: Any) -> list[tuple[list[int], int, list[list[int]], list[Any]]]:
+    prompt = Prompt(0, [], None, None, scoring=Scoring(tuple(Span(ids, start, 1) for ids, start in spans)))
+    claims = CLAIMS["score"].of(row, prompt, ())
+    return [(it.token_ids, it.first, it.wanted.tolist(), it.values.tolist()) for it in claims]
+
+
+def test_what_a_scored_row_claims() -> None:
+    # Two windows of a text, the second filled up with tokens of the first.
+    windows = scored([([0, 5, 6, 7], 1), ([6, 7, 8, 9], 2)], logprobs=[-1.0, -2.0, -3.0, -4.0, -5.0])
+    assert windows == [
+        ([0, 5, 6, 7], 1, [[5], [6], [7]], [[-1.0], [-2.0], [-3.0]]),
+        ([6, 7, 8, 9], 2, [[8], [9]], [[-4.0], [-5.0]]),
+    ]
+    # A continuation with its context, of whose first token nothing is known, and with the likeliest beside each.
+    [whole] = scored(
+        [([0, 5, 6], 2)], logprobs=[None, -1.0, -2.0], top_token_ids=[[], [4], [6]], top_logprobs=[[], [-0.5], [-2.0]]
+    )
+    assert whole == ([0, 5, 6], 1, [[5, 4], [6, 6]], [[-1.0, -0.5], [-2.0, -2.0]])
+    choices = scored([([0, 5], 1), ([0, 6, 7], 1)], choice_logprobs=[[-1.0], [-2.0, -3.0]])
+    assert choices == [([0, 5], 1, [[5]], [[-1.0]]), ([0, 6, 7], 1, [[6], [7]], [[-2.0], [-3.0]])]
