@@ -27,8 +27,10 @@ from batchinf.spec import SamplingSpec, fingerprint
 from batchinf.tasks import get_task
 
 _SAMPLING = "sampling."
-# These make the output's columns, or its number of rows, other ones.
-_FIXED = frozenset({"sampling.n", "sampling.logprobs", "sampling.prompt_logprobs"})
+# These make the output's columns, what they mean, or its number of rows, other ones.
+_FIXED = frozenset(
+    f"sampling.{name}" for name in ("n", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode")
+)
 _ROWS_AT_ONCE = 16384
 
 
@@ -170,7 +172,7 @@ def _overrides(job: Job, header: Header) -> dict[str, Any]:
         check_drift(dataclasses.replace(job, identity=own), header)
     except DriftError as error:
         raise DriftError(
-            f"{error}\nwith --retry, fields of sampling other than n, logprobs and prompt_logprobs may change"
+            f"{error}\nwith --retry, fields of sampling other than n and those of logprobs may change"
         ) from None
     return {name: job.identity[name] for name in allowed}
 
