@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from batchinf.vllm_engine import Rows
+from batchinf.vllm_logprobs import Rows
 from batchinf.vllm_scheduler import HoldingMixin
 
 _REPEAT = 100
