@@ -229,8 +229,10 @@ class Coordinator:
 
     @property
     def _is_gathering(self) -> bool:
-        """Whether replicas come up for the first time."""
-        return any(m.replica is not None and m.info is None and not m.restarts for m in self._fleet.members)
+        """Whether replicas come up for the first time, while the first shards may be others than the rest."""
+        members = self._fleet.members
+        is_first = any(m.replica is not None and m.info is None and not m.restarts for m in members)
+        return is_first and not self._pending.is_in_order
 
     def _loads(self) -> list[ReplicaLoad]:
         return [self._load(index, member) for index, member in enumerate(self._fleet.members) if member.is_running]

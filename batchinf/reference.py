@@ -127,12 +127,12 @@ def _deltas(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
     config = model_files.read_json(folder / CONFIG)
     tensors: dict[str, torch.Tensor] = {}
     for file in model_files.weight_files(folder, ADAPTER):
-        if file.endswith(".safetensors"):
-            from safetensors.torch import load_file
+        if not file.endswith(".safetensors"):
+            raise UserError(f"the adapter '{adapter.name}' is in {file}, a pickle, which verify does not open; save it "
+                            "as safetensors")  # fmt: skip
+        from safetensors.torch import load_file
 
-            tensors |= load_file(folder / file)
-        else:
-            tensors |= torch.load(folder / file, map_location="cpu", weights_only=True)
+        tensors |= load_file(folder / file)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for tensor, weight in tensors.items():
         found = _HALF.fullmatch(tensor)

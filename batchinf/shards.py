@@ -106,6 +106,7 @@ class Pending:
         the rows that are to be run of each; None is all.
         """
         self.extents = tuple(extents)
+        self.is_in_order = all(extent.order is None for extent in extents)
         self._num_chosen = num_chosen
         self._is_pending = ~committed
         self._num = int(np.count_nonzero(self._is_pending))
@@ -190,8 +191,8 @@ def next_shards(
     Each accepting replica gets enough to keep its engine full over a shard's edge: two windows of rows, and one shard
     beyond those that it has begun. Who has the fewest rows outstanding is served first.
 
-    is_gathering: other replicas are about to come up. Then no one gets more than fills its engine: the first shards may
-    be the longest rows of all, which who comes first must not have alone.
+    is_gathering: other replicas are about to come up, and rows have an order of their own. Then no one gets more than
+    fills its engine: the first shards may be the longest rows of all, which who comes first must not have alone.
     """
     loads = [_Load.of(load) for load in replicas]
     given = []

@@ -43,8 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Engines in the tests' own processes share vLLM's process groups, which the one that is closed would tear down."""
-    if (adapter := sys.modules.get("batchinf.vllm_engine")) is not None:
-        adapter.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
+    for name in ("batchinf.vllm_engine", "vllm.v1.engine.core"):
+        if (module := sys.modules.get(name)) is not None:
+            module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")
