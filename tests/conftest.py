@@ -28,10 +28,11 @@ for name, value in {
 
 # Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
 LONGEST_FIRST = """test_quarantine test_end_to_end test_recovery test_disk test_coordinator test_choose
-    test_vllm_engine test_vllm_logits test_logits_job test_out_of_memory test_retry test_slices test_check
-    test_stop_signals test_security test_two_at_once test_vllm_score test_extend test_weekly test_chat test_elastic
-    test_fuzz test_fresh test_reasoning_job test_model_identity test_answers test_error_rate test_batch_files test_loss
-    test_telemetry test_platforms""".split()
+    test_vllm_engine test_out_of_memory test_two_at_once test_extend test_stop_signals test_ordering test_retry
+    test_security test_weekly test_vllm_logits test_lora test_reasoning_job test_verify test_tasks_pooled test_check
+    test_model_identity test_tasks_score test_tasks_logits test_vllm_pooling test_elastic test_logits_job
+    test_error_rate test_slices test_chat test_vllm_score test_fuzz test_platforms test_answers test_fresh
+    test_batch_files test_loss test_telemetry""".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
