@@ -117,14 +117,15 @@ def is_interrupted():
             sys.settrace(None)
 
 for place in itertools.count():
-    lines = itertools.count()
+    lines, is_stopped = itertools.count(), False
     try:
         is_interrupted()
     except Interrupted:
-        pass
+        is_stopped = True
     assert folder.list("") == [], place
     assert threading.active_count() == 1, place
-    if next(lines) < place:
+    if not is_stopped:
+        assert next(lines) <= place, f"the signal before line {place} is forgotten"
         break
     stop_signals._heard.clear()
     for number in stop_signals.STOP_SIGNALS:

@@ -100,13 +100,13 @@ def test_windows_become_one_text() -> None:
 def test_winners() -> None:
     """The largest sum, by token, by byte; the first of equal ones; none where one is not a number."""
     task = task_of(CHOICES, score={"one_pass": False})
-    long = Prompt(0, [1], None, None, scoring=Scoring((Span([1, 2], 1, 1), Span([1, 2, 3, 4], 1, 12)), 1))
+    long = Prompt(0, [1], None, None, scoring=Scoring((Span([1, 2], 1, 9), Span([1, 2, 3, 4], 1, 12)), 1))
     equal, broken = (prompt_of(row, [([1, 2], 1), ([1, 3], 1), ([1, 4], 1)]) for row in (1, 2))
     results = results_of(task, long, [[-2.0], [-1.0] * 3])
     results += results_of(task, equal, [[-2.0], [-1.0], [-1.0]]) + results_of(task, broken, [[-2.0], [np.nan], [-1.0]])
     rows = rows_of(task, results)
     names = ("best", "best_per_token", "best_per_byte", "answer")
-    assert [[row[name] for name in names] for row in rows] == [[0, 1, 1, 1], [1, 1, 1, None], [None] * 4]
+    assert [[row[name] for name in names] for row in rows] == [[0, 1, 0, 1], [1, 1, 1, None], [None] * 4]
 
 
 def test_single_tokens_go_in_one_pass() -> None:
