@@ -1,5 +1,6 @@
 """The examples of `docs/examples/`, run as their first lines say, over small jobs."""
 
+import math
 import os
 import pathlib
 import re
@@ -33,6 +34,42 @@ def test_entropy_over_positions(tmp_path: pathlib.Path) -> None:
     assert sum(int(line[1].replace(",", "")) for line in lines) == num_tokens
     for _, _, _, lower, _, upper in lines:
         assert 0 <= float(lower) <= float(upper) <= 17 * 0.6932
+
+
+def test_perplexity_by_source(tmp_path: pathlib.Path) -> None:
+    where = {"text_column": "prompt", "limit": 60}
+    jobs.finish(jobs.spec_of(tmp_path, task="score", sampling=None, input=where, scripted={"step_s": 0.0}))
+    said = run("perplexity_by_source.py", tmp_path / "out", "language")
+    lines = {line.split()[0]: line.split()[1:] for line in said.splitlines()[3:]}
+    rows = [row for row in jobs.rows_of(tmp_path / "out") if row["language"] == "en"]
+    num_tokens = sum(row["num_tokens"] for row in rows)
+    perplexity = math.exp(-sum(row["logprob_sum"] for row in rows) / num_tokens)
+    assert lines["en"][:3] == [f"{len(rows):,}", f"{num_tokens:,}", f"{perplexity:.2f}"]
+
+
+def test_calibration(tmp_path: pathlib.Path) -> None:
+    where = {
+        "path": str(jobs.ROOT / "sample_data" / "questions.jsonl"),
+        "prompt_template": "Question: {{ question }}\nAnswer:",
+        "choices_column": "choices",
+        "answer_column": "answer",
+        "limit": 50,
+    }
+    sections = {"input": where, "output": {"keep_columns": []}, "scripted": {"step_s": 0.0}}
+    jobs.finish(jobs.spec_of(tmp_path, task="score", sampling=None, **sections))
+    said = run("calibration.py", tmp_path / "out")
+    rows = jobs.rows_of(tmp_path / "out")
+    share = sum(row["best"] == row["answer"] for row in rows) / len(rows)
+    assert f"best: {share:.3f} ± " in said
+    assert "expected calibration error: 0." in said
+
+
+def test_teacher_logits(tmp_path: pathlib.Path) -> None:
+    sections = {"logits": {"positions": "all"}, "input": {"limit": 20}, "scripted": {"step_s": 0.0}}
+    jobs.finish(jobs.spec_of(tmp_path, task="logits", sampling=None, **sections))
+    said = run("teacher_logits.py", tmp_path / "out")
+    num_positions = sum(row["num_prompt_tokens"] for row in jobs.rows_of(tmp_path / "out"))
+    assert f"{num_positions:,} positions; the 64 likeliest tokens have 0." in said
 
 
 def test_each_example_says_how_it_is_run() -> None:
