@@ -134,7 +134,7 @@ class Renderer:
 
     def _messages(self, values: Mapping[str, object]) -> list[Message] | RowError:
         if (column := self._input.messages_column) is not None:
-            value = _take(values, column)
+            value = take(values, column)
             return value if isinstance(value, RowError) else read_messages(value, f"column '{column}'")
         if not self._turns:
             text = self._text(values)
@@ -151,7 +151,7 @@ class Renderer:
     def _text(self, values: Mapping[str, object]) -> str | RowError:
         if self._template is not None:
             return self._template.fill(values)
-        value = _take(values, self._column)
+        value = take(values, self._column)
         if isinstance(value, RowError | str):
             return value
         return RowError("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
@@ -162,15 +162,10 @@ class Renderer:
             return RowError("unreadable", row.error)
         column = self._input.token_ids_column
         assert column is not None
-        value = _take(row.values, column)
+        value = take(row.values, column)
         if isinstance(value, RowError):
             return value
-        got = name_type(value)
-        if isinstance(value, str):
-            try:
-                value, got = json.loads(value), "text that is not a list in JSON"
-            except (ValueError, RecursionError):
-                got = "text that is not JSON"
+        value, got = read_list(value)
         if isinstance(value, list):
             for place, item in enumerate(value):
                 if isinstance(item, bool) or not isinstance(item, int):
@@ -359,13 +354,23 @@ class _Draft:
     is_chat: bool = False
 
 
-def _take(values: Mapping[str, object], column: str) -> object:
-    """The value of a column, never None; or a RowError."""
+def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:
+    """The value of a column, never None; or a RowError, of the type `null` where it is None."""
     if column not in values:
         others = f"; it has: {list_names(values)}" if values else ""
         return RowError("missing_column", f"row has no column '{column}'{others}")
     value = values[column]
-    return RowError("null_prompt", f"column '{column}' is null") if value is None else value
+    return RowError(null, f"column '{column}' is null") if value is None else value
+
+
+def read_list(value: object) -> tuple[object, str]:
+    """A list as it is, or JSON text of one; and what it is called where it is no list."""
+    if not isinstance(value, str):
+        return value, name_type(value)
+    try:
+        return json.loads(value), "text that is not a list in JSON"
+    except (ValueError, RecursionError):
+        return value, "text that is not JSON"
 
 
 def _check_text(text: str) -> str | RowError:

@@ -3,14 +3,13 @@
 Where they begin and end is `scoring`'s; contexts are made as all prompts are, by `prompt`.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchinf.encoder import Encoder, show
 from batchinf.errors import RowError
-from batchinf.prompt import PromptBuilder
+from batchinf.prompt import PromptBuilder, read_list, take
 from batchinf.records import Prompt
 from batchinf.scoring import NUM_RESERVED, Boundary, pair, prefixed, span_of, split_spaces, windows
 from batchinf.source import Row
@@ -128,7 +127,7 @@ class ScorePrompts(PromptBuilder):
 
     def _targets(self, row: Row) -> list[str] | RowError:
         if self._where.continuation_column is not None:
-            value = _value(row, self._where.continuation_column, "null_continuation")
+            value = take(row.values, self._where.continuation_column, "null_continuation")
             if isinstance(value, RowError):
                 return value
             texts: list[Any] = [value]
@@ -148,7 +147,7 @@ class ScorePrompts(PromptBuilder):
         column = self._where.answer_column
         if column is None or (column in row.values and row.values[column] is None):
             return None
-        value = _value(row, column, "")
+        value = take(row.values, column, "")
         if isinstance(value, RowError):
             return value
         if isinstance(value, str) and value.strip().isdecimal() and value.isascii() and len(value) < 10:
@@ -237,24 +236,11 @@ class ScorePrompts(PromptBuilder):
                         f"{self._vocab_size:,}")  # fmt: skip
 
 
-def _value(row: Row, column: str, null: str) -> object:
-    """The value of a column, never None; or a RowError, of the type `null` where it is None."""
-    if column not in row.values:
-        return RowError("missing_column", f"row has no column '{column}'")
-    value = row.values[column]
-    return RowError(null, f"column '{column}' is null") if value is None else value
-
-
 def _choices(row: Row, column: str) -> list[Any] | RowError:
-    value = _value(row, column, "null_choices")
+    value = take(row.values, column, "null_choices")
     if isinstance(value, RowError):
         return value
-    got = name_type(value)
-    if isinstance(value, str):
-        try:
-            value, got = json.loads(value), "text that is not a list in JSON"
-        except (ValueError, RecursionError):
-            got = "text that is not JSON"
+    value, got = read_list(value)
     if not isinstance(value, list):
         return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of texts")
     return value or RowError("no_choices", f"the list in column '{column}' is empty; nothing can be scored")

@@ -78,13 +78,14 @@ class Replica:
 def simulate(
     lengths: list[int],
     order: list[int],
+    is_dealt: bool,
     speeds: list[float],
     starts: list[float],
     max_num_seqs: int,
     step_s: float,
     request_s: float,
 ) -> tuple[float, list[float]]:
-    """Seconds that the job takes, and each replica's idle ones at its end."""
+    """Seconds that the job takes, and each replica's idle ones at its end. is_dealt: in an order of its own."""
     num_rows = len(lengths)
     extent = Extent.of_all(0, num_rows, choose_rows_per_shard(num_rows, len(speeds), 179 * 36), 0)
     pending = Pending([extent], np.zeros(total_shards([extent]), np.bool_))
@@ -93,7 +94,7 @@ def simulate(
     while sum(replica.num_finished for replica in replicas) < num_rows:
         is_up = [start <= now for start in starts]
         loads = [replica.load() for replica in replicas if is_up[replica.index]]
-        for index, shard in next_shards(pending, loads, is_gathering=not all(is_up)):
+        for index, shard in next_shards(pending, loads, is_gathering=is_dealt and not all(is_up)):
             replicas[index].assigned.append(shard)
             replicas[index].num_given += shard.num_rows
         loads = [replica.load() for replica in replicas if is_up[replica.index]]
@@ -153,7 +154,14 @@ def main() -> None:
                 lengths = log_normal_lengths(args.rows * number, seed=seed)
                 rows = in_order(lengths, order)
                 took, idles = simulate(
-                    lengths, rows, speeds, starts, args.max_num_seqs, args.step_ms / 1e3, args.request_us / 1e6
+                    lengths,
+                    rows,
+                    order != "input",
+                    speeds,
+                    starts,
+                    args.max_num_seqs,
+                    args.step_ms / 1e3,
+                    args.request_us / 1e6,
                 )
                 seconds.append(took)
                 idle += idles

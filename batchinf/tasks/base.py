@@ -7,12 +7,43 @@ import pyarrow as pa
 
 from batchinf.errors import SpecError
 from batchinf.spec import JobSpec
-from batchinf.tasks.columns import leaf_of, repeat
+from batchinf.tasks.columns import leaf_of, list_of, repeat
 
 _KEYS = ("row_index", "prompt_hash", "sample_index")
 # Kept out of dictionaries: nearly every value is different.
 _UNIQUE = frozenset({"id", "row_index", "prompt_hash", "prompt", "text", "reasoning", "cumulative_logprob"})
 _NO_STATISTICS = frozenset({"prompt", "text", "reasoning", "error_message"})
+
+
+def result_schema(
+    spec: JobSpec, own: Sequence[tuple[str, pa.DataType]], *, may_truncate: bool | None = None
+) -> pa.Schema:
+    """What the journal holds of a task: keys, the prompt, what is the task's own, counts and errors.
+
+    may_truncate: whether `prompt_truncated` is there; default: where `input.on_overlong` cuts.
+    """
+    prompt = [("prompt", pa.string()), ("prompt_token_ids", list_of(pa.int32()))]
+    may_truncate = spec.input.on_overlong != "error" if may_truncate is None else may_truncate
+    fields = [
+        ("row_index", pa.int64()),
+        ("request_index", pa.int32()),
+        ("num_requests", pa.int32()),
+        ("prompt_hash", pa.int64()),
+        *(prompt if spec.output.include_prompt else []),
+        *own,
+        ("num_prompt_tokens", pa.int32()),
+        *([("prompt_truncated", pa.bool_())] if may_truncate else []),
+        ("num_output_tokens", pa.int32()),
+        ("error_type", pa.string()),
+        ("error_message", pa.string()),
+        ("attempts", pa.int32()),
+    ]
+    return pa.schema(fields)
+
+
+def without_requests(schema: pa.Schema) -> pa.Schema:
+    """The fields of a result that are those of an output row too."""
+    return pa.schema([field for field in schema if field.name not in ("request_index", "num_requests")])
 
 
 class TaskBase:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec import JobSpec, SamplingSpec
-from batchinf.tasks.base import TaskBase
+from batchinf.tasks.base import TaskBase, result_schema, without_requests
 from batchinf.tasks.columns import (
     Tokens,
     chosen_columns,
@@ -42,8 +42,8 @@ class Generate(TaskBase):
         self._sampling = spec.sampling
         self._output = spec.output
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
-        self.result_schema = _result_schema(spec)
-        results = [field for field in self.result_schema if field.name not in ("request_index", "num_requests")]
+        self.result_schema = result_schema(spec, _own_fields(spec))
+        results = list(without_requests(self.result_schema))
         self.own = pa.schema([*results[:2], pa.field("sample_index", pa.int32()), *results[2:]])
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
@@ -95,16 +95,10 @@ def _num_top(sampling: SamplingSpec) -> int | None:
     return 0 if sampling.logprob_token_ids else sampling.logprobs
 
 
-def _result_schema(spec: JobSpec) -> pa.Schema:
+def _own_fields(spec: JobSpec) -> list[tuple[str, pa.DataType]]:
     output, sampling = spec.output, spec.sampling
     logprob = pa.float16() if output.logprobs_dtype == "float16" else pa.float32()
-    prompt = [("prompt", pa.string()), ("prompt_token_ids", list_of(pa.int32()))]
-    fields = [
-        ("row_index", pa.int64()),
-        ("request_index", pa.int32()),
-        ("num_requests", pa.int32()),
-        ("prompt_hash", pa.int64()),
-        *(prompt if output.include_prompt else []),
+    return [
         ("text", pa.string()),
         *([("reasoning", pa.string())] if spec.model.reasoning_parser is not None else []),
         *([("token_ids", list_of(pa.int32()))] if output.include_token_ids else []),
@@ -114,11 +108,4 @@ def _result_schema(spec: JobSpec) -> pa.Schema:
         *logprob_fields("", _num_top(sampling), logprob),
         *chosen_fields(len(sampling.logprob_token_ids), logprob),
         *logprob_fields("prompt_", sampling.prompt_logprobs, logprob),
-        ("num_prompt_tokens", pa.int32()),
-        *([("prompt_truncated", pa.bool_())] if spec.input.on_overlong != "error" else []),
-        ("num_output_tokens", pa.int32()),
-        ("error_type", pa.string()),
-        ("error_message", pa.string()),
-        ("attempts", pa.int32()),
     ]
-    return pa.schema(fields)

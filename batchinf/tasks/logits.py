@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec import JobSpec, SamplingSpec
-from batchinf.tasks.base import TaskBase
+from batchinf.tasks.base import TaskBase, result_schema, without_requests
 from batchinf.tasks.columns import (
     INT32,
     ITEM,
@@ -17,6 +17,7 @@ from batchinf.tasks.columns import (
     error_columns,
     id_lists,
     key_columns,
+    leaf_of,
     list_array,
     list_of,
     offsets_of,
@@ -42,8 +43,8 @@ class Logits(TaskBase):
         self._logits = spec.logits
         self._is_generated = spec.logits.positions == "generated"
         self._dtype = np.dtype(spec.logits.dtype)
-        self.result_schema = _result_schema(spec)
-        self.own = pa.schema([field for field in self.result_schema if field.name not in _KEYS_WITHIN])
+        self.result_schema = result_schema(spec, _own_fields(spec))
+        self.own = without_requests(self.result_schema)
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request. The row after a prompt's last token is that of its first output token."""
@@ -100,15 +101,15 @@ class Logits(TaskBase):
         return self.output_table(columns, {name: results.column(name) for name in results.column_names})
 
     def parquet_options(self, schema: pa.Schema) -> dict[str, Any]:
-        """The rows plain and uncompressed: zstd takes 8 % off them for half of the speed, and a split of float16 is not
-        read by DuckDB.
+        """The rows plain and uncompressed: zstd makes them hardly smaller for half of the speed, and a split of float16
+        is not read by DuckDB.
         """
-        options = super().parquet_options(schema)
-        path = f"{self._logits.values}.list.{ITEM}.list.{ITEM}"
+        options, name = super().parquet_options(schema), self._logits.values
+        paths = {field.name: leaf_of(field)[0] for field in schema}
         return options | {
-            "compression": {_leaf(field): "none" if field.name == self._logits.values else "zstd" for field in schema},
-            "compression_level": {_leaf(field): 1 for field in schema if field.name != self._logits.values},
-            "use_byte_stream_split": [name for name in options["use_byte_stream_split"] if name != path],
+            "compression": {path: "none" if column == name else "zstd" for column, path in paths.items()},
+            "compression_level": {path: 1 for column, path in paths.items() if column != name},
+            "use_byte_stream_split": [path for path in options["use_byte_stream_split"] if path != paths[name]],
         }
 
     def warm_up_request(self) -> Request:
@@ -118,9 +119,6 @@ class Logits(TaskBase):
             prompt = Prompt(-1, [1] * 8, None, None, positions=(0, 7))
         [request] = self.expand(prompt, 12)
         return request
-
-
-_KEYS_WITHIN = ("request_index", "num_requests")
 
 
 def row_type(item: pa.DataType, width: int) -> pa.DataType:
@@ -138,33 +136,13 @@ def _positions(completion: Completion) -> npt.NDArray[np.int32]:
     return np.arange(first, first + len(completion.token_ids), dtype=INT32)
 
 
-def _leaf(field: pa.Field) -> str:
-    path, type = str(field.name), field.type
-    while pa.types.is_list(type) or pa.types.is_fixed_size_list(type):
-        path, type = f"{path}.list.{ITEM}", type.value_type
-    return path
-
-
-def _result_schema(spec: JobSpec) -> pa.Schema:
-    logits, output = spec.logits, spec.output
+def _own_fields(spec: JobSpec) -> list[tuple[str, pa.DataType]]:
+    logits = spec.logits
     assert logits is not None
     item = pa.float16() if logits.dtype == "float16" else pa.float32()
-    prompt = [("prompt", pa.string()), ("prompt_token_ids", list_of(pa.int32()))]
     generated = [("token_ids", list_of(pa.int32())), ("finish_reason", pa.string())]
-    fields = [
-        ("row_index", pa.int64()),
-        ("request_index", pa.int32()),
-        ("num_requests", pa.int32()),
-        ("prompt_hash", pa.int64()),
-        *(prompt if output.include_prompt else []),
+    return [
         ("positions", list_of(pa.int32())),
         (logits.values, list_of(row_type(item, logits.width))),
         *(generated if logits.positions == "generated" else []),
-        ("num_prompt_tokens", pa.int32()),
-        *([("prompt_truncated", pa.bool_())] if spec.input.on_overlong != "error" else []),
-        ("num_output_tokens", pa.int32()),
-        ("error_type", pa.string()),
-        ("error_message", pa.string()),
-        ("attempts", pa.int32()),
     ]
-    return pa.schema(fields)

@@ -1,5 +1,6 @@
 """What the tasks have in common that make vectors of prompts: one request and one output row for each input row."""
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 from batchinf.errors import BatchinfError
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec import JobSpec
-from batchinf.tasks.base import TaskBase
+from batchinf.tasks.base import TaskBase, result_schema, without_requests
 from batchinf.tasks.columns import (
     ITEM,
     concatenate,
@@ -24,7 +25,7 @@ from batchinf.tasks.columns import (
 Values = npt.NDArray[Any]
 
 
-class Pooled(TaskBase):
+class Pooled(TaskBase, abc.ABC):
     """A task of which each file says what it keeps of `Completion.values`: `vector_fields` and `vector_columns`."""
 
     joins_requests = True  # a row has one request, and no samples
@@ -33,36 +34,19 @@ class Pooled(TaskBase):
         super().__init__(spec)
         self.dtype = np.dtype(spec.pooling.dtype)
         self.width = spec.pooling.vector_width
-        prompt = [("prompt", pa.string()), ("prompt_token_ids", list_of(pa.int32()))]
-        self.result_schema = pa.schema(
-            [
-                ("row_index", pa.int64()),
-                ("request_index", pa.int32()),
-                ("num_requests", pa.int32()),
-                ("prompt_hash", pa.int64()),
-                *(prompt if spec.output.include_prompt else []),
-                *self.vector_fields(),
-                ("num_prompt_tokens", pa.int32()),
-                *([("prompt_truncated", pa.bool_())] if spec.input.on_overlong != "error" else []),
-                ("num_output_tokens", pa.int32()),
-                ("error_type", pa.string()),
-                ("error_message", pa.string()),
-                ("attempts", pa.int32()),
-            ]
-        )
-        keys = ("request_index", "num_requests")
-        self.own = pa.schema([field for field in self.result_schema if field.name not in keys])
+        self.result_schema = result_schema(spec, self.vector_fields())
+        self.own = without_requests(self.result_schema)
 
+    @abc.abstractmethod
     def vector_fields(self) -> list[tuple[str, pa.DataType]]:
         """The task's own columns."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
         """Them, from what the engine gave for each result, [num_positions, width], or None where it gave nothing.
 
         num_tokens: in each result's prompt.
         """
-        raise NotImplementedError
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request, which generates nothing."""

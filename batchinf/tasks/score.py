@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, Result, TokenLogprobs
 from batchinf.spans import Span
 from batchinf.spec import JobSpec, SamplingSpec
-from batchinf.tasks.base import TaskBase
+from batchinf.tasks.base import TaskBase, result_schema, without_requests
 from batchinf.tasks.columns import (
     Tokens,
     error_columns,
@@ -64,8 +64,8 @@ class Score(TaskBase):
         self._together = spec.score.one_pass and self._is_choice and self._k == 0
         self._sampling = score_sampling(spec.sampling)
         self._one_pass = SamplingSpec(temperature=0.0)
-        self.result_schema = self._result_schema()
-        self.own = self._own_schema()
+        self.result_schema = self._schema(self._scored_fields())
+        self.own = without_requests(self._schema(self._own_fields()))
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """A request for each span, or one for all choices; one, never run, for a prompt with an error."""
@@ -198,35 +198,18 @@ class Score(TaskBase):
             return [(f"choice_{name}", list_of(type)) for name, type in fields]
         return [("logprob_sum", pa.float64()), *fields[1:]]
 
-    def _prompt_fields(self) -> list[tuple[str, pa.DataType]]:
-        prompt = [("prompt", pa.string()), ("prompt_token_ids", list_of(pa.int32()))]
-        return [("prompt_hash", pa.int64()), *(prompt if self.spec.output.include_prompt else [])]
+    def _schema(self, scored: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
+        where = self.spec.input
+        answer = [("answer", pa.int32())] if where.answer_column is not None else []
+        context = [] if where.text_column is not None else [("num_context_tokens", pa.int32())]
+        return result_schema(self.spec, [*scored, *answer, *context], may_truncate=where.text_column is None)
 
-    def _end_fields(self) -> list[tuple[str, pa.DataType]]:
-        context = [] if self.spec.input.text_column is not None else [("num_context_tokens", pa.int32())]
-        return [
-            *([("answer", pa.int32())] if self.spec.input.answer_column is not None else []),
-            *context,
-            ("num_prompt_tokens", pa.int32()),
-            *([("prompt_truncated", pa.bool_())] if self.spec.input.text_column is None else []),
-            ("num_output_tokens", pa.int32()),
-            ("error_type", pa.string()),
-            ("error_message", pa.string()),
-            ("attempts", pa.int32()),
-        ]
-
-    def _result_schema(self) -> pa.Schema:
-        keys = [("row_index", pa.int64()), ("request_index", pa.int32()), ("num_requests", pa.int32())]
-        return pa.schema([*keys, *self._prompt_fields(), *self._scored_fields(), *self._end_fields()])
-
-    def _own_schema(self) -> pa.Schema:
+    def _own_fields(self) -> list[tuple[str, pa.DataType]]:
         scored = self._scored_fields()
         if self._is_choice:
-            scored = [*((name, pa.int32()) for name in ("best", "best_per_token", "best_per_byte")), *scored]
-        else:
-            means = [(name, pa.float64()) for name in ("logprob_mean", "perplexity", "bits_per_byte")]
-            scored = [scored[0], *means, *scored[1:]]
-        return pa.schema([("row_index", pa.int64()), *self._prompt_fields(), *scored, *self._end_fields()])
+            return [*((name, pa.int32()) for name in ("best", "best_per_token", "best_per_byte")), *scored]
+        means = [(name, pa.float64()) for name in ("logprob_mean", "perplexity", "bits_per_byte")]
+        return [scored[0], *means, *scored[1:]]
 
 
 class _Score:
