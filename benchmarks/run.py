@@ -153,6 +153,12 @@ def write_spec(
         "engine": workload.engine,
         "output": {"path": str(out)},
     }  # fmt: skip
+    if workload.task == "score":
+        spec |= {
+            "task": "score",
+            "sampling": {},
+            "input": {"path": str(prompts), "text_column": "prompt", "id_column": "id"},
+        }
     if workload.scripted_step_s is not None:
         spec["scripted"] = {
             "step_s": workload.scripted_step_s,
