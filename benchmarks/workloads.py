@@ -14,11 +14,11 @@ class Workload:
     """Rows of `prompt_tokens` tokens in and `max_tokens` out (the end-of-sequence token is ignored).
 
     slow_rows: rows for the rivals `defaults` and `chunks`, which are several times slower. rivals: those that the
-    workload is held against. h200: tokens a second seen or expected on one H200, for planning alone: of output, of the
-    prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call. order: the job's
-    `input.order`. task: the job's; one that scores takes each prompt as its text. scripted_step_s: least time of a step of the scripted engine, which is then in vLLM's place.
-    prefix_tokens: of the prompt, which `rows_per_prefix` rows share, shuffled; all prefixes together are then three
-    times what the KV cache is made to hold.
+    workload is held against. h200: tokens a second seen or expected on one H200, for planning alone: of output, of
+    the prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call. order: the job's
+    `input.order`. task: the job's; one that scores takes each prompt as its text. scripted_step_s: least time of a
+    step of the scripted engine, which is then in vLLM's place. prefix_tokens: of the prompt, which `rows_per_prefix`
+    rows share, shuffled; all prefixes together are then three times what the KV cache is made to hold.
     """
 
     name: str
