@@ -164,7 +164,7 @@ def _install_v2(runner: Any, rows: Rows) -> bool:
         return False
     for module, theirs in zip(modules, found, strict=True):
         module.compute_topk_scores = v2_scores(rows, theirs)  # type: ignore[arg-type, attr-defined]
-    worker = getattr(runner, "prompt_logprobs_worker", None)  # of a pipeline the last stage has one
+    worker: Any = getattr(runner, "prompt_logprobs_worker", None)  # of a pipeline the last stage has one
     if isinstance(getattr(worker, "in_progress_prompt_logprobs", None), dict):
         worker.in_progress_prompt_logprobs = PiecesOfPrompts()
     return True
