@@ -36,7 +36,7 @@ from batchinf.backends.local import engine_environment
 from batchinf.placement import visible_devices
 
 HERE = pathlib.Path(__file__).resolve().parent
-KINDS = ("ceiling", "sorted", "raw", "defaults", "chunks")  # in the order in which they are run
+KINDS = ("raw", "ceiling", "sorted", "defaults", "chunks")  # in the order in which they are run
 
 
 def main() -> None:
