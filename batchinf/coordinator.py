@@ -239,10 +239,9 @@ class Coordinator:
 
     def _load(self, index: int, member: Member) -> ReplicaLoad:
         is_accepting = not member.is_stopping and not self._trials.is_on_trial(member)
-        # Elsewhere a suspect would begin a search of its own, and nothing found here would count.
-        held = self._trials.shards
-        unbegun = tuple(shard for shard in member.unbegun if shard not in held)
-        return ReplicaLoad(index, member.window_rows, member.outstanding_rows, unbegun, is_accepting)
+        return ReplicaLoad(
+            index, member.window_rows, member.outstanding_rows, self._trials.movable(member), is_accepting
+        )
 
     def _next_attempt(self, shards: Iterable[Shard]) -> int:
         """The number of the try that begins now for these shards: the greatest of theirs."""

@@ -31,6 +31,8 @@ _PLAIN = {
     "modules_to_save": (None, [], ["classifier"], ["score"]), "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False), "use_bdlora": (None, {}), "trainable_token_indices": (None, [], {}),
 }  # fmt: skip
+# `init_lora_weights` that say how training began, and nothing of how the weights are to be read.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,13 @@ def _check(what: str, folder: pathlib.Path, model: Model) -> int:
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise ModelError(f"{what}{path} has {key} {config[key]!r}, which vLLM cannot apply; train it without")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+        # 0.26 would add the adapter to the model as it was before the start changed it; 0.32 refuses it.
+        raise ModelError(
+            f"{what}{path} has init_lora_weights {start}, which changes the base model's weights too; make a plain "
+            "adapter of it with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
     if problems := model_files.problems(folder, ADAPTER):
         raise ModelError(f"{what}the weights are not whole: {problems[0]}; get them again")
     if max(ranks) > RANKS[-1]:

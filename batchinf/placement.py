@@ -63,6 +63,12 @@ def place(spec: JobSpec, devices: Sequence[str], cpus: Sequence[int]) -> list[Sl
     """
     degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
     wanted = spec.parallel.data_parallel_size
+    if not devices and spec.scripted is None and spec.parallel.pipeline_parallel_size > 1:
+        # In 0.32 its later stages have no place for what comes from the earlier ones, and die at the first request.
+        raise SpecError(
+            f"parallel.pipeline_parallel_size: got {spec.parallel.pipeline_parallel_size}, but no CUDA device is "
+            "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
+        )
     if not devices or spec.scripted is not None:
         num_replicas = CPU_REPLICAS if wanted == "auto" else wanted
         return [Slot(i, (), share) for i, share in enumerate(share_cpus(cpus, num_replicas))]

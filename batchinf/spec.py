@@ -100,7 +100,7 @@ class ParallelSpec(Section):
     tensor_parallel_size: Annotated[Positive, RUNTIME] = 1
     """Devices that share each layer."""
     pipeline_parallel_size: Annotated[Positive, RUNTIME] = 1
-    """Devices that share the layers among them."""
+    """Devices that share the layers among them: CUDA devices, as vLLM runs no pipeline on a processor."""
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
     """Replicas; `auto` is as many as the visible devices hold, or 2 on a CPU."""
 

@@ -59,6 +59,15 @@ class Trials:
         """Shards that nobody but their case's replica may run."""
         return self._quarantine.shards
 
+    def movable(self, member: Member) -> tuple[int, ...]:
+        """Shards that another may run in a member's stead, oldest first.
+
+        A suspect that killed another replica would begin a search of its own there, and what was found here would not
+        count.
+        """
+        held = self.shards
+        return tuple(shard for shard in member.unbegun if shard not in held)
+
     def is_on_trial(self, member: Member) -> bool:
         """Whether nothing but suspects may be in a member's engine."""
         case = self._quarantine.of(member.slot.replica)

@@ -1,12 +1,14 @@
 """The adapter to vLLM's pooling runner: prompts in, vectors out, through the same loop as `vllm_engine`.
 
-Run against vLLM 0.32.0 and read against 0.26.0.
+Run against vLLM 0.32.0 and read against 0.26.0, where such models take the V1 runner.
 """
 
+import contextlib
+import importlib
 from typing import Any
 
 import numpy as np
-from vllm import EngineArgs, PoolingParams
+from vllm import EngineArgs, PoolingParams, envs
 from vllm.config import PoolerConfig
 
 from batchinf.adapter import Adapter
@@ -18,6 +20,7 @@ from batchinf.vllm_engine import VllmEngine
 from batchinf.vllm_layers import CONFIG, NAME
 from batchinf.vllm_scheduler import NAME as SCHEDULER
 
+_V2_RUNNER = "vllm.v1.worker.gpu.pool.pooling_runner"
 _CONVERT = {"embed": "embed", "hidden_states": "embed", "classify": "classify", "reward": "classify"}
 
 
@@ -113,8 +116,23 @@ def wanted_tasks(spec: JobSpec) -> tuple[str, ...]:
     return {"embed": ("embed",), "classify": ("classify",), "reward": ("classify", "token_classify")}[spec.task]
 
 
+def check_runner() -> None:
+    """Raise SpecError where the V2 runner is asked for and gives the normalised last state, whatever is wanted."""
+    if not getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None):
+        return
+    runner = None
+    with contextlib.suppress(ImportError):
+        runner = getattr(importlib.import_module(_V2_RUNNER), "PoolingRunner", None)
+    if not hasattr(runner, "add_request"):  # that of 0.26 does not look at a request's parameters
+        raise SpecError(
+            "VLLM_USE_V2_MODEL_RUNNER: got 1, but in this version of vLLM that runner gives normalised last states "
+            "alone; leave it out of the environment"
+        )
+
+
 def pooling_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: as for text, with the runner, the pooler and the worker that the task needs."""
+    check_runner()
     arguments = engine_arguments(spec, model_path, tokenizer_path, revision)
     if arguments.get("scheduler_cls") == SCHEDULER:  # it puts tokens together, and here are none
         del arguments["scheduler_cls"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -101,9 +102,28 @@ def test_rows_are_those_of_llm_generate(
 
 
 def test_degrees_do_not_change_rows(alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Tensor parallel; two replicas are killed, and give the same rows, below."""
-    jobs.finish(real_job(tmp_path, rows_in, parallel={"data_parallel_size": 1, "tensor_parallel_size": 2}))
-    assert_close(jobs.rows_of(tmp_path / "out"), alone)
+    """Tensor parallel, and its logits, of which each worker has all and one sends them: tokens and logprobs are those
+    of the text from one device, and go on where a stop string ended that. Two replicas are killed, and give the same
+    rows, below.
+    """
+    sections = {"task": "logits", "logits": {"positions": "generated", "dtype": "float32"}}
+    parallel = {"data_parallel_size": 1, "tensor_parallel_size": 2}
+    sampling = {"temperature": 0.0, "max_tokens": SAMPLING["max_tokens"], "logprobs": None}
+    jobs.finish(real_job(tmp_path, rows_in, **sections, sampling=sampling, parallel=parallel))
+    rows = jobs.rows_of(tmp_path / "out")
+    assert len(rows) == NUM_ROWS
+    for row, expected in zip(rows, alone, strict=True):
+        num_tokens = len(expected["token_ids"])
+        assert row["token_ids"][:num_tokens] == expected["token_ids"]
+        logits = np.array(row["logits"], np.float64)
+        assert logits.shape == (len(row["token_ids"]), 1536)
+        found = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        sampled = found[np.arange(num_tokens), expected["token_ids"]]
+        np.testing.assert_allclose(sampled, expected["logprobs"], atol=1e-4)
+        for position, (token_ids, logprobs) in enumerate(
+            zip(expected["top_token_ids"], expected["top_logprobs"], strict=True)
+        ):
+            np.testing.assert_allclose(found[position, token_ids], logprobs, atol=1e-4)
 
 
 def test_killed_and_resumed(alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:

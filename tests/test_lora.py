@@ -113,6 +113,8 @@ def wrong_adapter(folder: pathlib.Path, how: str) -> None:
         ("r=null", "has no rank: `r` is None; it must be a whole number from 1 on"),
         ("use_dora=true", "has use_dora True, which vLLM cannot apply; train it without"),
         ('modules_to_save=["lm_head"]', "has modules_to_save ['lm_head'], which vLLM cannot apply; train it without"),
+        ('init_lora_weights="pissa_niter_4"', "has init_lora_weights pissa_niter_4, which changes the base model's "
+         "weights too; make a plain adapter of it"),
         ('peft_type="IA3"', "is of type IA3; vLLM takes LORA"),
     ],
 )  # fmt: skip

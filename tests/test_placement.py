@@ -112,6 +112,14 @@ def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], needed: s
         place(spec_of(parallel=parallel), ["0", "1", "2", "3"], range(16))
 
 
+def test_a_pipeline_needs_devices() -> None:
+    wrong = r"^parallel\.pipeline_parallel_size: got 2, but no CUDA device is visible, .*; use tensor_parallel_size$"
+    with pytest.raises(SpecError, match=wrong):
+        place(spec_of(parallel=degrees(1, 2)), [], range(4))
+    assert len(place(spec_of(parallel=degrees(2, 1)), [], range(4))) == 2
+    assert len(place(spec_of(parallel=degrees(1, 2), scripted={}), [], range(4))) == 2
+
+
 def test_the_scripted_engine_takes_no_device() -> None:
     assert place(spec_of(scripted={}), ["0"], range(4)) == [Slot(0, (), (0, 1)), Slot(1, (), (2, 3))]
 

@@ -286,6 +286,7 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
     state.kept["case/a"] = EventLine("death", "", {"kept_as": "case/a", **case.fields()})
     manifest = Manifest(folder, 1)
     trials = Trials(RunOrder(folder, extents), state, np.zeros(1, np.bool_), fleet, manifest)
+    assert trials.movable(types.SimpleNamespace(unbegun=(4, 0, 2))) == (4, 2)  # type: ignore[arg-type]
     for rows in ((8,), (7,), (8,), (8,), ()):
         trials.give(lambda shards: 1)
         trials.give(lambda shards: 1)  # nothing is given twice

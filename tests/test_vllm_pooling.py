@@ -26,7 +26,7 @@ from batchinf.tasks import get_task
 
 vllm = pytest.importorskip("vllm")
 from batchinf.vllm_layers import give_layers  # noqa: E402
-from batchinf.vllm_pooling import VllmPooling  # noqa: E402
+from batchinf.vllm_pooling import VllmPooling, check_runner  # noqa: E402
 
 MAX_MODEL_LEN = 256
 NUM_LAYERS = 4
@@ -238,3 +238,15 @@ def test_a_whole_job(tmp_path: pathlib.Path) -> None:
         assert row["num_prompt_tokens"] == ids["input_ids"].shape[1]
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
         assert vector @ expected / np.linalg.norm(expected) >= 0.9999
+
+
+def test_a_runner_that_does_not_look_at_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.pool.pooling_runner import PoolingRunner
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    check_runner()
+    monkeypatch.delattr(PoolingRunner, "add_request")  # as in 0.26
+    with pytest.raises(SpecError, match=r"^VLLM_USE_V2_MODEL_RUNNER: got 1, but .* leave it out of the environment$"):
+        check_runner()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    check_runner()
