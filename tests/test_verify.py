@@ -20,7 +20,9 @@ from batchinf.errors import DriftError, OutputError, UserError
 from batchinf.records import Prompt
 from batchinf.spans import Scoring, Span
 from batchinf.spec_file import read_spec
-from batchinf.verify import Tally, Wanted, count, spearman
+from batchinf.stored_rows import StoredRow
+from batchinf.tallies import Tally, count, spearman
+from batchinf.verify import Wanted
 
 NUM_ROWS = 12
 
@@ -195,7 +197,7 @@ def test_how_claims_are_counted() -> None:
 
 def scored(spans: list[tuple[list[int], int]], **row: Any) -> list[tuple[list[int], int, list[list[int]], list[Any]]]:
     prompt = Prompt(0, [], None, None, scoring=Scoring(tuple(Span(ids, start, 1) for ids, start in spans)))
-    claims = CLAIMS["score"].of(row, prompt, ())
+    claims = CLAIMS["score"].of(StoredRow(row, (), pathlib.Path(), 0, 0), prompt, ())
     return [(it.token_ids, it.first, it.wanted.tolist(), it.values.tolist()) for it in claims]
 
 
