@@ -11,7 +11,7 @@ from batchinf.claims import Claim, RowsClaim
 
 # Ranks are compared over at most so many of a position's tokens, where these are the likeliest,
 _MOST_RANKED = 64
-# and, over whole rows of a vocabulary, at so many positions of a claim, evenly spaced: 50 ms each for 128,256.
+# and, over whole rows of a vocabulary, at so many positions of a claim, evenly spaced: 20 ms each for 128,256.
 _RANKED_ROWS = 16
 
 # A table's columns, each with its width.

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from held import held
 
+from batchinf.errors import BatchinfError
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.spec_logits import LogitsSpec
@@ -26,7 +27,7 @@ PROMPTS = [list(range(10, 10 + length)) for length in (1, 2, 5, 30, 100)]
 GREEDY = SamplingSpec(temperature=0.0)
 
 
-def start(logits: LogitsSpec | None = None, **sampling: Any) -> "VllmEngine":
+def start(logits: LogitsSpec | None = None, engine: dict[str, Any] | None = None, **sampling: Any) -> "VllmEngine":
     from batchinf.vllm_engine import VllmEngine
 
     spec = JobSpec(
@@ -36,7 +37,7 @@ def start(logits: LogitsSpec | None = None, **sampling: Any) -> "VllmEngine":
         input={"path": "prompts.jsonl"},
         output={"path": "out"},
         sampling=SamplingSpec(**sampling),
-        engine={"max_model_len": 512},
+        engine={"max_model_len": 512, **(engine or {})},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -118,6 +119,36 @@ def test_after_tokens_that_are_named_in_any_order_and_twice(engine: "VllmEngine"
     done = complete(engine, wanting(PROMPTS, places))
     for prompt, place, completion in zip(PROMPTS, places, done, strict=True):
         np.testing.assert_allclose(values_of(completion), reference(prompt)[list(place)], atol=1e-3, rtol=0)
+
+
+def test_positions_of_prompts_that_are_run_in_pieces() -> None:
+    engine = start(
+        LogitsSpec(dtype="float32", vocab_size=VOCAB_SIZE),
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4, "enable_chunked_prefill": True},
+    )
+    # The second has none in its second piece, the third one alone at an edge of each.
+    prompts = [PROMPTS[4], PROMPTS[4][1:], PROMPTS[3], PROMPTS[4]]
+    places = [(80, 0, 15, 16, 99, 31), (2, 70), (15, 16), range(100)]
+    try:
+        done = complete(engine, wanting(prompts, places))
+    finally:
+        engine.close()
+    for prompt, place, completion in zip(prompts, places, done, strict=True):
+        np.testing.assert_allclose(values_of(completion), reference(prompt)[list(place)], atol=1e-3, rtol=0)
+
+
+def test_rows_of_positions_are_all_there_or_none_are_taken() -> None:
+    from batchinf.vllm_logprobs import VocabularyRows, vocabulary_rows
+
+    prompt, generated = VocabularyRows(), VocabularyRows()
+    column = np.zeros((3, 1), np.int32)
+    prompt.extend(column, np.array([[1.0], [4.0], [7.0]], np.float32), np.array([2, 5, 8], np.int32))
+    generated.extend(column[:1], np.array([[9.0]], np.float32), np.zeros(1, np.int32))
+    for positions, expected in (((1, 4, 7, 9), [1, 4, 7, 9]), ((9, 4, 4), [9, 4, 4]), ((7, 1), [7, 1])):
+        found = vocabulary_rows(RowsWanted(positions, None, 1, "float32"), generated, prompt)
+        assert found[:, 0].tolist() == expected
+    with pytest.raises(BatchinfError, match=r"^vLLM's worker gave rows of 3 positions, and not of all that are wanted"):
+        vocabulary_rows(RowsWanted((1, 3, 9), None, 1, "float32"), generated, prompt)
 
 
 def test_where_each_output_token_was_generated(engine: "VllmEngine") -> None:
