@@ -1,5 +1,5 @@
-"""What a stored row says of tokens' logprobs, in one form for all tasks: the claims that `verify` holds against a
-reference. A task that is to be verified has an entry in CLAIMS.
+"""What a stored row says: logprobs of tokens, or rows of numbers. The claims that `verify` holds against a reference; a
+task that is to be verified has an entry in CLAIMS.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ import pyarrow as pa
 from batchinf.errors import UserError
 from batchinf.records import Prompt, Request
 from batchinf.spec import JobSpec
+from batchinf.stored_rows import StoredRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,21 @@ class Claim:
     has_top: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class RowsClaim:
+    """Rows of numbers of one sequence, as stored: logits, vectors, what a head says.
+
+    kind: the column. token_ids: the whole sequence. positions: int64 [n], the tokens after which the rows are; None is
+    one row of the whole sequence. values: [n, width], in the stored type. is_vector: see `RowsTally`.
+    """
+
+    kind: str
+    token_ids: list[int]
+    positions: npt.NDArray[np.int64] | None
+    values: npt.NDArray[Any]
+    is_vector: bool
+
+
 Row = Mapping[str, Any]
 
 
@@ -41,12 +57,14 @@ class TaskClaims:
     """How a task's rows are read.
 
     check: raises UserError where what is stored is not enough. columns: those that are needed, where they are stored.
-    of: a row's claims, given its prompt and the requests that the task makes of it.
+    of: a row's claims, given its prompt and the requests that the task makes of it. rows: the columns of rows of
+    numbers.
     """
 
     check: Callable[[JobSpec, pa.Schema], None]
     columns: tuple[str, ...]
-    of: Callable[[Row, Prompt, Sequence[Request]], Iterator[Claim]]
+    of: Callable[[StoredRow, Prompt, Sequence[Request]], Iterator[Claim | RowsClaim]]
+    rows: Callable[[JobSpec], tuple[str, ...]] = lambda _: ()
 
 
 def _check_generate(spec: JobSpec, schema: pa.Schema) -> None:
@@ -61,7 +79,8 @@ def _check_generate(spec: JobSpec, schema: pa.Schema) -> None:
         raise UserError("structured_outputs change the logprobs that are stored: they cannot be verified")
 
 
-def _generate(row: Row, _: Prompt, requests: Sequence[Request]) -> Iterator[Claim]:
+def _generate(stored: StoredRow, _: Prompt, requests: Sequence[Request]) -> Iterator[Claim]:
+    row = stored.values
     prompt = requests[row["sample_index"]].prompt_token_ids
     if row.get("prompt_logprobs") is not None and len(prompt) > 1:
         # Nothing is stored of the first token.
@@ -75,11 +94,12 @@ def _check_score(spec: JobSpec, schema: pa.Schema) -> None:
         raise UserError("the job stored sums alone; run one with output.include_token_logprobs: true")
 
 
-def _score(row: Row, prompt: Prompt, requests: Sequence[Request]) -> Iterator[Claim]:
+def _score(stored: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[Claim]:
+    row = stored.values
     spans = () if prompt.scoring is None else prompt.scoring.spans
     if "choice_logprobs" in row:
-        stored = {name: values for name in _TOKENS if (values := row.get(f"choice_{name}")) is not None}
-        rows = [{name: values[place] for name, values in stored.items()} for place in range(len(spans))]
+        kept = {name: values for name in _TOKENS if (values := row.get(f"choice_{name}")) is not None}
+        rows = [{name: values[place] for name, values in kept.items()} for place in range(len(spans))]
     else:
         # Of a text, the windows' tokens end to end; where all of a context is stored, nothing is of its first token.
         has_all = len(spans) == 1 and len(row["logprobs"]) == len(spans[0].token_ids)
@@ -108,10 +128,65 @@ def _floats(values: Sequence[float | None]) -> npt.NDArray[np.float32]:
     return np.array([np.nan if value is None else value for value in values], np.float32)
 
 
+def _nothing(_: JobSpec, __: pa.Schema) -> None:
+    """All that is needed is always stored."""
+
+
+def _logits(stored: StoredRow, _: Prompt, requests: Sequence[Request]) -> Iterator[RowsClaim]:
+    [request] = requests
+    # After the last output token nothing is stored.
+    token_ids = [*request.prompt_token_ids, *(stored.values.get("token_ids") or ())[:-1]]
+    yield from _at_positions(stored, token_ids, is_vector=False)
+
+
+def _states(stored: StoredRow, _: Prompt, requests: Sequence[Request]) -> Iterator[RowsClaim]:
+    yield from _at_positions(stored, requests[0].prompt_token_ids, is_vector=True)
+
+
+def _at_positions(stored: StoredRow, token_ids: list[int], is_vector: bool) -> Iterator[RowsClaim]:
+    positions = np.asarray(stored.values["positions"], np.int64)
+    for name in stored.columns:
+        values = stored.numbers(name)
+        if len(positions) != len(values) or ((positions < 0) | (positions >= len(token_ids))).any():
+            shown = ", ".join([*map(str, positions[:8]), *(["…"] if len(positions) > 8 else [])])
+            raise UserError(
+                f"row {stored.values['row_index']} has {len(values)} rows of {name} at the positions {shown} of "
+                f"{len(token_ids)} tokens: its part is damaged; see batchinf check --deep"
+            )
+        if len(values):
+            yield RowsClaim(name, token_ids, positions, values, is_vector)
+
+
+def _of_prompt(is_vector: bool) -> Callable[[StoredRow, Prompt, Sequence[Request]], Iterator[RowsClaim]]:
+    def claims(stored: StoredRow, _: Prompt, requests: Sequence[Request]) -> Iterator[RowsClaim]:
+        for name in stored.columns:
+            yield RowsClaim(name, requests[0].prompt_token_ids, None, stored.numbers(name), is_vector)
+
+    return claims
+
+
+def _names_of_states(spec: JobSpec) -> tuple[str, ...]:
+    layers = spec.pooling.layers
+    return ("hidden_states",) if layers is None else tuple(f"hidden_states_{layer}" for layer in layers)
+
+
+def _name_of_classes(spec: JobSpec) -> tuple[str, ...]:
+    return ("logits" if spec.pooling.use_activation is False else "probabilities",)
+
+
+def _name_of_logits(spec: JobSpec) -> tuple[str, ...]:
+    return () if spec.logits is None else (spec.logits.values,)
+
+
 _TOKENS = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
 CLAIMS: dict[str, TaskClaims] = {
     "generate": TaskClaims(
         _check_generate, ("token_ids", *_TOKENS, *(f"prompt_{name}" for name in _TOKENS)), _generate
     ),
     "score": TaskClaims(_check_score, (*_TOKENS, *(f"choice_{name}" for name in _TOKENS)), _score),
+    "logits": TaskClaims(_nothing, ("positions", "token_ids"), _logits, _name_of_logits),
+    "hidden_states": TaskClaims(_nothing, ("positions",), _states, _names_of_states),
+    "embed": TaskClaims(_nothing, (), _of_prompt(is_vector=True), lambda _: ("embedding",)),
+    "classify": TaskClaims(_nothing, (), _of_prompt(is_vector=False), _name_of_classes),
+    "reward": TaskClaims(_nothing, (), _of_prompt(is_vector=False), lambda _: ("reward",)),
 }

@@ -184,11 +184,11 @@ def verify(
     device: Annotated[str, typer.Option("--device", help="Where it computes, such as `cpu` or `cuda:0`.")] = "cpu",
     tolerance: Annotated[
         float | None,
-        typer.Option("--tolerance", min=0, help="The most that |Δ logprob| may be; default: by the engine's dtype."),
+        typer.Option("--tolerance", min=0, help="The most that a number may be off; default: by the engine's dtype."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare the logprobs of some finished rows with transformers'; exit 3 where one is beyond the tolerance."""
+    """Hold some finished rows against transformers: logprobs, logits or vectors. Exit 3 beyond the tolerance."""
     from batchinf.verify import Wanted, report_json, report_lines, verify
 
     report = verify(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))

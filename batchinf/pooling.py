@@ -97,7 +97,7 @@ def bytes_per_vectors(spec: JobSpec, num_tokens: int) -> int:
 def _width(config: _Config, spec: JobSpec) -> int:
     width = config.number(_WIDTH_KEYS)
     if spec.task == "embed":
-        width = _projected_width(config.model, spec) or width
+        width = projected_width(config.model, spec) or width
     if width is None:
         raise SpecError(
             "pooling.width: missing; must be the numbers in one of the model's vectors, as its config does not say it"
@@ -105,7 +105,7 @@ def _width(config: _Config, spec: JobSpec) -> int:
     return width
 
 
-def _projected_width(model: Model, spec: JobSpec) -> int | None:
+def projected_width(model: Model, spec: JobSpec) -> int | None:
     """What comes out of the last dense layer that a sentence-transformers model has behind it, as vLLM applies it."""
     folder = pathlib.Path(model.path)
     if not folder.is_dir():  # still to be fetched; its small files are here

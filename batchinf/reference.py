@@ -17,10 +17,12 @@ import transformers
 
 from batchinf import model_files
 from batchinf.adapter import Adapter
+from batchinf.claims import RowsClaim
 from batchinf.errors import UserError
 from batchinf.lora import CONFIG
 from batchinf.model import Model
 from batchinf.model_files import ADAPTER
+from batchinf.spec import JobSpec
 
 # Positions whose logprobs are made at once, beside the logits of all: 128 MB in float32 for 128,256 tokens.
 _POSITIONS_AT_ONCE = 256
@@ -40,10 +42,15 @@ class Scores:
 
 
 class Reference:
-    """A causal language model of transformers."""
+    """A model of transformers: here a causal language model."""
 
-    def __init__(self, model: Model, adapters: tuple[Adapter, ...], dtype: str, device: str, trusts_code: bool) -> None:
-        """dtype: of weights and arithmetic. Raises UserError, in one line, where transformers cannot load the model."""
+    auto = "AutoModelForCausalLM"
+
+    def __init__(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...], dtype: str, device: str) -> None:
+        """spec: the resolved one. dtype: of weights and arithmetic. Raises UserError, in one line, where transformers
+        cannot load the model.
+        """
+        self._spec = spec
         self._adapters = {adapter.name: adapter for adapter in adapters}
         self._changed: dict[str, torch.Tensor] = {}
         self._current: str | None = None
@@ -52,17 +59,22 @@ class Reference:
         self.description = f"transformers {transformers.__version__} in {dtype} on {device}"
         try:
             # The module's own eager attention: the plainest arithmetic there is.
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded, info = getattr(transformers, self.auto).from_pretrained(
                 model.path,
                 revision=model.commit if not pathlib.Path(model.path).is_dir() else None,
                 dtype=getattr(torch, dtype),
                 attn_implementation="eager",
-                trust_remote_code=trusts_code,
+                trust_remote_code=spec.model.trust_remote_code,
+                output_loading_info=True,
             )
             self._model: Any = loaded.to(device).eval()
         except Exception as error:  # anything at all may come out of here
             words = " ".join(f"{error}".split())[:300] or type(error).__name__
             raise UserError(f"transformers cannot load '{model.name}' to verify it: {words}") from error
+        self._check_loaded(model, info)
+
+    def _check_loaded(self, model: Model, info: dict[str, Any]) -> None:
+        """Raise UserError where what was loaded is not all of the model that is needed."""
 
     def scores(
         self,
@@ -92,6 +104,29 @@ class Reference:
                 best.append(rows.argmax(-1).cpu().numpy())
         return Scores(np.concatenate(values), np.concatenate(best))
 
+    def rows(self, claim: RowsClaim, adapter: str | None, are_logits: bool) -> Iterator[npt.NDArray[np.float32]]:
+        """The numbers that a claim is of, [n, width], some at a time in their order. Raises UserError.
+
+        are_logits: before the softmax, where the claim is of a vocabulary's.
+        """
+        self._merge(adapter)
+        logits_of, positions = self._spec.logits, claim.positions
+        assert logits_of is not None and positions is not None
+        first, last = int(positions.min()), int(positions.max())
+        ids = torch.tensor([claim.token_ids[: last + 1]], device=self._device)
+        with torch.inference_mode():
+            logits = self._logits(ids, last + 1 - first)
+            if logits_of.is_full:
+                check_width(logits_of.width, min(logits_of.width, logits.shape[1]))
+            columns = None if logits_of.is_full else torch.tensor(logits_of.token_ids, device=logits.device)
+            for start in range(0, len(positions), _POSITIONS_AT_ONCE):
+                places = torch.from_numpy(positions[start : start + _POSITIONS_AT_ONCE] - first).to(logits.device)
+                rows = logits[places].float()
+                if not are_logits:
+                    rows = rows.log_softmax(-1)
+                rows = rows[:, : logits_of.width] if columns is None else rows[:, columns]
+                yield rows.cpu().numpy()
+
     def _logits(self, ids: torch.Tensor, num_positions: int) -> torch.Tensor:
         """[num_positions, vocab_size], of the last positions."""
         try:
@@ -112,13 +147,27 @@ class Reference:
             return
         adapter = self._adapters[name]
         for module, delta in _deltas(adapter):
-            try:
-                weight = self._model.get_submodule(module).weight
-            except AttributeError:
-                raise UserError(f"the adapter '{name}' changes {module}, which transformers' model has not") from None
+            module = module if self._has(module) else module.removeprefix(f"{self._model.base_model_prefix}.")
+            if not self._has(module):
+                raise UserError(f"the adapter '{name}' changes {module}, which transformers' model has not")
+            weight = self._model.get_submodule(module).weight
             self._changed[module] = weight.data.to("cpu", copy=True)
             delta = delta if delta.shape == weight.shape else delta.T
             weight.data += delta.to(weight.device, weight.dtype)
+
+    def _has(self, module: str) -> bool:
+        try:
+            return hasattr(self._model.get_submodule(module), "weight")
+        except AttributeError:
+            return False
+
+
+def check_width(stored: int, given: int) -> None:
+    """Raise UserError where the job's rows and transformers' have not as many numbers."""
+    if stored != given:
+        raise UserError(
+            f"the job's rows have {stored:,} numbers each, transformers' {given:,}: they cannot be verified"
+        )
 
 
 def _deltas(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from batchinf.records import Request
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.vllm_scheduler import NAME as SCHEDULER
 from batchinf.vllm_worker import NAME as WORKER
+from batchinf.vllm_worker import POSITIONS
 
 # Fields of SamplingSpec that SamplingParams has under the same name; None leaves vLLM's default.
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
@@ -75,6 +76,18 @@ def extra_of(request: Request) -> dict[str, Any]:
     if request.logprob_token_ids:
         return {"logprobs": None, "logprob_token_ids": list(request.logprob_token_ids)}
     return {}
+
+
+def positions_of(request: Request) -> dict[str, Any] | None:
+    """`extra_args` for our part in vLLM's workers: which rows of the prompt are wanted, where it is not all of them.
+
+    The last token's is that of the first output token, and none of the prompt's.
+    """
+    if request.rows is None or request.rows.positions is None or isinstance(request.rows.positions, range):
+        return None
+    last = len(request.prompt_token_ids) - 1
+    chosen = sorted({position for position in request.rows.positions if position < last})
+    return {POSITIONS: chosen} if chosen else None
 
 
 def sampling_params(

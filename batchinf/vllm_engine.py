@@ -33,7 +33,7 @@ from batchinf.adapter import Adapter
 from batchinf.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, Request
 from batchinf.spec import JobSpec, SamplingSpec
-from batchinf.vllm_arguments import TEMPLATE_OF, engine_arguments, extra_of, sampling_params
+from batchinf.vllm_arguments import TEMPLATE_OF, engine_arguments, extra_of, positions_of, sampling_params
 from batchinf.vllm_logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.vllm_lora import load_adapters, lora_arguments, lora_requests
 from batchinf.vllm_worker import install_rows
@@ -173,6 +173,8 @@ class VllmEngine:
             self._latest = request.sampling, extra, self._template(request.sampling, extra)
         params = copy.copy(self._latest[2])
         params.max_tokens, params.seed = request.max_tokens, request.seed
+        if (positions := positions_of(request)) is not None:
+            params.extra_args = positions
         return params
 
     def _template(self, sampling: SamplingSpec, extra: dict[str, Any]) -> Any:

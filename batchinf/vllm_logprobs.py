@@ -1,5 +1,6 @@
 """Logprobs stay arrays on their way through vLLM's front end, which by itself makes Python objects of them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,18 +38,21 @@ class Rows:
 class VocabularyRows:
     """Rows of numbers, one for each of a growing run of tokens: of the whole vocabulary, or of chosen tokens.
 
-    From `vllm_worker` they come as they are to be, beside one token id each. From vLLM itself a row comes in the order
-    of its ranks, behind the token's own number, and is put in the order of the vocabulary here.
+    From `vllm_worker` they come as they are to be, beside one token id each; `places`, where it sent some rows of a
+    prompt alone, are their positions, ascending. From vLLM itself a row comes in the order of its ranks, behind the
+    token's own number, and is put in the order of the vocabulary here.
     """
 
     def __init__(self) -> None:
         self.is_chosen = False
+        self.places: list[int] = []
         self._rows: list[Any] = []
 
     def extend(self, token_ids: Any, logprobs: Any, ranks: Any) -> None:
         """Take arrays [n, 1] and [n, width], or both [n, vocab_size + 1]."""
         if token_ids.shape[1] == 1:
             self.is_chosen = True
+            self.places += (ranks[ranks > 0] - 1).tolist()
             # A view of a whole step's rows would keep them all alive.
             is_whole = logprobs.base is None or getattr(logprobs.base, "nbytes", 0) <= logprobs.nbytes
             self._rows.append(logprobs if is_whole else logprobs.copy())
@@ -102,11 +106,22 @@ def vocabulary_rows(wanted: RowsWanted, generated: Any, prompt: Any) -> npt.NDAr
     if wanted.positions is not None:
         pieces = [*([] if prompt is None else prompt.pieces(wanted)), pieces[0][:1]]
     rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    if prompt is not None and prompt.places:
+        return _placed(rows, prompt.places, wanted.positions or ())
     if wanted.positions is None or isinstance(wanted.positions, range):
         return rows  # type: ignore[no-any-return]
     if prompt is None:
         return np.repeat(rows, len(wanted.positions), axis=0) if len(wanted.positions) > 1 else rows
     return rows[list(wanted.positions)]  # type: ignore[no-any-return]
+
+
+def _placed(rows: npt.NDArray[Any], places: list[int], positions: Sequence[int]) -> npt.NDArray[Any]:
+    """The rows at these positions, of those at `places` and, last, that of the prompt's last token."""
+    index = {place: number for number, place in enumerate([*places, max(*positions, places[-1] + 1)])}
+    if len(index) != len(rows) or not index.keys() >= set(positions):
+        raise BatchinfError(f"vLLM's worker gave rows of {len(places)} positions, and not of all that are wanted")
+    order = [index[position] for position in positions]
+    return rows if order == [*range(len(rows))] else rows[order]
 
 
 def install_arrays() -> bool:

@@ -3,8 +3,10 @@
 For `logprobs=-1` vLLM sorts each row (a top k of all) and sends it in order of rank with its ids, 8 bytes a number, and
 for prompts it holds 14 bytes a number of all positions on the device. Here a row is sent as it lies, in the order of
 the vocabulary and in the type that is stored: 2 bytes a number for float16, and for a prompt a few hundred positions at
-a time. Beside it goes one token id, by which `vllm_logprobs` knows such rows. Of a tensor-parallel group all have each
-row, and the first one alone copies and sends it; of a pipeline the last stage has them, and vLLM asks that one.
+a time. Beside it goes one token id, by which `vllm_logprobs` knows such rows. Where a request is after some positions
+of its prompt alone, the V1 runner makes and sends the rows of these; V2, which makes rows without knowing whose they
+are, sends all, of which the front end keeps some. Of a tensor-parallel group all have each row, and the first one alone
+copies and sends it; of a pipeline the last stage has them, and vLLM asks that one.
 
 Run with 0.32.0 (V1 runner) and read against both runners of 0.26.0, which takes the V2 runner for dense models on a
 GPU: the names below are the same there. What may be missing is looked for, and then vLLM's own order is sent.
@@ -12,6 +14,7 @@ GPU: the names below are the same there. What may be missing is looked for, and 
 
 import importlib
 import inspect
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +28,9 @@ from batchinf.spec_logits import LogitsSpec
 NAME = f"{__name__}.RowsExtension"
 # Rows that are worked on at once: 128k float32 each.
 _CHUNK = 256
+# In a request's `extra_args` (of SamplingParams, from 0.26 to 0.33): the positions of its prompt, ascending, that it is
+# after; without it all. Rows of these alone carry position + 1 as their rank.
+POSITIONS = "batchinf_positions"
 _V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
 # Of a prompt that is run in pieces, what the V2 runner may keep on the device until the last piece.
 _DEVICE_BYTES = 1 << 30
@@ -114,10 +120,11 @@ def _prompt_rows(runner: Any, rows: Rows, theirs: Callable[..., Any]) -> Callabl
                 continue
             request = runner.requests[request_id]
             num_prompt_tokens, start = len(request.prompt_token_ids), request.num_computed_tokens
+            chosen = (getattr(request.sampling_params, "extra_args", None) or {}).get(POSITIONS)
             kept = request.in_progress_prompt_logprobs_cpu
             if kept is None:
                 kept = request.in_progress_prompt_logprobs_cpu = _empty(
-                    num_prompt_tokens - 1, rows.width(vocab_size), rows.dtype
+                    num_prompt_tokens - 1, rows.width(vocab_size), rows.dtype, chosen
                 )
             # A chunk that ends at the last but one token is given back with the next, which brings an output token.
             num_left = num_prompt_tokens - (start + 1)
@@ -125,12 +132,17 @@ def _prompt_rows(runner: Any, rows: Rows, theirs: Callable[..., Any]) -> Callabl
             if num_tokens > num_left:
                 done[request_id] = kept
             offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
-            for first in range(0, num_rows, _CHUNK):
-                last = min(first + _CHUNK, num_rows)
-                logits = runner.model.compute_logits(hidden_states[offset + first : offset + last])
+            states, place = hidden_states[offset : offset + num_rows], start
+            if chosen is not None:
+                place, end = bisect_left(chosen, start), bisect_left(chosen, start + num_rows)
+                here = torch.tensor([position - start for position in chosen[place:end]], device=states.device)
+                states = states[here.long()]
+            for first in range(0, len(states), _CHUNK):
+                logits = runner.model.compute_logits(states[first : first + _CHUNK])
                 is_logits = runner.model_config.logprobs_mode in ("raw_logits", "processed_logits")
                 scores = logits if is_logits else runner.sampler.compute_logprobs(logits)
-                kept.logprobs[start + first : start + last].copy_(rows.of(scores), non_blocking=True)
+                at = place + first
+                kept.logprobs[at : at + len(scores)].copy_(rows.of(scores), non_blocking=True)
         for request_id in done:
             del wanted[request_id]
             runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
@@ -141,12 +153,11 @@ def _prompt_rows(runner: Any, rows: Rows, theirs: Callable[..., Any]) -> Callabl
     return prompt_rows
 
 
-def _empty(num_rows: int, width: int, dtype: Any) -> LogprobsTensors:
+def _empty(num_rows: int, width: int, dtype: Any, chosen: list[int] | None) -> LogprobsTensors:
     # Not pinned: each prompt's would be taken from the driver anew, which takes longer than the slower copy.
+    ranks = torch.zeros(num_rows, dtype=torch.int32) if chosen is None else torch.tensor(chosen, dtype=torch.int32) + 1
     return LogprobsTensors(
-        torch.zeros((num_rows, 1), dtype=torch.int32),
-        torch.empty((num_rows, width), dtype=dtype),
-        torch.zeros(num_rows, dtype=torch.int32),
+        torch.zeros((len(ranks), 1), dtype=torch.int32), torch.empty((len(ranks), width), dtype=dtype), ranks
     )
 
 

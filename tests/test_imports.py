@@ -30,7 +30,8 @@ ORDER = """
     feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine spec_file
     prompt_checks status channel job structures exclude choose prefixes ordering room failures replica backends.*
     replica_log fleet telemetry trials platforms progress coordinator forecast recovery retry extend epoch fresh
-    look results diff check claims reference verify token_lengths shown_rows score_rows validation cli __main__
+    look results diff check stored_rows claims tallies reference reference_vectors verify token_lengths shown_rows
+    score_rows validation cli __main__
 """.split()
 VLLM_ADAPTERS = {
     "vllm_arguments", "vllm_engine", "vllm_layers", "vllm_logprobs", "vllm_lora", "vllm_pooling", "vllm_reasoning",

@@ -4,10 +4,15 @@ import json
 import pathlib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import batchinf
 import jobs
+from batchinf.errors import UserError, VerificationFailed
+from batchinf.spec_file import read_spec
+from batchinf.verify import Wanted, report_lines, verify
 
 
 def test_chosen_tokens_after_each_rows_own_positions_of_a_chat(tmp_path: pathlib.Path) -> None:
@@ -44,3 +49,35 @@ def test_chosen_tokens_after_each_rows_own_positions_of_a_chat(tmp_path: pathlib
             expected = model(torch.tensor(prompts[n].tolist())[None]).logits[0].numpy()
         assert positions[n].tolist() == [len(prompts[n]) - 1, n]
         np.testing.assert_allclose(logits[n], expected[positions[n]][:, [*first, *second]], atol=1e-3, rtol=0)
+    check_verified(spec)
+
+
+def check_verified(spec: pathlib.Path) -> None:
+    """What is stored is found good, and one number that was altered, or moved to another position, is found out."""
+    good = verify(read_spec(spec), Wanted())
+    tally = good.tallies["logits"]
+    assert (good.is_within, good.num_rows, tally.num_positions, tally.num_agreeing) == (True, 5, 10, 10)
+    path = next((spec.parent / "out" / "parts").glob("*.parquet"))
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("logits")
+    rows = table["logits"].to_pylist()
+    at = next(number for number, row in enumerate(rows) if row is not None)
+    rows[at][1][0] += 0.01
+    pq.write_table(table.set_column(place, table.field("logits"), pa.array(rows, table.field("logits").type)), path)
+    altered = verify(read_spec(spec), Wanted())
+    worst = altered.worst[0]
+    row = table["row_index"][at].as_py()
+    assert (worst.row_index, worst.kind, worst.place) == (row, "logits", row)
+    assert worst.max_abs_delta == pytest.approx(0.01, abs=1e-3)
+    lines = report_lines(altered)
+    shown = [next(lines) for _ in range(4)]
+    assert f"worst rows: row {row}, logits at token {row}: " in shown[3]
+    with pytest.raises(
+        VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 0\.001; see the rows"
+    ):
+        list(lines)
+    moved = [positions and [positions[1], 99] for positions in table["positions"].to_pylist()]
+    place = table.schema.get_field_index("positions")
+    pq.write_table(table.set_column(place, table.field("positions"), pa.array(moved, table["positions"].type)), path)
+    with pytest.raises(UserError, match=rf"^row {row} has 2 rows of logits at the positions {row}, 99 of \d+ tokens: "):
+        verify(read_spec(spec), Wanted())

@@ -15,12 +15,16 @@ from adapters import make_adapter
 
 import jobs
 from batchinf import verify
-from batchinf.claims import CLAIMS, Claim
+from batchinf.claims import CLAIMS, Claim, RowsClaim
 from batchinf.errors import DriftError, OutputError, UserError
+from batchinf.model import resolve
 from batchinf.records import Prompt
 from batchinf.spans import Scoring, Span
+from batchinf.spec import JobSpec
 from batchinf.spec_file import read_spec
-from batchinf.verify import Tally, Wanted, count, spearman
+from batchinf.stored_rows import StoredRow
+from batchinf.tallies import RowsTally, Tally, count, count_rows, spearman, table_lines
+from batchinf.verify import Wanted
 
 NUM_ROWS = 12
 
@@ -195,7 +199,7 @@ def test_how_claims_are_counted() -> None:
 
 def scored(spans: list[tuple[list[int], int]], **row: Any) -> list[tuple[list[int], int, list[list[int]], list[Any]]]:
     prompt = Prompt(0, [], None, None, scoring=Scoring(tuple(Span(ids, start, 1) for ids, start in spans)))
-    claims = CLAIMS["score"].of(row, prompt, ())
+    claims = CLAIMS["score"].of(StoredRow(row, (), pathlib.Path(), 0, 0), prompt, ())
     return [(it.token_ids, it.first, it.wanted.tolist(), it.values.tolist()) for it in claims]
 
 
@@ -213,3 +217,128 @@ def test_what_a_scored_row_claims() -> None:
     assert whole == ([0, 5, 6], 1, [[5, 4], [6, 6]], [[-1.0, -0.5], [-2.0, -2.0]])
     choices = scored([([0, 5], 1), ([0, 6, 7], 1)], choice_logprobs=[[-1.0], [-2.0, -3.0]])
     assert choices == [([0, 5], 1, [[5]], [[-1.0]]), ([0, 6, 7], 1, [[6], [7]], [[-2.0], [-3.0]])]
+
+
+def rows_claim(values: Any, is_vector: bool = False, dtype: Any = np.float32) -> RowsClaim:
+    stored = np.array(values, dtype)
+    return RowsClaim("column", [0] * 9, np.arange(len(stored)) + 3, stored, is_vector)
+
+
+def test_how_rows_of_numbers_are_counted() -> None:
+    claim = rows_claim([[1.0, 3.0, 2.0], [np.nan, 5.0, 4.0], [1.0, 1.0, 0.5], [7.0, 7.0, 7.0]])
+    says = np.array([[1.0, 2.5, 2.0], [0.0, 5.0, 5.5], [1.0, 1.25, 0.5], [7.0, 7.0, 7.0]], np.float32)
+    tally = RowsTally()
+    # In pieces, as a reference gives them.
+    assert count_rows(tally, claim, iter([says[:1], says[1:]])) == (1, np.inf)
+    assert (tally.num_positions, tally.num_values, tally.num_nan) == (4, 12, 1)
+    assert (tally.max_abs_delta, tally.sum_abs_delta, tally.worst) == (1.5, 0.5 + 1.5 + 0.25, 1.5)
+    # The second row's likeliest is another; the third has two highest, of which the reference's is one.
+    assert (tally.num_ranked, tally.num_agreeing) == (4, 3)
+    assert tally.num_correlated == 2
+    assert tally.sum_correlation == pytest.approx(1.0 + scipy.stats.spearmanr([1, 1, 0.5], [1, 1.25, 0.5]).statistic)
+
+
+def test_one_number_a_row_and_what_float16_cannot_hold() -> None:
+    claim = rows_claim([[np.inf], [3.0], [2.0]], dtype=np.float16)
+    tally = RowsTally()
+    assert count_rows(tally, claim, [np.array([[70000.0], [3.0], [2.5]], np.float32)]) == (2, 0.5)
+    assert (tally.num_ranked, tally.num_correlated, tally.sum_correlation) == (0, 1, pytest.approx(1.0))
+    finite = RowsTally()
+    assert count_rows(finite, claim, [np.array([[60000.0], [3.0], [2.0]], np.float32)]) == (0, np.inf)
+    assert finite.worst == np.inf
+
+
+def test_how_vectors_are_counted() -> None:
+    claim = rows_claim([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]], is_vector=True)
+    tally = RowsTally(is_vector=True)
+    says = np.array([[3.0, 4.5], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], np.float32)
+    assert count_rows(tally, claim, [says]) == (2, pytest.approx(2**0.5))
+    assert (tally.min_cosine, tally.max_relative) == (0.0, tally.worst)
+    again = RowsTally(is_vector=True)
+    assert count_rows(again, rows_claim([[3.0, 4.0]], is_vector=True), [says[:1]])[1] == pytest.approx(
+        0.5 / np.hypot(3, 4.5)
+    )
+    # The right direction is not enough, and NaN is nothing at all.
+    assert count_rows(RowsTally(True), rows_claim([[6.0, 9.0]], is_vector=True), [says[:1]])[1] == pytest.approx(1.0)
+    lost = RowsTally(is_vector=True)
+    assert count_rows(lost, rows_claim([[np.nan, 4.5]], is_vector=True), [says[:1]])[1] == np.inf
+    assert (lost.num_nan, lost.worst) == (1, np.inf)
+    # Nothing where something should be.
+    assert count_rows(RowsTally(True), rows_claim([[0.0, 0.0]], is_vector=True), [says[3:]])[1] == 1.0
+
+
+def test_ranks_of_many_positions_are_compared_at_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(3)
+    values = random.standard_normal((100, 7)).astype(np.float32)
+    tally = RowsTally()
+    count_rows(tally, rows_claim(values), [values[:40], values[40:50], values[50:]])
+    assert (tally.num_correlated, tally.sum_correlation) == (15, pytest.approx(15.0))  # every seventh
+
+
+def test_the_table_has_a_head_for_each_kind_of_line() -> None:
+    tallies: dict[str, Tally | RowsTally] = {
+        "output": Tally(3, 3), "prompt": Tally(4, 8), "logits": RowsTally(num_positions=2, num_values=2000),
+        "embedding": RowsTally(is_vector=True, num_positions=1, num_values=5),
+    }  # fmt: skip
+    lines = [line.split() for line in table_lines(tallies)]
+    assert [line[0] for line in lines] == ["tokens", "output", "prompt", "rows", "logits", "vectors", "embedding"]
+    assert lines[4] == ["logits", "2", "2,000", "0.00e+00", "0.00e+00", "-", "-"]
+    assert lines[6][-1] == "1.0000000"
+
+
+def pooling_job(model: pathlib.Path, task: str, **sections: Any) -> JobSpec:
+    pooling = {"labels": ["a", "b"]} if task == "classify" else {"width": 128}
+    return JobSpec.model_validate(
+        {"model": str(model), "task": task, "input": {"path": "in"}, "output": {"path": "out"}, "pooling": pooling}
+        | sections
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "sections", "config", "error"),
+    [
+        ("embed", {}, {}, "the engine pooled by STEP; LAST, MEAN, CLS can be verified"),
+        ("classify", {"pooling": {"pooling_type": "mean"}}, {},
+         "pooling.pooling_type is mean; transformers' head has a way of its own: it cannot be verified"),
+        ("reward", {"engine": {"pooler_config": {"logit_mean": 1.0}}}, {},
+         "engine.pooler_config is {'logit_mean': 1.0}; transformers' head has a way of its own: it cannot be verified"),
+        ("classify", {}, {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+         "'{model}' names an activation of its own, which transformers does not apply; a job with "
+         "pooling.use_activation: false can be verified"),
+        ("classify", {}, {}, "transformers finds no score.weight in '{model}': its head is made by vLLM, and cannot be "
+         "verified"),
+    ],
+    ids=["pooled otherwise", "pooling_type", "pooler_config", "activation", "no head"],
+)  # fmt: skip
+def test_vectors_that_cannot_be_verified(
+    task: str, sections: dict[str, Any], config: dict[str, Any], error: str, tmp_path: pathlib.Path
+) -> None:
+    from batchinf.reference_vectors import HeadReference, StatesReference
+
+    folder = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, folder)
+    own = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**own, **config}))
+    spec = pooling_job(folder, task, **sections)
+    arguments = (spec, resolve(spec.model), (), "float32", "cpu")
+    with pytest.raises(UserError) as caught:
+        StatesReference(*arguments, "STEP") if task == "embed" else HeadReference(*arguments)
+    assert str(caught.value) == error.replace("{model}", str(folder))
+
+
+def test_embeddings_behind_a_dense_layer_and_vectors_of_another_width(tmp_path: pathlib.Path) -> None:
+    from batchinf.reference_vectors import StatesReference
+
+    claim = RowsClaim("embedding", [5, 6], None, np.zeros((1, 64), np.float32), True)
+    spec = pooling_job(jobs.MODEL, "embed")
+    reference = StatesReference(spec, resolve(spec.model), (), "float32", "cpu", "CLS")
+    with pytest.raises(UserError, match=r"^the job's rows have 64 numbers each, transformers' 128: they cannot be ver"):
+        next(reference.rows(claim, None, False))
+    folder = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, folder)
+    (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text('{"out_features": 128}')
+    spec = pooling_job(folder, "embed")
+    with pytest.raises(UserError, match=r"has a dense layer behind it \(modules\.json\), which transformers does not"):
+        StatesReference(spec, resolve(spec.model), (), "float32", "cpu", "LAST")

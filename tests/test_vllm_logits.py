@@ -1,16 +1,21 @@
 """Full-vocabulary and chosen logits on real vLLM, held against transformers in float32; each logprobs mode too."""
 
 import functools
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
+from held import held
 
-from batchinf.records import Completion, Request, RowsWanted
+from batchinf.errors import BatchinfError
+from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.spec_logits import LogitsSpec
+from batchinf.tasks import get_task
 from jobs import MODEL
 
 pytest.importorskip("vllm")
@@ -22,7 +27,7 @@ PROMPTS = [list(range(10, 10 + length)) for length in (1, 2, 5, 30, 100)]
 GREEDY = SamplingSpec(temperature=0.0)
 
 
-def start(logits: LogitsSpec | None = None, **sampling: Any) -> "VllmEngine":
+def start(logits: LogitsSpec | None = None, engine: dict[str, Any] | None = None, **sampling: Any) -> "VllmEngine":
     from batchinf.vllm_engine import VllmEngine
 
     spec = JobSpec(
@@ -32,7 +37,7 @@ def start(logits: LogitsSpec | None = None, **sampling: Any) -> "VllmEngine":
         input={"path": "prompts.jsonl"},
         output={"path": "out"},
         sampling=SamplingSpec(**sampling),
-        engine={"max_model_len": 512},
+        engine={"max_model_len": 512, **(engine or {})},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -116,6 +121,36 @@ def test_after_tokens_that_are_named_in_any_order_and_twice(engine: "VllmEngine"
         np.testing.assert_allclose(values_of(completion), reference(prompt)[list(place)], atol=1e-3, rtol=0)
 
 
+def test_positions_of_prompts_that_are_run_in_pieces() -> None:
+    engine = start(
+        LogitsSpec(dtype="float32", vocab_size=VOCAB_SIZE),
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4, "enable_chunked_prefill": True},
+    )
+    # The second has none in its second piece, the third one alone at an edge of each.
+    prompts = [PROMPTS[4], PROMPTS[4][1:], PROMPTS[3], PROMPTS[4]]
+    places = [(80, 0, 15, 16, 99, 31), (2, 70), (15, 16), range(100)]
+    try:
+        done = complete(engine, wanting(prompts, places))
+    finally:
+        engine.close()
+    for prompt, place, completion in zip(prompts, places, done, strict=True):
+        np.testing.assert_allclose(values_of(completion), reference(prompt)[list(place)], atol=1e-3, rtol=0)
+
+
+def test_rows_of_positions_are_all_there_or_none_are_taken() -> None:
+    from batchinf.vllm_logprobs import VocabularyRows, vocabulary_rows
+
+    prompt, generated = VocabularyRows(), VocabularyRows()
+    column = np.zeros((3, 1), np.int32)
+    prompt.extend(column, np.array([[1.0], [4.0], [7.0]], np.float32), np.array([2, 5, 8], np.int32))
+    generated.extend(column[:1], np.array([[9.0]], np.float32), np.zeros(1, np.int32))
+    for positions, expected in (((1, 4, 7, 9), [1, 4, 7, 9]), ((9, 4, 4), [9, 4, 4]), ((7, 1), [7, 1])):
+        found = vocabulary_rows(RowsWanted(positions, None, 1, "float32"), generated, prompt)
+        assert found[:, 0].tolist() == expected
+    with pytest.raises(BatchinfError, match=r"^vLLM's worker gave rows of 3 positions, and not of all that are wanted"):
+        vocabulary_rows(RowsWanted((1, 3, 9), None, 1, "float32"), generated, prompt)
+
+
 def test_where_each_output_token_was_generated(engine: "VllmEngine") -> None:
     done = complete(engine, wanting(PROMPTS, [None] * len(PROMPTS), max_tokens=7))
     for prompt, completion in zip(PROMPTS, done, strict=True):
@@ -123,6 +158,52 @@ def test_where_each_output_token_was_generated(engine: "VllmEngine") -> None:
         assert len(expected) == len(completion.token_ids) > 0
         np.testing.assert_allclose(values_of(completion), expected, atol=1e-3, rtol=0)
         assert (values_of(completion).argmax(-1) == completion.token_ids).all()
+
+
+def verified(engine: "VllmEngine", spec: JobSpec, prompts: Sequence[Prompt], folder: pathlib.Path) -> Any:
+    """What `batchinf verify` counts of the column of a job with these prompts."""
+    task = get_task(spec)
+    done = complete(engine, [task.expand(prompt, 512)[0] for prompt in prompts])
+    results = [Result(prompt, 0, 1, it, None, None, 1) for prompt, it in zip(prompts, done, strict=True)]
+    assert spec.logits is not None
+    tallies = held(spec, pa.Table.from_batches([task.encode(results)]), prompts, folder)
+    assert [*tallies] == [spec.logits.values]
+    tally = tallies[spec.logits.values]
+    counts = [len(values_of(completion)) for completion in done]
+    assert (tally.num_positions, tally.num_values) == (sum(counts), sum(counts) * spec.logits.width)
+    return tally
+
+
+def spec_of(logits: dict[str, Any], **sampling: Any) -> JobSpec:
+    spec = {"model": {"name": str(MODEL), "dtype": "float32"}, "task": "logits", "input": {"path": "in"},
+            "output": {"path": "out"}, "sampling": sampling}  # fmt: skip
+    return JobSpec.model_validate({**spec, "logits": {"vocab_size": VOCAB_SIZE, **logits}})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("positions", ["last", "all", "generated", {"column": "places"}])
+@pytest.mark.parametrize("token_ids", [(), (700, 3, 1535), (9,)])
+def test_what_is_stored_is_verified(
+    engine: "VllmEngine", positions: Any, dtype: str, token_ids: tuple[int, ...], tmp_path: pathlib.Path
+) -> None:
+    from batchinf.vllm_worker import install_rows
+
+    sampling = {"temperature": 0.9, "max_tokens": 4, "seed": 5} if positions == "generated" else {}
+    spec = spec_of({"positions": positions, "dtype": dtype, "token_ids": token_ids}, **sampling)
+    assert spec.logits is not None
+    prompts = [Prompt(row, ids, None, None, positions=(0, len(ids) - 1, 0)) for row, ids in enumerate(PROMPTS)]
+    runner = engine._engine.model_executor.driver_worker.worker.model_runner
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.sampler, "gather_logprobs", runner.sampler.gather_logprobs)
+        patch.setattr(runner, "_get_prompt_logprobs_dict", runner._get_prompt_logprobs_dict)
+        assert install_rows(engine._engine, spec.logits)
+        tally = verified(engine, spec, prompts, tmp_path)
+    # Logits of up to 16 are rounded by half of 2**-7 at the most.
+    assert tally.worst < (1e-3 if dtype == "float32" else 8e-3)
+    assert tally.sum_abs_delta / tally.num_values < (1e-4 if dtype == "float32" else 2e-3)
+    if len(token_ids) != 1:
+        assert tally.num_agreeing == tally.num_ranked == tally.num_positions
+    assert tally.sum_correlation / max(1, tally.num_correlated) > 0.999 or not tally.num_correlated
 
 
 @pytest.mark.parametrize("has_seam", [True, False])
@@ -154,10 +235,13 @@ def test_float16_is_the_rounded_float32_and_chosen_tokens_are_columns(
         np.testing.assert_allclose(rows, same, atol=1e-5, rtol=0)
 
 
-def test_logprobs_are_the_log_softmax_of_all_of_the_vocabulary() -> None:
+def test_logprobs_are_the_log_softmax_of_all_of_the_vocabulary(tmp_path: pathlib.Path) -> None:
     engine = start(LogitsSpec(dtype="float32", vocab_size=VOCAB_SIZE, values="logprobs"))
     try:
         done = complete(engine, wanting(PROMPTS, [range(len(prompt)) for prompt in PROMPTS]))
+        spec = spec_of({"positions": "all", "dtype": "float32", "values": "logprobs"})
+        prompts = [Prompt(row, ids, None, None) for row, ids in enumerate(PROMPTS)]
+        assert verified(engine, spec, prompts, tmp_path).worst < 1e-3
     finally:
         engine.close()
     for prompt, completion in zip(PROMPTS, done, strict=True):

@@ -9,20 +9,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from conftest import MODEL
+from held import held
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 import jobs
-from batchinf.errors import RequestRefused, SpecError
+from batchinf.errors import RequestRefused, SpecError, VerificationFailed
 from batchinf.model import resolve
 from batchinf.pooling import resolve_pooling
 from batchinf.records import Prompt, Result
 from batchinf.replica import warm_up_request
 from batchinf.results import Results
 from batchinf.spec import JobSpec
+from batchinf.spec_file import read_spec
 from batchinf.tasks import get_task
+from batchinf.verify import Wanted, report_lines, verify
 
 vllm = pytest.importorskip("vllm")
 from batchinf.vllm_layers import give_layers  # noqa: E402
@@ -126,7 +130,19 @@ def rows(engine: VllmPooling, spec: JobSpec, prompts: list[list[int]]) -> list[d
     return task.encode(results).to_pylist()
 
 
-def test_layers_and_the_last_one_before_its_norm(prompts: list[list[int]], states: dict[str, list[np.ndarray]]) -> None:
+def off(
+    spec: JobSpec, prompts: list[list[int]], found: list[dict[str, Any]], folder: pathlib.Path, pooling: str = "LAST"
+) -> dict[str, float]:
+    """How far `batchinf verify` finds each column off."""
+    results = pa.Table.from_pylist(found, get_task(spec).result_schema)
+    made = [Prompt(row, ids, None, None) for row, ids in enumerate(prompts)]
+    tallies = held(spec, results, made, folder, pooling)
+    return {name: tally.worst for name, tally in tallies.items()}
+
+
+def test_layers_and_the_last_one_before_its_norm(
+    prompts: list[list[int]], states: dict[str, list[np.ndarray]], tmp_path: pathlib.Path
+) -> None:
     layers = [0, 1, 3, 4]
     spec = resolved(MODEL, "hidden_states", pooling={"positions": "all", "layers": layers})
     with engine_of(spec) as engine:
@@ -137,33 +153,43 @@ def test_layers_and_the_last_one_before_its_norm(prompts: list[list[int]], state
         assert row["positions"] == list(range(len(prompts[number])))
         for layer in layers:
             np.testing.assert_allclose(row[f"hidden_states_{layer}"], states[str(layer)][number], atol=1e-3)
+    told = off(spec, prompts, found, tmp_path)
+    assert [*told] == [f"hidden_states_{layer}" for layer in layers]
+    assert max(told.values()) < 1e-4
     # They are not all the same: each layer adds to what it is given.
     assert np.abs(states["3"][1] - states["4"][1]).max() > 0.1
 
 
-def test_the_last_layer_without_the_final_norm(prompts: list[list[int]], states: dict[str, list[np.ndarray]]) -> None:
+def test_the_last_layer_without_the_final_norm(
+    prompts: list[list[int]], states: dict[str, list[np.ndarray]], tmp_path: pathlib.Path
+) -> None:
     spec = resolved(MODEL, "hidden_states", pooling={"final_norm": False})
     with engine_of(spec) as engine:
         found = rows(engine, spec, prompts)
     for number, row in enumerate(found):
         assert row["positions"] == [len(prompts[number]) - 1]
         np.testing.assert_allclose(row["hidden_states"], states["4"][number][-1:], atol=1e-3)
+    assert off(spec, prompts, found, tmp_path)["hidden_states"] < 1e-4
+    assert off(resolved(MODEL, "hidden_states"), prompts, found, tmp_path)["hidden_states"] > 0.1
     assert np.abs(states["out"][1] - states["4"][1]).max() > 0.1
 
 
 def test_the_models_output_and_its_mean_cut_short(
-    prompts: list[list[int]], states: dict[str, list[np.ndarray]]
+    prompts: list[list[int]], states: dict[str, list[np.ndarray]], tmp_path: pathlib.Path
 ) -> None:
     pooling = {"pooling_type": "mean", "normalize": False, "dimensions": 48}
     arguments = {"max_model_len": MAX_MODEL_LEN, "hf_overrides": {"is_matryoshka": True}}
     spec = resolved(MODEL, "embed", pooling=pooling, engine=arguments)
     with engine_of(spec) as engine:
         means = rows(engine, spec, prompts)
+        assert off(spec, prompts, means, tmp_path, "MEAN")["embedding"] < 1e-4
+        assert off(spec, prompts, means, tmp_path, "LAST")["embedding"] > 0.1
         # The same engine, asked for the other thing that its pooler gives: starting one takes seconds.
         engine._spec = spec = resolved(MODEL, "hidden_states", pooling={"positions": "all"})
         engine._pooling_params = engine._choose_params()
         engine.warm_up(warm_up_request(spec))
         found = rows(engine, spec, prompts)
+    assert off(spec, prompts, found, tmp_path)["hidden_states"] < 1e-4
     for number, (row, mean) in enumerate(zip(found, means, strict=True)):
         expected = states["out"][number]
         assert row["positions"] == list(range(len(prompts[number])))
@@ -176,6 +202,7 @@ def test_classes_by_name(prompts: list[list[int]], tmp_path: pathlib.Path) -> No
     spec = resolved(folder, "classify")
     with engine_of(spec) as engine:
         found = rows(engine, spec, prompts)
+    assert off(spec, prompts, found, tmp_path)["probabilities"] < 1e-4
     logits = torch.tensor(logits_of(folder, prompts))
     assert len(set(logits.argmax(-1).tolist())) > 1
     for row, expected in zip(found, logits.softmax(-1).numpy(), strict=True):
@@ -192,6 +219,7 @@ def test_rewards_are_raw(prompts: list[list[int]], tmp_path: pathlib.Path) -> No
         engine._spec = resolved(folder, "reward", pooling={"width": 2})
         with pytest.raises(SpecError, match=r"^pooling\.width: got 2 numbers in a vector, but the model gives 1; name"):
             engine.warm_up(warm_up_request(spec))
+    assert off(spec, prompts, found, tmp_path)["reward"] < 1e-4
     np.testing.assert_allclose([row["reward"] for row in found], logits_of(folder, prompts)[:, 0], atol=1e-3)
 
 
@@ -226,6 +254,10 @@ def test_a_whole_job(tmp_path: pathlib.Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     vectors = Results(tmp_path / "out").array("embedding")
     assert vectors.shape == (len(texts), 128)
+    report = verify(read_spec(spec), Wanted())
+    assert (report.is_within, report.num_rows, [*report.tallies]) == (True, 4, ["embedding"])
+    with pytest.raises(VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 1e-09"):
+        [*report_lines(verify(read_spec(spec), Wanted(tolerance=1e-9)))]
     for row, vector in zip(found, vectors, strict=True):
         if row["error_type"] is not None:
             assert row["embedding"] is None

@@ -1,0 +1,41 @@
+"""Results of an engine in the test's own process, held against transformers as `batchinf verify` does with a job's."""
+
+import pathlib
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinf.claims import CLAIMS, RowsClaim
+from batchinf.model import resolve
+from batchinf.records import Prompt
+from batchinf.spec import JobSpec
+from batchinf.stored_rows import StoredRow
+from batchinf.tallies import RowsTally, count_rows
+from batchinf.tasks import get_task
+
+
+def held(
+    spec: JobSpec, results: pa.Table, prompts: Sequence[Prompt], folder: pathlib.Path, pooling_type: str = "LAST"
+) -> dict[str, RowsTally]:
+    """By column, how far the task's results are off, one for each of the prompts. spec: the resolved one."""
+    from batchinf.reference import Reference
+    from batchinf.reference_vectors import HeadReference, StatesReference
+
+    path, model = folder / "part.parquet", resolve(spec.model)
+    pq.write_table(results, path)
+    if spec.task in ("embed", "hidden_states"):
+        reference: Reference = StatesReference(spec, model, (), "float32", "cpu", pooling_type)
+    else:
+        reference = (HeadReference if spec.is_pooling else Reference)(spec, model, (), "float32", "cpu")
+    claims, task = CLAIMS[spec.task], get_task(spec)
+    are_logits = spec.logits is not None and spec.logits.values == "logits"
+    tallies: dict[str, RowsTally] = {}
+    small = results.select([name for name in ("row_index", *claims.columns) if name in results.column_names])
+    for place, (row, prompt) in enumerate(zip(small.to_pylist(), prompts, strict=True)):
+        stored = StoredRow(row, claims.rows(spec), path, 0, place)
+        for claim in claims.of(stored, prompt, task.expand(prompt, 512)):
+            assert isinstance(claim, RowsClaim)
+            tally = tallies.setdefault(claim.kind, RowsTally(claim.is_vector))
+            count_rows(tally, claim, reference.rows(claim, None, are_logits))
+    return tallies
