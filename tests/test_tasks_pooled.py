@@ -16,7 +16,7 @@ from batchinf.errors import BatchinfError, OutputError, RowError, SpecError
 from batchinf.job import estimated_bytes_per_row
 from batchinf.journal import row_bytes
 from batchinf.model import resolve
-from batchinf.non_finite import count_rows, logprob_columns
+from batchinf.non_finite import count_rows, number_columns
 from batchinf.pooling import resolve_pooling, vectors_line
 from batchinf.prompt import PromptBuilder
 from batchinf.records import Completion, Prompt, Result
@@ -121,8 +121,8 @@ def test_a_label_of_nothing_but_nan_is_null() -> None:
     batch = get_task(spec).encode(results)
     assert batch["label"].to_pylist()[:3] == [None, None, "a"]
     table = pa.Table.from_batches([batch])
-    assert count_rows(table, logprob_columns(table.schema)) == (2, 0)
-    assert count_rows(table.slice(1), logprob_columns(table.schema)) == (1, 0)
+    assert count_rows(table, number_columns(table.schema)) == (2, 0)
+    assert count_rows(table.slice(1), number_columns(table.schema)) == (1, 0)
 
 
 @pytest.mark.parametrize("positions", ["last", "all"])
@@ -131,7 +131,7 @@ def test_non_finite_states_are_counted_by_row(positions: str) -> None:
     results, _ = results_of(spec, 6)
     results[2].completion.values[-1, 5] = np.inf  # type: ignore[union-attr, index]
     table = pa.Table.from_batches([get_task(spec).encode(results)])
-    names = logprob_columns(table.schema)
+    names = number_columns(table.schema)
     assert names == ("hidden_states_1", "hidden_states_2")
     assert [count_rows(table.slice(start), names) for start in range(4)] == [(0, 1), (0, 1), (0, 1), (0, 0)]
 
