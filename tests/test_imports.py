@@ -32,7 +32,8 @@ ORDER = """
     prompt_checks status channel job structures exclude choose prefixes ordering room failures replica backends.*
     replica_log fleet telemetry trials platforms progress coordinator forecast
     remarks recovery retry extend epoch fresh
-    look results diff check claims reference verify token_lengths shown_rows score_rows validation cli __main__
+    look results joined changes text_changes score_changes vector_changes diff
+    check claims reference verify token_lengths shown_rows score_rows validation cli __main__
 """.split()
 VLLM_ADAPTERS = {
     "vllm_arguments", "vllm_engine", "vllm_layers", "vllm_logprobs", "vllm_lora", "vllm_pooling", "vllm_reasoning",
