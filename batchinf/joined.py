@@ -107,8 +107,9 @@ class Joined:
         return self._count(f"SELECT count(*) FROM ({joined}) WHERE place < before") == 0
 
     def _count(self, query: str) -> int:
-        row = self._connection.execute(query).fetchone()
-        return int(row[0]) if row else 0
+        # All of it: an unfinished result stands in the way of the next.
+        [(found,)] = self._connection.execute(query).fetchall()
+        return int(found)
 
 
 def _reader(job: Results, columns: Sequence[str]) -> pa.RecordBatchReader:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinf import accuracy
 from batchinf.accuracy import ANSWER, WINNERS, Accuracy
@@ -133,16 +134,11 @@ class ChoiceChanges(Changes):
         """See `Changes`."""
         if not self._has_answer:
             return
-        rights = []
+        is_right = []
         for place, job in enumerate("ab"):
-            names = (ANSWER, *WINNERS)
-            own = pa.table({name: table[f"{name}_{job}"] for name in names})
-            self._accuracy[place] += accuracy.count(own)
-            rights.append([answer == best for answer, best in zip(*(own[name].to_pylist() for name in names[:2]),
-                                                                  strict=True)])  # fmt: skip
-        is_known = _both_valid(table, ANSWER).to_pylist(), _both_valid(table, WINNERS[0]).to_pylist()
-        known = (pair for pair, *found in zip(zip(*rights, strict=True), *is_known, strict=True) if all(found))
-        self._flips.update(known)
+            self._accuracy[place] += accuracy.count(pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)}))
+            is_right.append(pc.equal(table[f"{ANSWER}_{job}"], table[f"{WINNERS[0]}_{job}"]).to_pylist())
+        self._flips.update((a, b) for a, b in zip(*is_right, strict=True) if a is not None and b is not None)
 
     def own_lines(self) -> Iterator[str]:
         """See `Changes`."""

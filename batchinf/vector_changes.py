@@ -197,7 +197,7 @@ class _Compared:
         starts, is_full = offsets[:-1], counts > 0
 
         def per_row(add: Any, column: int, empty: float) -> Floats:
-            found = np.full(len(counts), empty)
+            found = np.full(len(counts), empty, np.float64)
             if is_full.any():
                 found[is_full] = add.reduceat(sums[:, column], starts[is_full])
             return found
