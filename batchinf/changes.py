@@ -114,10 +114,11 @@ class Deltas:
 
 def delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """B - A in float64; 0 where both are the same infinity."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
+    a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
         found: npt.NDArray[np.float64] = b - a
-    found[a == b] = 0.0
+    if not np.isfinite(found).all():
+        found[a == b] = 0.0
     return found
 
 
