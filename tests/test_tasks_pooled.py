@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import jobs
 from batchinf.diff import diff_lines
-from batchinf.errors import BatchinfError, OutputError, RowError, SpecError
+from batchinf.errors import BatchinfError, RowError, SpecError
 from batchinf.job import estimated_bytes_per_row
 from batchinf.journal import row_bytes
 from batchinf.model import resolve
