@@ -165,7 +165,7 @@ def diff(
     ] = None,
     num_rows: Annotated[int, typer.Option("-n", min=0, help="Changed rows to show.")] = 3,
 ) -> None:
-    """Say what changed between two jobs over the same rows: outputs, errors, logprobs of the tokens that both gave."""
+    """Say what changed between two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
     from batchinf.diff import diff_lines
 
     for line in diff_lines(a, b, on, to, num_rows):

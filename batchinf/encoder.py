@@ -88,6 +88,11 @@ class Encoder:
         except BaseException as error:
             return RowError("tokenizer_error", f"the tokenizer failed: {describe(error)}")
 
+    def begins_with(self, token_id: int | None) -> bool:
+        """Whether this token stands before each text."""
+        ids = self.encode_one("a")
+        return isinstance(ids, list) and ids[:1] == [token_id]
+
     def probe(self, text: str, num_tokens: int, side: Side = "right") -> tuple[list[int] | RowError, int] | None:
         """The ids of a piece of a text, its beginning or (side left: what is over is cut there) its end, if it has
         `num_tokens` of them or fails, and the piece's length in characters; None if the whole text has fewer.

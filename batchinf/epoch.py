@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinf import failures, journal, non_finite, ordering
+from batchinf import failures, journal, ordering
 from batchinf.backends.local import cache_root
 from batchinf.coordinator import Coordinator
 from batchinf.engine_settings import EngineSettings, kept
@@ -28,6 +28,7 @@ from batchinf.progress import ProgressDisplay
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
 from batchinf.recovery import end_process_groups, note_ended, recover
+from batchinf.remarks import remarks
 from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.retry_log import Retry
@@ -60,11 +61,9 @@ class Summary:
     num_output_tokens: int
     num_parts: int
     num_bytes: int
-    num_nan_rows: int
-    num_inf_rows: int
     device_s: float
     was_done: bool
-    forecast: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """For people."""
@@ -74,8 +73,7 @@ class Summary:
             f"{count(self.num_prompt_tokens)} prompt and {count(self.num_output_tokens)} output tokens",
             f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
-            *non_finite.lines(self.num_nan_rows, self.num_inf_rows),
-            *self.forecast,
+            *self.remarks,
         ]
 
 
@@ -376,25 +374,24 @@ def _tidy(folder: Folder) -> None:
 
 
 def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
+    folder = job_folder(file.spec.output.path, file.slice)
     summary = Summary(
-        folder=os.fspath(job_folder(file.spec.output.path, file.slice).root),
+        folder=os.fspath(folder.root),
         num_rows=state.num_rows,
         num_errors=state.num_errors,
         num_prompt_tokens=state.num_prompt_tokens,
         num_output_tokens=state.num_output_tokens,
         num_parts=len(state.parts),
         num_bytes=state.num_bytes,
-        num_nan_rows=sum(part.num_nan_rows for part in state.parts.values()),
-        num_inf_rows=sum(part.num_inf_rows for part in state.parts.values()),
         device_s=state.device_s,
         was_done=was_done,
-        forecast=tuple(forecast(state)),
+        remarks=(*remarks([(folder, state)]), *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:
         raise ErrorRateExceeded(
             f"{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
             "see the columns error_type and error_message\n"
-            + "\n".join([*failures.lines(failures.commonest(Folder(summary.folder), state)), *summary.lines()])
+            + "\n".join([*failures.lines(failures.commonest(folder, state)), *summary.lines()])
         )
     return summary

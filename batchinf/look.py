@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf import non_finite
 from batchinf.arrow_damage import python_rows
 from batchinf.errors import OutputError
 from batchinf.job import carried_columns, open_input
@@ -17,6 +16,7 @@ from batchinf.job_state import State, read_state
 from batchinf.journal import Journal
 from batchinf.lock import LOCK, Holder, judge
 from batchinf.parts import part_name
+from batchinf.remarks import remarks
 from batchinf.run_order import RunOrder
 from batchinf.shards import shard_at, total_rows, total_shards
 from batchinf.slices import JobFolder, Slice, job_folders, read_cut, source_folder
@@ -36,7 +36,7 @@ def status_lines(out: str) -> list[str]:
         return _slices_lines(out, jobs)
     folder, state = _open(out)
     snapshot = read_status(folder)
-    lines = [f"{out}: {_stands(folder, state, snapshot)}", *_total_lines([state], *_totals(state))]
+    lines = [f"{out}: {_stands(folder, state, snapshot)}", *_total_lines([(folder, state)], *_totals(state))]
     if len(state.extents) > 1:
         times = ", ".join(f"{extent.num_rows:,}" for extent in state.extents)
         lines.append(f"rows came in {len(state.extents)} times: {times}")
@@ -60,8 +60,9 @@ def _totals(state: State) -> tuple[int, int]:
     return total_rows(state.extents) * spec.num_samples, total_shards(state.extents)
 
 
-def _total_lines(states: Sequence[State], num_rows: int, num_shards: int) -> list[str]:
+def _total_lines(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_shards: int) -> list[str]:
     """The job, and what is committed of it, over all of its slices that have begun."""
+    states = [state for _, state in jobs]
     first = min(states, key=lambda state: state.header.created_at)
     header, spec = first.header, _spec(first)
     return [
@@ -74,17 +75,14 @@ def _total_lines(states: Sequence[State], num_rows: int, num_shards: int) -> lis
         f"{sum(state.num_bytes for state in states) / 2**20:,.1f} MiB, "
         f"{count(sum(state.num_prompt_tokens for state in states))} prompt and "
         f"{count(sum(state.num_output_tokens for state in states))} output tokens",
-        *non_finite.lines(
-            sum(part.num_nan_rows for state in states for part in state.parts.values()),
-            sum(part.num_inf_rows for state in states for part in state.parts.values()),
-        ),
+        *remarks(jobs),
     ]
 
 
 def _slices_lines(out: str, jobs: Sequence[JobFolder]) -> list[str]:
     cut = read_cut(out)
     assert cut is not None
-    states: list[State] = []
+    begun: list[tuple[Folder, State]] = []
     numbers = Counter[str]()
     lines = []
     for job in jobs:
@@ -92,13 +90,14 @@ def _slices_lines(out: str, jobs: Sequence[JobFolder]) -> list[str]:
             numbers["not begun"] += 1
             lines.append(f"  slice {job.slice} has not begun")
         else:
-            states.append(state)
+            begun.append((job.folder, state))
             numbers[_doing(job.folder, state, read_status(job.folder))[0]] += 1
             lines.extend(_slice_lines(job, state))
     summary = ", ".join(f"{number} {doing}" for doing, number in numbers.items())
     # What is to come of slices that have not begun is known in rows, but not in parts.
     num_rows = cut.num_rows * cut.identity.get("sampling.n", 1)
-    total = _total_lines(states, num_rows, sum(total_shards(state.extents) for state in states)) if states else []
+    num_shards = sum(total_shards(state.extents) for _, state in begun)
+    total = _total_lines(begun, num_rows, num_shards) if begun else []
     return [f"{out}: {cut.num_slices} slices: {summary}", *total, *lines]
 
 

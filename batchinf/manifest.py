@@ -56,8 +56,8 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     limits = [{"limit": state.limits[i]} if i in state.limits else {} for i in range(len(state.extents))]
     yield from map(_extent_line, state.extents, state.source_fingerprints, limits)
     yield from ({"kind": "retry", **dataclasses.asdict(retry)} for retry in state.retries.values())
-    yield from ({"kind": "part", **part._asdict()} for part in state.parts.values())
-    yield from ({"kind": "replacing", **part._asdict()} for part in state.replacing.values())
+    yield from ({"kind": "part", **part.fields()} for part in state.parts.values())
+    yield from ({"kind": "replacing", **part.fields()} for part in state.replacing.values())
     yield from (_event_line("counted_event", event) for event in state.events)
     yield from (_event_line("kept_event", event) for event in state.kept.values())
     if state.done is not None:
@@ -112,11 +112,11 @@ class Manifest:
 
     def part(self, part: Part | PartLine, replica: int | None = None, incarnation: str = "") -> None:
         """A shard is done: this published part holds it."""
-        self._lines.append({"kind": "part", **PartLine.of(part, replica, incarnation)._asdict()})
+        self._lines.append({"kind": "part", **PartLine.of(part, replica, incarnation).fields()})
 
     def replacing(self, part: Part) -> None:
         """This part is about to be put in the place of its shard's, whose line counts until its own comes."""
-        self._lines.append({"kind": "replacing", **PartLine.of(part)._asdict()})
+        self._lines.append({"kind": "replacing", **PartLine.of(part).fields()})
 
     def retry(self, retry: Retry) -> None:
         """A retry begins; a job that was done is done no longer."""

@@ -76,6 +76,13 @@ class _Part(_Line):
     digest: Text
     replica: Count | None
     incarnation: Text
+    num_nan_rows: Count = 0
+    num_inf_rows: Count = 0
+    num_second_bos: Count = 0
+    num_answered: Count | None = None
+    num_right: Count = 0
+    num_right_per_token: Count = 0
+    num_right_per_byte: Count = 0
 
 
 class _Event(_Line):

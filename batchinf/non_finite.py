@@ -1,4 +1,6 @@
-"""Logprobs that are not finite: stored as the engine gave them, and counted, so that nobody averages them unawares."""
+"""Numbers of the model's that are not finite: stored as the engine gave them, and counted, so that nobody averages them
+unawares. Logprobs and their sums, logits, vectors, rewards.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +14,9 @@ BoolArray = npt.NDArray[np.bool_]
 _PIECE = 1 << 18
 
 
-def logprob_columns(schema: pa.Schema) -> tuple[str, ...]:
-    """Names of a task's own columns that are lists of floating-point numbers, however deep."""
-    return tuple(field.name for field in schema if _is_lists(field.type) and _is_floating(field.type))
+def number_columns(schema: pa.Schema) -> tuple[str, ...]:
+    """Names of a task's own columns that are floating-point numbers, or lists of them, however deep."""
+    return tuple(field.name for field in schema if _is_floating(field.type))
 
 
 def _is_lists(type: pa.DataType) -> bool:
@@ -56,7 +58,7 @@ def _mark(lists: pa.Array, has_nan: BoolArray, has_inf: BoolArray) -> None:
     values = flat[array.offset + bounds[0] : array.offset + bounds[-1]]
     if _are_finite(values):
         return
-    # What stands in the place of a null is nobody's logprob.
+    # What stands in the place of a null is nobody's number.
     is_valid = array.slice(bounds[0], len(values)).is_valid().to_numpy(zero_copy_only=False)
     _mark_rows(np.isnan(values) & is_valid, bounds - bounds[0], has_nan)
     _mark_rows(np.isinf(values) & is_valid, bounds - bounds[0], has_inf)
@@ -81,9 +83,9 @@ def lines(num_nan_rows: int, num_inf_rows: int) -> list[str]:
     said = []
     if num_nan_rows:
         said.append(
-            f"warning: {num_nan_rows:,} rows have NaN among their logprobs: the model's arithmetic failed there; "
+            f"warning: {num_nan_rows:,} rows have NaN among the model's numbers, whose arithmetic failed there; "
             "they are kept as they are"
         )
     if num_inf_rows:
-        said.append(f"{num_inf_rows:,} rows have -inf among their logprobs, as tokens have that were masked")
+        said.append(f"{num_inf_rows:,} rows have an infinity among the model's numbers, as masked tokens have")
     return said

@@ -20,6 +20,11 @@ class PartLine(NamedTuple):
     digest: str
     num_nan_rows: int = 0
     num_inf_rows: int = 0
+    num_second_bos: int = 0
+    num_answered: int | None = None
+    num_right: int = 0
+    num_right_per_token: int = 0
+    num_right_per_byte: int = 0
     retry: int = 0
     replica: int | None = None
     incarnation: str = ""
@@ -28,6 +33,19 @@ class PartLine(NamedTuple):
     def of(cls, part: "Part | PartLine", replica: int | None = None, incarnation: str = "") -> "PartLine":
         """A part as its line."""
         return cls._make((*_VALUES(part), replica, incarnation))
+
+    def fields(self) -> dict[str, Any]:
+        """As they are written."""
+        return without_rare(self._asdict())
+
+
+# What few jobs have.
+_RARE = frozenset("num_second_bos num_answered num_right num_right_per_token num_right_per_byte".split())
+
+
+def without_rare(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a part, without those that few jobs have where there is nothing of them."""
+    return {k: v for k, v in fields.items() if k not in _RARE or v != PartLine._field_defaults[k]}
 
 
 _FIELDS = operator.itemgetter(*PartLine._fields)

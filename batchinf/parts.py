@@ -14,9 +14,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from batchinf import non_finite
+from batchinf import accuracy, non_finite, second_bos
 from batchinf.journal import UNSEALED, SealingWriter, is_sealed, joined, row_bytes
 from batchinf.open_shard import OpenShard
+from batchinf.part_line import without_rare
 from batchinf.part_names import parse_part_name, parse_staging_name, part_name, staging_name
 from batchinf.records import Part, Shard
 from batchinf.shard_rows import ShardRows
@@ -51,25 +52,28 @@ def write_part(
     metadata: Mapping[str, str],
     incarnation: str,
     merge: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] | None = None,
+    num_second_bos: int = 0,
 ) -> Part:
     """Write a complete shard to `staging/`, sorted by row_index, and sample_index where there is one.
 
     Holds a row group and a piece of the results at a time, whatever the shard's size. metadata: further entries of the
     file's key-value metadata, each key beginning with `batchinf.`; `batchinf.fingerprint` is the job's. merge: gives
-    the rows to be written, in order, in place of those that it is given.
+    the rows to be written, in order, in place of those that it is given. num_second_bos: in the part whose place it
+    takes, whose prompts are the same.
     """
     if not shard.is_complete:
         raise ValueError(f"{shard.shard} is not complete")
     name = staging_name(shard.index, incarnation)
     names = ([] if id_column is None else [id_column]) + list(keep_columns)
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
-    totals, logprobs = _Totals(), non_finite.logprob_columns(shard.task.result_schema)
+    totals, results = _Totals(num_second_bos=num_second_bos), shard.task.result_schema
+    numbers, has_answer = non_finite.number_columns(results), accuracy.ANSWER in results.names
     with folder.writing(f"staging/{name}", fault="parts") as file:
         sink = SealingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
-            tables = _output(shard, source, names)
+            tables = _output(shard, source, names, totals)
             for table in _row_groups(tables if merge is None else merge(tables), shard.task.row_group_bytes):
-                totals.add(table, logprobs)
+                totals.add(table, numbers, has_answer)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
             writer.add_key_value_metadata(
                 {**metadata, **_own_metadata(shard.shard, shard.rows), **totals.metadata(), **UNSEALED}
@@ -89,22 +93,33 @@ class _Totals:
     num_output_tokens: int = 0
     num_nan_rows: int = 0
     num_inf_rows: int = 0
+    num_second_bos: int = 0
+    num_answered: int | None = None
+    num_right: int = 0
+    num_right_per_token: int = 0
+    num_right_per_byte: int = 0
 
-    def add(self, table: pa.Table, logprobs: Sequence[str]) -> None:
-        """Count these output rows too."""
+    def add(self, table: pa.Table, numbers: Sequence[str], has_answer: bool) -> None:
+        """Count these output rows too. numbers: the columns of what the model gave."""
         num_output_tokens = table.column("num_output_tokens")
         answered = table.column("num_prompt_tokens").filter(num_output_tokens.is_valid())
         self.num_rows += table.num_rows
         self.num_errors += table.num_rows - table.column("error_type").null_count
         self.num_prompt_tokens += pc.sum(answered, min_count=0).as_py()
         self.num_output_tokens += pc.sum(num_output_tokens, min_count=0).as_py()
-        num_nan_rows, num_inf_rows = non_finite.count_rows(table, logprobs)
+        num_nan_rows, num_inf_rows = non_finite.count_rows(table, numbers)
         self.num_nan_rows += num_nan_rows
         self.num_inf_rows += num_inf_rows
+        if has_answer:
+            found = accuracy.count(table)
+            self.num_answered = (self.num_answered or 0) + found.num_answered
+            self.num_right += found.num_right
+            self.num_right_per_token += found.num_right_per_token
+            self.num_right_per_byte += found.num_right_per_byte
 
     def metadata(self) -> dict[str, str]:
         """As they stand in a part's metadata."""
-        return {f"{_PREFIX}{field.name}": str(getattr(self, field.name)) for field in fields(self)}
+        return {f"{_PREFIX}{name}": str(value) for name, value in without_rare(asdict(self)).items()}
 
     def part(self, shard: int, file: str, num_bytes: int, digest: str) -> Part:
         """The record of a part with these rows."""
@@ -134,9 +149,11 @@ def _row_groups(pieces: Iterator[pa.Table], limit: int | None) -> Iterator[pa.Ta
         yield pa.concat_tables(group)
 
 
-def _output(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
+def _output(shard: OpenShard, source: Source, names: Sequence[str], totals: _Totals) -> Iterator[pa.Table]:
     """The output rows of a complete shard in order, in pieces of about PIECE_BYTES or of one result."""
     merged, is_whole = _Merged(shard), bool(shard.chosen.all())
+    # Of the rows of a retry the part before counts the others too, and all of them, unless it is of an earlier version.
+    totals.num_second_bos = max(totals.num_second_bos, merged.num_second_bos)
     starts = np.concatenate([[0], np.cumsum(shard.num_requests, dtype=np.int64)])
     rows = np.repeat(np.arange(shard.shard.num_rows, dtype=np.int32), shard.num_requests)
     is_first = np.diff(rows, prepend=-1) != 0
@@ -193,9 +210,9 @@ def _cuts(
 
 
 class _Merged:
-    """The results of a complete shard, sorted by (row_index, request_index), wherever they lie. 16 bytes for each.
+    """The results of a complete shard, sorted by (row_index, request_index), wherever they lie. 17 bytes for each.
 
-    num_bytes: int64 [num_results], the size of each in memory.
+    num_bytes: int64 [num_results], the size of each in memory. num_second_bos: rows whose prompts begin with two.
     """
 
     def __init__(self, shard: OpenShard) -> None:
@@ -204,13 +221,18 @@ class _Merged:
         self._batch = np.zeros(shard.num_results, np.int32)
         self._row = np.zeros(shard.num_results, np.int32)
         self.num_bytes = np.zeros(shard.num_results, np.int64)
+        begins_with_two = np.zeros(shard.num_results, np.bool_)
         # Backwards, so that of two results for one request the first stands.
         for index in reversed(range(len(self._batches))):
             batch = self._batches[index]
-            places = shard.places(batch.column("row_index").to_numpy(), batch.column("request_index").to_numpy())
+            request_index = batch.column("request_index").to_numpy()
+            places = shard.places(batch.column("row_index").to_numpy(), request_index)
+            is_doubled = batch.column(second_bos.COLUMN).to_numpy(zero_copy_only=False)
+            begins_with_two[places] = is_doubled & (request_index == 0)
             self._batch[places] = index
             self._row[places] = np.arange(batch.num_rows, dtype=np.int32)
             self.num_bytes[places] = row_bytes(batch)
+        self.num_second_bos = int(np.count_nonzero(begins_with_two))
 
     def take(self, start: int, stop: int) -> pa.Table:
         """Results `start` to `stop` (exclusive)."""
@@ -255,5 +277,6 @@ def _stated_totals(footer: pq.FileMetaData, shard: Shard, rows: ShardRows, finge
     if any(own.get(key) != value for key, value in expected.items()):
         return None
     # A part of an earlier version may lack a count that was added since.
-    totals = _Totals(**{field.name: int(own.get(f"{_PREFIX}{field.name}", 0)) for field in fields(_Totals)})
+    stated = {field.name: own.get(f"{_PREFIX}{field.name}") for field in fields(_Totals)}
+    totals = _Totals(**{name: int(value) for name, value in stated.items() if value is not None})
     return totals if totals.num_rows == footer.num_rows else None

@@ -21,6 +21,7 @@ from batchinf.records import Prompt
 from batchinf.row_adapter import RowAdapter
 from batchinf.row_positions import RowPositions
 from batchinf.row_sampling import RowSampling, wanted_columns
+from batchinf.second_bos import begins_with_two
 from batchinf.source import Row
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.spec_score import scored_columns
@@ -190,6 +191,7 @@ class PromptBuilder:
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
         self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
         self._tokenizer = tokenizer
+        self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
         self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
         self._keeps_text = spec.output.include_prompt
         self._side: Side | None = None
@@ -298,7 +300,8 @@ class PromptBuilder:
         kept = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
             return Prompt(row.row_index, [], kept, outcome)
-        return Prompt(row.row_index, outcome, kept, None, draft.sampling, is_truncated=outcome is not ids)
+        is_cut, is_doubled = outcome is not ids, begins_with_two(outcome, self._bos)
+        return Prompt(row.row_index, outcome, kept, None, draft.sampling, is_cut, has_second_bos=is_doubled)
 
     def _cut(self, row: Row, draft: "_Draft", ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
         own = draft.sampling or self._sampling.of(row.values)

@@ -78,6 +78,7 @@ class Prompt:
     sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit. positions: the
     row's own, from 0, of the tokens after which something is wanted. adapter: the name of its LoRA adapter; None is the
     plain model. scoring: what is scored of it; `token_ids` are then the context's and those of all continuations.
+    has_second_bos: what the engine is given begins with two BOS.
     """
 
     row_index: int
@@ -89,6 +90,7 @@ class Prompt:
     positions: tuple[int, ...] | None = None
     adapter: str | None = None
     scoring: Scoring | None = None
+    has_second_bos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,9 @@ class Part:
 
     file: its name in `staging/` or, once published, what it will be in `parts/`.
     digest: xxh3-128 of its bytes.
-    num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among their logprobs.
+    num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
+    num_second_bos: rows whose prompts begin with two BOS. num_answered: rows with an answer and with scores, None where
+    the job has no answers; num_right and the next: those whose winner is the answer, raw, by token and by byte.
     retry: the last retry that it has been through; 0 for none. num_kept, num_kept_errors: rows, and errors among them,
     that it has from the part in whose place it comes.
     """
@@ -230,6 +234,11 @@ class Part:
     digest: str
     num_nan_rows: int = 0
     num_inf_rows: int = 0
+    num_second_bos: int = 0
+    num_answered: int | None = None
+    num_right: int = 0
+    num_right_per_token: int = 0
+    num_right_per_byte: int = 0
     retry: int = 0
     num_kept: int = 0
     num_kept_errors: int = 0

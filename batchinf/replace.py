@@ -26,6 +26,7 @@ Int32Array = npt.NDArray[np.int32]
 RETRY_KEY = "batchinf.retry"  # the last retry that a part has been through
 _REPLACES_KEY = "batchinf.replaces"
 _SEAL_KEY = "batchinf.seal"
+_SECOND_BOS_KEY = "batchinf.num_second_bos"
 _FEW_ROWS = 4096
 
 
@@ -50,7 +51,9 @@ def write_replacement(
     """
     old = OldPart(folder, shard.index, shard.rows, shard.chosen)
     stored = {**old.retries, **metadata, _REPLACES_KEY: old.seal}
-    part = write_part(folder, shard, source, id_column, keep_columns, stored, incarnation, old.merge)
+    part = write_part(
+        folder, shard, source, id_column, keep_columns, stored, incarnation, old.merge, old.num_second_bos
+    )
     retry, num_kept, num_kept_errors = int(metadata[RETRY_KEY]), old.num_kept, old.num_kept_errors
     return dataclasses.replace(part, retry=retry, num_kept=num_kept, num_kept_errors=num_kept_errors)
 
@@ -71,7 +74,7 @@ def _metadata(folder: Folder, name: str) -> dict[str, str]:
 
 
 class OldPart:
-    """A part that is to be replaced, whole. retries: what its metadata says of earlier ones."""
+    """A part that is to be replaced, whole. retries, num_second_bos: what its metadata says."""
 
     def __init__(self, folder: Folder, shard: int, rows: ShardRows, chosen: npt.NDArray[np.bool_]) -> None:
         """chosen: bool [len(rows)], the rows that come anew. Raises OutputError if the part is not whole."""
@@ -92,6 +95,7 @@ class OldPart:
                 "again, which makes it anew"
             )
         self.seal = stored[_SEAL_KEY]
+        self.num_second_bos = int(stored.get(_SECOND_BOS_KEY, 0))
         self.retries = {key: value for key, value in stored.items() if key.startswith(f"{RETRY_KEY}.")}
 
     def merge(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:

@@ -12,6 +12,7 @@ from batchinf.errors import RowError
 from batchinf.prompt import PromptBuilder, read_list, take
 from batchinf.records import Prompt
 from batchinf.scoring import NUM_RESERVED, Boundary, pair, prefixed, span_of, split_spaces, windows
+from batchinf.second_bos import begins_with_two
 from batchinf.source import Row
 from batchinf.spans import Scoring, Span
 from batchinf.spec import JobSpec
@@ -58,6 +59,10 @@ class ScorePrompts(PromptBuilder):
         self._where, self._score = spec.input, spec.score
         self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=spec.score.add_bos_token)
         self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
+        # Where the tokenizer puts one before each text, a text is scored behind two: said before the job, see
+        # `prompt_checks`, or meant.
+        adds = spec.input.text_column is not None and self._boundary.adds
+        self._counts_bos = not (adds and self._dressed.begins_with(self._bos))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -221,7 +226,10 @@ class ScorePrompts(PromptBuilder):
         if (wrong := self._outside(scored.spans)) is not None:
             return Prompt(index, [], kept, wrong)
         scoring = Scoring(scored.spans, draft.answer)
-        return Prompt(index, scored.token_ids, kept, None, is_truncated=scored.is_cut, scoring=scoring)
+        is_doubled = self._counts_bos and begins_with_two(scored.spans[0].token_ids, self._bos)
+        return Prompt(
+            index, scored.token_ids, kept, None, is_truncated=scored.is_cut, scoring=scoring, has_second_bos=is_doubled
+        )
 
     def _outside(self, spans: Sequence[Span]) -> RowError | None:
         """Ids that the model does not have would crash the engine."""

@@ -19,9 +19,10 @@ MAX_LINES = 400
 # place, and must be free of cycles among themselves.
 ORDER = """
     errors faults stop_signals storage slices spec_fields spec_input spec_sampling spec_score spec_pooling
-    spec_logits spec spec_docs spec_values adapter spans records messages retry_log part_names part_line predicate
-    model_files hub model pooling lora batch_limits memory out_of_memory engine_settings input_files remote_files
-    source_cache column_types arrow_damage reader arrow_file csv_file line_file parquet_probe parquet_file saved_dataset
+    spec_logits spec spec_docs spec_values adapter spans records messages retry_log part_names part_line accuracy
+    second_bos predicate model_files hub model pooling lora batch_limits memory out_of_memory engine_settings
+    input_files remote_files source_cache column_types arrow_damage reader arrow_file csv_file line_file
+    parquet_probe parquet_file saved_dataset
     hf_dataset first_pass generations intake source row_hash words openai_batch sandbox templates chat_templates
     chat encoder vocabulary row_positions row_sampling row_adapter batch_prompts prompt scoring score_prompts
     output_size detokenizer answers tasks.* devices placement shards shard_rows selection permutation run_order
@@ -29,9 +30,9 @@ ORDER = """
     vllm_lora vllm_engine vllm_layers vllm_pooling journal non_finite open_shard parts replace byte_queue flight
     feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine spec_file
     prompt_checks status channel job structures exclude choose prefixes ordering room failures replica backends.*
-    replica_log fleet telemetry trials platforms progress coordinator forecast recovery retry extend epoch fresh
-    look results diff check stored_rows claims tallies reference reference_vectors verify token_lengths shown_rows
-    score_rows validation cli __main__
+    replica_log fleet telemetry trials platforms progress coordinator forecast remarks recovery retry extend epoch
+    fresh look results joined changes text_changes score_changes vector_changes diff check stored_rows claims
+    tallies reference reference_vectors verify token_lengths shown_rows score_rows validation cli __main__
 """.split()
 VLLM_ADAPTERS = {
     "vllm_arguments", "vllm_engine", "vllm_layers", "vllm_logprobs", "vllm_lora", "vllm_pooling", "vllm_reasoning",

@@ -17,7 +17,7 @@ from batchinf import parts
 from batchinf.commit_log import encode_commits
 from batchinf.job_state import PartLine, read_state
 from batchinf.journal import Journal
-from batchinf.non_finite import count_rows, lines, logprob_columns
+from batchinf.non_finite import count_rows, lines, number_columns
 from batchinf.parts import OpenShard, verify_part, write_part
 from batchinf.records import Part
 from batchinf.storage import Folder
@@ -86,8 +86,10 @@ def test_what_stands_in_the_place_of_a_null_is_not_counted() -> None:
 
 def test_only_the_task_s_own_columns_are_looked_at() -> None:
     spec = make_spec(logprobs=2, prompt_logprobs=0)
-    assert logprob_columns(get_task(spec).result_schema) == ("logprobs", "top_logprobs", "prompt_logprobs")
-    assert logprob_columns(get_task(make_spec()).result_schema) == ()
+    assert number_columns(get_task(spec).result_schema) == (
+        "cumulative_logprob", "logprobs", "top_logprobs", "prompt_logprobs"
+    )  # fmt: skip
+    assert number_columns(get_task(make_spec()).result_schema) == ("cumulative_logprob",)
 
 
 @pytest.fixture

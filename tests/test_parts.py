@@ -102,7 +102,7 @@ def expected_output(spec: JobSpec, results: Sequence[Result]) -> list[dict[str, 
         head = {} if spec.input.id_column is None else {"id": own[spec.input.id_column]}
         head |= {"row_index": row.pop("row_index"), "prompt_hash": row.pop("prompt_hash")}
         head |= {"sample_index": row.pop("request_index")}
-        del row["num_requests"]
+        del row["num_requests"], row["has_second_bos"]
         rows.append(head | {name: own[name] for name in spec.output.keep_columns} | row)
     return rows
 

@@ -101,6 +101,7 @@ def expected_row(spec: JobSpec, result: Result) -> dict[str, Any]:
         "error_type": None if error is None else error.error_type,
         "error_message": None if error is None else error.error_message.replace("\ud800", "?"),
         "attempts": result.attempts,
+        "has_second_bos": False,
     }
 
 
@@ -215,7 +216,8 @@ def test_schema_of_everything() -> None:
     ]
     task = Generate(SPECS["everything"])
     keys = [("row_index", pa.int64()), ("request_index", pa.int32()), ("num_requests", pa.int32())]
-    assert task.result_schema == pa.schema([*keys, ("prompt_hash", pa.int64()), *middle])
+    flag = ("has_second_bos", pa.bool_())
+    assert task.result_schema == pa.schema([*keys, ("prompt_hash", pa.int64()), *middle, flag])
     head = [("id", pa.int16()), ("row_index", pa.int64()), ("prompt_hash", pa.int64()), ("sample_index", pa.int32())]
     columns = [pa.field("key", pa.int16()), pa.field("kept", pa.date32())]
     assert task.output_schema(columns) == pa.schema([*head, ("kept", pa.date32()), *middle])

@@ -111,7 +111,7 @@ def test_arrays_are_views_of_what_parquet_was_decoded_into(dtype: Any, tmp_path:
 def test_numbers_that_are_not_finite_are_counted(bad: float, dtype: Any, start: int) -> None:
     task = task_of(positions="all", dtype=dtype)
     results = results_of(task, [Prompt(row, [row + 1] * 3, None, None) for row in range(4)])
-    assert non_finite.logprob_columns(task.result_schema) == ("logits",)
+    assert non_finite.number_columns(task.result_schema) == ("logits",)
     for number in (0, 2):
         values: npt.NDArray[Any] | None = results[number].completion.values  # type: ignore[union-attr]
         assert values is not None

@@ -5,10 +5,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinf import second_bos
 from batchinf.errors import SpecError
 from batchinf.spec import JobSpec
 from batchinf.tasks.columns import leaf_of, list_of, repeat
 
+_OF_RESULTS = frozenset({"request_index", "num_requests", second_bos.COLUMN})
 _KEYS = ("row_index", "prompt_hash", "sample_index")
 # Kept out of dictionaries: nearly every value is different.
 _UNIQUE = frozenset({"id", "row_index", "prompt_hash", "prompt", "text", "reasoning", "cumulative_logprob"})
@@ -37,13 +39,14 @@ def result_schema(
         ("error_type", pa.string()),
         ("error_message", pa.string()),
         ("attempts", pa.int32()),
+        (second_bos.COLUMN, pa.bool_()),
     ]
     return pa.schema(fields)
 
 
 def without_requests(schema: pa.Schema) -> pa.Schema:
     """The fields of a result that are those of an output row too."""
-    return pa.schema([field for field in schema if field.name not in ("request_index", "num_requests")])
+    return pa.schema([field for field in schema if field.name not in _OF_RESULTS])
 
 
 class TaskBase:
