@@ -23,6 +23,9 @@ PART_BYTES = 64 * 2**20
 MAX_ROWS_PER_SHARD = 50_000
 # A replica finishes at least this many shards, so that the last ones to end are a small share of the whole.
 SHARDS_PER_REPLICA = 16
+# Given to a replica whose engine is not up: it may not listen for long, and what it is told waits in a socket that
+# holds some 270 messages.
+_MOST_EARLY_SHARDS = 64
 
 
 def next_extent(extents: Sequence[Extent], num_rows: int, rows_per_shard: int) -> Extent:
@@ -182,6 +185,8 @@ class _Load:
         )
 
     def has_room(self, *, is_gathering: bool) -> bool:
+        if not self.is_up and len(self.unbegun) >= _MOST_EARLY_SHARDS:
+            return False
         if is_gathering or not self.is_up:
             return self.is_accepting and self.rows < self.window_rows
         # Two windows: one in the engine, one that is on its way when a shard's last long rows leave slots free.

@@ -163,6 +163,7 @@ def test_whose_engine_is_not_up_comes_last_and_gets_no_more_than_fills_it() -> N
     given = next_shards(pending_of((800, 8)), loads)
     assert [replica for replica, _ in given] == [1, 1, 1, 0, 2, 0, 2]
     assert next_shards(pending_of((800, 8)), [starter(0, rows=10)]) == []
+    assert len(next_shards(pending_of((800, 1)), [starter(0, rows=0, window=500)])) == 64
 
 
 def test_few_shards_are_shared_out() -> None:
