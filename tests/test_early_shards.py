@@ -89,6 +89,7 @@ class Early:
         finally:
             worker.stop(0.0)
             thread.join(30)
+        self.num_stored = worker.progress().num_rows
         files = sorted(self.folder.path("staging").glob("*.parquet"))
         return pa.concat_tables([pq.read_table(file) for file in files]).to_pylist()
 
@@ -173,6 +174,7 @@ def test_all_can_be_taken_back_before_the_engine_is_up(
     kept = {row for shard in (SHARDS[0], *SHARDS[3:5]) for row in range(shard.start, shard.stop)}
     assert rows == [row for row in late_rows if row["row_index"] in kept]
     assert not one.of(Revoked)
+    assert one.num_stored == len(rows)
     assert sorted(event.shard for event in one.of(ShardBegun)) == [0, 3, 4]
 
 
