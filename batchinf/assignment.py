@@ -87,7 +87,10 @@ class Assignment:
             # Its case's shards go before all others.
             is_free = not self._trials.has_case(member)
         is_accepting = not member.is_stopping and is_free
-        return ReplicaLoad(index, member.window_rows, member.outstanding_rows, member.unbegun, is_accepting, is_up)
+        # Elsewhere a suspect would begin a search of its own, and nothing found here would count.
+        held = self._trials.shards
+        unbegun = tuple(shard for shard in member.unbegun if shard not in held)
+        return ReplicaLoad(index, member.window_rows, member.outstanding_rows, unbegun, is_accepting, is_up)
 
     def _next_attempt(self, shards: Iterable[Shard]) -> int:
         """The number of the try that begins now for these shards: the greatest of theirs."""

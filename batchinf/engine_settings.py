@@ -95,7 +95,9 @@ class EngineSettings:
     def _take(self, step: dict[str, Any], cause: OutOfMemory, words: str) -> Verdict:
         now = effective(self.engine, self._fit)
         before = {name: now[name] for name in step}
-        self._lowered |= step
+        # The task's own limits are reckoned from what is free outside of vLLM's share: with a smaller share they would
+        # grow, and take up what was just let go of.
+        self._lowered = {name: now[name] for name in self._fit.batch_limits} | self._lowered | step
         self._generation += 1
         line = Lowered(cause.words, before, step, dict(self._lowered), applies_to(self._spec, self._lowered))
         changes = ", ".join(f"{name} {before[name]} -> {value}" for name, value in step.items())

@@ -7,10 +7,11 @@ how large they are, vLLM alone finds out, by running.
 import math
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf import model_files
+from batchinf.batch_limits import batch_limits, vocab_size_of
 from batchinf.errors import ModelError
 from batchinf.model import Model, text_section
 from batchinf.spec import JobSpec, ModelSpec
@@ -68,7 +69,8 @@ class Needs:
 class Fit:
     """A model on devices: what it takes of each, and what is left. All sizes in bytes; None where unknown.
 
-    device_bytes: memory of one device. max_model_len: the engine's longest sequence, in tokens.
+    device_bytes: memory of one device. max_model_len: the engine's longest sequence, in tokens. batch_limits: engine
+    arguments that the task sets by itself where the spec is silent.
     """
 
     needs: Needs
@@ -77,6 +79,7 @@ class Fit:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int | None = None
+    batch_limits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> int | None:
@@ -145,6 +148,7 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
 def fit_of(model: Model, spec: JobSpec, device_bytes: int | None, device_name: str = "") -> Fit:
     """The job's model on devices of this size; None where there is no device."""
     length = spec.engine.get("max_model_len")
+    share = spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     return Fit(
         needs_of(model, spec.model, spec.engine),
         device_bytes,
@@ -152,6 +156,7 @@ def fit_of(model: Model, spec: JobSpec, device_bytes: int | None, device_name: s
         spec.parallel.tensor_parallel_size,
         spec.parallel.pipeline_parallel_size,
         length if isinstance(length, int) and length > 0 else model.max_model_len,
+        batch_limits(spec, vocab_size_of(model.config), device_bytes, float(share)),
     )
 
 

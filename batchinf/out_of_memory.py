@@ -49,6 +49,7 @@ _HOST = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|\
 # Below these, a smaller batch saves next to nothing. Mixed caches want a batch of one of their large blocks at least.
 _LEAST_SEQS = 16
 _LEAST_BATCHED_TOKENS = 2048
+_LEAST_ROWS = 512
 _SHARE_STEP = 0.05
 # Where the arithmetic cannot be done.
 _LEAST_SHARE = 0.3
@@ -109,7 +110,7 @@ def _with_sizes(failure: OutOfMemory, text: str) -> OutOfMemory:
 
 
 def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
-    """The settings that a step lowers, at vLLM's defaults where the spec is silent: those of an offline engine."""
+    """The settings that a step lowers. Where the spec is silent, the task's own; else those of an offline engine."""
     is_large = fit.device_bytes is not None and (
         fit.device_bytes >= 160 * GIB or (fit.device_bytes >= 70 * GIB and "a100" not in fit.device_name.lower())
     )
@@ -120,7 +121,7 @@ def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
     }
     names = (*defaults, "kv_cache_memory_bytes", "num_gpu_blocks_override")
     given = {name: engine[name] for name in names if engine.get(name) is not None}
-    return defaults | given
+    return {**defaults, **fit.batch_limits, **given}
 
 
 def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
@@ -176,7 +177,9 @@ def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit
     is_named = engine.get("max_num_batched_tokens") is not None
     tokens = now["max_num_batched_tokens"]
     if has_chunks and (is_named or fit.device_bytes is not None) and isinstance(tokens, int):
-        least = max(_LEAST_BATCHED_TOKENS, smaller.get("max_num_seqs", now["max_num_seqs"]))
+        # A task with a limit of its own makes rows of the vocabulary of them: there a few more are worth a step.
+        floor = _LEAST_ROWS if "max_num_batched_tokens" in fit.batch_limits else _LEAST_BATCHED_TOKENS
+        least = max(floor, smaller.get("max_num_seqs", now["max_num_seqs"]))
         if tokens > least:
             smaller["max_num_batched_tokens"] = max(least, tokens // 2)
     return smaller or None

@@ -5,6 +5,7 @@ prompts had not been run yet are probed one by one, a token each, which costs no
 others are run half by half. A row is condemned if the engine died with it alone; where that says little, because a
 signal from outside ended the engine, or a probe was not the first thing in it, only if that happens twice. So a row
 that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from outside.
+That holds as long as the suspects' shards stay with their replica: no idle one may take them over.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence

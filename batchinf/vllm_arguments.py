@@ -9,7 +9,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from batchinf.model import text_section
+from batchinf.batch_limits import batch_limits, vocab_size_of
 from batchinf.records import Request
 from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.vllm_scheduler import NAME as SCHEDULER
@@ -19,13 +19,7 @@ from batchinf.vllm_worker import NAME as WORKER
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
     include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
 # What a template of SamplingParams is made of; requests with one have `max_tokens` and `seed` of their own.
-# Logits of a step's prompts, as float32 and whatever is made of them: what memory profiling does not see.
-_STEP_BYTES = 2 << 30
 TEMPLATE_OF = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids")
-
-# Of a scored token and each entry of the vocabulary: a logit in 16 bits and a logprob in 32.
-_SCORED_BYTES = 6
-_LARGE_VOCABULARY = 262_144
 
 
 def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
@@ -38,13 +32,13 @@ def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revisi
     given["logprobs_mode"] = spec.sampling.logprobs_mode
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
     if spec.logits is not None:
-        chosen |= _for_logits(spec)
-    if spec.task == "score" and not current_platform.is_cpu():
-        chosen["max_num_batched_tokens"] = scored_tokens_at_once(
-            current_platform.get_device_total_memory(),
-            float(spec.engine.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)),
-            _vocab_size(model_path),
-        )
+        chosen |= {"logprobs_mode": f"raw_{spec.logits.values}", "max_logprobs": -1, "worker_extension_cls": WORKER}
+    chosen |= batch_limits(
+        spec,
+        _vocab_size(model_path),
+        None if current_platform.is_cpu() else current_platform.get_device_total_memory(),
+        float(spec.engine.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)),
+    )
     known = EngineArgs.__dataclass_fields__  # they come and go between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
     wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0, len(spec.sampling.logprob_token_ids))
@@ -60,18 +54,6 @@ def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
     return {"enforce_eager": True, "dtype": dtype, **whole}
 
 
-def scored_tokens_at_once(device_bytes: int, gpu_memory_utilization: float, vocab_size: int | None) -> int:
-    """`max_num_batched_tokens` for prompts whose logprobs are wanted: their logits fit beside vLLM's share.
-
-    vLLM's V1 runner materialises tokens × vocabulary × 6 bytes that its memory profiling does not see. (V2 does 1,024
-    rows at a time.) Half of what vLLM leaves free is for them; not below 1,024, as each of so many sequences that run
-    at once may have a token in a step.
-    """
-    free_bytes = device_bytes * (1 - gpu_memory_utilization) / 2
-    fit = int(free_bytes / (_SCORED_BYTES * (vocab_size or _LARGE_VOCABULARY)))
-    return max(1024, min(8192, fit // 256 * 256))
-
-
 def _vocab_size(model_path: str) -> int | None:
     """By the model's config, where that lies here."""
     path = pathlib.Path(model_path, "config.json")
@@ -79,20 +61,7 @@ def _vocab_size(model_path: str) -> int | None:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    found = text_section(config).get("vocab_size") or config.get("vocab_size")
-    return found if isinstance(found, int) else None
-
-
-def _for_logits(spec: JobSpec) -> dict[str, Any]:
-    # In flight a request holds its rows, 256 KB each, and a step's prompts all of theirs, on the device and off it.
-    logits = spec.logits
-    assert logits is not None
-    chosen = {"logprobs_mode": f"raw_{logits.values}", "max_logprobs": -1, "worker_extension_cls": WORKER}
-    if logits.is_full:
-        chosen["max_num_seqs"] = 256
-    if logits.is_full and logits.positions not in ("last", "generated") and not current_platform.is_cpu():
-        chosen["max_num_batched_tokens"] = max(512, min(8192, _STEP_BYTES // (8 * logits.width)))
-    return chosen
+    return vocab_size_of(config)
 
 
 def extra_of(request: Request) -> dict[str, Any]:

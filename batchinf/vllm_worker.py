@@ -3,15 +3,20 @@
 For `logprobs=-1` vLLM sorts each row (a top k of all) and sends it in order of rank with its ids, 8 bytes a number, and
 for prompts it holds 14 bytes a number of all positions on the device. Here a row is sent as it lies, in the order of
 the vocabulary and in the type that is stored: 2 bytes a number for float16, and for a prompt a few hundred positions at
-a time. Beside it goes one token id, by which `vllm_logprobs` knows such rows. Run with 0.32.0 (V1 runner) and read
-against 0.26.0: the names below are the same there.
+a time. Beside it goes one token id, by which `vllm_logprobs` knows such rows. Of a tensor-parallel group all have each
+row, and the first one alone copies and sends it; of a pipeline the last stage has them, and vLLM asks that one.
+
+Run with 0.32.0 (V1 runner) and read against both runners of 0.26.0, which takes the V2 runner for dense models on a
+GPU: the names below are the same there. What may be missing is looked for, and then vLLM's own order is sent.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import LogprobsTensors
 
 from batchinf.spec_logits import LogitsSpec
@@ -21,6 +26,8 @@ NAME = f"{__name__}.RowsExtension"
 # Rows that are worked on at once: 128k float32 each.
 _CHUNK = 256
 _V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
+# Of a prompt that is run in pieces, what the V2 runner may keep on the device until the last piece.
+_DEVICE_BYTES = 1 << 30
 
 
 class RowsExtension:
@@ -30,9 +37,9 @@ class RowsExtension:
 
     def install_vocabulary_rows(self, dtype: str, token_ids: list[int] | None) -> bool:
         """Send rows as they lie; False where this version's parts have other names, and vLLM's own order is sent."""
-        rows = Rows(dtype, token_ids)
+        rows = Rows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
         if type(self.model_runner).__module__.startswith("vllm.v1.worker.gpu."):
-            return _install_v2(rows)
+            return _install_v2(self.model_runner, rows)
         return _install_v1(self.model_runner, rows)
 
 
@@ -44,11 +51,14 @@ def install_rows(engine: Any, logits: LogitsSpec) -> bool:
 
 
 class Rows:
-    """Scores of the whole vocabulary → what is sent. dtype: `float16` or `float32`. token_ids: None is all."""
+    """Scores of the whole vocabulary → what is sent. dtype: `float16` or `float32`. token_ids: None is all.
 
-    def __init__(self, dtype: str, token_ids: list[int] | None) -> None:
+    is_sent: False where vLLM takes no output from this worker; rows are empty then, as each would be copied for nobody.
+    """
+
+    def __init__(self, dtype: str, token_ids: list[int] | None, is_sent: bool = True) -> None:
         self.dtype = getattr(torch, dtype)
-        self._token_ids = token_ids
+        self._token_ids = token_ids if is_sent else []
         self._index: Any = None
 
     def width(self, vocab_size: int) -> int:
@@ -143,12 +153,20 @@ def _empty(num_rows: int, width: int, dtype: Any) -> LogprobsTensors:
 # -- the V2 runner -----------------------------------------------------------------------------------------------------
 
 
-def _install_v2(rows: Rows) -> bool:
-    modules = [importlib.import_module(name) for name in _V2_MODULES]
-    if not all(hasattr(module, "compute_topk_scores") for module in modules):
+def _install_v2(runner: Any, rows: Rows) -> bool:
+    try:
+        modules = [importlib.import_module(name) for name in _V2_MODULES]
+    except ImportError:
         return False
-    for module in modules:
-        module.compute_topk_scores = v2_scores(rows, module.compute_topk_scores)  # type: ignore[attr-defined]
+    # Without `logits_mode`, logits and logprobs are told apart elsewhere.
+    found = [getattr(module, "compute_topk_scores", None) for module in modules]
+    if not all(theirs is not None and "logits_mode" in inspect.signature(theirs).parameters for theirs in found):
+        return False
+    for module, theirs in zip(modules, found, strict=True):
+        module.compute_topk_scores = v2_scores(rows, theirs)  # type: ignore[arg-type, attr-defined]
+    worker: Any = getattr(runner, "prompt_logprobs_worker", None)  # of a pipeline the last stage has one
+    if isinstance(getattr(worker, "in_progress_prompt_logprobs", None), dict):
+        worker.in_progress_prompt_logprobs = PiecesOfPrompts()
     return True
 
 
@@ -156,10 +174,12 @@ def v2_scores(rows: Rows, theirs: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of `compute_topk_scores`, of the sampler and of prompts."""
 
     def compute_topk_scores(logits: Any, num_logprobs: int, sampled_token_ids: Any, *rest: Any, **named: Any) -> Any:
-        if num_logprobs < logits.shape[-1]:
+        starts = rest[0] if rest else named.get("cu_num_logits")  # several rows a request, where tokens are drafted
+        if num_logprobs < logits.shape[-1] or starts is not None:
             return theirs(logits, num_logprobs, sampled_token_ids, *rest, **named)
-        found = torch.empty((len(logits), rows.width(logits.shape[-1])), dtype=rows.dtype, device=logits.device)
-        for first in range(0, len(logits), _CHUNK):
+        width = rows.width(logits.shape[-1])
+        found = torch.empty((len(logits), width), dtype=rows.dtype, device=logits.device)
+        for first in range(0, len(logits) if width else 0, _CHUNK):
             scores = logits[first : first + _CHUNK]
             if not named.get("logits_mode", False):
                 scores = scores.log_softmax(dim=-1, dtype=torch.float32)
@@ -167,3 +187,23 @@ def v2_scores(rows: Rows, theirs: Callable[..., Any]) -> Callable[..., Any]:
         return rows.tensors(found, sampled_token_ids)
 
     return compute_topk_scores
+
+
+class PiecesOfPrompts(dict[str, list[Any]]):
+    """In the place of the V2 runner's dict: by request, rows of a prompt whose last piece has not been run.
+
+    vLLM keeps them on the device and joins them there, which for a long prompt and a whole vocabulary takes gigabytes
+    that memory profiling does not see. Beyond `_DEVICE_BYTES` they are kept in the host's memory.
+    """
+
+    def __setitem__(self, request_id: str, pieces: list[Any]) -> None:
+        super().__setitem__(request_id, _Pieces(pieces))
+
+
+class _Pieces(list[Any]):
+    """LogprobsTensors, all of them on the device or all of them off it."""
+
+    def append(self, piece: Any) -> None:
+        super().append(piece)
+        if sum(each.logprobs.nbytes for each in self) > _DEVICE_BYTES:
+            self[:] = [LogprobsTensors(*(tensor.cpu() for tensor in each[:3])) for each in self]

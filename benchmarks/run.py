@@ -36,7 +36,7 @@ from batchinf.backends.local import engine_environment
 from batchinf.placement import visible_devices
 
 HERE = pathlib.Path(__file__).resolve().parent
-KINDS = ("ceiling", "sorted", "raw", "defaults", "chunks")  # in the order in which they are run
+KINDS = ("raw", "ceiling", "sorted", "defaults", "chunks")  # in the order in which they are run
 
 
 def main() -> None:
@@ -153,6 +153,12 @@ def write_spec(
         "engine": workload.engine,
         "output": {"path": str(out)},
     }  # fmt: skip
+    if workload.task == "score":
+        spec |= {
+            "task": "score",
+            "sampling": {},
+            "input": {"path": str(prompts), "text_column": "prompt", "id_column": "id"},
+        }
     if workload.scripted_step_s is not None:
         spec["scripted"] = {
             "step_s": workload.scripted_step_s,

@@ -14,14 +14,15 @@ class Workload:
     """Rows of `prompt_tokens` tokens in and `max_tokens` out (the end-of-sequence token is ignored).
 
     slow_rows: rows for the rivals `defaults` and `chunks`, which are several times slower. rivals: those that the
-    workload is held against. h200: tokens a second seen or expected on one H200, for planning alone: of output, of the
-    prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call. order: the job's
-    `input.order`. scripted_step_s: least time of a step of the scripted engine, which is then in vLLM's place.
-    prefix_tokens: of the prompt, which `rows_per_prefix` rows share, shuffled; all prefixes together are then three
-    times what the KV cache is made to hold.
+    workload is held against. h200: tokens a second seen or expected on one H200, for planning alone: of output, of
+    the prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call. order: the job's
+    `input.order`. task: the job's; one that scores takes each prompt as its text. scripted_step_s: least time of a
+    step of the scripted engine, which is then in vLLM's place. prefix_tokens: of the prompt, which `rows_per_prefix`
+    rows share, shuffled; all prefixes together are then three times what the KV cache is made to hold.
     """
 
     name: str
+    task: str = "generate"
     shape: str = "llama-3.1-8b"
     num_rows: int = 8192
     slow_rows: int = 2048
@@ -135,6 +136,11 @@ WORKLOADS = {
         Workload(
             "score5", num_rows=2560, slow_rows=1024, prompt_tokens=1024, max_tokens=1, prompt_logprobs=5,
             rivals=("raw", "defaults"), h200=_SCORE,
+        ),
+        # What a job of task `score` asks of the engine: the logprob of each token, and the likeliest one's.
+        Workload(
+            "score-task", task="score", num_rows=2560, prompt_tokens=1024, max_tokens=1, prompt_logprobs=1,
+            rivals=("raw",), h200=_SCORE,
         ),
         # The lengths are a column of the input: a job takes them as `max_tokens: {column: max_tokens}`.
         Workload(

@@ -230,6 +230,7 @@ class Bench:
         extents = (Extent.of_all(0, 80, 10, 0, 0),)
         self.pending = Pending(extents, np.zeros(total_shards(extents), np.bool_))
         trials: Any = types.SimpleNamespace(
+            shards=(),
             give=lambda _: None,
             has_case=lambda member: member.slot.replica in cases,
             is_on_trial=lambda _: False,

@@ -20,8 +20,8 @@ MAX_LINES = 400
 ORDER = """
     errors faults stop_signals storage slices spec_fields spec_input spec_sampling spec_score spec_pooling
     spec_logits spec spec_docs spec_values adapter spans records messages retry_log part_names part_line predicate
-    model_files hub model pooling lora memory out_of_memory engine_settings input_files remote_files source_cache
-    column_types arrow_damage reader arrow_file csv_file line_file parquet_probe parquet_file saved_dataset
+    model_files hub model pooling lora batch_limits memory out_of_memory engine_settings input_files remote_files
+    source_cache column_types arrow_damage reader arrow_file csv_file line_file parquet_probe parquet_file saved_dataset
     hf_dataset first_pass generations intake source row_hash words openai_batch sandbox templates chat_templates
     chat encoder vocabulary row_positions row_sampling row_adapter batch_prompts prompt scoring score_prompts
     output_size detokenizer answers tasks.* devices placement shards shard_rows selection permutation run_order

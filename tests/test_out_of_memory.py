@@ -7,11 +7,13 @@ import pathlib
 import signal
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import jobs
+from batchinf.batch_limits import batch_limits
 from batchinf.engine_settings import EngineSettings, kept
 from batchinf.fleet import Fleet
 from batchinf.job_state import Header, read_state
@@ -390,6 +392,55 @@ def test_an_engine_that_was_up_has_its_tries_again() -> None:
         if text:
             assert settings.judge(0, incarnation, oom(text, was_up=was_up), was_up=was_up).action == "again"
     assert shares == [None, 0.87, 0.82, 0.77]
+
+
+@pytest.mark.parametrize(
+    ("task", "limits", "first"),
+    [
+        ({"task": "score", "input": {"path": "p", "text_column": "t"}}, {"max_num_batched_tokens": 4352},
+         {"max_num_seqs": 512, "max_num_batched_tokens": 2176}),
+        ({"task": "logits", "logits": {"positions": "all"}}, {"max_num_seqs": 256, "max_num_batched_tokens": 2092},
+         {"max_num_seqs": 128, "max_num_batched_tokens": 1046}),
+        ({"task": "logits", "logits": {}}, {"max_num_seqs": 256},
+         {"max_num_seqs": 128, "max_num_batched_tokens": 8192}),
+        ({"task": "logits", "logits": {"positions": "all", "token_ids": [1]}}, {},
+         {"max_num_seqs": 512, "max_num_batched_tokens": 8192}),
+    ],
+)  # fmt: skip
+def test_steps_begin_at_what_the_task_sets_itself(
+    task: dict[str, Any], limits: dict[str, int], first: dict[str, int]
+) -> None:
+    spec, bare = spec_with(**task), fit()
+    place = replace(bare, batch_limits=batch_limits(spec, 128_256, bare.device_bytes, 0.92))
+    assert place.batch_limits == limits
+    assert step_down({}, oom(CACHE), place) == first
+    settings = EngineSettings(spec, place)
+    shares = []
+    for incarnation in "ab":
+        settings.launch_spec(incarnation)
+        step = settings.judge(0, incarnation, oom(CUBLAS, was_up=True), was_up=True).step
+        assert step is not None
+        shares.append(step.after)
+        # With a smaller share the task's own would be reckoned anew, and larger.
+        assert settings.engine == {**limits, **step.after}
+        assert kept(spec, json.loads(json.dumps(step.fields()))) == settings.engine
+    assert shares == [{"gpu_memory_utilization": 0.87}, {"gpu_memory_utilization": 0.82}]
+    settings.launch_spec("c")
+    last = settings.judge(0, "c", oom(CPU_ALLOCATOR, was_up=True), was_up=True).step
+    assert last is not None and last.before == {name: {**effective({}, fit()), **limits}[name] for name in first}
+    assert settings.engine == {"gpu_memory_utilization": 0.82, **limits, **first}
+
+
+def test_what_the_spec_says_counts_before_what_the_task_sets() -> None:
+    spec = spec_with(task="score", input={"path": "p", "text_column": "t"}, engine={"max_num_batched_tokens": 3000})
+    place = replace(fit(), batch_limits=batch_limits(spec, 128_256, H100_BYTES, 0.92))
+    settings = EngineSettings(spec, place)
+    settings.launch_spec("a")
+    step = settings.judge(0, "a", oom(CUBLAS, was_up=True), was_up=True).step
+    assert step is not None
+    assert settings.engine == {"max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.87}
+    # On a CPU a scored prompt comes whole.
+    assert batch_limits(spec, 128_256, None, 0.92) == {}
 
 
 def test_at_the_floor_it_is_a_death_like_any_other() -> None:

@@ -174,6 +174,18 @@ def test_a_row_that_kills_becomes_an_error_row(point: str, action: str, most: in
     assert [name for name in jobs.state_of(out).kept if not name.startswith("platform/")] == []
 
 
+def test_an_idle_replica_takes_over_no_suspects(tmp_path: pathlib.Path) -> None:
+    """Three rows of three shards are suspects, the others are done by the time that those run again."""
+    sections = {"input": {"limit": 12}, "output": {"rows_per_shard": 2}, "scripted": {"step_s": 0.03}}
+    # A shard begins while the ones before it run; until it has begun it can be taken back.
+    slow = "feeder.begin:*=sleep 0.2"
+    jobs.finish(jobs.spec_of(tmp_path, **sections, max_error_rate=0.1), faults=f"{slow},engine.prompt.5:*=die")
+    deaths = deaths_of(tmp_path / "out")
+    assert 3 <= len(deaths) <= 4
+    assert len({death["replica"] for death in deaths}) == 1
+    assert [row["row_index"] for row in jobs.rows_of(tmp_path / "out") if row["error_type"]] == [5]
+
+
 def test_several_rows_that_kill(tmp_path: pathlib.Path) -> None:
     points = ("prompt.100", "prompt.101", "output.103", "prompt.400")
     spec = jobs.spec_of(tmp_path, output=SHARDS)

@@ -222,3 +222,43 @@ def test_rows_of_the_second_runner_whose_own_scores_need_a_gpu(token_ids: list[i
     expected = logits.numpy() if logits_mode else log_softmax(logits.numpy())
     np.testing.assert_allclose(found.logprobs, expected if token_ids is None else expected[:, token_ids], atol=1e-5)
     assert found.logprob_token_ids[:, 0].tolist() == sampled.tolist()
+
+
+def test_rows_of_the_second_runner_where_tokens_are_drafted_or_nobody_takes_them() -> None:
+    import torch
+
+    from batchinf.vllm_worker import Rows, v2_scores
+
+    logits, sampled = torch.zeros((3, 12)), torch.arange(3)
+    scores = v2_scores(Rows("float16", None), lambda *_, **__: "their own")
+    assert scores(logits, 12, sampled, [0, 1, 3]) == "their own"
+    assert scores(logits, 12, sampled, cu_num_logits=[0, 1, 3]) == "their own"
+    unsent = v2_scores(Rows("float16", None, is_sent=False), lambda *_, **__: "their own")(logits, 12, sampled)
+    assert (unsent.logprobs.shape, unsent.logprob_token_ids.shape) == ((3, 0), (3, 1))
+
+
+def test_pieces_of_a_long_prompt_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.v1.outputs import LogprobsTensors
+
+    from batchinf import vllm_worker
+
+    class OnDevice(torch.Tensor):
+        def cpu(self) -> torch.Tensor:  # type: ignore[override]
+            return self.as_subclass(torch.Tensor)
+
+    def piece(num_rows: int) -> LogprobsTensors:
+        rows = [torch.ones((num_rows, 1)), torch.ones((num_rows, 5), dtype=torch.float16), torch.ones(num_rows)]
+        return LogprobsTensors(*(tensor.as_subclass(OnDevice) for tensor in rows))
+
+    monkeypatch.setattr(vllm_worker, "_DEVICE_BYTES", 100)
+    kept = vllm_worker.PiecesOfPrompts()
+    kept["a"], kept["b"] = [], []
+    for name, num_rows in (("a", 4), ("b", 10), ("a", 7), ("a", 1)):
+        kept[name].append(piece(num_rows))
+    where = {name: {type(tensor) for each in pieces for tensor in each[:3]} for name, pieces in kept.items()}
+    assert where == {"a": {torch.Tensor}, "b": {OnDevice}}
+    assert [len(each.logprobs) for each in kept["a"]] == [4, 7, 1]
+    kept["a"].clear()
+    kept["a"].append(piece(1))
+    assert isinstance(kept["a"][0].logprobs, OnDevice)

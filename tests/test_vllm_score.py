@@ -180,7 +180,7 @@ def test_choices_are_the_harness_s(vllm_engine: "VllmEngine", harness: Any, choi
 
 
 def test_the_logits_of_a_batch_fit_beside_vllm_s_share() -> None:
-    from batchinf.vllm_arguments import scored_tokens_at_once
+    from batchinf.batch_limits import scored_tokens_at_once
 
     for gib, share, vocab_size in ((24, 0.9, 152_000), (80, 0.9, 128_256), (141, 0.92, 128_256), (141, 0.9, None)):
         tokens = scored_tokens_at_once(gib << 30, share, vocab_size)

@@ -1,0 +1,55 @@
+"""What logprobs cost on the device: milliseconds of one step's kernels, by k, as vLLM's V2 runner calls them.
+
+    python benchmarks/sampling.py                                   # 1,024 requests, Llama 3's vocabulary, bfloat16
+
+The same for a job and for the raw engine: what `logprobs` costs before any of it is stored. Random logits; CUDA events
+around 20 calls after 3 that are not timed, the median of 5 such rounds. Needs a GPU.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+_ROUNDS, _CALLS, _WARM_UPS = 5, 20, 3
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--vocab-size", type=int, default=128256)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--k", type=int, nargs="*", default=[0, 1, 5, 20, 100])
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    logits = torch.randn(args.requests, args.vocab_size, device="cuda").to(dtype)
+    sampled = logits.argmax(dim=-1)
+    print("| per step | ms |\n| --- | ---: |")
+    print(f"| argmax | {milliseconds(lambda: logits.argmax(dim=-1)):.2f} |")
+    for k in args.k:
+        print(f"| logprobs={k} | {milliseconds(lambda k=k: compute_topk_scores(logits, k, sampled)):.2f} |")
+        if k:
+            print(f"| of it torch.topk | {milliseconds(lambda k=k: torch.topk(logits, k, dim=-1)):.2f} |")
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Of one call on the device."""
+    for _ in range(_WARM_UPS):
+        call()
+    rounds = []
+    for _ in range(_ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(_CALLS):
+            call()
+        end.record()
+        end.synchronize()
+        rounds.append(begin.elapsed_time(end) / _CALLS)
+    return statistics.median(rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What telemetry costs: processor time of a step's figures in a replica, and of a look at all replicas.
+
+    python benchmarks/telemetry.py --replicas 8
+
+A replica takes the scheduler's figures after each step and sends them once a second; the coordinator writes a look at
+all replicas, and at the devices where NVML is there, once a second at first and every 15 s in a long job. On any CPU.
+"""
+
+import argparse
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+
+from vllm.v1.metrics.stats import SchedulerStats
+
+from batchinf.messages import Progress
+from batchinf.storage import Folder
+from batchinf.telemetry import ReplicaLook, Telemetry
+from batchinf.vllm_engine import _Stats
+
+_STEP_S = 0.017  # of a small model with 1,024 requests on an H200: the shortest there is
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--devices", default="", help="indices with commas between them")
+    args = parser.parse_args()
+    stats, scheduler = _Stats(), SchedulerStats(num_running_reqs=1024, num_waiting_reqs=176)
+    step_us = microseconds(lambda: stats.record(scheduler), 200_000)
+    progress = Progress(10**6, 3, 10**9, 10**8, 10**6, 1200, 0.5, stats.latest)
+    with tempfile.TemporaryDirectory() as name:
+        telemetry = Telemetry(Folder(pathlib.Path(name)), 1, [device for device in args.devices.split(",") if device])
+
+        def look() -> None:
+            telemetry.look(
+                [ReplicaLook.of(number, "000001.0001", "running", progress) for number in range(args.replicas)]
+            )
+
+        look_us = microseconds(look, 2000)
+        telemetry.close()
+    print("| processor time | µs | of a core |\n| --- | ---: | ---: |")
+    print(f"| replica, a step | {step_us:.1f} | {step_us / 1e6 / _STEP_S:.5f}, at {1 / _STEP_S:.0f} steps a second |")
+    print(f"| coordinator, a look at {args.replicas} replicas | {look_us:.0f} | {look_us / 1e6:.5f}, at one a second |")
+
+
+def microseconds(call: Callable[[], None], number: int) -> float:
+    """Of one call."""
+    began = time.process_time()
+    for _ in range(number):
+        call()
+    return (time.process_time() - began) / number * 1e6
+
+
+if __name__ == "__main__":
+    main()
