@@ -6,7 +6,7 @@ Items go in many at a time: each time wakes the other thread, which costs more t
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -81,6 +81,19 @@ class ByteQueue(Generic[Item]):
         """Let nobody wait any longer; what is in the queue can still be taken."""
         with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
+
+    def resize(self, max_items: int) -> None:
+        """Another bound in items; what is in the queue stays."""
+        with self._changed:
+            self._max_items = max_items
+            self._changed.notify_all()
+
+    def drop(self, is_dropped: Callable[[Item], bool]) -> None:
+        """Take out the items of which this holds, and let go of them."""
+        with self._changed:
+            self._items = deque(item for item in self._items if not is_dropped(item[0]))
+            self._num_bytes = sum(num_bytes for _, num_bytes in self._items)
             self._changed.notify_all()
 
     def wait_until_room(self, wait_s: float) -> float:

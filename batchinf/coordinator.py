@@ -7,9 +7,10 @@ published and the manifest says so.
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from batchinf import faults
+from batchinf.assignment import Assignment
 from batchinf.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted, OutputError
 from batchinf.failures import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.fleet import Ended, Fleet, Member
@@ -22,8 +23,8 @@ from batchinf.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, Sha
 from batchinf.parts import part_name
 from batchinf.platforms import Platforms, kept_as
 from batchinf.progress import ProgressDisplay
-from batchinf.records import Part, Shard
-from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations
+from batchinf.records import Part
+from batchinf.shards import Pending
 from batchinf.status import JobStatus, Rates, write_status
 from batchinf.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.telemetry import ReplicaLook, Telemetry
@@ -55,14 +56,13 @@ class Coordinator:
         self._manifest = manifest
         self._lock = lock
         self._fleet = fleet
-        self._pending = pending
+        self._assignment = Assignment(fleet, pending, trials)
         self._display = display
         self._num_rows = num_rows
         self._num_shards = num_shards
         self._committed = committed
         self._trials = trials
         self._telemetry = telemetry
-        self._attempts: dict[int, int] = {}
         self._rates = Rates()
         self._next_status = 0.0
         self._requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
@@ -131,7 +131,7 @@ class Coordinator:
         self._judge()
         if self._fleet.is_spent and not self._is_finished and not self._disk_error:
             self._give_up()
-        self._assign()
+        self._assignment.assign()
         self._show(self._state())
 
     def _state(self) -> str:
@@ -148,11 +148,12 @@ class Coordinator:
                     member.begun.discard(part.shard)
                     parts.append((member.slot.replica, member.replica.launch.incarnation, part))
                 case Revoked(shards):
-                    self._take_back(member, shards)
+                    self._assignment.take_back(member, shards)
                 case ShardBegun(shard, num_recovered):
                     self._note_begun(shard, num_recovered)
                 case Ready():
                     self._note_ready(member, event)
+                    self._assignment.begin(member)
                 case Tried(rows):
                     self._trials.survived(member, rows)
                 case _:
@@ -166,13 +167,6 @@ class Coordinator:
             self._manifest.event("first_request", shard=shard)
         if num_recovered:
             self._manifest.event("recovered", shard=shard, num_requests=num_recovered)
-
-    def _take_back(self, member: Member, shards: tuple[int, ...]) -> None:
-        back = [index for index in shards if member.shards.pop(index, None) is not None]
-        for index in back:
-            self._attempts[index] -= 1
-        member.revoking.clear()
-        self._pending.give_back(back)
 
     def _commit(self, parts: Sequence[tuple[int, str, Part]]) -> None:
         """Publish and commit parts, each with the replica and the incarnation that it is from."""
@@ -218,37 +212,6 @@ class Coordinator:
             self._lock.check()
             folder.publish(staged, published)
 
-    def _assign(self) -> None:
-        self._trials.give(self._next_attempt)
-        for index, shard in next_shards(self._pending, self._loads(), is_gathering=self._is_gathering):
-            faults.point("coordinator.before_assign")
-            condemned = self._trials.condemned_in(shard)
-            self._fleet.assign(self._fleet.members[index], [shard], self._next_attempt([shard]), condemned)
-        for index, shards in revocations(self._pending, self._loads()).items():
-            self._fleet.revoke(self._fleet.members[index], shards)
-
-    @property
-    def _is_gathering(self) -> bool:
-        """Whether replicas come up for the first time, while the first shards may be others than the rest."""
-        members = self._fleet.members
-        is_first = any(m.replica is not None and m.info is None and not m.restarts for m in members)
-        return is_first and not self._pending.is_in_order
-
-    def _loads(self) -> list[ReplicaLoad]:
-        return [self._load(index, member) for index, member in enumerate(self._fleet.members) if member.is_running]
-
-    def _load(self, index: int, member: Member) -> ReplicaLoad:
-        is_accepting = not member.is_stopping and not self._trials.is_on_trial(member)
-        return ReplicaLoad(
-            index, member.window_rows, member.outstanding_rows, self._trials.movable(member), is_accepting
-        )
-
-    def _next_attempt(self, shards: Iterable[Shard]) -> int:
-        """The number of the try that begins now for these shards: the greatest of theirs."""
-        for shard in shards:
-            self._attempts[shard.index] = self._attempts.get(shard.index, 0) + 1
-        return max(self._attempts[shard.index] for shard in shards)
-
     def _note_started(self, members: list[Member]) -> None:
         for member in members:
             assert member.replica is not None
@@ -286,8 +249,7 @@ class Coordinator:
             cause = "" if end.was_asked else end.cause
             self._manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)
             suspicion = self._trials.note_death(end)
-            held = self._trials.shards | closed
-            self._pending.give_back(shard.index for shard in end.shards if shard.index not in held)
+            self._assignment.note_ended(end, self._trials.shards | closed)
             if (step := end.lowered) is not None:
                 replica, kept_as = end.member.slot.replica, "oom_step_down"
                 self._manifest.event(

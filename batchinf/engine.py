@@ -74,6 +74,7 @@ class ScriptedEngine:
     output_room = 1  # tokens that must fit after a prompt
 
     def __init__(self, script: ScriptedSpec, vocab_size: int, eos_token_id: int) -> None:
+        faults.point("engine.start")
         time.sleep(script.start_s)
         self._script = script
         self._vocab_size = vocab_size

@@ -328,7 +328,6 @@ def launcher(
     }
     if job.slice is not None:
         metadata["batchinf.slice"] = str(job.slice)
-    begun = begun_at(job, state.header)
 
     def launch(slot: Slot, incarnation: str) -> Launch:
         return Launch(
@@ -344,8 +343,9 @@ def launcher(
             os.fspath(source_folder(job.folder, job.slice)),
             job.source.fingerprints,
             state.extents,
-            begun,
+            begun_at(job, state.header),
             job.adapters,
+            (job.model.max_model_len, job.model.vocab_size),
         )
 
     return launch

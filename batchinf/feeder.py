@@ -1,13 +1,14 @@
 """From assigned shards to requests that are ready for the engine: reading, templates and tokenising, on its own thread.
 
 It runs ahead of the engine by the ready queue's bound and no more, so that a shard that has not begun can still be
-given to an idle replica.
+given to an idle replica. It may start before the engine is up: no shard has begun until then, whatever was made of it.
 """
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from batchinf import faults
 from batchinf.byte_queue import ByteQueue
 from batchinf.errors import RowError
+from batchinf.forks import UNFORKED
 from batchinf.messages import Assign, Event, Revoked, ShardBegun, Trial, Tried
 from batchinf.parts import OpenShard
 from batchinf.prompt import PromptBuilder
@@ -60,24 +62,25 @@ class Feeder(threading.Thread):
     def __init__(
         self,
         source: Source,
-        prompts: PromptBuilder,
         task: Task,
         open_shard: Callable[[Shard], OpenShard],
         ready: ByteQueue[Pending],
         fail: Callable[[FailedRow], None],
         emit: Callable[[Event], None],
-        max_model_len: int,
     ) -> None:
+        """To be told of limits, by `expect` or `settle`, before it starts."""
         super().__init__(name="feeder", daemon=True)
         self._source = source
-        self._prompts = prompts
         self._task = task
         self._open_shard = open_shard
         self._ready = ready
         self._fail = fail
         self._emit = emit
-        self._max_model_len = max_model_len
+        self._limits: tuple[Callable[[], PromptBuilder], int] | None = None
         self._assigned: deque[tuple[Shard, int]] = deque()
+        self._opening: int | None = None
+        self._prepared: dict[int, tuple[OpenShard, int]] = {}  # open before `begin`, in their order, with the attempt
+        self._track: Callable[[OpenShard], None] | None = None
         self._trials: deque[Trial] = deque()
         self._opened: dict[int, OpenShard] = {}  # those of trials
         self._condemned: dict[int, str] = {}
@@ -99,12 +102,51 @@ class Feeder(threading.Thread):
             self._changed.notify_all()
 
     def revoke(self, shards: Iterable[int]) -> None:
-        """Give back those of these shards that have not begun."""
+        """Give back those of these shards that have not begun: before `begin` all, and nothing is said of it."""
         wanted = set(shards)
         with self._changed:
             back = tuple(shard.index for shard, _ in self._assigned if shard.index in wanted)
             self._assigned = deque(item for item in self._assigned if item[0].index not in wanted)
-        self._emit(Revoked(back))
+            has_begun = self._track is not None
+            if not has_begun:
+                self._opening = None if self._opening in wanted else self._opening
+                self._drop([index for index in self._prepared if index in wanted])
+        if has_begun:
+            self._emit(Revoked(back))
+
+    def _drop(self, indices: Iterable[int]) -> list[tuple[Shard, int]]:
+        """What was made of these shards counts no more; the shards, each with its attempt."""
+        dropped = [self._prepared.pop(index) for index in indices]
+        for opened, _ in dropped:
+            opened.is_given_back = True
+        self._ready.drop(lambda pending: pending.shard.is_given_back)
+        return [(opened.shard, attempts) for opened, attempts in dropped]
+
+    def expect(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
+        """Go by these limits until `settle`. prompts: called once, on the feeder's thread."""
+        self._limits = functools.cache(prompts), max_model_len
+
+    def settle(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
+        """The engine has other limits than were expected: what was made by those is made again."""
+        with self._changed:
+            self.expect(prompts, max_model_len)
+            self._assigned.extendleft(reversed(self._drop(list(self._prepared))))
+            self._changed.notify_all()
+
+    def begin(self, track: Callable[[OpenShard], None]) -> None:
+        """The engine is up, and `track` is to be told of each shard: they begin from now on, those that are open first.
+
+        To be called once, on the thread that calls `revoke`, which has nobody to ask before.
+        """
+        with self._changed:
+            self._track = track
+            prepared, self._prepared = self._prepared, {}
+        for opened, _ in prepared.values():
+            self._note_begun(opened, track)
+
+    def _note_begun(self, opened: OpenShard, track: Callable[[OpenShard], None]) -> None:
+        track(opened)
+        self._emit(ShardBegun(opened.index, opened.num_results))
 
     def stop(self) -> None:
         """Begin nothing more, and end."""
@@ -129,18 +171,33 @@ class Feeder(threading.Thread):
             self._changed.wait_for(lambda: self._is_stopping or self._trials or self._assigned)
             if self._is_stopping:
                 return None
-            return self._trials.popleft() if self._trials else self._assigned.popleft()
+            if self._trials:
+                return self._trials.popleft()
+            self._opening = self._assigned[0][0].index
+            return self._assigned.popleft()
 
-    def _open(self, shard: Shard) -> OpenShard:
+    def _open(self, shard: Shard, attempts: int) -> OpenShard | None:
+        """Open a shard, which begins unless the engine is not up; None where it was given back meanwhile."""
         faults.point("feeder.begin")
-        opened = self._open_shard(shard)
-        self._emit(ShardBegun(shard.index, opened.num_results))
+        with UNFORKED:
+            opened = self._open_shard(shard)
+        with self._changed:
+            if self._opening is None:
+                return None
+            self._opening, track = None, self._track
+            if track is None:
+                self._prepared[shard.index] = opened, attempts
+        if track is not None:
+            self._note_begun(opened, track)
         return opened
 
     def _try(self, trial: Trial) -> None:
         for shard in trial.shards:
             if shard.index not in self._opened:
-                self._opened[shard.index] = self._open(shard)
+                self._opening = shard.index
+                opened = self._open(shard, trial.attempts)
+                assert opened is not None, "trials come when the engine is up"
+                self._opened[shard.index] = opened
         for rows in trial.groups:
             probes = [probe for row in rows for probe in self._try_row(row, trial)]
             while not (all(probe.is_set() for probe in probes) and (trial.is_probe or self._are_stored(rows))):
@@ -159,8 +216,9 @@ class Feeder(threading.Thread):
             self._feed_rows(opened, np.array([place]), trial.attempts)
             return []
         probes = []
-        for prompt in self._prompts.build(self._source.read(row, row + 1, self._prompts.columns), self._max_model_len):
-            for pending, num_bytes in self._expand(opened, prompt, trial.attempts):
+        builder, max_model_len = self._known_limits()
+        for prompt in builder.build(self._source.read(row, row + 1, builder.columns), max_model_len):
+            for pending, num_bytes in self._expand(opened, prompt, trial.attempts, max_model_len):
                 probes.append(threading.Event())
                 self._ready.put(replace(pending, request=_probe(pending.request), probe=probes[-1]), num_bytes)
         return probes
@@ -173,9 +231,9 @@ class Feeder(threading.Thread):
         return all(holder is None or holder.is_finished(row) for row in rows for holder in [self._holder(row)])
 
     def _feed(self, shard: Shard, attempts: int) -> None:
-        opened = self._opened.pop(shard.index, None) or self._open(shard)
+        opened = self._opened.pop(shard.index, None) or self._open(shard, attempts)
         for first in range(0, shard.num_rows, ROWS_AT_ONCE):
-            if self._is_stopping:
+            if self._is_stopping or opened is None or opened.is_given_back:
                 return
             self._feed_rows(opened, opened.rows.to_run(first, min(first + ROWS_AT_ONCE, shard.num_rows)), attempts)
 
@@ -185,27 +243,36 @@ class Feeder(threading.Thread):
         if not len(left):
             return
         faults.point("feeder.read")
-        rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else numbers))
-        rows = [row for row in rows if not opened.is_finished(row.row_index)]
+        with UNFORKED:
+            builder, max_model_len = self._known_limits()
+            rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else numbers), builder.columns)
+            prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
         ready: list[tuple[Pending, int]] = []
-        for prompt in self._prompts.build(rows, self._max_model_len):
-            ready += self._expand(opened, prompt, attempts)
+        for prompt in prompts:
+            ready += self._expand(opened, prompt, attempts, max_model_len)
             if len(ready) >= _PUT_ITEMS:
                 if not self._ready.put_all(ready):
                     return
                 ready = []
         self._ready.put_all(ready)
 
-    def _read(self, positions: Int64Array) -> list[Row]:
+    def _known_limits(self) -> tuple[PromptBuilder, int]:
+        assert self._limits is not None
+        prompts, max_model_len = self._limits
+        return prompts(), max_model_len
+
+    def _read(self, positions: Int64Array, columns: Sequence[str]) -> list[Row]:
         """Rows at these positions, in this order; they are read in the source's own."""
         by_position = np.argsort(positions, kind="stable")
-        read = self._source.read_rows(positions[by_position], self._prompts.columns)
+        read = self._source.read_rows(positions[by_position], columns)
         places = dict(zip(by_position.tolist(), read, strict=True))
         return [places[place] for place in range(len(positions))]
 
-    def _expand(self, opened: OpenShard, prompt: Prompt, attempts: int) -> Iterator[tuple[Pending, int]]:
+    def _expand(
+        self, opened: OpenShard, prompt: Prompt, attempts: int, max_model_len: int
+    ) -> Iterator[tuple[Pending, int]]:
         """What a row still has to run, with sizes."""
-        requests = self._task.expand(prompt, self._max_model_len)
+        requests = self._task.expand(prompt, max_model_len)
         if prompt.adapter is not None:
             requests = [replace(request, adapter=prompt.adapter) for request in requests]
         error = prompt.error

@@ -6,25 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from batchinf import messages
 from batchinf.backends.local import LocalBackend, LocalReplica, engine_environment
 from batchinf.engine_settings import EngineSettings, Lowered, Verdict
 from batchinf.errors import EngineDeadError, UserError
 from batchinf.flight import InFlight
-from batchinf.messages import (
-    Assign,
-    Command,
-    Event,
-    Failed,
-    Launch,
-    Phase,
-    Progress,
-    Ready,
-    Revoke,
-    Revoked,
-    ShardBegun,
-    Stopped,
-    Trial,
-)
+from batchinf.messages import Assign, Command, Event, Failed, Launch, Progress, Ready, Revoke, Trial
 from batchinf.out_of_memory import recognise
 from batchinf.placement import Slot
 from batchinf.records import EngineInfo, EngineStats, Shard
@@ -47,6 +34,7 @@ class Member:
     """One place for a replica, over all of its incarnations.
 
     shards: what the running incarnation holds and has not closed, in the order in which it was given them.
+    early_window: of an engine that is not up yet, while shards are prepared for it; None where they are not.
     failures: ends in a row without a finished row between them. recovered_rows: what it has taken from the journal.
     cause: why the last incarnation ended.
     """
@@ -59,6 +47,7 @@ class Member:
     begun: set[int] = field(default_factory=set)
     revoking: set[int] = field(default_factory=set)
     info: EngineInfo | None = None
+    early_window: int | None = None
     progress: Progress = _NOTHING
     recovered_rows: int = 0
     closed_rows: int = 0
@@ -79,6 +68,11 @@ class Member:
         return self.replica is not None and self.info is not None and self.failed is None
 
     @property
+    def takes_shards(self) -> bool:
+        """Whether it makes something of shards: its engine is up, or its feeder is ahead of that."""
+        return self.is_running or (self.replica is not None and self.failed is None and self.early_window is not None)
+
+    @property
     def outstanding_rows(self) -> int:
         """Rows assigned and not finished, as far as it has said."""
         finished = max(0, self.progress.num_rows - self.closed_rows)
@@ -88,7 +82,8 @@ class Member:
     @property
     def window_rows(self) -> int:
         """Rows that its engine's window holds."""
-        return max(1, window(self.info.max_num_seqs) // self.requests_per_row) if self.info is not None else 1
+        requests = window(self.info.max_num_seqs) if self.info is not None else self.early_window or 1
+        return max(1, requests // self.requests_per_row)
 
     @property
     def unbegun(self) -> tuple[int, ...]:
@@ -193,7 +188,7 @@ class Fleet:
             engine_environment(member.slot.devices, len(member.slot.cpus), member.slot.replica),
             has_own_cache=is_filled and not self.is_cache_warm,
         )
-        member.state, member.info, member.failed = "starting", None, None
+        member.state, member.info, member.failed, member.early_window = "starting", None, None, None
         member.progress, member.recovered_rows, member.closed_rows, member.closed_errors = _NOTHING, 0, 0, 0
         member.steps_changed_at = time.monotonic()
 
@@ -372,8 +367,10 @@ class Fleet:
 
 def _update(member: Member, event: Event) -> None:
     match event:
-        case Phase(name):
+        case messages.Phase(name):
             member.state = name
+        case messages.TakesShards(size):
+            member.early_window = size
         case Ready(engine, _):
             member.info, member.state = engine, "running"
             member.steps_changed_at = time.monotonic()
@@ -381,15 +378,15 @@ def _update(member: Member, event: Event) -> None:
             if event.steps != member.progress.steps or not event.in_flight:
                 member.steps_changed_at = time.monotonic()
             member.progress = event
-        case ShardBegun(shard, num_recovered):
+        case messages.ShardBegun(shard, num_recovered):
             member.begun.add(shard)
             member.recovered_rows += num_recovered
-        case Revoked(shards):
+        case messages.Revoked(shards):
             for index in shards:
                 member.begun.discard(index)
         case Failed():
             member.failed, member.failed_at = event, time.monotonic()
-        case Stopped():
+        case messages.Stopped():
             member.state = "ended"
 
 

@@ -18,6 +18,7 @@ class Launch:
     extents: the job's, of which the run order is made.
     begun_at: when the job was begun, in ISO format: templates that print the date see this one.
     adapters: those that requests may name.
+    config_limits: `max_model_len` and `vocab_size` by the model's config; None where it does not say.
     """
 
     replica: int
@@ -34,6 +35,7 @@ class Launch:
     extents: tuple[Extent, ...] = ()
     begun_at: str | None = None
     adapters: tuple[Adapter, ...] = ()
+    config_limits: tuple[int | None, int | None] = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,17 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """To a replica: give back those of these shards that you have not begun."""
+    """To a replica: give back those of these shards that you have not begun.
+
+    Before `Begin` it has begun none: they are another's at once, and it says nothing.
+    """
 
     shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """To a replica whose engine is up: run what you have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +93,18 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class TakesShards:
+    """From a replica whose engine is not up yet: it makes requests of shards until it is, and will run so many at once.
+
+    window: requests, as far as can be told.
+    """
+
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
-    """From a replica: the engine is up."""
+    """From a replica: the engine is up, and waits for `Begin`."""
 
     engine: EngineInfo
     start_s: float
@@ -171,5 +191,5 @@ class ProcessGroup:
     pid_start_time: int
 
 
-Command = Assign | Trial | Revoke | Stop
-Event = Phase | Ready | Progress | ShardBegun | ShardClosed | Revoked | Tried | Failed | Stopped
+Command = Assign | Trial | Revoke | Begin | Stop
+Event = Phase | TakesShards | Ready | Progress | ShardBegun | ShardClosed | Revoked | Tried | Failed | Stopped

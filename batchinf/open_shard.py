@@ -38,6 +38,7 @@ class OpenShard:
         self.fresh: list[pa.RecordBatch] = []
         self.unjournalled_bytes = 0
         self.num_results = self.num_recovered_errors = 0
+        self.is_given_back = False  # before anything of it was run: what was made of it counts no more
         self.num_requests = np.zeros(shard.num_rows, np.int32)
         self._journal = journal
         # Slots are given to a row's requests when its first result comes; -1 is before that.

@@ -7,6 +7,7 @@ keep the device's memory).
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -25,12 +26,29 @@ from batchinf.engine import Engine, ScriptedEngine
 from batchinf.errors import BatchinfError, EngineDeadError, OutputError
 from batchinf.feeder import FailedRow, Feeder, Pending
 from batchinf.flight import FlightRecord
+from batchinf.forks import guard_forks
 from batchinf.job import open_input
 from batchinf.journal import Journal
-from batchinf.messages import DISK_ERROR, Assign, Event, Failed, Launch, Phase, Ready, Revoke, Stop, Stopped, Trial
+from batchinf.limits import Limits, expected_limits
+from batchinf.messages import (
+    DISK_ERROR,
+    Assign,
+    Begin,
+    Command,
+    Event,
+    Failed,
+    Launch,
+    Phase,
+    Ready,
+    Revoke,
+    Stop,
+    Stopped,
+    TakesShards,
+    Trial,
+)
 from batchinf.parts import OpenShard, write_part
-from batchinf.prompt import load_tokenizer
-from batchinf.records import Part, Request, Shard
+from batchinf.prompt import PromptBuilder, load_tokenizer
+from batchinf.records import EngineInfo, Part, Request, Shard
 from batchinf.replace import write_replacement
 from batchinf.retry_log import retry_of
 from batchinf.run_order import RunOrder
@@ -66,8 +84,8 @@ class Replica:
         self._folder = Folder(launch.folder)
         self._worker: Worker | None = None
         self._feeder: Feeder | None = None
-        self._early: list[Assign | Trial | Revoke] = []
         self._stop: Stop | None = None
+        self._may_run = threading.Event()
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -77,15 +95,24 @@ class Replica:
         tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
         cache = pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER))
         source = open_input(self._spec, cache, self._launch.taken, "ignore")
+        front = self._front(get_task(self._spec), source, tokenizer)
+        self._feeder = front.feeder
+        limits = expected_limits(self._spec, *self._launch.config_limits, tokenizer)
+        if limits is not None:
+            front.start_early(limits)
+            self._channel.send(TakesShards(window(limits.max_num_seqs)))
         self._channel.send(Phase("starting the engine"))
         engine = self._start_engine(tokenizer)
         try:
-            task = get_task(self._spec)
             self._channel.send(Phase("compiling kernels for the job's shapes"))
             engine.warm_up(warm_up_request(self._spec))
-            worker, feeder = self._assemble(engine, task, source, tokenizer)
+            worker = front.complete(engine, limits, self._flight)
+            with self._lock:
+                self._worker = worker
+                if self._stop is not None:
+                    worker.stop(self._stop.drain_s)
             self._channel.send(Ready(engine.info, round(time.monotonic() - started, 3)))
-            self._begin(worker, feeder)
+            self._may_run.wait()
             worker.run()
             self._channel.send(worker.progress())
         finally:
@@ -108,21 +135,10 @@ class Replica:
 
         return VllmEngine(self._spec, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
 
-    def _assemble(self, engine: Engine, task: Task, source: Source, tokenizer: object) -> tuple[Worker, Feeder]:
-        name, metadata = self._launch.incarnation, self._launch.metadata
-        emit, flight, order = self._channel.send, self._flight, RunOrder(self._folder, self._launch.extents)
-        folder, begun_at = self._folder, self._launch.begun_at
-        return assemble(
-            self._spec, task, engine, source, tokenizer, folder, name, metadata, emit, flight, order, begun_at
-        )
-
-    def _begin(self, worker: Worker, feeder: Feeder) -> None:
-        with self._lock:
-            self._worker, self._feeder = worker, feeder
-            for message in self._early:
-                self._give(message)
-            if self._stop is not None:
-                worker.stop(self._stop.drain_s)
+    def _front(self, task: Task, source: Source, tokenizer: object) -> "Front":
+        launch, order = self._launch, RunOrder(self._folder, self._launch.extents)
+        name, metadata, emit, begun_at = launch.incarnation, launch.metadata, self._channel.send, launch.begun_at
+        return Front(self._spec, task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
 
     def listen(self) -> None:
         """Obey the coordinator; end the process group when it is gone. Runs on its own thread."""
@@ -148,26 +164,109 @@ class Replica:
                 self._channel.send(self._worker.progress())
                 last_progress = time.monotonic()
 
-    def _obey(self, message: Assign | Trial | Revoke | Stop) -> None:
+    def _obey(self, message: Command) -> None:
         with self._lock:
-            if isinstance(message, Stop):
-                self._stop = message
-                if self._worker is not None:
-                    self._worker.stop(message.drain_s)
-            elif self._feeder is None:
-                self._early.append(message)
-            else:
-                self._give(message)
+            match message:
+                case Stop():
+                    self._stop = message
+                    if self._worker is not None:
+                        self._worker.stop(message.drain_s)
+                    self._may_run.set()
+                case Begin():
+                    assert self._worker is not None, "who is told to begin is ready"
+                    self._worker.begin()
+                    self._may_run.set()
+                case _:
+                    assert self._feeder is not None, "shards come to who said that it takes them"
+                    _give(self._feeder, message)
 
-    def _give(self, message: Assign | Trial | Revoke) -> None:
-        assert self._feeder is not None
-        match message:
-            case Assign():
-                self._feeder.assign(message)
-            case Trial():
-                self._feeder.try_rows(message)
-            case Revoke(shards):
-                self._feeder.revoke(shards)
+
+def _give(feeder: Feeder, message: Assign | Trial | Revoke) -> None:
+    match message:
+        case Assign():
+            feeder.assign(message)
+        case Trial():
+            feeder.try_rows(message)
+        case Revoke(shards):
+            feeder.revoke(shards)
+
+
+class Front:
+    """What is around an engine that may come later: the feeder, and the queues between it, the engine and the disk."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        task: Task,
+        source: Source,
+        tokenizer: object,
+        folder: Folder,
+        incarnation: str,
+        metadata: Mapping[str, str],
+        emit: Callable[[Event], None],
+        order: RunOrder | None = None,
+        begun_at: str | None = None,
+    ) -> None:
+        """order: None where places are positions."""
+        self._spec, self._task, self._source, self._tokenizer = spec, task, source, tokenizer
+        self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
+        self._order, self._begun_at = order, begun_at
+        self._journal = Journal(folder, incarnation, task.result_schema)
+        self._retry = retry_of(incarnation)
+        self._selection = chosen_rows(folder, self._retry) if self._retry else None
+        self._ready: ByteQueue[Pending] = ByteQueue(1, _READY_BYTES)
+        self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
+        self.feeder = Feeder(source, task, self._open_shard, self._ready, self._fail, emit)
+
+    def start_early(self, limits: Limits) -> None:
+        """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it."""
+        guard_forks()
+        self._ready.resize(window(limits.max_num_seqs) + _num_ready(limits.max_num_seqs))
+        self.feeder.expect(self._prompts_by(limits.vocab_size), limits.max_model_len)
+        self.feeder.start()
+
+    def complete(self, engine: Engine, expected: Limits | None, flight: FlightRecord) -> Worker:
+        """The worker. expected: the limits by which the feeder has started; where they are others, it starts anew."""
+        info = engine.info
+        self._ready.resize(_num_ready(info.max_num_seqs))
+        prompts = self._prompts_by(info.vocab_size)
+        if expected is None:
+            self.feeder.expect(prompts, info.max_model_len)
+        elif (expected.max_model_len, expected.vocab_size) != (info.max_model_len, info.vocab_size):
+            self.feeder.settle(prompts, info.max_model_len)
+        answers, room = answers_of(self._spec, self._tokenizer), WIDE if self._spec.task == "logits" else None
+        write, interval_s = self._write_by(info), self._spec.checkpoint_interval_s
+        writer = Writer(self._finished, self._task, answers, write, self._emit, interval_s, room)
+        return Worker(engine, self._ready, self._finished, self.feeder, writer, flight)
+
+    def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
+        return functools.partial(prompt_builder, self._spec, self._tokenizer, vocab_size, self._begun_at)
+
+    def _open_shard(self, shard: Shard) -> OpenShard:
+        rows = ShardRows(shard.start, shard.stop) if self._order is None else self._order.of(shard)
+        chosen = None if self._selection is None else self._selection.chosen(rows)
+        opened = OpenShard(shard, self._task, self._journal, chosen, rows)
+        opened.recover()
+        return opened
+
+    def _fail(self, row: FailedRow) -> None:
+        self._finished.put(row, _FAILED_ROW_BYTES * len(row.results))
+
+    def _write_by(self, info: EngineInfo) -> Callable[[OpenShard], Part]:
+        versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
+        stored = {**self._metadata, **versions, "batchinf.device": info.device}
+        write_file = write_replacement if self._retry else write_part
+        id_column, keep_columns = self._spec.input.id_column, tuple(self._spec.output.keep_columns)
+
+        def write(shard: OpenShard) -> Part:
+            return write_file(self._folder, shard, self._source, id_column, keep_columns, stored, self._incarnation)
+
+        return write
+
+
+def _num_ready(max_num_seqs: int) -> int:
+    """Requests that wait for an engine that is full."""
+    return max(16, window(max_num_seqs) // 2)
 
 
 def assemble(
@@ -188,37 +287,10 @@ def assemble(
 
     order: None where places are positions.
     """
-    info = engine.info
-    ready: ByteQueue[Pending] = ByteQueue(max(16, window(info.max_num_seqs) // 2), _READY_BYTES)
-    finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
-    journal = Journal(folder, incarnation, task.result_schema)
-    versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
-    stored = {**metadata, **versions, "batchinf.device": info.device}
-    retry = retry_of(incarnation)
-    selection = chosen_rows(folder, retry) if retry else None
-    write_file = write_replacement if retry else write_part
-
-    id_column, keep_columns = spec.input.id_column, tuple(spec.output.keep_columns)
-
-    def write(shard: OpenShard) -> Part:
-        return write_file(folder, shard, source, id_column, keep_columns, stored, incarnation)
-
-    def open_shard(shard: Shard) -> OpenShard:
-        rows = ShardRows(shard.start, shard.stop) if order is None else order.of(shard)
-        opened = OpenShard(shard, task, journal, None if selection is None else selection.chosen(rows), rows)
-        opened.recover()
-        writer.track(opened)
-        return opened
-
-    answers, room = answers_of(spec, tokenizer), WIDE if spec.task == "logits" else None
-    writer = Writer(finished, task, answers, write, emit, spec.checkpoint_interval_s, room)
-    prompts = prompt_builder(spec, tokenizer, info.vocab_size, begun_at)
-
-    def fail(row: FailedRow) -> None:
-        finished.put(row, _FAILED_ROW_BYTES * len(row.results))
-
-    feeder = Feeder(source, prompts, task, open_shard, ready, fail, emit, info.max_model_len)
-    return Worker(engine, ready, finished, feeder, writer, flight), feeder
+    front = Front(spec, task, source, tokenizer, folder, incarnation, metadata, emit, order, begun_at)
+    worker = front.complete(engine, None, flight)
+    worker.begin()
+    return worker, front.feeder
 
 
 def answers_of(spec: JobSpec, tokenizer: object) -> Answers | NoAnswers:

@@ -23,6 +23,9 @@ PART_BYTES = 64 * 2**20
 MAX_ROWS_PER_SHARD = 50_000
 # A replica finishes at least this many shards, so that the last ones to end are a small share of the whole.
 SHARDS_PER_REPLICA = 16
+# Given to a replica whose engine is not up: it may not listen for long, and what it is told waits in a socket that
+# holds some 270 messages.
+_MOST_EARLY_SHARDS = 64
 
 
 def next_extent(extents: Sequence[Extent], num_rows: int, rows_per_shard: int) -> Extent:
@@ -152,7 +155,8 @@ class ReplicaLoad:
 
     window_rows: the rows that keep its engine full, at least 1. outstanding_rows: handed out and not finished, begun
     or not. unbegun: shards that it has not begun, oldest first; without those that are being taken back, whose rows
-    `outstanding_rows` leaves out too. is_accepting: it is up and not about to end.
+    `outstanding_rows` leaves out too. is_accepting: it takes shards and is not about to end. is_up: so is its engine;
+    else what it has, and it has begun none of it, is prepared for one that starts.
     """
 
     replica: int
@@ -160,6 +164,7 @@ class ReplicaLoad:
     outstanding_rows: int
     unbegun: tuple[int, ...]
     is_accepting: bool
+    is_up: bool = True
 
 
 @dataclass(slots=True)
@@ -171,13 +176,18 @@ class _Load:
     rows: int
     unbegun: list[int]
     is_accepting: bool
+    is_up: bool
 
     @classmethod
     def of(cls, load: ReplicaLoad) -> "_Load":
-        return cls(load.replica, load.window_rows, load.outstanding_rows, list(load.unbegun), load.is_accepting)
+        return cls(
+            load.replica, load.window_rows, load.outstanding_rows, list(load.unbegun), load.is_accepting, load.is_up
+        )
 
     def has_room(self, *, is_gathering: bool) -> bool:
-        if is_gathering:
+        if not self.is_up and len(self.unbegun) >= _MOST_EARLY_SHARDS:
+            return False
+        if is_gathering or not self.is_up:
             return self.is_accepting and self.rows < self.window_rows
         # Two windows: one in the engine, one that is on its way when a shard's last long rows leave slots free.
         return self.is_accepting and (self.rows < 2 * self.window_rows or not self.unbegun)
@@ -189,7 +199,8 @@ def next_shards(
     """Hand out shards, as (replica, shard) in the order to send them; they are taken out of `pending`.
 
     Each accepting replica gets enough to keep its engine full over a shard's edge: two windows of rows, and one shard
-    beyond those that it has begun. Who has the fewest rows outstanding is served first.
+    beyond those that it has begun. Who has the fewest rows outstanding is served first; those whose engine is not up
+    come after all others, and get no more than fills it.
 
     is_gathering: other replicas are about to come up, and rows have an order of their own. Then no one gets more than
     fills its engine: the first shards may be the longest rows of all, which who comes first must not have alone.
@@ -197,7 +208,7 @@ def next_shards(
     loads = [_Load.of(load) for load in replicas]
     given = []
     while pending and (hungry := [load for load in loads if load.has_room(is_gathering=is_gathering)]):
-        load = min(hungry, key=lambda load: (load.rows, load.replica))
+        load = min(hungry, key=lambda load: (not load.is_up, load.rows, load.replica))
         shard = pending.take()
         load.rows += shard.num_to_run
         load.unbegun.append(shard.index)
@@ -210,13 +221,14 @@ def revocations(pending: Pending, replicas: Sequence[ReplicaLoad]) -> dict[int, 
 
     The newest unbegun shard of whoever has most to do goes first. A shard is asked back only if its owner still has
     more to do without it than the idle one has: each move makes the loads more equal, so that none goes to and fro.
-    An owner that takes no more work has no such claim.
+    An owner that takes no more work has no such claim. One whose engine is not up takes nothing from others, and keeps
+    what it has while the idle one has as much to do.
     """
     asked: dict[int, list[int]] = {}
     if pending:
         return asked
     loads = [_Load.of(load) for load in replicas]
-    idle = [load for load in loads if load.is_accepting and load.rows < load.window_rows]
+    idle = [load for load in loads if load.is_accepting and load.is_up and load.rows < load.window_rows]
     for load in sorted(idle, key=lambda load: (load.rows, load.replica)):
         while load.rows < load.window_rows and (owner := _owner(pending, loads, load)):
             index = owner.unbegun.pop()
@@ -233,6 +245,8 @@ def _owner(pending: Pending, loads: list[_Load], idle: _Load) -> _Load | None:
     def spares(load: _Load) -> bool:
         if load is idle or not load.unbegun:
             return False
+        if not load.is_up:
+            return load.rows > idle.rows
         left = load.rows - pending.shard(load.unbegun[-1]).num_to_run
         return left > idle.rows or not load.is_accepting
 

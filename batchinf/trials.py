@@ -73,6 +73,10 @@ class Trials:
         case = self._quarantine.of(member.slot.replica)
         return case is not None and case.is_on_trial
 
+    def has_case(self, member: Member) -> bool:
+        """Whether a member has shards of an open case to run."""
+        return self._quarantine.of(member.slot.replica) is not None
+
     def condemned_in(self, shard: Shard) -> tuple[tuple[int, str], ...]:
         """Rows of a shard that must not reach an engine, with what to say of it."""
         condemned = self._quarantine.condemned

@@ -71,9 +71,14 @@ class Worker:
             num_waiting=len(self._ready),
         )
 
+    def begin(self) -> None:
+        """Shards begin from now on. Before `run`, on the thread that takes back shards."""
+        self._feeder.begin(self._writer.track)
+
     def run(self) -> None:
         """Work until stopped. Raises EngineDeadError after what had finished is stored; what was live is not."""
-        self._feeder.start()
+        if self._feeder.ident is None:
+            self._feeder.start()
         self._writer.start()
         try:
             while not self._is_over():
@@ -112,7 +117,8 @@ class Worker:
         self._note_stall(False)
         idle_s = 0.0 if num_unfinished else _IDLE_S
         for pending in self._ready.take(max(0, self._window - num_unfinished), idle_s):
-            self._add(pending)
+            if not pending.shard.is_given_back:
+                self._add(pending)
 
     def _note_stall(self, is_stalled: bool) -> None:
         """Count the time in which the engine has room for more, but the disk lags behind."""

@@ -156,6 +156,7 @@ class Writer(threading.Thread):
 
     def _store(self, items: Sequence[Finished | FailedRow]) -> None:
         faults.point("writer.store")
+        items = [item for item in items if isinstance(item, Finished) or not item.shard.is_given_back]
         finished = [item for item in items if isinstance(item, Finished)]
         answers = self._answers.read([item.completion for item in finished])
         by_shard: dict[int, tuple[OpenShard, list[Result]]] = {}

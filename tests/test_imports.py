@@ -27,12 +27,13 @@ ORDER = """
     chat encoder vocabulary row_positions row_sampling row_adapter batch_prompts prompt scoring score_prompts
     output_size detokenizer answers tasks.* devices placement shards shard_rows selection permutation run_order
     engine scripted_pooling vllm_reasoning vllm_structures vllm_logprobs vllm_scheduler vllm_worker vllm_arguments
-    vllm_lora vllm_engine vllm_layers vllm_pooling journal non_finite open_shard parts replace byte_queue flight
-    feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine spec_file
+    vllm_lora vllm_engine vllm_layers vllm_pooling journal non_finite open_shard parts replace byte_queue flight forks
+    limits feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine spec_file
     prompt_checks status channel job structures exclude choose prefixes ordering room failures replica backends.*
-    replica_log fleet telemetry trials platforms progress coordinator forecast remarks recovery retry extend epoch
-    fresh look results joined changes text_changes score_changes vector_changes diff check stored_rows claims
-    tallies reference reference_vectors verify token_lengths shown_rows score_rows validation cli __main__
+    replica_log fleet telemetry trials assignment platforms progress coordinator forecast remarks recovery retry
+    extend epoch fresh look results joined changes text_changes score_changes vector_changes diff check
+    stored_rows claims tallies reference reference_vectors verify token_lengths shown_rows score_rows validation
+    cli __main__
 """.split()
 VLLM_ADAPTERS = {
     "vllm_arguments", "vllm_engine", "vllm_layers", "vllm_logprobs", "vllm_lora", "vllm_pooling", "vllm_reasoning",

@@ -53,6 +53,10 @@ def pending_of(*cuts: tuple[int, int]) -> Pending:
     return Pending(extents, np.zeros(total_shards(extents), dtype=np.bool_))
 
 
+def starter(replica: int, rows: int, unbegun: tuple[int, ...] = (), window: int = 10) -> ReplicaLoad:
+    return ReplicaLoad(replica, window, rows, unbegun, is_accepting=True, is_up=False)
+
+
 def load(replica: int, rows: int, unbegun: tuple[int, ...] = (), window: int = 10, accepts: bool = True) -> ReplicaLoad:
     return ReplicaLoad(replica, window, rows, unbegun, accepts)
 
@@ -154,6 +158,14 @@ def test_who_has_least_to_do_is_served_first() -> None:
     assert Counter(replica for replica, _ in given) == {0: 1, 1: 4, 3: 3}
 
 
+def test_whose_engine_is_not_up_comes_last_and_gets_no_more_than_fills_it() -> None:
+    loads = [starter(0, rows=0), load(1, rows=0, window=10), starter(2, rows=0, window=15)]
+    given = next_shards(pending_of((800, 8)), loads)
+    assert [replica for replica, _ in given] == [1, 1, 1, 0, 2, 0, 2]
+    assert next_shards(pending_of((800, 8)), [starter(0, rows=10)]) == []
+    assert len(next_shards(pending_of((800, 1)), [starter(0, rows=0, window=500)])) == 64
+
+
 def test_few_shards_are_shared_out() -> None:
     given = next_shards(pending_of((7, 2)), [load(index, rows=0) for index in range(4)])
     assert Counter(replica for replica, _ in given) == {0: 1, 1: 1, 2: 1, 3: 1}
@@ -183,6 +195,12 @@ def exhausted() -> Pending:
         # It has not begun its only shard, but is about to: to move it would gain nothing, and move it back again.
         ([load(0, rows=10, unbegun=(1,)), load(1, rows=0)], {}),
         ([load(0, rows=10, unbegun=(1,), accepts=False), load(1, rows=0)], {0: [1]}),
+        # One whose engine is not up takes nothing, and keeps no more than the idle one has to do.
+        ([load(0, rows=45, unbegun=(1, 2, 3)), starter(1, rows=0)], {}),
+        ([starter(0, rows=10, unbegun=(1,)), load(1, rows=10, window=30)], {}),
+        ([starter(0, rows=11, unbegun=(1,)), load(1, rows=10, window=30)], {0: [1]}),
+        ([starter(0, rows=30, unbegun=(1, 2, 3)), load(1, rows=0, window=30)], {0: [3, 2]}),
+        ([starter(0, rows=10, unbegun=(1,)), load(1, rows=0, accepts=False)], {}),
         # One that is begun cannot be asked back.
         ([load(0, rows=100), load(1, rows=0)], {}),
     ],

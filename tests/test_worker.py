@@ -211,8 +211,9 @@ def test_the_rows_are_what_the_engine_answered(bench: Callable[..., Bench]) -> N
     one.run(2)
     rows = one.rows()
     assert [(row["row_index"], row["sample_index"]) for row in rows] == [(i, s) for i in range(51) for s in range(2)]
-    for prompt in one.feeder._prompts.build(list(one.source.read(0, 51, one.feeder._prompts.columns)), 2048):
-        for request in one.task.expand(prompt, 2048):
+    prompts, max_model_len = one.feeder._known_limits()
+    for prompt in prompts.build(one.source.read(0, 51, prompts.columns), max_model_len):
+        for request in one.task.expand(prompt, max_model_len):
             answer = one.engine.complete(request)
             row = rows[2 * request.row_index + request.request_index]
             assert row["token_ids"] == answer.token_ids.tolist()
@@ -442,6 +443,7 @@ def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: 
     one = bench()
     store, queue = one.worker._writer, one.worker._finished
     opened = one.feeder._open_shard(Shard(0, 0, 1))
+    store.track(opened)
     prompt = Prompt(0, [], None, RowError("empty_prompt", "it is empty"))
     row, take = FailedRow(opened, failed(prompt, 1, prompt.error, 1)), queue.take
     ending: list[threading.Thread] = []
