@@ -7,7 +7,6 @@ keep the device's memory).
 """
 
 import contextlib
-import functools
 import os
 import pathlib
 import signal
@@ -16,26 +15,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
 
 from batchinf import __version__, faults
-from batchinf.answers import Answers, NoAnswers
-from batchinf.byte_queue import ByteQueue
 from batchinf.channel import Channel
 from batchinf.engine import Engine, ScriptedEngine
 from batchinf.errors import BatchinfError, EngineDeadError, OutputError
-from batchinf.feeder import FailedRow, Feeder, Pending
+from batchinf.feeder import Feeder
 from batchinf.flight import FlightRecord
-from batchinf.forks import guard_forks
+from batchinf.front import Front
 from batchinf.job import open_input
-from batchinf.journal import Journal
-from batchinf.limits import Limits, expected_limits
+from batchinf.limits import expected_limits
 from batchinf.messages import (
     DISK_ERROR,
     Assign,
     Begin,
     Command,
-    Event,
     Failed,
     Launch,
     Phase,
@@ -46,16 +40,10 @@ from batchinf.messages import (
     TakesShards,
     Trial,
 )
-from batchinf.parts import OpenShard, write_part
-from batchinf.prompt import PromptBuilder, load_tokenizer
-from batchinf.records import EngineInfo, Part, Request, Shard
-from batchinf.replace import write_replacement
-from batchinf.retry_log import retry_of
+from batchinf.prompt import load_tokenizer
+from batchinf.records import Request
 from batchinf.run_order import RunOrder
-from batchinf.score_prompts import prompt_builder
 from batchinf.scripted_pooling import ScriptedPooling
-from batchinf.selection import chosen_rows
-from batchinf.shard_rows import ShardRows
 from batchinf.slices import SOURCE_FOLDER
 from batchinf.source import Source
 from batchinf.spec import JobSpec
@@ -63,14 +51,8 @@ from batchinf.storage import LASTING, Folder, disk_error
 from batchinf.tasks import Logits, Task, get_task
 from batchinf.tasks.score import score_sampling
 from batchinf.worker import Worker, window
-from batchinf.writer import WIDE, Finished, Writer
 
 _PROGRESS_S = 1.0
-# A row that fails before it reaches the engine, with its message.
-_FAILED_ROW_BYTES = 1 << 10
-# Prompts that wait for the engine, and results that wait for the disk.
-_READY_BYTES = 64 << 20
-_FINISHED_BYTES = 96 << 20
 
 
 class Replica:
@@ -189,124 +171,6 @@ def _give(feeder: Feeder, message: Assign | Trial | Revoke) -> None:
             feeder.try_rows(message)
         case Revoke(shards):
             feeder.revoke(shards)
-
-
-class Front:
-    """What is around an engine that may come later: the feeder, and the queues between it, the engine and the disk."""
-
-    def __init__(
-        self,
-        spec: JobSpec,
-        task: Task,
-        source: Source,
-        tokenizer: object,
-        folder: Folder,
-        incarnation: str,
-        metadata: Mapping[str, str],
-        emit: Callable[[Event], None],
-        order: RunOrder | None = None,
-        begun_at: str | None = None,
-    ) -> None:
-        """order: None where places are positions."""
-        self._spec, self._task, self._source, self._tokenizer = spec, task, source, tokenizer
-        self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
-        self._order, self._begun_at = order, begun_at
-        self._journal = Journal(folder, incarnation, task.result_schema)
-        self._retry = retry_of(incarnation)
-        self._selection = chosen_rows(folder, self._retry) if self._retry else None
-        self._ready: ByteQueue[Pending] = ByteQueue(1, _READY_BYTES)
-        self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
-        self.feeder = Feeder(source, task, self._open_shard, self._ready, self._fail, emit)
-
-    def start_early(self, limits: Limits) -> None:
-        """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it."""
-        guard_forks()
-        self._ready.resize(window(limits.max_num_seqs) + _num_ready(limits.max_num_seqs))
-        self.feeder.expect(self._prompts_by(limits.vocab_size), limits.max_model_len)
-        self.feeder.start()
-
-    def complete(self, engine: Engine, expected: Limits | None, flight: FlightRecord) -> Worker:
-        """The worker. expected: the limits by which the feeder has started; where they are others, it starts anew."""
-        info = engine.info
-        self._ready.resize(_num_ready(info.max_num_seqs))
-        prompts = self._prompts_by(info.vocab_size)
-        if expected is None:
-            self.feeder.expect(prompts, info.max_model_len)
-        elif (expected.max_model_len, expected.vocab_size) != (info.max_model_len, info.vocab_size):
-            self.feeder.settle(prompts, info.max_model_len)
-        answers, room = answers_of(self._spec, self._tokenizer), WIDE if self._spec.task == "logits" else None
-        write, interval_s = self._write_by(info), self._spec.checkpoint_interval_s
-        writer = Writer(self._finished, self._task, answers, write, self._emit, interval_s, room)
-        return Worker(engine, self._ready, self._finished, self.feeder, writer, flight)
-
-    def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
-        return functools.partial(prompt_builder, self._spec, self._tokenizer, vocab_size, self._begun_at)
-
-    def _open_shard(self, shard: Shard) -> OpenShard:
-        rows = ShardRows(shard.start, shard.stop) if self._order is None else self._order.of(shard)
-        chosen = None if self._selection is None else self._selection.chosen(rows)
-        opened = OpenShard(shard, self._task, self._journal, chosen, rows)
-        opened.recover()
-        return opened
-
-    def _fail(self, row: FailedRow) -> None:
-        self._finished.put(row, _FAILED_ROW_BYTES * len(row.results))
-
-    def _write_by(self, info: EngineInfo) -> Callable[[OpenShard], Part]:
-        versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
-        stored = {**self._metadata, **versions, "batchinf.device": info.device}
-        write_file = write_replacement if self._retry else write_part
-        id_column, keep_columns = self._spec.input.id_column, tuple(self._spec.output.keep_columns)
-
-        def write(shard: OpenShard) -> Part:
-            return write_file(self._folder, shard, self._source, id_column, keep_columns, stored, self._incarnation)
-
-        return write
-
-
-def _num_ready(max_num_seqs: int) -> int:
-    """Requests that wait for an engine that is full."""
-    return max(16, window(max_num_seqs) // 2)
-
-
-def assemble(
-    spec: JobSpec,
-    task: Task,
-    engine: Engine,
-    source: Source,
-    tokenizer: object,
-    folder: Folder,
-    incarnation: str,
-    metadata: Mapping[str, str],
-    emit: Callable[[Event], None],
-    flight: FlightRecord,
-    order: RunOrder | None = None,
-    begun_at: str | None = None,
-) -> tuple[Worker, Feeder]:
-    """A worker with its feeder, writer and queues around an engine, and the feeder, which takes its shards.
-
-    order: None where places are positions.
-    """
-    front = Front(spec, task, source, tokenizer, folder, incarnation, metadata, emit, order, begun_at)
-    worker = front.complete(engine, None, flight)
-    worker.begin()
-    return worker, front.feeder
-
-
-def answers_of(spec: JobSpec, tokenizer: object) -> Answers | NoAnswers:
-    """How completions are read; vLLM is imported for what only it knows. The scripted engine obeys no structure."""
-    if spec.task != "generate":
-        return NoAnswers()
-    split, matcher_of = None, None
-    if spec.model.reasoning_parser is not None:
-        from batchinf.vllm_reasoning import reasoner_of
-
-        split = reasoner_of(spec, tokenizer).split
-    if spec.scripted is None and (spec.sampling.structured_outputs or {}).keys() & {"regex", "grammar"}:
-        from batchinf.vllm_structures import matcher
-
-        matcher_of = matcher
-    return Answers(spec, tokenizer, split, matcher_of)
 
 
 def warm_up_request(spec: JobSpec) -> Request:

@@ -23,11 +23,11 @@ from shapes import make_model, make_prompts
 from batchinf.engine import ScriptedEngine
 from batchinf.epoch import FOLDERS
 from batchinf.flight import FlightRecord
+from batchinf.front import Front
 from batchinf.job import estimated_bytes_per_row, open_input
 from batchinf.messages import Assign, Event, ShardClosed
 from batchinf.prompt import load_tokenizer
 from batchinf.records import Completion, Part, Request
-from batchinf.replica import assemble
 from batchinf.shards import Extent, choose_rows_per_shard, shard_at, total_shards
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder
@@ -124,10 +124,10 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
     shards = tuple(shard_at(extents, index) for index in range(total_shards(extents)))
     task = get_task(spec)
     watch = Watch(len(shards))
-    worker, feeder = assemble(
-        spec, task, engine, source, tokenizer, folder, "000001.0001", {}, watch.hear, FlightRecord.create()
-    )
-    feeder.assign(Assign(shards))
+    front = Front(spec, task, source, tokenizer, folder, "000001.0001", {}, watch.hear)
+    worker = front.complete(engine, None, FlightRecord.create())
+    worker.begin()
+    front.feeder.assign(Assign(shards))
     watch.run(worker)
     return engine, watch
 

@@ -19,13 +19,13 @@ from batchinf.assignment import Assignment
 from batchinf.engine import ScriptedEngine
 from batchinf.fleet import Fleet
 from batchinf.flight import FlightRecord
+from batchinf.front import Front
 from batchinf.job import open_input
 from batchinf.limits import Limits, expected_limits
 from batchinf.messages import Assign, Begin, Event, Revoke, Revoked, ShardBegun, ShardClosed
 from batchinf.placement import Slot
 from batchinf.prompt import load_tokenizer
 from batchinf.records import EngineInfo, Extent, Shard
-from batchinf.replica import Front
 from batchinf.shards import Pending, total_shards
 from batchinf.spec import JobSpec
 from batchinf.storage import Folder
@@ -230,7 +230,7 @@ class Bench:
         extents = (Extent.of_all(0, 80, 10, 0, 0),)
         self.pending = Pending(extents, np.zeros(total_shards(extents), np.bool_))
         trials: Any = types.SimpleNamespace(
-            shards=(),
+            movable=lambda member: tuple(member.unbegun),
             give=lambda _: None,
             has_case=lambda member: member.slot.replica in cases,
             is_on_trial=lambda _: False,

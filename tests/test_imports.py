@@ -22,18 +22,17 @@ ORDER = """
     spec_logits spec spec_docs spec_values adapter spans records messages retry_log part_names part_line accuracy
     second_bos predicate model_files hub model pooling lora batch_limits memory out_of_memory engine_settings
     input_files remote_files source_cache column_types arrow_damage reader arrow_file csv_file line_file
-    parquet_probe parquet_file saved_dataset
-    hf_dataset first_pass generations intake source row_hash words openai_batch sandbox templates chat_templates
-    chat encoder vocabulary row_positions row_sampling row_adapter batch_prompts prompt scoring score_prompts
-    output_size detokenizer answers tasks.* devices placement shards shard_rows selection permutation run_order
-    engine scripted_pooling vllm_reasoning vllm_structures vllm_logprobs vllm_scheduler vllm_worker vllm_arguments
-    vllm_lora vllm_engine vllm_layers vllm_pooling journal non_finite open_shard parts replace byte_queue flight forks
-    limits feeder writer worker commit_log lock manifest_lines job_state manifest proof salvage quarantine spec_file
-    prompt_checks status channel job structures exclude choose prefixes ordering room failures replica backends.*
-    replica_log fleet telemetry trials assignment platforms progress coordinator forecast remarks recovery retry
-    extend epoch fresh look results joined changes text_changes score_changes vector_changes diff check
-    stored_rows claims tallies reference reference_vectors verify token_lengths shown_rows score_rows validation
-    cli __main__
+    parquet_probe parquet_file saved_dataset hf_dataset first_pass generations intake source row_hash words
+    openai_batch sandbox templates chat_templates chat encoder vocabulary row_positions row_sampling row_adapter
+    batch_prompts prompt scoring score_prompts output_size detokenizer answers tasks.* devices placement shards
+    shard_rows selection permutation run_order engine scripted_pooling vllm_reasoning vllm_structures
+    vllm_logprobs vllm_scheduler vllm_worker vllm_arguments vllm_lora vllm_engine vllm_layers vllm_pooling journal
+    non_finite open_shard parts replace byte_queue flight forks limits feeder writer worker commit_log lock
+    manifest_lines job_state manifest proof salvage quarantine spec_file prompt_checks status channel job
+    structures exclude choose prefixes ordering room failures front replica backends.* replica_log fleet telemetry
+    trials assignment platforms progress coordinator forecast remarks recovery retry extend epoch fresh look
+    results joined changes text_changes score_changes vector_changes diff check stored_rows claims tallies
+    reference reference_vectors verify token_lengths shown_rows score_rows validation cli __main__
 """.split()
 VLLM_ADAPTERS = {
     "vllm_arguments", "vllm_engine", "vllm_layers", "vllm_logprobs", "vllm_lora", "vllm_pooling", "vllm_reasoning",

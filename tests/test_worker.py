@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
-from batchinf import faults, replica, writer
+from batchinf import faults, front, replica, writer
 from batchinf.engine import ScriptedEngine
 from batchinf.errors import EngineDeadError, InputError, RequestRefused, RowError
 from batchinf.feeder import FailedRow, failed
@@ -89,9 +89,10 @@ class Bench:
         self.folder.path(f"life-{name}").touch()
         self.flight = FlightRecord.create()
         emit = self.events.append
-        return replica.assemble(
-            self.spec, self.task, self.engine, self.source, self.tokenizer, self.folder, name, {}, emit, self.flight
-        )
+        own = front.Front(self.spec, self.task, self.source, self.tokenizer, self.folder, name, {}, emit)
+        worker = own.complete(self.engine, None, self.flight)
+        worker.begin()
+        return worker, own.feeder
 
     def _run(self) -> None:
         try:
@@ -268,7 +269,7 @@ def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
 def test_admission_waits_for_the_disk(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_FINISHED_BYTES", 4_000)
+    monkeypatch.setattr(front, "_FINISHED_BYTES", 4_000)
     fault("journal.before_fsync=sleep 1.0")
     one = bench()
     waiting: list[int] = []
@@ -284,7 +285,7 @@ def test_admission_waits_for_the_disk(
 def test_admission_waits_for_parts_that_are_slow_to_write(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_FINISHED_BYTES", 4_000)
+    monkeypatch.setattr(front, "_FINISHED_BYTES", 4_000)
     monkeypatch.setattr(writer, "_MAX_UNJOURNALLED_BYTES", 4_000)
     fault("parts.before_fsync:1=sleep 0.7,parts.before_fsync:2=sleep 0.7")
     one = bench()
@@ -304,7 +305,7 @@ def test_admission_waits_for_parts_that_are_slow_to_write(
 def test_bad_rows_do_not_pile_up_in_memory(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_FINISHED_BYTES", 1_000_000)
+    monkeypatch.setattr(front, "_FINISHED_BYTES", 1_000_000)
     fault("journal.before_fsync=sleep 1.0")
     one = bench([{"prompt": ""}] * 10_000)
     one.assign((0, 10_000))
