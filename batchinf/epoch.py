@@ -1,5 +1,6 @@
 """One life of a coordinator, from the lock to the last line: open, recover, run what is left, finish."""
 
+import functools
 import os
 import pathlib
 import shutil
@@ -27,6 +28,7 @@ from batchinf.pooling import vectors_line
 from batchinf.progress import ProgressDisplay
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
+from batchinf.read_ahead import read_ahead
 from batchinf.recovery import end_process_groups, note_ended, recover
 from batchinf.remarks import remarks
 from batchinf.replace import retry_metadata
@@ -132,7 +134,8 @@ def _run_epoch(
     extends: bool,
 ) -> None:
     display.say("opening model and input")
-    job = open_extended(file, state) if extends and state is not None else open_job(file, state=state)
+    ahead = None if file.spec.scripted else functools.partial(read_ahead, load_format=file.spec.model.load_format)
+    job = open_extended(file, state) if extends and state is not None else open_job(file, state=state, found=ahead)
     request = None
     if job.spec.scripted is None:
         check_weights(job.model, job.spec.model.load_format)

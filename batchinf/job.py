@@ -5,7 +5,7 @@ import json
 import pathlib
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,14 +66,19 @@ class Job:
 
 
 def open_job(
-    file: SpecFile, cache: pathlib.Path | None = None, state: State | None = None, new: NewRows = "refuse"
+    file: SpecFile,
+    cache: pathlib.Path | None = None,
+    state: State | None = None,
+    new: NewRows = "refuse",
+    found: Callable[[Model], object] | None = None,
 ) -> Job:
     """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
 
-    state: of the job that is gone on with, its model's commit too. new: what becomes of rows that came since.
+    state: of the job that is gone on with, its model's commit too. new: what becomes of rows that came since. found: is
+    told of the model before the input is read.
     """
     try:
-        return _open_job(file, cache, state, new)
+        return _open_job(file, cache, state, new, found)
     except SpecError as error:
         field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
         if field is None:
@@ -89,7 +94,13 @@ def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
     return {} if cut is None else cut.identity
 
 
-def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, new: NewRows) -> Job:
+def _open_job(
+    file: SpecFile,
+    cache: pathlib.Path | None,
+    state: State | None,
+    new: NewRows,
+    found: Callable[[Model], object] | None,
+) -> Job:
     began_as = _began_as(file, state)
     folder = job_folder(file.spec.output.path, file.slice)
     # Another revision in the spec is another model.
@@ -100,6 +111,8 @@ def _open_job(file: SpecFile, cache: pathlib.Path | None, state: State | None, n
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, file.spec.engine))
     spec = with_vocabulary(file.spec.model_copy(update={"sampling": sampling}), model)
     check_prompts(spec, model)
+    if found is not None:
+        found(model)
     # Before the input is looked at, which may have grown too.
     limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
