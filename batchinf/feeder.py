@@ -148,6 +148,11 @@ class Feeder(threading.Thread):
         track(opened)
         self._emit(ShardBegun(opened.index, opened.num_results))
 
+    def start_once(self) -> None:
+        """Start the thread, unless it has been started."""
+        if self.ident is None:
+            self.start()
+
     def stop(self) -> None:
         """Begin nothing more, and end."""
         with self._changed:

@@ -1,12 +1,13 @@
-"""When a process may be forked: not while another thread reads or tokenises.
+"""When a process may be forked: before another thread reads or tokenises, or at least not while it does.
 
-vLLM forks its engine core out of a replica (0.26 to 0.33, unless `VLLM_WORKER_MULTIPROC_METHOD` says otherwise), while
-the feeder is at work there. A lock that a library holds at that moment would be held for ever in the child, and the
+vLLM forks its engine core out of a replica (0.26 to 0.33), and where it runs the core in the replica itself, the
+workers of several devices. A lock that a library holds at that moment would be held for ever in the child, and the
 tokenizers' threads, on which the child would wait, are not in it.
 """
 
 import os
 import threading
+from collections.abc import Callable
 
 # Held by who must not be forked under; a fork waits for it.
 UNFORKED = threading.RLock()
@@ -15,6 +16,23 @@ UNFORKED = threading.RLock()
 def guard_forks() -> None:
     """Let forks of this process wait for `UNFORKED`. To be called once."""
     os.register_at_fork(before=UNFORKED.acquire, after_in_parent=UNFORKED.release, after_in_child=_in_child)
+
+
+def forks_engine_core() -> bool:
+    """Whether vLLM, in this process, is going to fork its engine core, as far as its variables say."""
+    is_apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
+    return is_apart and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork") == "fork"
+
+
+def after_first_fork(call: Callable[[], object]) -> None:
+    """Call this once, in this process, when it has been forked for the first time from now on."""
+    left = [call]
+
+    def once() -> None:
+        if left:
+            left.pop()()
+
+    os.register_at_fork(after_in_parent=once)
 
 
 def _in_child() -> None:

@@ -11,7 +11,7 @@ from batchinf.byte_queue import ByteQueue
 from batchinf.engine import Engine
 from batchinf.feeder import FailedRow, Feeder, Pending
 from batchinf.flight import FlightRecord
-from batchinf.forks import guard_forks
+from batchinf.forks import after_first_fork, guard_forks
 from batchinf.journal import Journal
 from batchinf.limits import Limits
 from batchinf.messages import Event
@@ -65,12 +65,18 @@ class Front:
         self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
         self.feeder = Feeder(source, task, self._open_shard, self._ready, self._fail, emit)
 
-    def start_early(self, limits: Limits) -> None:
-        """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it."""
+    def start_early(self, limits: Limits, *, after_fork: bool = False) -> None:
+        """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it.
+
+        after_fork: not before this process has been forked.
+        """
         guard_forks()
         self._ready.resize(window(limits.max_num_seqs) + _num_ready(limits.max_num_seqs))
         self.feeder.expect(self._prompts_by(limits.vocab_size), limits.max_model_len)
-        self.feeder.start()
+        if after_fork:
+            after_first_fork(self.feeder.start_once)
+        else:
+            self.feeder.start_once()
 
     def complete(self, engine: Engine, expected: Limits | None, flight: FlightRecord) -> Worker:
         """The worker. expected: the limits by which the feeder has started; where they are others, it starts anew."""

@@ -22,6 +22,7 @@ from batchinf.engine import Engine, ScriptedEngine
 from batchinf.errors import BatchinfError, EngineDeadError, OutputError
 from batchinf.feeder import Feeder
 from batchinf.flight import FlightRecord
+from batchinf.forks import forks_engine_core
 from batchinf.front import Front
 from batchinf.job import open_input
 from batchinf.limits import expected_limits
@@ -81,7 +82,7 @@ class Replica:
         self._feeder = front.feeder
         limits = expected_limits(self._spec, *self._launch.config_limits, tokenizer)
         if limits is not None:
-            front.start_early(limits)
+            front.start_early(limits, after_fork=self._spec.scripted is None and forks_engine_core())
             self._channel.send(TakesShards(window(limits.max_num_seqs)))
         self._channel.send(Phase("starting the engine"))
         engine = self._start_engine(tokenizer)

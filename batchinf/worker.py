@@ -77,8 +77,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until stopped. Raises EngineDeadError after what had finished is stored; what was live is not."""
-        if self._feeder.ident is None:
-            self._feeder.start()
+        self._feeder.start_once()
         self._writer.start()
         try:
             while not self._is_over():

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
+from batchinf import forks
 from batchinf.assignment import Assignment
 from batchinf.engine import ScriptedEngine
 from batchinf.fleet import Fleet
@@ -342,5 +343,37 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0 and os.environ["TOKENIZERS_PARALLELISM"] == "true"
 with UNFORKED:
     pass
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=jobs.ROOT, timeout=60)
+
+
+def test_the_feeder_waits_for_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    assert forks.forks_engine_core()
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    assert not forks.forks_engine_core()
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    assert not forks.forks_engine_core()
+    script = """
+import os, subprocess, threading
+from batchinf.forks import after_first_fork, guard_forks
+
+guard_forks()
+began = []
+thread = threading.Thread(target=lambda: began.append(os.getpid()))
+after_first_fork(thread.start)
+subprocess.run(["true"], check=True)  # no fork of what is in this process
+assert not began
+child = os.fork()
+if not child:
+    os._exit(1 if began else 0)
+assert os.waitpid(child, 0)[1] == 0
+thread.join(30)
+assert began == [os.getpid()]
+if not os.fork():  # `start` would raise if it were called again
+    os._exit(0)
+os.wait()
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=jobs.ROOT, timeout=60)

@@ -275,10 +275,13 @@ def test_a_whole_job(tmp_path: pathlib.Path) -> None:
 def test_a_runner_that_does_not_look_at_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.pool.pooling_runner import PoolingRunner
 
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    from batchinf import vllm_pooling
+
+    # Set where it is read: once an engine has run in this process, vLLM looks at the environment no more.
+    monkeypatch.setattr(vllm_pooling.envs, "VLLM_USE_V2_MODEL_RUNNER", True)
     check_runner()
     monkeypatch.delattr(PoolingRunner, "add_request")  # as in 0.26
     with pytest.raises(SpecError, match=r"^VLLM_USE_V2_MODEL_RUNNER: got 1, but .* leave it out of the environment$"):
         check_runner()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setattr(vllm_pooling.envs, "VLLM_USE_V2_MODEL_RUNNER", False)
     check_runner()
