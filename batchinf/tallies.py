@@ -26,13 +26,10 @@ _VECTOR_HEAD: Head = (
 )  # fmt: skip
 
 
-@dataclass(slots=True)
-class Tally:
-    """What is counted of one kind of claim (`output`, `prompt`), over all rows.
-
-    num_values: the tokens themselves and the top k beside them. num_agreeing: positions whose likeliest token is the
-    reference's. correlations: Spearman's, of one position's top k each or, where fewer than two are stored, of one
-    row's tokens each.
+@dataclass(slots=True, kw_only=True)
+class _Counts:
+    """num_values: numbers that were stored, of which num_nan are none. num_agreeing: of num_ranked positions, those
+    whose highest number is the reference's. sum_correlation: of num_correlated of Spearman's.
     """
 
     num_positions: int = 0
@@ -40,11 +37,28 @@ class Tally:
     num_nan: int = 0
     max_abs_delta: float = 0.0
     sum_abs_delta: float = 0.0
-    max_abs_delta_top: float = 0.0
     num_ranked: int = 0
     num_agreeing: int = 0
     num_correlated: int = 0
     sum_correlation: float = 0.0
+
+    def correlate(self, stored: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
+        """Count Spearman's of each row of the two [n, k], where there is one."""
+        found = spearman(stored, expected)
+        found = found[~np.isnan(found)]
+        self.num_correlated += len(found)
+        self.sum_correlation += float(found.sum())
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally(_Counts):
+    """What is counted of one kind of claim (`output`, `prompt`), over all rows.
+
+    Of the tokens themselves but for max_abs_delta_top, which is of the top k beside them. Correlations are of one
+    position's top k each or, where fewer than two are stored, of one row's tokens each.
+    """
+
+    max_abs_delta_top: float = 0.0
 
     @property
     def worst(self) -> float:
@@ -52,28 +66,17 @@ class Tally:
         return max(self.max_abs_delta, self.max_abs_delta_top)
 
 
-@dataclass(slots=True)
-class RowsTally:
+@dataclass(slots=True, kw_only=True)
+class RowsTally(_Counts):
     """What is counted of rows of numbers (a column), over all rows of the job that are compared.
 
-    num_values: numbers, of which num_nan are none. For vectors: max_relative, the largest ‖Δ‖ / ‖reference‖, which is
-    held against the tolerance, and min_cosine. For others: num_agreeing of num_ranked positions have their highest
-    number where the reference has its own; correlations are Spearman's over a position's numbers or, where it has but
-    one, over a row's positions.
+    For vectors: max_relative, the largest ‖Δ‖ / ‖reference‖, which is held against the tolerance, and min_cosine. For
+    others correlations are over a position's numbers or, where it has but one, over a row's positions.
     """
 
     is_vector: bool = False
-    num_positions: int = 0
-    num_values: int = 0
-    num_nan: int = 0
-    max_abs_delta: float = 0.0
-    sum_abs_delta: float = 0.0
     max_relative: float = 0.0
     min_cosine: float = 1.0
-    num_ranked: int = 0
-    num_agreeing: int = 0
-    num_correlated: int = 0
-    sum_correlation: float = 0.0
 
     @property
     def worst(self) -> float:
@@ -108,12 +111,9 @@ def count(
         tally.num_ranked += len(stored)
         tally.num_agreeing += int((claim.wanted[:, 1] == best).sum())
     if stored.shape[1] > 2:
-        found = spearman(stored[:, 1 : _MOST_RANKED + 1], values[:, 1 : _MOST_RANKED + 1])
+        tally.correlate(stored[:, 1 : _MOST_RANKED + 1], values[:, 1 : _MOST_RANKED + 1])
     else:
-        found = spearman(stored[None, :, 0], values[None, :, 0])
-    found = found[~np.isnan(found)]
-    tally.num_correlated += len(found)
-    tally.sum_correlation += float(found.sum())
+        tally.correlate(stored[None, :, 0], values[None, :, 0])
     worst = delta.max(axis=1)
     place = int(worst.argmax())
     return place + (claim.first if claim.kind == "prompt" else 0), float(worst[place])
@@ -135,12 +135,12 @@ def count_rows(tally: RowsTally, claim: RowsClaim, pieces: Iterable[npt.NDArray[
             # The highest of several that rounding has made equal is all of them.
             tally.num_agreeing += int((best == stored.max(axis=1)).sum())
             places = slice(-start % step, None, step)
-            _correlate(tally, stored[places], expected[places])
+            tally.correlate(stored[places], expected[places])
         elif not tally.is_vector:
             singles.append(expected[:, 0])
         start += len(expected)
     if singles:
-        _correlate(tally, claim.values[None, :, 0], np.concatenate(singles)[None])
+        tally.correlate(claim.values[None, :, 0], np.concatenate(singles)[None])
     place = int(found.argmax())
     return place, float(found[place])
 
@@ -173,13 +173,6 @@ def _add(tally: RowsTally, stored: npt.NDArray[Any], expected: npt.NDArray[np.fl
     tally.max_relative = max(tally.max_relative, float(relative.max(initial=0.0)))
     tally.min_cosine = min(tally.min_cosine, float(cosines[~np.isnan(cosines)].min(initial=1.0)))
     return relative
-
-
-def _correlate(tally: RowsTally, stored: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
-    found = spearman(stored, expected)
-    found = found[~np.isnan(found)]
-    tally.num_correlated += len(found)
-    tally.sum_correlation += float(found.sum())
 
 
 def spearman(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

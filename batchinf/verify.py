@@ -201,7 +201,7 @@ def _count(
 ) -> tuple[int | None, float]:
     """Where a claim is the most off, and by how much."""
     if isinstance(claim, RowsClaim):
-        tally = report.tallies.setdefault(claim.kind, RowsTally(claim.is_vector))
+        tally = report.tallies.setdefault(claim.kind, RowsTally(is_vector=claim.is_vector))
         assert isinstance(tally, RowsTally)
         place, most = count_rows(tally, claim, reference.rows(claim, adapter, are_logits))
         return None if claim.positions is None else int(claim.positions[place]), most

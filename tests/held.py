@@ -36,6 +36,6 @@ def held(
         stored = StoredRow(row, claims.rows(spec), path, 0, place)
         for claim in claims.of(stored, prompt, task.expand(prompt, 512)):
             assert isinstance(claim, RowsClaim)
-            tally = tallies.setdefault(claim.kind, RowsTally(claim.is_vector))
+            tally = tallies.setdefault(claim.kind, RowsTally(is_vector=claim.is_vector))
             count_rows(tally, claim, reference.rows(claim, None, are_logits))
     return tallies

@@ -259,12 +259,13 @@ def test_how_vectors_are_counted() -> None:
         0.5 / np.hypot(3, 4.5)
     )
     # The right direction is not enough, and NaN is nothing at all.
-    assert count_rows(RowsTally(True), rows_claim([[6.0, 9.0]], is_vector=True), [says[:1]])[1] == pytest.approx(1.0)
+    twice = count_rows(RowsTally(is_vector=True), rows_claim([[6.0, 9.0]], is_vector=True), [says[:1]])
+    assert twice[1] == pytest.approx(1.0)
     lost = RowsTally(is_vector=True)
     assert count_rows(lost, rows_claim([[np.nan, 4.5]], is_vector=True), [says[:1]])[1] == np.inf
     assert (lost.num_nan, lost.worst) == (1, np.inf)
     # Nothing where something should be.
-    assert count_rows(RowsTally(True), rows_claim([[0.0, 0.0]], is_vector=True), [says[3:]])[1] == 1.0
+    assert count_rows(RowsTally(is_vector=True), rows_claim([[0.0, 0.0]], is_vector=True), [says[3:]])[1] == 1.0
 
 
 def test_ranks_of_many_positions_are_compared_at_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +278,11 @@ def test_ranks_of_many_positions_are_compared_at_some(monkeypatch: pytest.Monkey
 
 def test_the_table_has_a_head_for_each_kind_of_line() -> None:
     tallies: dict[str, Tally | RowsTally] = {
-        "output": Tally(3, 3), "prompt": Tally(4, 8), "logits": RowsTally(num_positions=2, num_values=2000),
+        "output": Tally(num_positions=3, num_values=3),
+        "prompt": Tally(num_positions=4, num_values=8),
+        "logits": RowsTally(num_positions=2, num_values=2000),
         "embedding": RowsTally(is_vector=True, num_positions=1, num_values=5),
-    }  # fmt: skip
+    }
     lines = [line.split() for line in table_lines(tallies)]
     assert [line[0] for line in lines] == ["tokens", "output", "prompt", "rows", "logits", "vectors", "embedding"]
     assert lines[4] == ["logits", "2", "2,000", "0.00e+00", "0.00e+00", "-", "-"]
