@@ -21,6 +21,7 @@ class ByteQueue(Generic[Item]):
         self._items: deque[tuple[Item, int]] = deque()
         self._num_bytes = 0
         self._is_closed = False
+        self._is_shut = False
         self._changed = threading.Condition()
 
     @property
@@ -40,7 +41,7 @@ class ByteQueue(Generic[Item]):
         left = deque(items)
         while left:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or not self.is_full)
+                self._changed.wait_for(lambda: self._is_closed or not (self._is_shut or self.is_full))
                 if self._is_closed:
                     return False
                 while left and not self.is_full:
@@ -59,8 +60,20 @@ class ByteQueue(Generic[Item]):
         self._items.append((item, num_bytes))
         self._num_bytes += num_bytes
 
-    def take(self, max_items: int, wait_s: float = 0.0, min_items: int = 1, max_bytes: int | None = None) -> list[Item]:
-        """Up to `max_items` or a little more than `max_bytes`, after waiting up to `wait_s` s for `min_items`."""
+    def take(
+        self,
+        max_items: int,
+        wait_s: float = 0.0,
+        min_items: int = 1,
+        max_bytes: int | None = None,
+        *,
+        shuts: bool = False,
+    ) -> list[Item]:
+        """Up to `max_items` or a little more than `max_bytes`, after waiting up to `wait_s` s for `min_items`.
+
+        shuts: who waits to put something waits on until `open`; woken now, it would contend for the interpreter with
+        who makes use of what was taken.
+        """
         with self._changed:
             if wait_s and len(self._items) < min_items:
                 # A full queue gets no more company.
@@ -74,8 +87,16 @@ class ByteQueue(Generic[Item]):
                 num_bytes += size
             if taken:
                 self._num_bytes -= num_bytes
+                self._is_shut = shuts
                 self._changed.notify_all()
             return taken
+
+    def open(self) -> None:
+        """There is room again, after a `take` that shuts."""
+        if self._is_shut:
+            with self._changed:
+                self._is_shut = False
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Let nobody wait any longer; what is in the queue can still be taken."""

@@ -4,6 +4,7 @@ import errno
 import json
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,6 +205,22 @@ def test_the_engine_never_holds_more_than_its_window(bench: Callable[..., Bench]
     one.assign((0, NUM_ROWS))
     one.run(1)
     assert max(seen) == window(MAX_NUM_SEQS) == 10
+
+
+def test_the_feeder_rests_while_the_engine_is_filled(bench: Callable[..., Bench]) -> None:
+    # Awake, it would contend with the engine's thread for the interpreter.
+    one = bench()
+    add, is_full = one.engine.add, []
+
+    def slowly(request: Request) -> None:
+        time.sleep(0.005)
+        is_full.append(one.worker._ready.is_full)
+        add(request)
+
+    one.engine.add = slowly  # type: ignore[method-assign]
+    one.assign((0, NUM_ROWS))
+    one.run(1)
+    assert is_full == [False] * NUM_ROWS
 
 
 def test_the_rows_are_what_the_engine_answered(bench: Callable[..., Bench]) -> None:
