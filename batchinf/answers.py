@@ -47,10 +47,15 @@ class Answers:
     """Completions → answers, by one job's rules. For one thread."""
 
     def __init__(
-        self, spec: JobSpec, tokenizer: Any, split: Split | None = None, matcher: Matcher | None = None
+        self,
+        spec: JobSpec,
+        tokenizer: Any,
+        detokenizer: Detokenizer,
+        split: Split | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         """split: for a job with a reasoning parser. matcher: for regex and grammar; None judges by the end alone."""
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = detokenizer
         self._sampling = spec.sampling
         self._split = split
         self._special: re.Pattern[str] | None = None

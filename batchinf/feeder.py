@@ -150,8 +150,9 @@ class Feeder(threading.Thread):
 
     def start_once(self) -> None:
         """Start the thread, unless it has been started."""
-        if self.ident is None:
-            self.start()
+        with self._changed:
+            if self.ident is None:
+                self.start()
 
     def stop(self) -> None:
         """Begin nothing more, and end."""

@@ -4,14 +4,17 @@ All but the writer is there before the engine, so that prompts are read and toke
 """
 
 import functools
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 from batchinf.answers import Answers, NoAnswers
 from batchinf.byte_queue import ByteQueue
+from batchinf.detokenizer import Detokenizer
 from batchinf.engine import Engine
 from batchinf.feeder import FailedRow, Feeder, Pending
 from batchinf.flight import FlightRecord
-from batchinf.forks import after_first_fork, guard_forks
+from batchinf.forks import UNFORKED, after_first_fork, guard_forks
 from batchinf.journal import Journal
 from batchinf.limits import Limits
 from batchinf.messages import Event
@@ -64,6 +67,8 @@ class Front:
         self._ready: ByteQueue[Pending] = ByteQueue(1, _READY_BYTES)
         self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
         self.feeder = Feeder(source, task, self._open_shard, self._ready, self._fail, emit)
+        self._is_made = threading.Lock()
+        self._detokenizer: Future[Detokenizer | None] = Future()
 
     def start_early(self, limits: Limits, *, after_fork: bool = False) -> None:
         """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it.
@@ -73,10 +78,25 @@ class Front:
         guard_forks()
         self._ready.resize(window(limits.max_num_seqs) + _num_ready(limits.max_num_seqs))
         self.feeder.expect(self._prompts_by(limits.vocab_size), limits.max_model_len)
+        start = threading.Thread(target=self._start, name="start", daemon=True).start
         if after_fork:
-            after_first_fork(self.feeder.start_once)
+            after_first_fork(start)
         else:
-            self.feeder.start_once()
+            start()
+
+    def _start(self) -> None:
+        """Start the feeder. Before it, not beside it: what takes a second with a large vocabulary."""
+        self._make_detokenizer()
+        self.feeder.start_once()
+
+    def _make_detokenizer(self) -> None:
+        if not self._is_made.acquire(blocking=False):
+            return
+        try:
+            with UNFORKED:
+                self._detokenizer.set_result(Detokenizer(self._tokenizer) if self._spec.task == "generate" else None)
+        except BaseException as error:
+            self._detokenizer.set_exception(error)
 
     def complete(self, engine: Engine, expected: Limits | None, flight: FlightRecord) -> Worker:
         """The worker. expected: the limits by which the feeder has started; where they are others, it starts anew."""
@@ -87,7 +107,9 @@ class Front:
             self.feeder.expect(prompts, info.max_model_len)
         elif (expected.max_model_len, expected.vocab_size) != (info.max_model_len, info.vocab_size):
             self.feeder.settle(prompts, info.max_model_len)
-        answers, room = answers_of(self._spec, self._tokenizer), WIDE if self._spec.task == "logits" else None
+        self._make_detokenizer()  # unless the feeder was started early
+        answers = answers_of(self._spec, self._tokenizer, self._detokenizer.result())
+        room = WIDE if self._spec.task == "logits" else None
         write, interval_s = self._write_by(info), self._spec.checkpoint_interval_s
         writer = Writer(self._finished, self._task, answers, write, self._emit, interval_s, room)
         return Worker(engine, self._ready, self._finished, self.feeder, writer, flight)
@@ -122,9 +144,12 @@ def _num_ready(max_num_seqs: int) -> int:
     return max(16, window(max_num_seqs) // 2)
 
 
-def answers_of(spec: JobSpec, tokenizer: object) -> Answers | NoAnswers:
-    """How completions are read; vLLM is imported for what only it knows. The scripted engine obeys no structure."""
-    if spec.task != "generate":
+def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None) -> Answers | NoAnswers:
+    """How completions are read; vLLM is imported for what only it knows. The scripted engine obeys no structure.
+
+    detokenizer: None where no text comes out.
+    """
+    if detokenizer is None:
         return NoAnswers()
     split, matcher_of = None, None
     if spec.model.reasoning_parser is not None:
@@ -135,4 +160,4 @@ def answers_of(spec: JobSpec, tokenizer: object) -> Answers | NoAnswers:
         from batchinf.vllm_structures import matcher
 
         matcher_of = matcher
-    return Answers(spec, tokenizer, split, matcher_of)
+    return Answers(spec, tokenizer, detokenizer, split, matcher_of)

@@ -10,6 +10,7 @@ from conftest import MODEL
 from transformers import PreTrainedTokenizerFast
 
 from batchinf.answers import Answer, Answers
+from batchinf.detokenizer import Detokenizer
 from batchinf.errors import SpecError
 from batchinf.records import Completion, Prompt, Request, Result
 from batchinf.row_sampling import RowSampling
@@ -57,7 +58,7 @@ def completion_of(
 
 def answer(spec: JobSpec, tokenizer: Any, *given: Any, matcher: Any = None, split: Any = None, **named: Any) -> Answer:
     completion = completion_of(tokenizer, *given, sampling=spec.sampling, **named)
-    [found] = Answers(spec, tokenizer, split, matcher).read([completion])
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split, matcher).read([completion])
     return found
 
 
@@ -91,7 +92,7 @@ def test_json_that_does_not_parse_is_an_error_beside_its_text(text: str, words: 
 def test_text_and_tokens_of_a_missed_structure_are_stored(tokenizer: Any) -> None:
     spec = make_spec({"json": SCHEMA})
     completion = completion_of(tokenizer, '{"a', sampling=spec.sampling)
-    [found] = Answers(spec, tokenizer).read([completion])
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer)).read([completion])
     result = Result(Prompt(0, [1], None, None), 0, 1, completion, found.text, found.error, 1, found.reasoning)
     [row] = Generate(spec).encode([result]).to_pylist()
     assert (row["text"], row["error_type"], row["finish_reason"]) == ('{"a', "invalid_json", "length")
@@ -114,7 +115,8 @@ def test_rows_may_have_structures_of_their_own(tokenizer: Any) -> None:
     structures = ({"json": {"type": "object"}}, None, {"choice": ["a", "b"]})
     given = [rows.with_values({"structured_outputs": structure}) for structure in structures]
     assert all(isinstance(sampling, SamplingSpec) for sampling in given)
-    found = Answers(make_spec(), tokenizer).read([completion_of(tokenizer, "{", sampling=each) for each in given])
+    answers = Answers(make_spec(), tokenizer, Detokenizer(tokenizer))
+    found = answers.read([completion_of(tokenizer, "{", sampling=each) for each in given])
     assert [answer.error and answer.error.error_type for answer in found] == ["invalid_json", None, "invalid_choice"]
 
 
@@ -213,7 +215,7 @@ def test_special_tokens_are_seen_by_the_parser_and_stand_in_neither_part(tokeniz
     # Words that look like a special token, in a text that has none, are the model's own.
     plain = completion_of(tokenizer, "a</think>b")
     spelt = [*plain.token_ids.tolist(), *tokenizer("<|tu").input_ids[1:], *tokenizer("rn|>").input_ids[1:]]
-    [found] = Answers(spec, tokenizer, split_by("deepseek_r1", tokenizer)).read(
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split_by("deepseek_r1", tokenizer)).read(
         [Completion(plain.request, np.array(spelt, np.int32), "length")]
     )
     assert found == Answer("b<|turn|>", "a")

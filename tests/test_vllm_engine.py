@@ -292,7 +292,8 @@ def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
         assert completion.token_ids.tolist() == list(expected.outputs[0].token_ids)
         assert completion.finish_reason == expected.outputs[0].finish_reason
     spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=sampling)
-    answers = Answers(spec, AutoTokenizer.from_pretrained(MODEL), None, matcher).read(completions)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    answers = Answers(spec, tokenizer, Detokenizer(tokenizer), None, matcher).read(completions)
     marks = {"json": "invalid_json", "choice": "invalid_choice"}
     for answer, expected in zip(answers, reference.structured[kind], strict=True):
         assert answer.text == expected.outputs[0].text
