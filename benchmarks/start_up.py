@@ -1,0 +1,100 @@
+"""How long a job's start takes: one replica and several, on cold and warm caches, with a short input and a long one.
+
+    python benchmarks/start_up.py --replicas 1,2 --input-gb 6 --out results             # 8B shape, on GPUs
+    python benchmarks/start_up.py --replicas 1,2 --shape tiny --input-gb 0.5 --out results     # anywhere, on a CPU
+
+Each job has a few rows. For each number of replicas the first job finds the caches of vLLM, Triton and TorchInductor
+empty, the second as the first left them. Then, with those of the last: the long input is scanned alone, and a job
+scans it. `first_request_s` counts from the command to the first request admitted, `start_s` is each replica's own, from
+its process to its engine ready.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+from run import write_spec
+from shapes import make_model
+from workloads import WORKLOADS
+
+from batchinf.input_files import InputLocation
+from batchinf.source import open_source
+
+_ROWS = 64
+_PADDING = "all work and no play " * 50_000  # a megabyte
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--replicas", default="1,2")
+    parser.add_argument("--input-gb", type=float, default=6.0)
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    folder = args.out / "start_up"
+    shutil.rmtree(folder, ignore_errors=True)
+    model = make_model(args.shape, folder / "model")
+    short, long = write_rows(folder / "short.jsonl", _ROWS, ""), None
+    for number in map(int, args.replicas.split(",")):
+        for caches in ("cold", "warm"):
+            show(f"{number} replica(s), {caches} caches", job(folder, model, short, number, args))
+    if args.input_gb:
+        long = write_rows(folder / "long.jsonl", round(args.input_gb * 1000), _PADDING)
+        began = time.monotonic()
+        open_source(InputLocation(str(long), "jsonl"), folder / "scan").close()
+        show(f"scan of {long.stat().st_size / 1e9:.1f} GB alone", {"seconds": round(time.monotonic() - began, 1)})
+        show(f"{number} replica(s), warm caches, the long input", job(folder, model, long, number, args))
+
+
+def write_rows(path: pathlib.Path, num_rows: int, padding: str) -> pathlib.Path:
+    """Prompts beside a column that nobody asks for."""
+    with path.open("w") as file:
+        for number in range(num_rows):
+            file.write(json.dumps({"id": number, "prompt": f"{number} " * 32, "padding": padding}) + "\n")
+    return path
+
+
+def job(
+    folder: pathlib.Path, model: pathlib.Path, rows: pathlib.Path, num_replicas: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Run one to its end; how long it took until the first request, and what its manifest says."""
+    workload = WORKLOADS["top5"].sized(None, args.shape, num_replicas)
+    own = folder / "job"
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    spec, out = write_spec(workload, own, model, rows)
+    given = json.loads(spec.read_text())
+    given["model"]["dtype"], given["sampling"]["max_tokens"] = args.dtype, 8
+    spec.write_text(json.dumps(given))
+    caches = folder / f"caches-{num_replicas}"
+    names = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    environment = {**os.environ, **{name: str((caches / below).resolve()) for name, below in names.items()}}
+    began = time.time()
+    with (own / "job.log").open("wb") as log:
+        command = [sys.executable, "-m", "batchinf", "run", str(spec)]
+        subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)
+    lines = [json.loads(line) for log in (out / "manifest").glob("*.jsonl") for line in log.open()]
+    at = {line["name"]: datetime.datetime.fromisoformat(line["at"]).timestamp() for line in lines if "at" in line}
+    return {
+        "first_request_s": round(at["first_request"] - began, 1),
+        "start_s": [line["start_s"] for line in lines if line.get("name") == "ready"],
+        "wall_s": round(time.time() - began, 1),
+    }
+
+
+def show(what: str, figures: dict[str, Any]) -> None:
+    """A line for each run, as soon as it is over."""
+    print(f"{what}: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
