@@ -7,7 +7,8 @@ do takes them from it, without a word from it, as one that starts may be slow to
 from collections.abc import Container, Iterable, Sequence
 
 from batchinf import faults
-from batchinf.fleet import Ended, Fleet, Member
+from batchinf.fleet import Fleet
+from batchinf.member import Ended, Member
 from batchinf.messages import Begin, Revoke
 from batchinf.records import Shard
 from batchinf.shards import Pending, ReplicaLoad, next_shards, revocations

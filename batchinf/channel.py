@@ -21,6 +21,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)
     for kind in (
         messages.Launch,
+        messages.Work,
         messages.Assign,
         messages.Trial,
         messages.Revoke,

@@ -13,12 +13,14 @@ from batchinf import faults
 from batchinf.assignment import Assignment
 from batchinf.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted, OutputError
 from batchinf.failures import FIRST_ROWS, HOPELESS_RATE, is_hopeless
-from batchinf.fleet import Ended, Fleet, Member
+from batchinf.fleet import Fleet
 from batchinf.job import Job
 from batchinf.job_state import Committed
 from batchinf.journal import drop
-from batchinf.lock import Holder, JobLock, process_start
+from batchinf.launcher import note_end, note_started
+from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
+from batchinf.member import Ended, Member
 from batchinf.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Tried
 from batchinf.parts import part_name
 from batchinf.platforms import Platforms, kept_as
@@ -122,7 +124,7 @@ class Coordinator:
             self._job.folder.sweep(name)
 
     def _turn(self) -> None:
-        self._note_started(self._fleet.start_due())
+        note_started(self._manifest, self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
         if self._requests:
             # A signal to the whole tree ends engines too: that is none of their failures.
@@ -212,23 +214,6 @@ class Coordinator:
             self._lock.check()
             folder.publish(staged, published)
 
-    def _note_started(self, members: list[Member]) -> None:
-        for member in members:
-            assert member.replica is not None
-            me = Holder.this_process()
-            self._manifest.event(
-                "replica_started",
-                replica=member.slot.replica,
-                incarnation=member.replica.launch.incarnation,
-                host=me.host,
-                boot_id=me.boot_id,
-                pgid=member.replica.pid,
-                pid_start_time=process_start(member.replica.pid) or 0,
-                devices=list(member.slot.devices),
-            )
-        if members:
-            self._manifest.commit()
-
     def _note_ready(self, member: Member, event: Ready) -> None:
         if (warning := self._platforms.admit(member.slot.replica, event.engine)) is not None:
             self._display.say(warning)
@@ -245,9 +230,7 @@ class Coordinator:
     def _note_ended(self, ended: list[Ended]) -> None:
         for end in ended:
             closed = self._close_last(end)
-            device_s = round(end.lifetime_s * end.member.slot.num_devices, 1)
-            cause = "" if end.was_asked else end.cause
-            self._manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)
+            note_end(self._manifest, end)
             suspicion = self._trials.note_death(end)
             self._assignment.note_ended(end, self._trials.shards | closed)
             if (step := end.lowered) is not None:

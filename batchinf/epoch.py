@@ -1,44 +1,34 @@
 """One life of a coordinator, from the lock to the last line: open, recover, run what is left, finish."""
 
-import functools
 import os
-import pathlib
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf import failures, journal, ordering
-from batchinf.backends.local import cache_root
 from batchinf.coordinator import Coordinator
-from batchinf.engine_settings import EngineSettings, kept
 from batchinf.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.extend import add_extent, has_more, open_extended, said
 from batchinf.fleet import Fleet
 from batchinf.forecast import CHOSEN, forecast
-from batchinf.job import Job, begun_at, check_drift, new_header, open_job
+from batchinf.head_start import HeadStart
+from batchinf.job import Job, check_drift, new_header, open_job
 from batchinf.job_state import Committed, State, last_epoch, read_state
+from batchinf.launcher import Launcher, work_of
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
-from batchinf.memory import fit_of
-from batchinf.messages import Launch
 from batchinf.model import check_weights
-from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.platforms import Platforms
 from batchinf.pooling import vectors_line
 from batchinf.progress import ProgressDisplay
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.proof import changed_parts
-from batchinf.read_ahead import read_ahead
 from batchinf.recovery import end_process_groups, note_ended, recover
 from batchinf.remarks import remarks
-from batchinf.replace import retry_metadata
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
-from batchinf.retry_log import Retry
 from batchinf.room import check_size, room_warning
 from batchinf.run_order import Choice, RunOrder
 from batchinf.shards import Pending, total_rows, total_shards
-from batchinf.slices import check_place, job_folder, source_folder
-from batchinf.spec import fingerprint
+from batchinf.slices import check_place, job_folder
 from batchinf.spec_file import SpecFile, dump_spec
 from batchinf.status import count, duration, read_status
 from batchinf.stop_signals import ahead_of_time_limit
@@ -134,32 +124,51 @@ def _run_epoch(
     extends: bool,
 ) -> None:
     display.say("opening model and input")
-    ahead = None if file.spec.scripted else functools.partial(read_ahead, load_format=file.spec.model.load_format)
-    job = open_extended(file, state) if extends and state is not None else open_job(file, state=state, found=ahead)
-    request = None
-    if job.spec.scripted is None:
-        check_weights(job.model, job.spec.model.load_format)
-    if state is not None:
-        if retry is None:
-            check_drift(job, state.header)
+    with HeadStart(folder, epoch, lock, state, display.say) as ahead:
+        if extends and state is not None:
+            job = open_extended(file, state)
         else:
-            job, request = take_request(job, state, retry)
-        end_process_groups(state)
-    if job.spec.scripted is None and (state is None or request is not None):
-        for line in check_structures(file, job.model.tokenizer):
-            display.say(line)
-    slots = place(job.spec, visible_devices(), own_cpus())
-    settings = _engine_settings(job, slots, state, display)
-    check_free(job.spec.model_copy(update={"engine": settings.engine}), slots)
-    choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
-    check_size(file, job, None if choice is None else choice.num_rows)
-    manifest = Manifest(folder, epoch, lock, state)
-    if state is None:
-        state = _begin(job, manifest, len(slots), choice)
-    else:
-        note_ended(state, read_status(folder), manifest)
-        if extends:
-            state = _extend(job, file, state, manifest, len(slots), display)
+            job = open_job(file, state=state, found=ahead.found)
+        request = None
+        if job.spec.scripted is None:
+            check_weights(job.model, job.spec.model.load_format)
+        if state is not None:
+            if retry is None:
+                check_drift(job, state.header)
+            else:
+                job, request = take_request(job, state, retry)
+            end_process_groups(state)
+        if job.spec.scripted is None and (state is None or request is not None):
+            for line in check_structures(file, job.model.tokenizer):
+                display.say(line)
+        launcher = ahead.launcher or Launcher.of(job.spec, job.model, job.adapters, folder, epoch, state, display.say)
+        num_replicas = len(launcher.slots)
+        choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
+        check_size(file, job, None if choice is None else choice.num_rows)
+        manifest = ahead.open_manifest()
+        if state is None:
+            state = _begin(job, manifest, num_replicas, choice, ahead.job_id)
+        else:
+            note_ended(state, read_status(folder), manifest)
+            if extends:
+                state = _extend(job, file, state, manifest, num_replicas, display)
+        _recover(job, state, manifest, epoch, display)
+        _say_what(job, state, launcher, display)
+        if (warning := room_warning(job, state, num_replicas)) is not None:
+            display.say(warning)
+        if not state.committed.all():
+            for line in prompt_warnings(job.spec, job.model, job.source):
+                display.say(line)
+            _run_rest(job, state, manifest, lock, launcher, display, fleet=ahead.fleet)
+        ahead.end()
+        _run_retries(job, manifest, lock, launcher, display, request)
+        manifest.done()
+        manifest.commit()
+        manifest.close()
+    _tidy(folder)
+
+
+def _recover(job: Job, state: State, manifest: Manifest, epoch: int, display: ProgressDisplay) -> None:
     found = recover(job, state.extents, state, manifest)
     manifest.event("epoch", epoch=epoch, job_id=state.header.job_id, adopted=len(found.adopted), lost=list(found.lost))
     manifest.commit()
@@ -167,18 +176,6 @@ def _run_epoch(
         display.say(f"warning: part {shard} is gone or altered; its rows run again")
     if len(found.lost) > _LOST_TO_NAME:
         display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
-    _say_what(job, state, slots, display)
-    if (warning := room_warning(job, state, len(slots))) is not None:
-        display.say(warning)
-    if not state.committed.all():
-        for line in prompt_warnings(job.spec, job.model, job.source):
-            display.say(line)
-        _run_rest(job, state, manifest, lock, slots, epoch, display, settings)
-    _run_retries(job, manifest, lock, slots, epoch, display, settings, request)
-    manifest.done()
-    manifest.commit()
-    manifest.close()
-    _tidy(folder)
 
 
 def _extend(
@@ -194,17 +191,7 @@ def _extend(
     return extended
 
 
-def _engine_settings(job: Job, slots: list[Slot], state: State | None, display: ProgressDisplay) -> EngineSettings:
-    """The spec's engine arguments, and those that were lowered when memory ran out in an earlier epoch."""
-    device_bytes, device_name = device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
-    lowered = kept(job.spec, state.lowered) if state is not None else {}
-    if lowered:
-        shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
-        display.say(f"going on with {shown}, as memory ran out before; give another value in the spec to change that")
-    return EngineSettings(job.spec, fit_of(job.model, job.spec, device_bytes, device_name), lowered)
-
-
-def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | None) -> State:
+def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | None, job_id: str) -> State:
     if job.folder.list("parts"):
         raise OutputError(
             f"{job.folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
@@ -213,7 +200,7 @@ def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | Non
     # Results of a job that no manifest describes are nobody's.
     for shard in journal.list_shards(job.folder):
         journal.drop(job.folder, shard)
-    header, extent = new_header(job, num_replicas, choice)
+    header, extent = new_header(job, num_replicas, choice, job_id)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
     manifest.header(header)
     manifest.extent(extent, job.source.fingerprint)
@@ -230,26 +217,15 @@ def _run_rest(
     state: State,
     manifest: Manifest,
     lock: JobLock,
-    slots: list[Slot],
-    epoch: int,
+    launcher: Launcher,
     display: ProgressDisplay,
-    settings: EngineSettings,
     phase: Phase | None = None,
+    fleet: Fleet | None = None,
 ) -> None:
-    """Run what is not committed, or what is left of a retry."""
-    warm = compile_marker(job)
-    fleet = Fleet(
-        slots,
-        job.spec.num_samples,
-        launcher(job, state, settings, None if phase is None else phase.retry),
-        epoch,
-        job.folder.path("logs"),
-        job.spec.max_restarts,
-        job.spec.stall_timeout_s,
-        is_cache_warm=not slots[0].devices or warm.exists(),
-        settings=settings,
-        retry=0 if phase is None else phase.retry.number,
-    )
+    """Run what is not committed, or what is left of a retry. fleet: of replicas that have been started already."""
+    retry = None if phase is None else phase.retry
+    fleet = fleet or launcher.fleet(state.header.job_id, job.spec, 0 if retry is None else retry.number)
+    fleet.give_work(work_of(job, state, retry))
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
     num_rows = total_rows(state.extents) * job.spec.num_samples
@@ -263,7 +239,7 @@ def _run_rest(
     trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
     platforms = Platforms(state, job.spec.same_device)
-    telemetry = Telemetry(job.folder, epoch, [device for slot in slots for device in slot.devices])
+    telemetry = Telemetry(job.folder, launcher.epoch, launcher.devices)
     try:
         Coordinator(
             job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
@@ -274,19 +250,15 @@ def _run_rest(
         raise HopelessJob("\n".join([str(error), *failures.report(job, found)])) from None
     finally:
         telemetry.close()
-    if slots[0].devices and fleet.is_cache_warm:
-        warm.parent.mkdir(parents=True, exist_ok=True)
-        warm.touch()
+    launcher.note_warm(fleet)
 
 
 def _run_retries(
     job: Job,
     manifest: Manifest,
     lock: JobLock,
-    slots: list[Slot],
-    epoch: int,
+    launcher: Launcher,
     display: ProgressDisplay,
-    settings: EngineSettings,
     request: Request | None,
 ) -> None:
     """Begin the retry that is asked for, unless it is under way, and finish all that have begun."""
@@ -299,62 +271,13 @@ def _run_retries(
     while (phase := next_phase(job, state, manifest)) is not None:
         num_rows, num_shards = int(phase.num_chosen.sum()), int((phase.num_chosen > 0).sum())
         display.say(f"{phase.retry}: {num_rows:,} rows in {num_shards:,} shards run again")
-        _run_rest(phase.job, state, manifest, lock, slots, epoch, display, settings, phase)
+        _run_rest(phase.job, state, manifest, lock, launcher, display, phase)
         state = read_state(job.folder)
         assert state is not None
 
 
-def compile_marker(job: Job) -> pathlib.Path:
-    """A file in vLLM's cache that says: engines of this model, degrees and arguments have compiled on this machine."""
-    spec = job.spec
-    shape = fingerprint(
-        {
-            "model": job.model.fingerprint,
-            "engine": spec.engine,
-            "parallel": [spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size],
-            "dtype": [spec.model.dtype, spec.model.quantization],
-        }
-    )
-    return cache_root() / shape
-
-
-def launcher(
-    job: Job, state: State, settings: EngineSettings, retry: Retry | None = None
-) -> Callable[[Slot, str], Launch]:
-    """What each new incarnation of a replica is told."""
-    metadata = {
-        "batchinf.job_id": state.header.job_id,
-        "batchinf.fingerprint": state.header.fingerprint,
-        "batchinf.model": job.model.name,
-        "batchinf.model_commit": job.model.commit or job.model.fingerprint,
-        **({} if retry is None else retry_metadata(retry)),
-    }
-    if job.slice is not None:
-        metadata["batchinf.slice"] = str(job.slice)
-
-    def launch(slot: Slot, incarnation: str) -> Launch:
-        return Launch(
-            slot.replica,
-            incarnation,
-            os.fspath(job.folder.root),
-            settings.launch_spec(incarnation, job.spec),
-            job.model.path,
-            job.model.tokenizer,
-            job.model.commit,
-            metadata,
-            slot.cpus if not slot.devices else (),
-            os.fspath(source_folder(job.folder, job.slice)),
-            job.source.fingerprints,
-            state.extents,
-            begun_at(job, state.header),
-            job.adapters,
-            (job.model.max_model_len, job.model.vocab_size),
-        )
-
-    return launch
-
-
-def _say_what(job: Job, state: State, slots: list[Slot], display: ProgressDisplay) -> None:
+def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDisplay) -> None:
+    slots = launcher.slots
     sampling = ", ".join(
         f"{name} {getattr(job.spec.sampling, name)}" + ("" if origin == "spec" else f" ({origin})")
         for name, origin in job.origins.items()

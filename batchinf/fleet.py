@@ -4,131 +4,22 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-from batchinf import messages
 from batchinf.backends.local import LocalBackend, LocalReplica, engine_environment
-from batchinf.engine_settings import EngineSettings, Lowered, Verdict
+from batchinf.engine_settings import EngineSettings, Verdict
 from batchinf.errors import EngineDeadError, UserError
-from batchinf.flight import InFlight
-from batchinf.messages import Assign, Command, Event, Failed, Launch, Progress, Ready, Revoke, Trial
+from batchinf.member import NOTHING, Ended, Member, is_overdue, update
+from batchinf.messages import Assign, Command, Event, Launch, Revoke, Trial, Work
 from batchinf.out_of_memory import recognise
 from batchinf.placement import Slot
-from batchinf.records import EngineInfo, EngineStats, Shard
+from batchinf.records import Shard
 from batchinf.replica_log import last_error, log_errors, points_elsewhere, told_cause
 from batchinf.retry_log import incarnation_name
-from batchinf.status import ReplicaStatus
-from batchinf.worker import window
 
 _BACK_OFF_S = 1.0
 _MAX_BACK_OFF_S = 30.0
-# How long a replica may take to end after it has said why it does.
-_LAST_WORDS_S = 10.0
 # How a process ends that somebody else wants gone, in contrast to a segmentation fault.
 _FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-_NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())
-
-
-@dataclass(slots=True)
-class Member:
-    """One place for a replica, over all of its incarnations.
-
-    shards: what the running incarnation holds and has not closed, in the order in which it was given them.
-    early_window: of an engine that is not up yet, while shards are prepared for it; None where they are not.
-    failures: ends in a row without a finished row between them. recovered_rows: what it has taken from the journal.
-    cause: why the last incarnation ended.
-    """
-
-    slot: Slot
-    requests_per_row: int
-    replica: LocalReplica | None = None
-    state: str = "waiting"
-    shards: dict[int, Shard] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
-    revoking: set[int] = field(default_factory=set)
-    info: EngineInfo | None = None
-    early_window: int | None = None
-    progress: Progress = _NOTHING
-    recovered_rows: int = 0
-    closed_rows: int = 0
-    closed_errors: int = 0
-    failures: int = 0
-    restarts: int = 0
-    start_at: float = 0.0
-    is_given_up: bool = False
-    is_stopping: bool = False
-    failed: Failed | None = None
-    failed_at: float = 0.0
-    cause: str = ""
-    steps_changed_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether its engine is up and takes rows."""
-        return self.replica is not None and self.info is not None and self.failed is None
-
-    @property
-    def takes_shards(self) -> bool:
-        """Whether it makes something of shards: its engine is up, or its feeder is ahead of that."""
-        return self.is_running or (self.replica is not None and self.failed is None and self.early_window is not None)
-
-    @property
-    def outstanding_rows(self) -> int:
-        """Rows assigned and not finished, as far as it has said."""
-        finished = max(0, self.progress.num_rows - self.closed_rows)
-        held = sum(shard.num_to_run for index, shard in self.shards.items() if index not in self.revoking)
-        return max(0, held - finished // self.requests_per_row)
-
-    @property
-    def window_rows(self) -> int:
-        """Rows that its engine's window holds."""
-        requests = window(self.info.max_num_seqs) if self.info is not None else self.early_window or 1
-        return max(1, requests // self.requests_per_row)
-
-    @property
-    def unbegun(self) -> tuple[int, ...]:
-        """Shards that can still be taken back, oldest first."""
-        return tuple(index for index in self.shards if index not in self.begun and index not in self.revoking)
-
-    def status(self) -> ReplicaStatus:
-        """For `status.json`."""
-        engine = self.progress.engine
-        return ReplicaStatus(
-            self.slot.replica,
-            self.state,
-            self.slot.devices,
-            self.progress.in_flight,
-            engine.num_running,
-            engine.num_waiting,
-            engine.kv_cache_usage,
-            self.restarts,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An incarnation that is over: its shards have to be handed out again, save those that its last events close.
-
-    flight: what was in its engine, where a row may have been the cause of its death. was_killed: by a signal from
-    outside, as far as can be told.
-    out_of_memory: why it died, and what becomes of its replica; None if memory had not run out.
-    """
-
-    member: Member
-    incarnation: str
-    lifetime_s: float
-    shards: tuple[Shard, ...]
-    events: tuple[Event, ...]
-    cause: str
-    was_asked: bool
-    flight: tuple[InFlight, ...]
-    was_killed: bool
-    out_of_memory: Verdict | None = None
-
-    @property
-    def lowered(self) -> Lowered | None:
-        """The step down that followed from its end, if one did."""
-        return None if self.out_of_memory is None else self.out_of_memory.step
 
 
 class Fleet:
@@ -153,6 +44,7 @@ class Fleet:
         """
         self.members = [Member(slot, requests_per_row) for slot in slots]
         self._launch = launch
+        self._work: Work | None = None
         self._epoch = epoch
         self._retry = retry
         self._logs = logs
@@ -164,6 +56,12 @@ class Fleet:
         self._num_incarnations = 0
         self._spent = (0, 0)
         self._stalled_by_disk_s = 0.0
+
+    def give_work(self, work: Work) -> None:
+        """Tell the members what their rows are: those that run, and from now on each as it starts."""
+        self._work = work
+        for member in self.members:
+            self._send(member, work)
 
     def start_due(self) -> list[Member]:
         """Start every member whose time has come; those that were started.
@@ -188,8 +86,10 @@ class Fleet:
             engine_environment(member.slot.devices, len(member.slot.cpus), member.slot.replica),
             has_own_cache=is_filled and not self.is_cache_warm,
         )
+        if self._work is not None:
+            member.replica.send(self._work)
         member.state, member.info, member.failed, member.early_window = "starting", None, None, None
-        member.progress, member.recovered_rows, member.closed_rows, member.closed_errors = _NOTHING, 0, 0, 0
+        member.progress, member.recovered_rows, member.closed_rows, member.closed_errors = NOTHING, 0, 0, 0
         member.steps_changed_at = time.monotonic()
 
     def poll(self, wait_s: float) -> list[tuple[Member, Event]]:
@@ -199,7 +99,7 @@ class Fleet:
         for replica, event in self._backend.poll(wait_s):
             member = by_replica.get(id(replica))
             if member is not None:
-                _update(member, event)
+                update(member, event)
                 self.is_cache_warm |= member.info is not None and replica.own_cache is None
                 events.append((member, event))
         return events
@@ -210,7 +110,7 @@ class Fleet:
         for member in self.members:
             if member.replica is None:
                 continue
-            if member.replica.has_ended() or _is_overdue(member):
+            if member.replica.has_ended() or is_overdue(member):
                 ended.append(self._end(member, self._cause(member)))
             elif self._is_stalled(member):
                 ended.append(self._end(member, f"no step for {self._stall_timeout_s:g} s (stall_timeout_s)"))
@@ -229,7 +129,7 @@ class Fleet:
         while heard := replica.channel.receive(0):
             events.extend(heard)
         for event in events:
-            _update(member, event)
+            update(member, event)
         member.cause = cause if member.failed is None else told_cause(member.failed.cause, replica)
         lifetime_s, was_asked = replica.lifetime_s(), member.is_stopping or is_own_doing
         code, in_flight = replica.process.poll(), tuple(replica.flight.in_flight())
@@ -283,7 +183,7 @@ class Fleet:
         member.state = "ended" if member.is_stopping else "given up" if member.is_given_up else "restarting"
         member.restarts += 0 if member.is_given_up else 1
         member.replica = None
-        member.progress = _NOTHING
+        member.progress = NOTHING
         member.shards.clear()
         member.begun.clear()
         member.revoking.clear()
@@ -363,32 +263,3 @@ class Fleet:
             self._spent[0] + sum(member.progress.num_prompt_tokens for member in self.members),
             self._spent[1] + sum(member.progress.num_output_tokens for member in self.members),
         )
-
-
-def _update(member: Member, event: Event) -> None:
-    match event:
-        case messages.Phase(name):
-            member.state = name
-        case messages.TakesShards(size):
-            member.early_window = size
-        case Ready(engine, _):
-            member.info, member.state = engine, "running"
-            member.steps_changed_at = time.monotonic()
-        case Progress():
-            if event.steps != member.progress.steps or not event.in_flight:
-                member.steps_changed_at = time.monotonic()
-            member.progress = event
-        case messages.ShardBegun(shard, num_recovered):
-            member.begun.add(shard)
-            member.recovered_rows += num_recovered
-        case messages.Revoked(shards):
-            for index in shards:
-                member.begun.discard(index)
-        case Failed():
-            member.failed, member.failed_at = event, time.monotonic()
-        case messages.Stopped():
-            member.state = "ended"
-
-
-def _is_overdue(member: Member) -> bool:
-    return member.failed is not None and time.monotonic() - member.failed_at > _LAST_WORDS_S

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchinf import faults
 from batchinf.adapter import Adapter
 from batchinf.errors import DriftError, OutputError, SpecError
 from batchinf.job_state import FORMAT_VERSION, Header, State
@@ -16,7 +17,7 @@ from batchinf.lora import lora_identity, resolve_adapters
 from batchinf.model import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.openai_batch import recognised
 from batchinf.output_size import LIKELY_TOKENS, bytes_per_row
-from batchinf.pooling import bytes_per_vectors, resolve_pooling
+from batchinf.pooling import bytes_per_vectors, check_lines, resolve_pooling
 from batchinf.prompt import check_columns
 from batchinf.prompt_checks import check_order, check_prompts
 from batchinf.row_sampling import check_sampling_columns
@@ -29,6 +30,8 @@ from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 from batchinf.tasks import get_task
 from batchinf.vocabulary import with_vocabulary
+
+Found = Callable[[JobSpec, Model, tuple[Adapter, ...]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Job:
     @property
     def location(self) -> InputLocation:
         """Where its input is."""
-        return _location(self.spec)
+        return location_of(self.spec)
 
     @property
     def rows(self) -> range:
@@ -70,12 +73,13 @@ def open_job(
     cache: pathlib.Path | None = None,
     state: State | None = None,
     new: NewRows = "refuse",
-    found: Callable[[Model], object] | None = None,
+    found: Found | None = None,
 ) -> Job:
     """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
 
     state: of the job that is gone on with, its model's commit too. new: what becomes of rows that came since. found: is
-    told of the model before the input is read.
+    told, before the input is read, of all that does not depend on it: the spec resolved but for its `input`, the model,
+    the adapters.
     """
     try:
         return _open_job(file, cache, state, new, found)
@@ -99,7 +103,7 @@ def _open_job(
     cache: pathlib.Path | None,
     state: State | None,
     new: NewRows,
-    found: Callable[[Model], object] | None,
+    found: Found | None,
 ) -> Job:
     began_as = _began_as(file, state)
     folder = job_folder(file.spec.output.path, file.slice)
@@ -111,19 +115,21 @@ def _open_job(
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, file.spec.engine))
     spec = with_vocabulary(file.spec.model_copy(update={"sampling": sampling}), model)
     check_prompts(spec, model)
+    spec = spec.model_copy(update={"pooling": resolve_pooling(spec, model)})
+    adapters = resolve_adapters(spec, model, began_as.get("lora"))
     if found is not None:
-        found(model)
+        found(spec, model, adapters)
     # Before the input is looked at, which may have grown too.
     limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     source = open_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    faults.point("job.input_open")
     spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
-    spec = spec.model_copy(update={"pooling": resolve_pooling(spec, model)})
+    check_lines(spec)
     check_columns(spec, source.schema.names)
     check_sampling_columns(spec.sampling, source.schema)
     check_order(spec)
     get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
-    adapters = resolve_adapters(spec, model, began_as.get("lora"))
     if adapters:
         identity["lora"] = lora_identity(spec, adapters)
     if file.slice is not None:
@@ -173,19 +179,22 @@ def carried_columns(spec: JobSpec) -> list[str]:
 
 def open_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
     """The job's source; what its first pass finds is kept in `cache`. See `open_source`."""
-    return open_source(_location(spec), cache, taken, new)
+    return open_source(location_of(spec), cache, taken, new)
 
 
-def _location(spec: JobSpec) -> InputLocation:
+def location_of(spec: JobSpec) -> InputLocation:
+    """Where a job's input is."""
     where = spec.input
     format = "jsonl" if where.format == "openai" else where.format
     return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
 
 
-def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tuple[Header, Extent]:
+def new_header(
+    job: Job, num_replicas: int, choice: Choice | None = None, job_id: str | None = None
+) -> tuple[Header, Extent]:
     """What is written once, at a job's first start: its identity, and how its rows are cut.
 
-    choice: the rows that are run, their bitmap written; None is all of the job's.
+    choice: the rows that are run, their bitmap written; None is all of the job's. job_id: None is a new one.
     """
     choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
     rows_per_shard = job.spec.output.rows_per_shard
@@ -193,7 +202,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tup
         rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, estimated_bytes_per_row(job.spec))
     header = Header(
         format_version=FORMAT_VERSION,
-        job_id=uuid.uuid4().hex,
+        job_id=job_id or new_job_id(),
         created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,
@@ -204,6 +213,11 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None = None) -> tup
         spec=job.spec.model_dump(mode="json"),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
+
+
+def new_job_id() -> str:
+    """32 hexadecimal digits, those of no other job."""
+    return uuid.uuid4().hex
 
 
 def begun_at(job: Job, header: Header | None) -> str | None:

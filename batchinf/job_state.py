@@ -23,6 +23,9 @@ from batchinf.storage import Folder, reason
 FORMAT_VERSION = 1
 NUM_KEPT_EVENTS = 1000
 FOLDER = "manifest"
+# All that happens before a job has a header, where its replicas have a head start.
+HEAD_START = "head_start"
+_BEFORE_HEADER = {HEAD_START, "replica_started", "replica_ended"}
 _LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
 _MAX_LOOKS, _LOOK_AGAIN_S = 200, 0.01
 _T = TypeVar("_T")
@@ -65,6 +68,8 @@ class State:
 
     def __init__(self) -> None:
         self._header: Header | None = None
+        # The header's; before there is one, that of replicas that had a head start.
+        self.job_id: str | None = None
         self.extents: tuple[Extent, ...] = ()
         self.source_fingerprints: tuple[str, ...] = ()
         self.limits: dict[int, int | None] = {}
@@ -92,6 +97,13 @@ class State:
     def has_header(self) -> bool:
         """Whether a header was read yet."""
         return self._header is not None
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether there is nothing but a head start, or nothing at all."""
+        is_empty = not (self._header or self.extents or self.parts)
+        names = {event.name for event in self.events}
+        return is_empty and names <= _BEFORE_HEADER and (self.job_id is not None or not names)
 
     @property
     def lowered(self) -> Fields:
@@ -155,6 +167,7 @@ class State:
                 self._happened(_event(fields))
             case "header":
                 self._header = _pick(Header, fields)
+                self.job_id = self._header.job_id
             case "extent":
                 if "limit" in fields:
                     self.limits[len(self.extents)] = fields["limit"]
@@ -184,7 +197,9 @@ class State:
             self.kept.pop(event.fields["kept_as"], None)
         elif "kept_as" in event.fields:
             self.kept[event.fields["kept_as"]] = event
-        if event.name == "replica_started":
+        if event.name == HEAD_START:
+            self.job_id = event.fields["job_id"]
+        elif event.name == "replica_started":
             self._groups[event.fields["incarnation"]] = _pick(ProcessGroup, event.fields)
         elif event.name == "replica_ended":
             self._groups.pop(event.fields["incarnation"], None)
@@ -201,9 +216,22 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
     known: of an earlier call; it is given back if the logs, which only grow, have the same sizes. Needs no lock: where
     a compaction has put other logs in their place, it begins again. Raises OutputError for damage and a newer format.
     """
+    state = _read(folder, known)
+    return state if state.has_header else None
+
+
+def read_beginning(folder: Folder) -> State:
+    """What the logs say of a job of which `read_state` gives none: the head start of its replicas in earlier lives.
+
+    Its id, the process groups that may still be there, and their events; nothing where none of it came so far.
+    """
+    return _read(folder, None)
+
+
+def _read(folder: Folder, known: State | None) -> State:
     last_seen: object = None
     for _ in range(_MAX_LOOKS):
-        state, failure, logs, sizes = None, None, list_logs(folder), folder.sizes(FOLDER)
+        state, failure, logs, sizes = State(), None, list_logs(folder), folder.sizes(FOLDER)
         if known is not None and known._sizes == sizes:
             return known
         try:
@@ -221,8 +249,7 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
         raise OutputError(f"cannot read {folder.path(FOLDER)}: {reason(failure)}") from failure
     if failure is not None:
         raise failure
-    if state is not None:
-        state._sizes = sizes
+    state._sizes = sizes
     return state
 
 
@@ -238,22 +265,21 @@ def list_logs(folder: Folder) -> list[tuple[int, str]]:
     return sorted((int(match[1]), f"{FOLDER}/{match[0]}") for match in matches if match)
 
 
-def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State | None:
+def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State:
     state = State()
     for _, name in logs:
         state = _read_log(folder, name, state)
     if state.has_header:
         state.last_epoch = logs[-1][0]
-        return state
-    if state.extents or state.parts or state.events:
+    elif not state.is_beginning:
         raise damage(folder, logs[0][1], "neither it nor a later log has the job's header")
-    return None
+    return state
 
 
 def _read_log(folder: Folder, name: str, before: State) -> State:
     """The state after a log. A snapshot starts afresh; one that was not written to its end counts for nothing."""
     state, replaced = before, []
-    owner = before.header.job_id if before.has_header else None
+    owner = before.job_id
     for number, fields in read_lines(folder, name):
         owner = owner or fields.get("job_id")
         if fields.get("job_id", owner) != owner:

@@ -137,6 +137,8 @@ class JobLock:
         self._folder = folder
         self._heartbeat_s = heartbeat_s
         self._me: Holder | None = None
+        # When a dead holder, whose lock this one took over, last beat, in seconds since 1970; 0.0 if there was none.
+        self.predecessor_seen_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -275,6 +277,7 @@ class JobLock:
             # Where `_alone` cannot exclude others, another may have taken over since: see what was really renamed.
             name = f"{_STALE}{uuid.uuid4().hex[:12]}"
             try:
+                seen_at = self._folder.path(LOCK).stat().st_mtime
                 self._folder.publish(LOCK, name)
                 renamed = self._folder.read(name)
             except FileNotFoundError:
@@ -283,6 +286,7 @@ class JobLock:
                 self._folder.create_exclusive(LOCK, renamed)
             for leftover in self._folder.list("", _STALE):
                 self._folder.delete(leftover)
+            self.predecessor_seen_at = seen_at
             return renamed == stale
 
     def _start(self) -> None:

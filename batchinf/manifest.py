@@ -11,7 +11,7 @@ from typing import Any
 from batchinf import faults
 from batchinf.commit_log import CommitLog, Fields, encode_commits
 from batchinf.errors import OutputError
-from batchinf.job_state import FOLDER, TAKEN, EventLine, Header, State, last_epoch, list_logs, read_state
+from batchinf.job_state import FOLDER, HEAD_START, TAKEN, EventLine, Header, State, last_epoch, list_logs, read_state
 from batchinf.lock import JobLock
 from batchinf.messages import ProcessGroup
 from batchinf.part_line import PartLine
@@ -23,6 +23,7 @@ from batchinf.storage import Folder, disk_error
 _LINES_PER_COMMIT = 1000
 # What a reader needs of an event; the line's own keys are taken.
 _REQUIRED = {
+    HEAD_START: {"job_id"},
     "replica_started": {field.name for field in dataclasses.fields(ProcessGroup)},
     "replica_ended": {"incarnation", "device_s"},
     "lost": {"shards"},
@@ -146,6 +147,10 @@ class Manifest:
             self.check_lock()
             self._log.commit(self._lines)
             self._lines.clear()
+
+    def discard(self) -> None:
+        """Forget the lines that are not committed."""
+        self._lines.clear()
 
     def close(self) -> None:
         """Close the log; lines that are not committed are dropped."""

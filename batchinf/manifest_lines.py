@@ -108,6 +108,10 @@ class _ReplicaEnded(_Event):
     device_s: Seconds
 
 
+class _HeadStart(_Event):
+    job_id: Text
+
+
 class _Ready(_Event):
     device: str = ""
     versions: dict[Text, Text]
@@ -175,6 +179,7 @@ _KINDS: dict[str, type[_Line]] = {
 }
 # Events of which something is read again.
 _EVENTS: dict[str, type[_Event]] = {
+    "head_start": _HeadStart,
     "replica_started": _ReplicaStarted,
     "replica_ended": _ReplicaEnded,
     "ready": _Ready,

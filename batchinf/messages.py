@@ -8,15 +8,11 @@ from batchinf.records import EngineInfo, EngineStats, Extent, Part, Shard
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """To a replica, first of all: who it is and what job it works on.
+    """To a replica, first of all: who it is and what its engine needs.
 
-    spec: the resolved JobSpec as JSON. revision: the commit, where model_path is a hub id.
-    metadata: what each part's Parquet metadata carries beside the versions.
+    spec: the resolved JobSpec as JSON, but for its `input`, of which `Work` has the last word. revision: the commit,
+    where model_path is a hub id.
     cpus: the processor cores it may use; empty means all that it inherited.
-    source_folder: what the first pass over the input found, where that is not in the output folder itself.
-    taken: the fingerprints of what the job has taken in of its input, the last one last.
-    extents: the job's, of which the run order is made.
-    begun_at: when the job was begun, in ISO format: templates that print the date see this one.
     adapters: those that requests may name.
     config_limits: `max_model_len` and `vocab_size` by the model's config; None where it does not say.
     """
@@ -24,18 +20,34 @@ class Launch:
     replica: int
     incarnation: str
     folder: str
+    job_id: str
     spec: str
     model_path: str
     tokenizer_path: str
     revision: str | None
-    metadata: dict[str, str]
     cpus: tuple[int, ...] = ()
-    source_folder: str | None = None
-    taken: tuple[str, ...] = ()
-    extents: tuple[Extent, ...] = ()
-    begun_at: str | None = None
     adapters: tuple[Adapter, ...] = ()
     config_limits: tuple[int | None, int | None] = (None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """To a replica, once: what its rows are. Next after `Launch`, or when the input is known.
+
+    input: the resolved section of the spec as JSON.
+    metadata: what each part's Parquet metadata carries beside the versions.
+    source_folder: what the first pass over the input found.
+    taken: the fingerprints of what the job has taken in of its input, the last one last.
+    extents: the job's, of which the run order is made.
+    begun_at: when the job was begun, in ISO format: templates that print the date see this one.
+    """
+
+    input: str
+    metadata: dict[str, str]
+    source_folder: str
+    taken: tuple[str, ...]
+    extents: tuple[Extent, ...]
+    begun_at: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,5 +203,5 @@ class ProcessGroup:
     pid_start_time: int
 
 
-Command = Assign | Trial | Revoke | Begin | Stop
+Command = Work | Assign | Trial | Revoke | Begin | Stop
 Event = Phase | TakesShards | Ready | Progress | ShardBegun | ShardClosed | Revoked | Tried | Failed | Stopped

@@ -62,6 +62,12 @@ def is_batch(columns: Iterable[str]) -> bool:
     return set(COLUMNS) <= set(columns)
 
 
+def may_be_batch(where: InputSpec) -> bool:
+    """Whether the input's columns alone tell if it is a batch file, and the spec does not."""
+    is_plain = all(getattr(where, form) is None for form in PROMPT_FORMS)
+    return is_plain and where.format in (None, "jsonl")
+
+
 def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     """The input as it is meant: one with these columns, of which nothing says what the prompt is, is a batch file.
 
@@ -76,7 +82,7 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
         missing = next(name for name in COLUMNS if name not in names)
         raise SpecError(f"input.format: got openai, but the input has no column '{missing}'; a batch request has "
                         f"{', '.join(COLUMNS)}")  # fmt: skip
-    if not is_said and (given is not None or where.format not in (None, "jsonl") or not is_batch(names)):
+    if not is_said and not (may_be_batch(where) and is_batch(names)):
         return where
     return where.model_copy(update={"format": "openai", "id_column": where.id_column or "custom_id"})
 

@@ -45,8 +45,6 @@ def resolve_pooling(spec: JobSpec, model: Model) -> PoolingSpec:
     """The section with widths and labels filled in, for a task that makes vectors; else as it is. Raises SpecError."""
     if not spec.is_pooling:
         return spec.pooling
-    if spec.input.format == "openai":  # recognised, where the spec did not say it
-        raise SpecError(f"input.format: {OPENAI_LINES.format(task=spec.task)}")
     config, pooling = _Config.of(spec, model), spec.pooling
     if spec.task in ("classify", "reward"):
         labels = pooling.labels or _labels(config)
@@ -60,6 +58,12 @@ def resolve_pooling(spec: JobSpec, model: Model) -> PoolingSpec:
         _check_dimensions(config, pooling.dimensions, width)
     _check_layers(config, spec)
     return pooling.model_copy(update={"width": width})
+
+
+def check_lines(spec: JobSpec) -> None:
+    """Raise SpecError where an input turns out to be a batch file, of which a task that makes vectors has no use."""
+    if spec.is_pooling and spec.input.format == "openai":
+        raise SpecError(f"input.format: {OPENAI_LINES.format(task=spec.task)}")
 
 
 def vectors_line(spec: JobSpec) -> str:

@@ -35,7 +35,8 @@ def end_process_groups(state: State) -> int:
     """End what runs on of earlier epochs on this host; the number of groups that were still there."""
     num_ended = sum(_end(group) for group in state.process_groups if _is_ours(group))
     # This life may have fewer replicas than the last: theirs would lie there for ever.
-    sweep_sockets(state.header.job_id)
+    if state.job_id is not None:
+        sweep_sockets(state.job_id)
     return num_ended
 
 
@@ -54,14 +55,15 @@ def _end(group: ProcessGroup) -> bool:
     return end_process_group(group.pgid)
 
 
-def note_ended(state: State, status: JobStatus | None, manifest: Manifest) -> None:
+def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_at: float = 0.0) -> None:
     """Say of replicas whose coordinator was killed that they have ended, with the device time that they took.
 
-    They end with their coordinator, which was last seen when it wrote `status`, or else its last event.
+    They end with their coordinator, which was last seen when it wrote `status`, or else its last event; or at
+    `seen_at`, in seconds since 1970.
     """
     starts = {event.fields["incarnation"]: event for event in state.events if event.name == "replica_started"}
     last_seen = max((_seconds(event.at) for event in state.events), default=0.0)
-    last_seen = max(last_seen, status.updated_at if status is not None else 0.0)
+    last_seen = max(last_seen, seen_at, status.updated_at if status is not None else 0.0)
     for group in state.process_groups:
         device_s = 0.0
         if (start := starts.get(group.incarnation)) is not None:

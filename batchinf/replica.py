@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import Future
+from typing import Any
 
 from batchinf import __version__, faults
 from batchinf.channel import Channel
@@ -22,10 +24,10 @@ from batchinf.engine import Engine, ScriptedEngine
 from batchinf.errors import BatchinfError, EngineDeadError, OutputError
 from batchinf.feeder import Feeder
 from batchinf.flight import FlightRecord
-from batchinf.forks import forks_engine_core
+from batchinf.forks import UNFORKED, forks_engine_core, guard_forks
 from batchinf.front import Front
 from batchinf.job import open_input
-from batchinf.limits import expected_limits
+from batchinf.limits import Limits, expected_limits
 from batchinf.messages import (
     DISK_ERROR,
     Assign,
@@ -40,16 +42,16 @@ from batchinf.messages import (
     Stopped,
     TakesShards,
     Trial,
+    Work,
 )
 from batchinf.prompt import load_tokenizer
 from batchinf.records import Request
 from batchinf.run_order import RunOrder
 from batchinf.scripted_pooling import ScriptedPooling
-from batchinf.slices import SOURCE_FOLDER
-from batchinf.source import Source
 from batchinf.spec import JobSpec
+from batchinf.spec_input import InputSpec
 from batchinf.storage import LASTING, Folder, disk_error
-from batchinf.tasks import Logits, Task, get_task
+from batchinf.tasks import Logits, get_task
 from batchinf.tasks.score import score_sampling
 from batchinf.worker import Worker, window
 
@@ -65,6 +67,10 @@ class Replica:
         self._channel = channel
         self._spec = JobSpec.model_validate_json(launch.spec)
         self._folder = Folder(launch.folder)
+        self._tokenizer: Any = None
+        self._work: Work | None = None
+        self._starts_engine = False
+        self._front: Future[tuple[Front, Limits | None]] = Future()
         self._worker: Worker | None = None
         self._feeder: Feeder | None = None
         self._stop: Stop | None = None
@@ -75,26 +81,28 @@ class Replica:
         """Start the engine, work until stopped, say so."""
         started = time.monotonic()
         self._channel.send(Phase("loading the tokenizer and opening the input"))
-        tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
-        cache = pathlib.Path(self._launch.source_folder or self._folder.path(SOURCE_FOLDER))
-        source = open_input(self._spec, cache, self._launch.taken, "ignore")
-        front = self._front(get_task(self._spec), source, tokenizer)
-        self._feeder = front.feeder
-        limits = expected_limits(self._spec, *self._launch.config_limits, tokenizer)
-        if limits is not None:
-            front.start_early(limits, after_fork=self._spec.scripted is None and forks_engine_core())
-            self._channel.send(TakesShards(window(limits.max_num_seqs)))
+        self._tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
+        guard_forks()
+        with self._lock:
+            work, self._starts_engine = self._work, True
+        if work is not None:
+            self._open(work)
+            self._front.result()
         self._channel.send(Phase("starting the engine"))
-        engine = self._start_engine(tokenizer)
+        engine = self._start_engine(self._tokenizer)
         try:
             self._channel.send(Phase("compiling kernels for the job's shapes"))
             engine.warm_up(warm_up_request(self._spec))
+            start_s = round(time.monotonic() - started, 3)
+            if not self._front.done():
+                self._channel.send(Phase("waiting for the input"))
+            front, limits = self._front.result()
             worker = front.complete(engine, limits, self._flight)
             with self._lock:
                 self._worker = worker
                 if self._stop is not None:
                     worker.stop(self._stop.drain_s)
-            self._channel.send(Ready(engine.info, round(time.monotonic() - started, 3)))
+            self._channel.send(Ready(engine.info, start_s))
             self._may_run.wait()
             worker.run()
             self._channel.send(worker.progress())
@@ -118,14 +126,37 @@ class Replica:
 
         return VllmEngine(self._spec, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
 
-    def _front(self, task: Task, source: Source, tokenizer: object) -> "Front":
-        launch, order = self._launch, RunOrder(self._folder, self._launch.extents)
-        name, metadata, emit, begun_at = launch.incarnation, launch.metadata, self._channel.send, launch.begun_at
-        return Front(self._spec, task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
-
-    def listen(self) -> None:
-        """Obey the coordinator; end the process group when it is gone. Runs on its own thread."""
+    def _open(self, work: Work) -> None:
+        """Open the input, and start what can be there before the engine; what fails is raised by who needs it."""
         try:
+            # The engine may be starting by now, on another thread, and fork this process.
+            with UNFORKED:
+                faults.point("replica.open")
+                self._front.set_result(self._start_front(work))
+        except BaseException as error:
+            self._front.set_exception(error)
+
+    def _start_front(self, work: Work) -> tuple[Front, Limits | None]:
+        spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
+        source = open_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
+        name, emit, order = self._launch.incarnation, self._channel.send, RunOrder(self._folder, work.extents)
+        task, tokenizer, metadata, begun_at = get_task(spec), self._tokenizer, work.metadata, work.begun_at
+        front = Front(spec, task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
+        self._feeder = front.feeder
+        limits = expected_limits(spec, *self._launch.config_limits, tokenizer)
+        if limits is not None:
+            front.start_early(limits, after_fork=spec.scripted is None and forks_engine_core())
+            emit(TakesShards(window(limits.max_num_seqs)))
+        return front, limits
+
+    def listen(self, heard: list[Command]) -> None:
+        """Obey the coordinator; end the process group when it is gone. Runs on its own thread.
+
+        heard: what it has said already, after `Launch`.
+        """
+        try:
+            for message in heard:
+                self._obey(message)
             self._listen()
         except BaseException:
             # Deaf, it would never hear that it has to end.
@@ -150,6 +181,10 @@ class Replica:
     def _obey(self, message: Command) -> None:
         with self._lock:
             match message:
+                case Work():
+                    self._work = message
+                    if self._starts_engine:
+                        threading.Thread(target=self._open, args=(message,), name="open", daemon=True).start()
                 case Stop():
                     self._stop = message
                     if self._worker is not None:
@@ -210,13 +245,14 @@ def main() -> None:
     while not (messages := channel.receive(None)):
         if channel.is_closed:
             sys.exit("the coordinator ended before it said what to do")
-    launch: Launch = messages[0]
+    launch: Launch
+    launch, *others = messages
     if launch.cpus:
         os.sched_setaffinity(0, launch.cpus)
     try:
         print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)
         replica = Replica(launch, channel, FlightRecord(int(sys.argv[3])))
-        threading.Thread(target=replica.listen, name="control", daemon=True).start()
+        threading.Thread(target=replica.listen, args=(others,), name="control", daemon=True).start()
         faults.point("replica.start")
         replica.run()
     except BaseException as error:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from batchinf.fleet import Ended, Fleet, Member
+from batchinf.fleet import Fleet
 from batchinf.job_state import State
 from batchinf.manifest import Manifest
+from batchinf.member import Ended, Member
 from batchinf.messages import Trial
 from batchinf.quarantine import Case, Quarantine
 from batchinf.records import Shard

@@ -13,7 +13,8 @@ from batchinf.channel import Channel
 
 PART = records.Part(3, "000003-a.parquet", 10, 1, 2048, 70, 90, "00ff")
 MESSAGES = (
-    messages.Launch(1, "000001.0001", "out", "{}", "model", "tokenizer", None, {"batchinf.job_id": "ab"}, (0, 2)),
+    messages.Launch(1, "000001.0001", "out", "ab", "{}", "model", "tokenizer", None, (0, 2)),
+    messages.Work("{}", {"batchinf.job_id": "ab"}, "source", ("first",), (records.Extent.of_all(0, 9, 3, 0, 0),), None),
     messages.Assign((records.Shard(0, 0, 10), records.Shard(1, 10, 2**40)), 2),
     messages.Revoke((1, 4)),
     messages.Trial((records.Shard(1, 0, 9),), ((1, 2), (3,)), True, 2),

@@ -323,7 +323,7 @@ def test_a_lock_that_is_lost_ends_the_job_without_another_word(tmp_path: pathlib
 
 
 def launch_of(folder: pathlib.Path, incarnation: str = "000001.0001") -> Launch:
-    return Launch(0, incarnation, str(folder), "{}", "m", "t", None, {"batchinf.job_id": folder.name})
+    return Launch(0, incarnation, str(folder), folder.name, "{}", "m", "t", None)
 
 
 @pytest.fixture

@@ -368,12 +368,17 @@ subprocess.run(["true"], check=True)  # no fork of what is in this process
 assert not began
 child = os.fork()
 if not child:
-    os._exit(1 if began else 0)
+    if not os.fork():  # nor does it begin in a child that forks
+        os._exit(0)
+    os._exit(1 if os.wait()[1] or began else 0)
 assert os.waitpid(child, 0)[1] == 0
 thread.join(30)
 assert began == [os.getpid()]
 if not os.fork():  # `start` would raise if it were called again
     os._exit(0)
 os.wait()
+guard_forks()
+after_first_fork(lambda: began.append("late"))
+assert began[1:] == ["late"]
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=jobs.ROOT, timeout=60)

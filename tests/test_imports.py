@@ -29,8 +29,9 @@ ORDER = """
     vllm_logprobs vllm_scheduler vllm_worker vllm_arguments vllm_lora vllm_engine vllm_layers vllm_pooling journal
     non_finite open_shard parts replace byte_queue flight forks limits feeder writer worker commit_log lock
     manifest_lines job_state manifest proof salvage quarantine spec_file prompt_checks status channel job
-    structures exclude choose prefixes ordering room failures front replica backends.* replica_log fleet telemetry
-    read_ahead trials assignment platforms progress coordinator forecast remarks recovery retry extend epoch fresh look
+    structures exclude choose prefixes ordering room failures front replica backends.* replica_log member fleet
+    launcher telemetry read_ahead trials assignment platforms progress coordinator recovery head_start forecast remarks
+    retry extend epoch fresh look
     results joined changes text_changes score_changes vector_changes diff check stored_rows claims tallies
     reference reference_vectors verify token_lengths shown_rows score_rows validation cli __main__
 """.split()

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from batchinf.commit_log import encode_commits
 from batchinf.errors import OutputError
-from batchinf.job_state import FORMAT_VERSION, NUM_KEPT_EVENTS, Header, PartLine, State, last_epoch, read_state
+from batchinf.job_state import (
+    FORMAT_VERSION,
+    NUM_KEPT_EVENTS,
+    Header,
+    PartLine,
+    State,
+    last_epoch,
+    read_beginning,
+    read_state,
+)
 from batchinf.lock import LOCK, JobLock, LockLost
 from batchinf.manifest import Manifest
 from batchinf.messages import ProcessGroup
@@ -318,6 +327,52 @@ def test_a_manifest_without_its_first_log_is_damage(folder: Folder) -> None:
     manifest.commit()
     folder.delete("manifest/000001.jsonl")
     with pytest.raises(OutputError, match=r"000002.jsonl is damaged: neither it nor a later log has the job's header"):
+        read_state(folder)
+
+
+def head_start(folder: Folder, epoch: int, job_id: str = HEADER.job_id) -> Manifest:
+    manifest = open_(folder, epoch)
+    manifest.event("head_start", job_id=job_id)
+    manifest.event("replica_started", **started(f"{epoch:06d}.0001"))
+    manifest.commit()
+    return manifest
+
+
+def test_a_head_start_is_no_beginning(folder: Folder) -> None:
+    head_start(folder, 1).close()
+    manifest = head_start(folder, 2)
+    manifest.event("replica_ended", incarnation="000002.0001", device_s=2.0)
+    manifest.commit()
+    assert read_state(folder) is None
+    before = read_beginning(folder)
+    assert (before.job_id, before.device_s, before.last_epoch) == (HEADER.job_id, 2.0, 0)
+    assert [group.incarnation for group in before.process_groups] == ["000001.0001"]
+    manifest.header(HEADER)
+    manifest.extent(FIRST, "input")
+    manifest.commit()
+    manifest.close()
+    for epoch in (None, 3, 4):  # as it is, and folded into one
+        if epoch is not None:
+            open_(folder, epoch).close()
+        state = state_of(folder)
+        assert (state.job_id, state.device_s) == (HEADER.job_id, 2.0)
+        assert state.process_groups == before.process_groups
+        assert [event.name for event in state.events] == [*("head_start", "replica_started") * 2, "replica_ended"]
+
+
+@pytest.mark.parametrize("name", ["epoch", "ready", "replica_started"])
+def test_a_log_of_a_job_that_had_begun_is_no_head_start(folder: Folder, name: str) -> None:
+    manifest = open_(folder, 2) if name == "replica_started" else head_start(folder, 2)
+    manifest.event(name, versions={}, **started("000002.0002"))
+    manifest.commit()
+    with pytest.raises(OutputError, match="neither it nor a later log has the job's header"):
+        read_state(folder)
+
+
+def test_a_head_start_of_another_job_is_damage(folder: Folder) -> None:
+    head_start(folder, 1, "another").close()
+    begin(folder, 2).close()
+    with pytest.raises(OutputError, match=r"000002.jsonl is damaged: it is a log of another job"):
         read_state(folder)
 
 

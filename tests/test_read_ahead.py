@@ -73,5 +73,5 @@ def test_the_model_is_known_before_the_input_is_read(tmp_path: pathlib.Path, mon
     heard: list[object] = []
     monkeypatch.setattr(job, "open_input", lambda *_: heard.append("input") or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        job.open_job(read_spec(jobs.spec_of(tmp_path)), found=heard.append)
+        job.open_job(read_spec(jobs.spec_of(tmp_path)), found=lambda _, model, __: heard.append(model))
     assert [type(each) for each in heard] == [Model, str]

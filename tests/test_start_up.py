@@ -16,8 +16,7 @@ from batchinf.records import EngineInfo
 def make_fleet(folder: pathlib.Path, *, is_cache_warm: bool) -> Fleet:
     def launch(slot: Slot, incarnation: str) -> Launch:
         # A spec that is none: the replicas end before they import anything heavy.
-        own = {"batchinf.job_id": "start-up-job"}
-        return Launch(slot.replica, incarnation, str(folder), "{}", "m", "t", None, own)
+        return Launch(slot.replica, incarnation, str(folder), "start-up-job", "{}", "m", "t", None)
 
     slots = [Slot(number, (), ()) for number in range(3)]
     return Fleet(slots, 1, launch, 1, folder, 1, 60.0, is_cache_warm)

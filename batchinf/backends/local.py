@@ -156,7 +156,7 @@ def cache_root() -> pathlib.Path:
 
 
 def _replica_prefix(launch: Launch) -> str:
-    return f"{_sockets_prefix(launch.metadata.get('batchinf.job_id', ''))}{launch.replica}-"
+    return f"{_sockets_prefix(launch.job_id)}{launch.replica}-"
 
 
 def sweep_sockets(job_id: str) -> None:
