@@ -1,5 +1,6 @@
 """The one real engine that the tests share, and the order in which files are run: the longest first."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ for name, value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+# Here too, as in the processes that tests start: see `quick/sitecustomize.py`.
+gc.set_threshold(50_000, 20, 100)
+sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 
 
 # Each file runs in one of several processes: a long one that begins last would keep all of them waiting.

@@ -82,7 +82,7 @@ def test_rows_are_those_of_llm_generate(
     prompts = [json.loads(line)["prompt"] for line in rows_in.read_text(encoding="utf-8").strip().split("\n")]
     # top_p is the generation_config's, which greedy decoding does not look at.
     arguments = [json.dumps(prompts), json.dumps(SAMPLING), str(tmp_path / "reference.json"), str(jobs.MODEL)]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**os.environ, **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     subprocess.run([sys.executable, "-c", REFERENCE, *arguments], check=True, env=environment, timeout=240)
     expected = json.loads((tmp_path / "reference.json").read_text())
     assert len(alone) == len(expected) == NUM_ROWS
