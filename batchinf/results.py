@@ -128,7 +128,8 @@ class Results:
         """
         names = self._names(columns)
         for path in self.parts:
-            with pq.ParquetFile(path) as file:
+            # Else all that is asked of a part is read ahead, however few rows are wanted at a time.
+            with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
                 yield from file.iter_batches(num_rows, columns=names)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:

@@ -5,6 +5,7 @@ Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ betw
 
 import contextlib
 import copy
+import gc
 import json
 import os
 import platform
@@ -48,6 +49,10 @@ _WARM_UP_REQUESTS = 8
 _WATCH_S = 0.2
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
 _MOST_TEMPLATES = 1024
+
+# vLLM collects garbage five times as an engine starts and twice as it ends, and what its import has made, a million
+# objects, is none: not looked through, they cost two to three seconds of processor time less.
+gc.freeze()
 
 
 class VllmEngine:

@@ -144,6 +144,7 @@ def test_a_whole_job(tmp_path: pathlib.Path) -> None:
         input={"path": str(path), "id_column": None, "chat_template": TEMPLATE},
         output={"keep_columns": [], "include_prompt": True},
         sampling={"ignore_eos": True},
+        parallel={"data_parallel_size": 1},
         max_error_rate=1,
     )
     jobs.finish(spec)

@@ -289,7 +289,8 @@ def chat_job(folder: pathlib.Path, input: dict[str, Any], step_s: float) -> path
     folder.mkdir()
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     where = {"path": str(folder / "rows.jsonl"), **input}
-    return jobs.spec_of(folder, input=where, output={"include_prompt": True}, scripted={"step_s": step_s})
+    scripted, one = {"step_s": step_s}, {"data_parallel_size": 1}
+    return jobs.spec_of(folder, input=where, output={"include_prompt": True}, scripted=scripted, parallel=one)
 
 
 def killed_and_resumed(folder: pathlib.Path, input: dict[str, Any]) -> pathlib.Path:

@@ -34,6 +34,9 @@ RECORDS = [
 ]
 
 
+ONE_REPLICA = {"data_parallel_size": 1}
+
+
 def input_of(folder: pathlib.Path, records: list[Any], name: str = "input.jsonl") -> pathlib.Path:
     path = folder / name
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in records))
@@ -44,7 +47,7 @@ def spec_over(folder: pathlib.Path, records: list[Any], **sections: Any) -> path
     """A spec over these records; `input` and the other sections over a small default."""
     path = input_of(folder, records)
     given = {"path": str(path), "id_column": "id", **sections.pop("input", {})}
-    quick = {"sampling": {"logprobs": None, "max_tokens": 4}, "scripted": {"step_s": 0.0}}
+    quick = {"sampling": {"logprobs": None, "max_tokens": 4}, "scripted": {"step_s": 0.0}, "parallel": ONE_REPLICA}
     return jobs.spec_of(folder, **{**quick, "output": {"keep_columns": []}, **sections, "input": given})
 
 
@@ -214,7 +217,8 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
     full = {(row["row_index"], row["sample_index"]): row for row in jobs.rows_of(tmp_path / "full" / "out")}
     chosen = {"where": "language = 'de' or id = 7", "sample": 0.6, "limit": 100}
     out = tmp_path / "part" / "out"
-    spec = spec_over(tmp_path / "part", records, input=chosen, **options, scripted={"step_s": 0.03})
+    slow: dict[str, Any] = {"scripted": {"step_s": 0.03}, "parallel": {"data_parallel_size": 2}}
+    spec = spec_over(tmp_path / "part", records, input=chosen, **options, **slow)
     rows = chosen_of(spec)
     assert len(rows) == 100
     expected = [full[row, sample] for row in rows for sample in range(2)]
@@ -363,7 +367,7 @@ def test_a_week_without_anything_new_is_done(tmp_path: pathlib.Path) -> None:
     """All rows are done elsewhere: a job of none, which is done, and which a later one may exclude as well."""
     week = tmp_path / "week"
     week.mkdir()
-    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.0})
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.0}, parallel=ONE_REPLICA)
     jobs.finish(spec)
     first, second = str(tmp_path / "out"), str(week / "out")
     exclude = {"job": first, "on": "id"}

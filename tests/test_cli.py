@@ -153,7 +153,8 @@ def test_a_job_that_began_before_a_field_was_is_the_same_job(tmp_path: pathlib.P
 def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "Once"}\n' * 20)
-    spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
+    sections = {"output": {"keep_columns": []}, "parallel": {"data_parallel_size": 1}}
+    spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, **sections)
     jobs.finish(spec)
     path.write_text('{"prompt": "Twice"}\n' * 20)
     drifted = jobs.run("run", spec)

@@ -25,7 +25,8 @@ def job(folder: pathlib.Path, rows: list[dict[str, Any]], **sections: Any) -> st
     folder.mkdir()
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = {"input": {"path": str(path), "id_column": "id"}, "output": {"keep_columns": [], "rows_per_shard": 50}}
+    spec = {"input": {"path": str(path), "id_column": "id"}, "output": {"keep_columns": [], "rows_per_shard": 50},
+            "parallel": {"data_parallel_size": 1}}  # fmt: skip
     jobs.finish(jobs.spec_of(folder, **{**spec, **sections}, max_error_rate=1, scripted={"step_s": 0.0}))
     return str(folder / "out")
 

@@ -29,8 +29,9 @@ def job(
     spec: dict[str, Any] | None = None,
     cuts: Sequence[int] = (17, 23),
     taken: str = "rows",
+    **parquet: Any,
 ) -> str:
-    """A finished job with these output rows, in a part for each piece; its output folder."""
+    """A finished job with these output rows, in a part for each piece; its output folder. parquet: how to write it."""
     (folder / "parts").mkdir(parents=True)
     (folder / "manifest").mkdir()
     texts = {"job_id": "j", "created_at": "2026-01-01T00:00:00+00:00", "fingerprint": "f00d"}
@@ -43,7 +44,7 @@ def job(
     bounds = [0, *cuts, table.num_rows]
     for shard, (start, stop) in enumerate(itertools.pairwise(bounds)):
         piece = table.slice(start, stop - start)
-        pq.write_table(piece, folder / "parts" / part_name(shard), row_group_size=7)
+        pq.write_table(piece, folder / "parts" / part_name(shard), **{"row_group_size": 7, **parquet})
         line = PartLine(shard, part_name(shard), piece.num_rows, 0, 1, 1, 1, "00")
         lines.append({"kind": "part", **line.fields()})
     lines.append({"kind": "done", "name": "done", "at": texts["created_at"]})

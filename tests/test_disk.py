@@ -161,6 +161,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     failed = subprocess.run(
         ["bash", "-c", limited, "bash", sys.executable, "-m", "batchinf", "run", str(spec)],
         capture_output=True, text=True, cwd=jobs.ROOT, check=False, timeout=240,
+        env={**os.environ, **jobs.quick_start()},
     )  # fmt: skip
     stops(failed, out, "file too large; raise the limit on the size of files")
     finished_unhurt(spec, out)

@@ -82,7 +82,7 @@ def test_rows_are_those_of_llm_generate(
     prompts = [json.loads(line)["prompt"] for line in rows_in.read_text(encoding="utf-8").strip().split("\n")]
     # top_p is the generation_config's, which greedy decoding does not look at.
     arguments = [json.dumps(prompts), json.dumps(SAMPLING), str(tmp_path / "reference.json"), str(jobs.MODEL)]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**os.environ, **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     subprocess.run([sys.executable, "-c", REFERENCE, *arguments], check=True, env=environment, timeout=240)
     expected = json.loads((tmp_path / "reference.json").read_text())
     assert len(alone) == len(expected) == NUM_ROWS
@@ -103,8 +103,8 @@ def test_rows_are_those_of_llm_generate(
 
 def test_degrees_do_not_change_rows(alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Tensor parallel, and its logits, of which each worker has all and one sends them: tokens and logprobs are those
-    of the text from one device, and go on where a stop string ended that. Two replicas are killed, and give the same
-    rows, below.
+    of the text from one device, and go on where a stop string ended that. Two replicas are killed, and give the rows
+    of one, below.
     """
     sections = {"task": "logits", "logits": {"positions": "generated", "dtype": "float32"}}
     parallel = {"data_parallel_size": 1, "tensor_parallel_size": 2}
@@ -124,19 +124,6 @@ def test_degrees_do_not_change_rows(alone: list[dict[str, Any]], rows_in: pathli
             zip(expected["top_token_ids"], expected["top_logprobs"], strict=True)
         ):
             np.testing.assert_allclose(found[position, token_ids], logprobs, atol=1e-4)
-
-
-def test_killed_and_resumed(alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    spec = real_job(tmp_path, rows_in, parallel={"data_parallel_size": 2})
-    process = jobs.start("run", spec)
-    jobs.wait_until(lambda: list((tmp_path / "out" / "parts").glob("*.parquet")), wait_s=200)
-    everyone = jobs.family(process.pid)
-    jobs.kill(everyone)
-    process.communicate(timeout=60)
-    assert process.returncode == -9
-    assert jobs.are_gone(everyone)
-    jobs.finish(spec)
-    assert_close(jobs.rows_of(tmp_path / "out"), alone)
 
 
 @pytest.mark.timeout(900)  # an engine core in a process of its own takes half a minute to start
@@ -169,20 +156,41 @@ def test_a_signal_to_all_processes_engine_core_included(
     assert {row["attempts"] for row in jobs.table_of(out).select(["attempts"]).to_pylist()} <= {1, 2}
 
 
-def test_seeded_samples_repeat(rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    sampling = {"temperature": 0.9, "n": 3, "max_tokens": 12, "seed": 7, "logprobs": None}
+def test_seeded_samples_repeat_on_two_replicas_killed_and_resumed_on_one(
+    rows_in: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    sampling = {"temperature": 0.9, "n": 3, "max_tokens": 12, "seed": 7, "logprobs": 3}
     found = []
     for degree in (1, 2):
         folder = tmp_path / str(degree)
         folder.mkdir()
-        jobs.finish(real_job(folder, rows_in, sampling=sampling, parallel={"data_parallel_size": degree}))
+        # Few at a time on two, so that there is work left when the first part is there.
+        engine = {**ENGINE, "max_num_seqs": 16 // degree**2}
+        spec = real_job(folder, rows_in, sampling=sampling, engine=engine, parallel={"data_parallel_size": degree})
+        if degree == 2:
+            kill_once_a_part_is_there(spec)
+        jobs.finish(spec, "--set", "parallel.data_parallel_size=1")
         found.append(jobs.rows_of(folder / "out"))
-    assert found[0] == found[1]
+    assert_close(found[1], found[0])
     assert [(row["row_index"], row["sample_index"]) for row in found[0]] == [
         (row, sample) for row in range(NUM_ROWS) for sample in range(3)
     ]
     texts = [tuple(row["text"] for row in found[0][start : start + 3]) for start in range(0, 3 * NUM_ROWS, 3)]
     assert sum(len(set(samples)) == 3 for samples in texts) > NUM_ROWS * 3 // 4
+
+
+def kill_once_a_part_is_there(spec: pathlib.Path) -> None:
+    """Kill a job of two replicas amid its work."""
+    out = spec.parent / "out"
+    process = jobs.start("run", spec)
+    jobs.wait_until(lambda: list((out / "parts").glob("*.parquet")), wait_s=200)
+    everyone = jobs.family(process.pid)
+    assert len(jobs.replicas_of(process.pid)) == 2
+    jobs.kill(everyone)
+    process.communicate(timeout=60)
+    assert process.returncode == -9
+    assert jobs.are_gone(everyone)
+    assert not jobs.state_of(out).is_done
 
 
 def test_finished_job_starts_no_engine_and_says_what_made_it(alone_spec: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import jobs
 
 EXAMPLES = jobs.ROOT / "docs" / "examples"
+QUICK = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
 
 
 def run(name: str, *arguments: str | pathlib.Path) -> str:
@@ -27,7 +28,7 @@ def run(name: str, *arguments: str | pathlib.Path) -> str:
 
 
 def test_entropy_over_positions(tmp_path: pathlib.Path) -> None:
-    jobs.finish(jobs.spec_of(tmp_path, sampling={"logprobs": 20}, input={"limit": 40}, scripted={"step_s": 0.0}))
+    jobs.finish(jobs.spec_of(tmp_path, sampling={"logprobs": 20}, input={"limit": 40}, **QUICK))
     said = run("topk_entropy.py", tmp_path / "out")
     lines = [line.split() for line in said.splitlines()[2:]]
     num_tokens = sum(len(row["token_ids"]) for row in jobs.rows_of(tmp_path / "out"))
@@ -38,7 +39,7 @@ def test_entropy_over_positions(tmp_path: pathlib.Path) -> None:
 
 def test_perplexity_by_source(tmp_path: pathlib.Path) -> None:
     where = {"text_column": "prompt", "limit": 60}
-    jobs.finish(jobs.spec_of(tmp_path, task="score", sampling=None, input=where, scripted={"step_s": 0.0}))
+    jobs.finish(jobs.spec_of(tmp_path, task="score", sampling=None, input=where, **QUICK))
     said = run("perplexity_by_source.py", tmp_path / "out", "language")
     lines = {line.split()[0]: line.split()[1:] for line in said.splitlines()[3:]}
     rows = [row for row in jobs.rows_of(tmp_path / "out") if row["language"] == "en"]
@@ -55,7 +56,7 @@ def test_calibration(tmp_path: pathlib.Path) -> None:
         "answer_column": "answer",
         "limit": 50,
     }
-    sections = {"input": where, "output": {"keep_columns": []}, "scripted": {"step_s": 0.0}}
+    sections = {"input": where, "output": {"keep_columns": []}, **QUICK}
     jobs.finish(jobs.spec_of(tmp_path, task="score", sampling=None, **sections))
     said = run("calibration.py", tmp_path / "out")
     rows = jobs.rows_of(tmp_path / "out")
@@ -65,7 +66,7 @@ def test_calibration(tmp_path: pathlib.Path) -> None:
 
 
 def test_teacher_logits(tmp_path: pathlib.Path) -> None:
-    sections = {"logits": {"positions": "all"}, "input": {"limit": 20}, "scripted": {"step_s": 0.0}}
+    sections = {"logits": {"positions": "all"}, "input": {"limit": 20}, **QUICK}
     jobs.finish(jobs.spec_of(tmp_path, task="logits", sampling=None, **sections))
     said = run("teacher_logits.py", tmp_path / "out")
     num_positions = sum(row["num_prompt_tokens"] for row in jobs.rows_of(tmp_path / "out"))

@@ -12,6 +12,7 @@ HOSTILE = jobs.ROOT / "sample_data" / "hostile.jsonl"
 SECTIONS: dict[str, Any] = {
     "input": {"prompt_column": "prompt"},
     "output": {"keep_columns": ["kind"], "include_prompt": True},
+    "parallel": {"data_parallel_size": 1},
     "scripted": {"max_model_len": 512, "step_s": 0.0},
 }
 # What a message must say, by the kind of row.
@@ -107,7 +108,8 @@ def test_good_rows_are_as_among_good_ones(hostile: Any, tmp_path: pathlib.Path) 
 def test_a_job_of_nothing_but_bad_rows_ends(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("".join(json.dumps({"id": str(index), "prompt": ""}) + "\n" for index in range(40)))
-    spec = jobs.spec_of(tmp_path, input={"path": str(path)}, output={"keep_columns": []}, max_error_rate=1.0)
+    given = {"input": {"path": str(path)}, "output": {"keep_columns": []}}
+    spec = jobs.spec_of(tmp_path, **{**SECTIONS, **given}, max_error_rate=1.0)
     jobs.finish(spec)
     rows = jobs.rows_of(tmp_path / "out")
     assert len(rows) == 40

@@ -26,6 +26,7 @@ from batchinf.shards import shard_at, total_shards
 from batchinf.storage import Folder
 
 NUM_GROUPS, GROUP_ROWS = 40, 6
+ONE_REPLICA = {"data_parallel_size": 1}
 
 
 # -- the parts of it ---------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def write_jsonl(path: pathlib.Path, rows: list[dict[str, Any]], *, broken: int =
 def make_spec(folder: pathlib.Path, path: pathlib.Path, order: str, out: str = "out", **sections: Any) -> pathlib.Path:
     given = {"path": str(path), "id_column": "id", "order": order, **sections.pop("input", {})}
     output = {"path": str(folder / out), "keep_columns": ["language"], "rows_per_shard": 24}
-    return jobs.spec_of(folder, input=given, output=output, **sections)
+    return jobs.spec_of(folder, **{"input": given, "output": output, "parallel": ONE_REPLICA, **sections})
 
 
 def in_order(out: pathlib.Path) -> list[dict[str, Any]]:
@@ -205,7 +206,7 @@ def test_a_job_that_is_killed_extended_and_retried_in_an_order_of_its_own(tmp_pa
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", make_rows(), broken=3)
     changes: dict[str, Any] = {"input": {"limit": 230}, "scripted": {"step_s": 0.002}}
-    spec = make_spec(tmp_path, folder, "prefix", **changes)
+    spec = make_spec(tmp_path, folder, "prefix", **changes, parallel={"data_parallel_size": 2})
     killed = jobs.start("run", spec)
     jobs.wait_until(lambda: list((tmp_path / "out" / "parts").glob("*.parquet")))
     everyone = jobs.family(killed.pid)

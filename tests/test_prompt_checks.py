@@ -91,7 +91,8 @@ def test_no_second_bos_where_the_tokenizer_adds_none(tmp_path: pathlib.Path) -> 
 def test_run_says_it_once_before_it_works(tmp_path: pathlib.Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{BOS}{i}"}) + "\n" for i in range(40)))
     where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
-    done = jobs.finish(jobs.spec_of(tmp_path, input=where, output={"keep_columns": []}, scripted={"step_s": 0.0}))
+    quick = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
+    done = jobs.finish(jobs.spec_of(tmp_path, input=where, output={"keep_columns": []}, **quick))
     said = done.stdout + done.stderr
     assert said.count("begin with <|begin_of_text|>") == said.count("the model has a chat template") == 1
     # Said, and not altered: the ids are those of `LLM.generate`.

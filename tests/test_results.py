@@ -22,7 +22,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     path.write_text("".join(f'{{"id": {i}, "prompt": "{prompt}"}}\n' for i, prompt in enumerate(prompts)))
     sampling = {"logprobs": 3, "prompt_logprobs": 2}
     output = {"keep_columns": [], "rows_per_shard": 50, "logprobs_dtype": "float16"}
-    jobs.finish(jobs.spec_of(folder, input={"path": str(path)}, sampling=sampling, output=output, max_error_rate=1))
+    sections = {"sampling": sampling, "output": output, "parallel": {"data_parallel_size": 1}}
+    jobs.finish(jobs.spec_of(folder, input={"path": str(path)}, **sections, max_error_rate=1))
     return folder / "out"
 
 
@@ -85,7 +86,7 @@ def test_a_dataset(out: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytes
 
 
 def test_slices_and_a_job_at_work(tmp_path: pathlib.Path) -> None:
-    spec = jobs.spec_of(tmp_path)
+    spec = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1})
     jobs.finish(spec, "--slice", "1/2")
     results = batchinf.open(tmp_path / "out")
     assert not results.is_done

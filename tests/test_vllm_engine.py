@@ -18,6 +18,7 @@ import pytest
 from conftest import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import jobs
 from batchinf.answers import Answers
 from batchinf.detokenizer import Detokenizer
 from batchinf.errors import BatchinfError, EngineStartError, RequestRefused, RowError
@@ -653,7 +654,8 @@ if __name__ == "__main__":
 def died() -> Any:
     """What the owner of an engine saw of its death: killed in another process, by signal, or failed in its own."""
     with tempfile.TemporaryDirectory() as rpc:  # short: the names of sockets have at most 107 characters
-        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_RPC_BASE_PATH": rpc}
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_RPC_BASE_PATH": rpc}
+        environment = {**os.environ, **jobs.quick_start(), **own}
         process = subprocess.Popen(
             [sys.executable, "-c", DIE, str(MODEL)],
             env=environment,

@@ -1,18 +1,21 @@
 """Processes that start sooner, for most of the suite's processor time goes into their start.
 
-What transformers asks of all packages when it is imported comes out of a file, with the same answer. And pyarrow, which
-looks for pandas as soon as it meets a Python value, finds none; whoever imports pandas by name gets it.
+What transformers asks of all packages, and reads in all of its models' files, when it is imported comes out of a file,
+with the same answers. Pyarrow, which looks for pandas as soon as it meets a Python value, finds none; whoever imports
+pandas by name gets it. Nor are there libraries that vLLM and transformers import only because they are installed.
 """
 
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
-import json
 import os
 import pathlib
+import pickle
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 
 class _PandasUnseenByArrow(importlib.abc.MetaPathFinder):
@@ -29,6 +32,35 @@ class _PandasUnseenByArrow(importlib.abc.MetaPathFinder):
         return None
 
 
-if found := os.environ.get("PACKAGES_DISTRIBUTIONS"):
-    importlib.metadata.packages_distributions = lambda: json.loads(pathlib.Path(found).read_text())
-    sys.meta_path.insert(0, _PandasUnseenByArrow())
+class _ModelsReadAlready(importlib.abc.MetaPathFinder):
+    """known: by path, what transformers finds there."""
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        self._known = known
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "transformers.utils.import_utils":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        assert spec is not None and spec.loader is not None
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            read = module.create_import_structure_from_path
+            module.create_import_structure_from_path = lambda path: self._known.get(str(path)) or read(path)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if found := os.environ.get("QUICK_START"):
+    packages, models = pickle.loads(pathlib.Path(found).read_bytes())
+    importlib.metadata.packages_distributions = lambda: packages
+    sys.meta_path[:0] = [_PandasUnseenByArrow(), _ModelsReadAlready(models)]
+    # An import of vLLM makes a million objects, none of them garbage: looking for some takes a fifth of its time.
+    gc.set_threshold(50_000, 20, 100)
+    gc.unfreeze = lambda: None  # as vLLM does when it ends, to look through all of it twice more
+    sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
