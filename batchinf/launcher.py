@@ -101,7 +101,8 @@ class Launcher:
         spec = self.spec
         shape = fingerprint(
             {
-                "model": self.model.fingerprint,
+                # vLLM's own keys hang on the path too.
+                "model": [self.model.path, self.model.fingerprint],
                 "engine": spec.engine,
                 "parallel": [spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size],
                 "dtype": [spec.model.dtype, spec.model.quantization],
