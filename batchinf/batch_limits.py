@@ -10,7 +10,7 @@ from typing import Any
 from batchinf.model import text_section
 from batchinf.spec import JobSpec
 
-# Of a scored token and each entry of the vocabulary: a logit in 16 bits and a logprob in 32.
+# Of a prompt's token and each entry of the vocabulary: a logit in 16 bits and a logprob in 32.
 _SCORED_BYTES = 6
 _LARGE_VOCABULARY = 262_144
 # Rows of a step's prompts, as float32 and whatever is made of them.
@@ -27,7 +27,7 @@ def batch_limits(
     vocab_size: None where it is unknown. device_bytes: memory of one device; None on a CPU. The spec is resolved.
     """
     limits: dict[str, int] = {}
-    if spec.task == "score" and device_bytes is not None:
+    if spec.task in ("generate", "score") and spec.reads_prompts and device_bytes is not None:
         tokens = scored_tokens_at_once(device_bytes, gpu_memory_utilization, vocab_size)
         limits["max_num_batched_tokens"] = tokens
     if spec.logits is not None and spec.logits.is_full:

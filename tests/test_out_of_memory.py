@@ -399,6 +399,8 @@ def test_an_engine_that_was_up_has_its_tries_again() -> None:
     [
         ({"task": "score", "input": {"path": "p", "text_column": "t"}}, {"max_num_batched_tokens": 4352},
          {"max_num_seqs": 512, "max_num_batched_tokens": 2176}),
+        ({"sampling": {"prompt_logprobs": 0}}, {"max_num_batched_tokens": 4352},
+         {"max_num_seqs": 512, "max_num_batched_tokens": 2176}),
         ({"task": "logits", "logits": {"positions": "all"}}, {"max_num_seqs": 256, "max_num_batched_tokens": 2092},
          {"max_num_seqs": 128, "max_num_batched_tokens": 1046}),
         ({"task": "logits", "logits": {}}, {"max_num_seqs": 256},
