@@ -1,16 +1,23 @@
 """Replicas that start together: each compiles to where no other writes, and nothing of that is left."""
 
 import pathlib
+import shutil
 
 import psutil
 import pytest
 
 import jobs
 from batchinf.backends.local import cache_root, sweep_sockets
+from batchinf.engine_settings import EngineSettings
 from batchinf.fleet import Fleet
+from batchinf.launcher import Launcher
+from batchinf.memory import fit_of
 from batchinf.messages import Launch
+from batchinf.model import resolve
 from batchinf.placement import Slot
 from batchinf.records import EngineInfo
+from batchinf.spec import JobSpec
+from batchinf.storage import Folder
 
 
 def make_fleet(folder: pathlib.Path, *, is_cache_warm: bool) -> Fleet:
@@ -86,3 +93,31 @@ def test_what_a_killed_coordinator_left_is_swept(tmp_path: pathlib.Path, monkeyp
         folder.mkdir(parents=True)
     sweep_sockets("start-up-job")
     assert list(cache_root().iterdir()) == [others]
+
+
+def launcher(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Launcher:
+    """Of a job on one device, which nothing here touches."""
+    spec = JobSpec.model_validate(
+        {"model": {"name": str(model)}, "input": {"path": "in"}, "output": {"path": "out"}, "engine": engine}
+    )
+    found = resolve(spec.model)
+    settings = EngineSettings(spec, fit_of(found, spec, None, ""))
+    return Launcher(spec, found, (), Folder(folder), 1, [Slot(0, ("0",), ())], settings)
+
+
+def test_a_later_job_finds_the_cache_warm_with_the_same_model_at_the_same_place(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    elsewhere = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, elsewhere)
+    first = launcher(tmp_path, jobs.MODEL)
+    fleet = first.fleet("job")
+    assert not fleet.is_cache_warm
+    first.note_warm(fleet)
+    assert not launcher(tmp_path, jobs.MODEL).fleet("job").is_cache_warm
+    fleet.is_cache_warm = True
+    first.note_warm(fleet)
+    assert launcher(tmp_path, jobs.MODEL).fleet("job").is_cache_warm
+    assert not launcher(tmp_path, elsewhere).fleet("job").is_cache_warm
+    assert not launcher(tmp_path, jobs.MODEL, max_num_seqs=7).fleet("job").is_cache_warm
