@@ -26,6 +26,7 @@ from batchinf.recovery import end_process_groups, note_ended, recover
 from batchinf.remarks import remarks
 from batchinf.retry import Phase, Request, begin, next_phase, take_request
 from batchinf.room import check_size, room_warning
+from batchinf.row_sampling import setting
 from batchinf.run_order import Choice, RunOrder
 from batchinf.shards import Pending, total_rows, total_shards
 from batchinf.slices import check_place, job_folder
@@ -279,11 +280,11 @@ def _run_retries(
 def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDisplay) -> None:
     slots = launcher.slots
     sampling = ", ".join(
-        f"{name} {getattr(job.spec.sampling, name)}" + ("" if origin == "spec" else f" ({origin})")
+        setting(name, getattr(job.spec.sampling, name)) + ("" if origin == "spec" else f" ({origin})")
         for name, origin in job.origins.items()
     )
     vectors = vectors_line(job.spec) if job.spec.is_pooling else ""
-    display.say(vectors or (f"sampling: {sampling}" if sampling else f"task: {job.spec.task}"))
+    display.say(vectors or (f"sampling: {sampling}" if job.spec.generates else f"task: {job.spec.task}"))
     done, shards = int(state.committed.sum()), len(state.committed)
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")

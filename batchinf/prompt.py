@@ -360,8 +360,7 @@ class _Draft:
 def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:
     """The value of a column, never None; or a RowError, of the type `null` where it is None."""
     if column not in values:
-        others = f"; it has: {list_names(values)}" if values else ""
-        return RowError("missing_column", f"row has no column '{column}'{others}")
+        return RowError("missing_column", f"row has no column '{column}'")  # of others only what is asked for is read
     value = values[column]
     return RowError(null, f"column '{column}' is null") if value is None else value
 

@@ -1,6 +1,7 @@
 """A row's own sampling: values of its columns in place of the job's, checked by the rules that the spec has itself."""
 
 import decimal
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -132,6 +133,13 @@ def _is_text(type: pa.DataType) -> bool:
 def _hashable(value: Any) -> Any:
     kind = value.__class__
     return repr(value) if kind is list or kind is dict else (kind, value)
+
+
+def setting(field: str, value: Any) -> str:
+    """A field of sampling with its value, as a spec would have it: `stop ["END"]`, `max_tokens what fits`."""
+    if field == "max_tokens" and value is None:
+        return "max_tokens what fits"
+    return f"{field} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
 
 
 def _plain(field: str, value: Any) -> Any:

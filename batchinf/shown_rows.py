@@ -12,6 +12,7 @@ from batchinf.column_types import is_json
 from batchinf.errors import InputError
 from batchinf.prompt import show
 from batchinf.records import Prompt, Request
+from batchinf.row_sampling import setting
 from batchinf.selection import Int64Array
 from batchinf.source import Source
 from batchinf.spec import SamplingSpec
@@ -129,7 +130,8 @@ def _sampling(request: Request, own: SamplingSpec | None, job: SamplingSpec, lef
     for name, value in job.model_dump(exclude={"columns", "structured_outputs"}).items():
         mine = value if own is None else getattr(own, name)
         if mine != value and name != "max_tokens":
-            words.append(f"{name} {mine} (the row's own; the job's is {value})")
+            jobs_own = setting(name, value).removeprefix(f"{name} ")
+            words.append(f"{setting(name, mine)} (the row's own; the job's is {jobs_own})")
     asked = job.max_tokens if own is None else own.max_tokens
     tokens = "max_tokens " + ("what fits" if asked is None else f"{asked:,}")
     if asked != job.max_tokens:

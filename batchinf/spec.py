@@ -249,6 +249,12 @@ class JobSpec(Section):
         return self.task in POOLING_TASKS
 
     @property
+    def generates(self) -> bool:
+        """Whether tokens are drawn, so that sampling counts."""
+        is_generated = self.logits is not None and self.logits.positions == "generated"
+        return self.task == "generate" or is_generated
+
+    @property
     def num_samples(self) -> int:
         """Output rows for each input row."""
         return self.sampling.n if self.task == "generate" else 1

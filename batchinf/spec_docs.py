@@ -41,6 +41,8 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
         allowed = f"a mapping of fields ({', '.join(inner.model_fields)})" if inner else _in_words(schema)
         if "short" in schema:
             allowed = f"{_in_words(schema['short'])}, or {allowed}"
+        if inner:
+            allowed = ", or ".join([*map(_in_words, _plain_forms(schema)), allowed])
         yield FieldDoc(
             name=f"{prefix}{name}",
             allowed=f"text, or {allowed}" if inner is ModelSpec else allowed,
@@ -55,6 +57,11 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
             allowed = f"a mapping of fields ({', '.join(item.model_fields)})"
             yield FieldDoc(f"{prefix}{name}[]", allowed, False, None, None, " ".join((item.__doc__ or "").split()))
             yield from _document(item, f"{prefix}{name}[].", schemas)
+
+
+def _plain_forms(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a section may be given as, beside its mapping of fields."""
+    return [form for form in schema.get("anyOf", ()) if "$ref" not in form and form != {"type": "null"}]
 
 
 def _item(annotation: Any) -> type[Section] | None:

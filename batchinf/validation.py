@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchinf.choose import Chosen, choose, described, max_model_len
-from batchinf.job import Job, begun_at, open_job
+from batchinf.errors import DriftError
+from batchinf.job import Job, begun_at, check_drift, open_job
 from batchinf.job_state import State, read_state
 from batchinf.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
 from batchinf.model import check_weights
@@ -19,13 +20,13 @@ from batchinf.pooling import vectors_line
 from batchinf.prompt import load_tokenizer
 from batchinf.prompt_checks import prompt_warnings
 from batchinf.room import check_size, room_warning
-from batchinf.row_sampling import sampling_line
+from batchinf.row_sampling import sampling_line, setting
 from batchinf.run_order import RunOrder
 from batchinf.score_prompts import prompt_builder
 from batchinf.score_rows import score_lines
 from batchinf.shown_rows import ChosenRows, find_row, random_rows, row_lines
 from batchinf.slices import SOURCE_FOLDER, read_cut
-from batchinf.spec import JobSpec
+from batchinf.spec import JobSpec, SamplingSpec
 from batchinf.spec_file import SpecFile
 from batchinf.storage import Folder
 from batchinf.structures import check_structures
@@ -62,7 +63,10 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
                 yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
             num_rows = len(job.rows) if chosen is None else chosen.num_rows
             check_size(file, job, None if state is not None else num_rows)
-            yield from [vectors_line(job.spec)] if job.spec.is_pooling else _sampling_lines(job)
+            if job.spec.is_pooling:
+                yield vectors_line(job.spec)
+            elif job.spec.generates:
+                yield from _sampling_lines(job)
             if rows_own := sampling_line(job.spec.sampling):
                 yield f"each row's own sampling: {rows_own}; null is the job's"
             yield from prompt_warnings(job.spec, job.model, job.source)
@@ -95,12 +99,12 @@ def _input_lines(job: Job) -> Iterator[str]:
 def _sampling_lines(job: Job) -> Iterator[str]:
     """What is not vLLM's default, with where it is from, then what is."""
     sampling, origins = job.spec.sampling, job.origins
-    given = [f"{name} {getattr(sampling, name)} ({origins[name]})" for name in origins if origins[name] != "default"]
+    said = {name: setting(name, getattr(sampling, name)) for name in origins}
+    given = [f"{words} ({origins[name]})" for name, words in said.items() if origins[name] != "default"]
     others = sampling.model_dump(exclude_defaults=True, exclude={*origins, "columns", "structured_outputs"})
-    given += [f"{name} {value} (spec)" for name, value in others.items()]
-    left = [f"{name} {getattr(sampling, name)}" for name in origins if origins[name] == "default"]
+    given += [f"{setting(name, value)} (spec)" for name, value in others.items()]
     yield from _wrapped("sampling: ", given or ["nothing is given"])
-    yield from _wrapped("  by default ", [text.replace("max_tokens None", "max_tokens what fits") for text in left])
+    yield from _wrapped("  by default ", [words for name, words in said.items() if origins[name] == "default"])
 
 
 def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:
@@ -153,6 +157,7 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
         shown = random_rows(positions, looks.num_rows, looks.seed)
         yield ""
         yield f"rows drawn with --seed {looks.seed}:"
+    sampling = job.spec.sampling if job.spec.generates else SamplingSpec()
     columns = [*builder.columns, *([id_column] if id_column else [])]
     for position in shown:
         [row] = job.source.read(position, position + 1, columns)
@@ -163,11 +168,19 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
         if job.spec.task == "score":
             yield from score_lines(prompt, row_id, tokenizer, length, bool(named))
         else:
-            yield from row_lines(prompt, row_id, first, tokenizer, job.spec.sampling, length, bool(named))
+            yield from row_lines(prompt, row_id, first, tokenizer, sampling, length, bool(named))
         place = bisect.bisect_left(positions, position)
         if place == len(positions) or positions[place] != position:
             yield "  not among the rows that are run"
     yield ""
+
+
+def _drift_lines(job: Job, state: State) -> Iterator[str]:
+    """No error: the settings may be those of a retry, or of a job whose folder is yet to be named."""
+    try:
+        check_drift(job, state.header)
+    except DriftError as error:
+        yield f"warning: {error}"
 
 
 def _output_lines(job: Job, folder: Folder, state: State | None, chosen: Chosen | None) -> Iterator[str]:
@@ -179,6 +192,8 @@ def _output_lines(job: Job, folder: Folder, state: State | None, chosen: Chosen 
         yield f"output {folder.root}: the job there is done"
     else:
         yield f"output {folder.root}: a job with {len(state.parts):,} parts to go on with"
+    if state is not None:
+        yield from _drift_lines(job, state)
     if (state is None or not state.is_done) and (
         warning := room_warning(job, state, 1, None if chosen is None else chosen.num_rows)
     ) is not None:

@@ -281,6 +281,10 @@ def test_validate_of_a_finished_job(done: Any) -> None:
     shown = jobs.run("validate", spec)
     assert shown.returncode == 0
     assert "the job there is done" in shown.stdout
+    assert "other settings" not in shown.stdout
+    other = jobs.run("validate", spec, "--set", "sampling.stop=[END]")
+    assert 'stop ["END"] (spec)' in other.stdout
+    assert '\n  sampling.stop: the job has [], now it is ["END"]\n' in other.stdout
     assert seen(out) == files
 
 

@@ -11,6 +11,7 @@ import jobs
 DOCS = sorted([*(jobs.ROOT / "docs").glob("*.md"), jobs.ROOT / "README.md"])
 TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]*)\)")
 
 
 def functions_of(path: pathlib.Path) -> set[str]:
@@ -31,6 +32,19 @@ def test_every_test_that_is_named_exists(document: pathlib.Path) -> None:
 def test_every_link_leads_somewhere(document: pathlib.Path) -> None:
     targets = LINK.findall(document.read_text(encoding="utf-8"))
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def anchors_of(path: pathlib.Path) -> set[str]:
+    """Those of a file's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+def test_every_link_to_a_heading_finds_it(document: pathlib.Path) -> None:
+    links = ANCHOR.findall(document.read_text(encoding="utf-8"))
+    files = {file: document.parent / file if file else document for file, _ in links}
+    assert [anchor for file, anchor in links if anchor not in anchors_of(files[file])] == []
 
 
 def test_every_row_of_faults_has_its_test() -> None:

@@ -13,6 +13,7 @@ from batchinf.errors import ModelError, RowError, SpecError
 from batchinf.prompt import PromptBuilder, Renderer, check_columns, load_tokenizer, show
 from batchinf.source import Row
 from batchinf.spec import JobSpec
+from batchinf.words import list_names
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 COLUMNS = ["id", "prompt", "question", "kind"]
@@ -83,7 +84,7 @@ def build(values: list[Any], max_model_len: int | None = 512, tokenizer: Any = B
     ("row", "error_type", "message"),
     [
         (Row(0, {}, "rows.jsonl, line 7: not JSON"), "unreadable", "rows.jsonl, line 7: not JSON"),
-        (Row(0, {"id": 1, "kind": "a"}), "missing_column", "row has no column 'prompt'; it has: id, kind"),
+        (Row(0, {"id": 1, "kind": "a"}), "missing_column", "row has no column 'prompt'"),
         (Row(0, {}), "missing_column", "row has no column 'prompt'"),
         (Row(0, {"prompt": None}), "null_prompt", "column 'prompt' is null"),
         (Row(0, {"prompt": 12}), "wrong_type", "got int in column 'prompt'; expected a string"),
@@ -113,8 +114,7 @@ def test_a_bad_row_is_told_apart(row: Row, error_type: str, message: str) -> Non
 
 
 def test_many_columns_are_not_all_listed() -> None:
-    (error,) = build([{f"c{i:02}": 1 for i in range(1000)}])
-    assert error.error_message.endswith("c18, c19, and 980 more")
+    assert list_names([f"c{i:02}" for i in range(1000)]).endswith("c18, c19, and 980 more")
 
 
 def test_bad_rows_leave_the_others_alone() -> None:

@@ -145,7 +145,7 @@ def test_a_long_prompt_is_shown_whole_where_it_is_named(is_whole: bool) -> None:
     [
         ({"max_tokens": 9}, 512, "max_tokens 9 (the row's own; the job's is 64), greedy"),
         ({"temperature": 0.7, "stop": ("x",)}, 512,
-         "temperature 0.7 (the row's own; the job's is 0.0), stop ('x',) (the row's own; the job's is ()), "
+         "temperature 0.7 (the row's own; the job's is 0.0), stop [\"x\"] (the row's own; the job's is []), "
          "max_tokens 64, greedy"),
         ({"max_tokens": None}, 512, "max_tokens what fits (the row's own; the job's is 64), greedy"),
         ({}, 20, "max_tokens 64, of which 18 fit, greedy"),

@@ -508,8 +508,9 @@ def row(doc) -> str:
     name = doc.name.rpartition(".")[2]
     default = "required" if doc.is_required else "unset" if doc.default is None else f"`{json.dumps(doc.default)}`"
     if doc.resume is None:  # a section: its fields have a table of their own
-        default = "" if doc.default else default
-        return f"| [`{name}`](#{name}) | {doc.allowed.partition(' (')[0]} | {default} | | {doc.meaning} |"
+        default = "" if isinstance(doc.default, dict) else default
+        anchor = re.sub(r"[^a-z_]", "", doc.name)  # as GitHub makes it of the heading
+        return f"| [`{name}`](#{anchor}) | {doc.allowed.partition(' (')[0]} | {default} | | {doc.meaning} |"
     return f"| `{name}` | {doc.allowed} | {default} | {doc.resume} | {doc.meaning} |"
 
 

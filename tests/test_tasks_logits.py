@@ -75,7 +75,10 @@ def test_columns(positions: Any, expected: list[list[int] | None], dtype: Any) -
     for row, result in enumerate(results):
         if result.completion is not None:
             assert np.array_equal(ragged[row], result.completion.values)
-    assert ("token_ids" in batch.schema.names) == (positions == "generated")
+    is_generated = positions == "generated"
+    assert ("token_ids" in batch.schema.names) == is_generated
+    numbers = [None if places is None else len(places) if is_generated else 0 for places in expected]
+    assert batch.column("num_output_tokens").to_pylist() == numbers
 
 
 def test_chosen_tokens_come_in_the_order_in_which_they_are_named() -> None:

@@ -76,6 +76,7 @@ class Logits(TaskBase):
             **key_columns(results),
             **prompt_columns(results, self.spec.output.include_prompt),
             **output_columns(completions),
+            **({} if self._is_generated else {"num_output_tokens": _nothing(completions)}),
             **error_columns(results),
             "finish_reason": strings([None if c is None else c.finish_reason for c in completions]),
             "positions": id_lists([None if c is None else _positions(c) for c in completions]),
@@ -124,6 +125,11 @@ class Logits(TaskBase):
 def row_type(item: pa.DataType, width: int) -> pa.DataType:
     """Without nulls inside: it is written twice as fast, and read four times."""
     return pa.list_(pa.field(ITEM, item, nullable=False), width)
+
+
+def _nothing(completions: Sequence[Completion | None]) -> pa.Int32Array:
+    """The engine draws a token behind each prompt, of which nobody hears."""
+    return pa.array([None if completion is None else 0 for completion in completions], pa.int32())
 
 
 def _positions(completion: Completion) -> npt.NDArray[np.int32]:
