@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from batchinf.errors import OutputError
 from batchinf.extend import spec_text
-from batchinf.job_state import State, last_epoch, read_state
+from batchinf.job_state import State, last_epoch, read_beginning, read_state
 from batchinf.journal import Journal, list_shards
 from batchinf.lock import LOCK, Holder, JobLock, judge
 from batchinf.parts import parse_part_name, part_name
@@ -65,7 +65,7 @@ def check_lines(out: str, *, is_deep: bool = False, repair: bool = False) -> Ite
         return
     num_wrong = 0
     for job in jobs:
-        if not job.folder.exists("manifest"):
+        if not job.folder.exists("manifest") or _is_beginning(job.folder):
             yield f"slice {job.slice}: has not begun"
             continue
         try:
@@ -82,9 +82,25 @@ def _check_job(folder: Folder, *, is_deep: bool, repair: bool) -> Iterator[str]:
     out = folder.root
     if not any(folder.exists(name) for name in ("manifest", "parts", "job.yaml")):
         raise OutputError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
+    if _is_beginning(folder):
+        raise OutputError(
+            f"{out} holds no job yet: its input has not been read to the end; wait for the run that does so, or run it "
+            "again"
+        )
     held = JobLock(folder).held(lambda: last_epoch(folder)) if repair else contextlib.nullcontext()
     with held as epoch:
         yield from _check(folder, _Looked(), is_deep, epoch)
+
+
+def _is_beginning(folder: Folder) -> bool:
+    """Whether no run of the job has come to its header: nothing can be wrong with it then."""
+    if folder.list("parts"):
+        return False
+    with contextlib.suppress(OutputError):
+        before = read_beginning(folder)
+        # The spec is written just before the header.
+        return not before.has_header and (before.job_id is not None or not folder.exists("job.yaml"))
+    return False
 
 
 def _check(folder: Folder, looked: _Looked, is_deep: bool, epoch: int | None) -> Iterator[str]:

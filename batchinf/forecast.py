@@ -1,6 +1,8 @@
 """What a job over some of the rows says of all of them: how long they would take, and how much they would write."""
 
-from batchinf.job_state import State
+import datetime
+
+from batchinf.job_state import EventLine, State
 
 CHOSEN = "chosen"  # an event: how many rows were chosen, of how many
 
@@ -8,7 +10,7 @@ CHOSEN = "chosen"  # an event: how many rows were chosen, of how many
 def forecast(state: State) -> list[str]:
     """A line for people, where `input.sample` or `limit` made a finished job smaller; else none.
 
-    Device time is that of all attempts but for the starting of engines, as far as the manifest still tells it.
+    Device time is that of all attempts but for that before engines had rows, as far as the manifest still tells it.
     """
     given, event = state.header.spec["input"], state.kept.get(CHOSEN)
     is_part = given.get("sample") is not None or given.get("limit") is not None
@@ -35,15 +37,29 @@ def _has_devices(state: State) -> bool:
 
 
 def _starting_s(state: State) -> float:
-    """Device time that engines took to start."""
-    num_devices: dict[int, int] = {}
+    """Device time in which engines had no rows: while they started, and where they then waited for the input."""
+    starting: dict[str, EventLine] = {}
     total = 0.0
     for event in state.events:
         if event.name == "replica_started":
-            num_devices[event.fields["replica"]] = max(1, len(event.fields.get("devices", ())))
+            starting[event.fields["incarnation"]] = event
         elif event.name == "ready":
-            total += event.fields.get("start_s", 0.0) * num_devices.get(event.fields.get("replica", 0), 1)
+            started = _last_of(starting, event.fields.get("replica", 0))
+            total += 0.0 if started is None else _device_s(started, event)
+        elif event.name == "replica_ended" and starting.pop(event.fields["incarnation"], None) is not None:
+            total += event.fields["device_s"]
     return total
+
+
+def _last_of(starting: dict[str, EventLine], replica: int) -> EventLine | None:
+    """The start of a replica's incarnation, taken out; None where the manifest tells of it no longer."""
+    names = [name for name, event in starting.items() if event.fields.get("replica", 0) == replica]
+    return starting.pop(names[-1]) if names else None
+
+
+def _device_s(start: EventLine, end: EventLine) -> float:
+    passed = datetime.datetime.fromisoformat(end.at) - datetime.datetime.fromisoformat(start.at)
+    return max(0.0, passed.total_seconds()) * max(1, len(start.fields.get("devices", ())))
 
 
 def _amount(value: float) -> str:

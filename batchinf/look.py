@@ -223,6 +223,8 @@ def _open(out: str) -> tuple[Folder, State]:
     folder = Folder(out)
     state = _read(folder)
     if state is None:
+        if (holder := _live_holder(folder)) is not None:
+            raise OutputError(f"{out} holds no job yet: {holder} reads its input, since {holder.since}")
         raise OutputError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
     return folder, state
 

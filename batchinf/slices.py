@@ -165,4 +165,5 @@ def check_place(out: str, slice_: Slice | None) -> None:
 
 def _holds_whole_job(out: str) -> bool:
     folder = Folder(out)
-    return bool(folder.list("manifest") or folder.list("parts"))
+    # A log alone may be that of a head start, whose job never began: the spec is written before the job's header.
+    return bool(folder.list("parts") or (folder.list("manifest") and folder.exists("job.yaml")))

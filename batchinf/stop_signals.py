@@ -138,6 +138,9 @@ def interruptible() -> Iterator[None]:
             try:
                 yield
             except KeyboardInterrupt:
+                # CPython remembers one that came through `exec` of text, as dataclasses use it, until the next such
+                # `exec`: at the end it would kill the process with SIGINT, whatever the exit code.
+                exec("")
                 number = _heard[0][0] if _heard else signal.SIGINT
                 raise Interrupted(f"stopped on {request_name(number)}") from None
         finally:

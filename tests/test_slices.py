@@ -188,5 +188,7 @@ def test_a_whole_job_beside_slices_is_told(tmp_path: pathlib.Path) -> None:
     folder = Folder(tmp_path)
     folder.make("manifest")
     folder.write_atomic("manifest/000001.jsonl", b"{}")
+    assert len(job_folders(str(tmp_path))) == 12  # that of a job that never began
+    folder.write_atomic("job.yaml", b"")
     with pytest.raises(OutputError, match="both a whole job and slices"):
         job_folders(str(tmp_path))

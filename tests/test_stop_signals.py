@@ -244,3 +244,16 @@ def test_how_long_slurm_leaves_to_a_job() -> None:
     with pytest.raises(SpecError, match="120 s in all"):
         seconds_left(120, said.append, limits)
     assert said == []
+
+
+def test_an_interruption_within_exec_has_the_exit_code_too(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom batchinf.errors import Interrupted\n"
+        "from batchinf.stop_signals import interruptible\n"
+        "try:\n    with interruptible():\n        exec('os.kill(os.getpid(), signal.SIGHUP)')\n"
+        "except Interrupted as error:\n    sys.exit(error.exit_code)\n"
+    )
+    (tmp_path / "interrupted.py").write_text(code)
+    path = os.pathsep.join((str(tmp_path), str(jobs.ROOT)))
+    done = subprocess.run([sys.executable, "-m", "interrupted"], env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.returncode == 75
