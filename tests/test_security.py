@@ -109,6 +109,8 @@ def test_nothing_of_ours_unpickles_or_evaluates() -> None:
                     assert not banned & {alias.name.split(".")[0] for alias in node.names}, path
                 case ast.ImportFrom(module=str(module)):
                     assert module.split(".")[0] not in banned, path
+                case ast.Call(func=ast.Name(id="exec"), args=[ast.Constant(value="")]):
+                    pass  # of nothing: why is said in `stop_signals`
                 case ast.Call(func=ast.Name(id=name)):
                     assert name not in calls, path
                 case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id=owner))):
