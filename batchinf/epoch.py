@@ -16,7 +16,6 @@ from batchinf.job_state import Committed, State, last_epoch, read_state
 from batchinf.launcher import Launcher, work_of
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
-from batchinf.model import check_weights
 from batchinf.platforms import Platforms
 from batchinf.pooling import vectors_line
 from batchinf.progress import ProgressDisplay
@@ -131,8 +130,6 @@ def _run_epoch(
         else:
             job = open_job(file, state=state, found=ahead.found)
         request = None
-        if job.spec.scripted is None:
-            check_weights(job.model, job.spec.model.load_format)
         if state is not None:
             if retry is None:
                 check_drift(job, state.header)

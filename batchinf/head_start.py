@@ -20,7 +20,7 @@ from batchinf.job_state import HEAD_START, State, read_beginning
 from batchinf.launcher import Launcher, note_end, note_started
 from batchinf.lock import JobLock
 from batchinf.manifest import Manifest
-from batchinf.model import Model, check_weights
+from batchinf.model import Model
 from batchinf.openai_batch import may_be_batch
 from batchinf.read_ahead import read_ahead
 from batchinf.recovery import end_process_groups, note_ended
@@ -71,8 +71,6 @@ class HeadStart:
             self._start(spec, model, adapters)
 
     def _start(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...]) -> None:
-        if spec.scripted is None:
-            check_weights(model, spec.model.load_format)
         launcher = Launcher.of(spec, model, adapters, self._folder, self._epoch, None, self._say)
         manifest = self.open_manifest()
         manifest.event(HEAD_START, job_id=self.job_id)

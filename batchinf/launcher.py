@@ -16,7 +16,7 @@ from batchinf.manifest import Manifest
 from batchinf.member import Ended, Member
 from batchinf.memory import fit_of
 from batchinf.messages import Launch, Work
-from batchinf.model import Model
+from batchinf.model import Model, check_weights
 from batchinf.placement import Slot, check_free, device_size, own_cpus, place, visible_devices
 from batchinf.replace import retry_metadata
 from batchinf.retry_log import Retry
@@ -48,7 +48,9 @@ class Launcher:
         state: State | None,
         say: Callable[[str], None],
     ) -> "Launcher":
-        """state: of the job that is gone on with. Raises UserError where the devices do not do."""
+        """state: of the job that is gone on with. Raises UserError if weights are missing, or the devices do not do."""
+        if spec.scripted is None:
+            check_weights(model, spec.model.load_format)
         slots = place(spec, visible_devices(), own_cpus())
         settings = _settings(spec, model, slots, state, say)
         check_free(spec.model_copy(update={"engine": settings.engine}), slots)
