@@ -35,7 +35,7 @@ help:
 	@echo 'make test         the checks and the tests (make check is the same)'
 	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
-	@echo 'make lint         ruff and mypy'
+	@echo 'make lint         ruff, mypy, and the order of imports'
 	@echo 'make format       ruff formats and mends'
 	@echo 'make install      the virtual environment alone'
 	@echo 'make lock         resolve both lock files anew, with uv'
@@ -116,6 +116,7 @@ fuzz: install
 lint: install
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 format: install
 	$(VENV)/bin/python -m ruff check --fix-only --quiet

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from batchinf import __version__
-from batchinf.errors import BatchinfError, Interrupted, UserError
-from batchinf.stop_signals import interruptible
+from batchinf.base.errors import BatchinfError, Interrupted, UserError
+from batchinf.base.stop_signals import interruptible
 
 if TYPE_CHECKING:
-    from batchinf.spec_file import SpecFile
+    from batchinf.spec.file import SpecFile
 
 app = typer.Typer(
     add_completion=False,
@@ -76,17 +76,17 @@ def run(
     if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
         raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
     with interruptible():
-        from batchinf.epoch import run_job
-        from batchinf.progress import ProgressDisplay
-        from batchinf.slices import Slice
+        from batchinf.base.slices import Slice
+        from batchinf.run.epoch import run_job
+        from batchinf.run.progress import ProgressDisplay
 
         wanted = None if slice_ is None else Slice.parse(slice_)
         file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
         if fresh:
-            from batchinf.fresh import move_aside
-            from batchinf.slices import job_folder
+            from batchinf.base.slices import job_folder
+            from batchinf.run.fresh import move_job_aside
 
-            move_aside(str(job_folder(file.spec.output.path, wanted).root), display)
+            move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
         summary = run_job(file, display, retry, extends=extend)
     for line in summary.lines():
         print(line)
@@ -111,7 +111,7 @@ def validate(
     """Check spec, input, columns, model and prompts, and show rows as they will run, without an engine or a GPU."""
     if rows and (is_random or seed is not None):
         raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
-    from batchinf.validation import Looks, validation_report
+    from batchinf.commands.validate.validate import Looks, validation_report
 
     if is_random and seed is None:
         seed = random.randrange(100_000)
@@ -122,7 +122,7 @@ def validate(
 @app.command()
 def status(out: Out) -> None:
     """Say how a job stands, live, dead or done, from its files alone."""
-    from batchinf.look import status_lines
+    from batchinf.commands.status import status_lines
 
     for line in status_lines(out):
         print(_plain(line))
@@ -131,7 +131,7 @@ def status(out: Out) -> None:
 @app.command()
 def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5) -> None:
     """Show the first finished rows, as JSON lines, while the job runs or after."""
-    from batchinf.look import head_rows
+    from batchinf.commands.status import head_rows
 
     for row in head_rows(out, num_rows):
         print(_plain(json.dumps(row, ensure_ascii=False, default=str)))
@@ -146,7 +146,7 @@ def check(
     ] = False,
 ) -> None:
     """Say whether the parts, the manifest and the journal are whole, and what is wrong; live, dead or done."""
-    from batchinf.check import check_lines
+    from batchinf.commands.check import check_lines
 
     for line in check_lines(out, is_deep=deep, repair=repair):
         print(line)
@@ -166,7 +166,7 @@ def diff(
     num_rows: Annotated[int, typer.Option("-n", min=0, help="Changed rows to show.")] = 3,
 ) -> None:
     """Say what changed between two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
-    from batchinf.diff import diff_lines
+    from batchinf.commands.diff.diff import diff_lines
 
     for line in diff_lines(a, b, on, to, num_rows):
         print(_plain(line))
@@ -189,7 +189,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Hold some finished rows against transformers: logprobs, logits or vectors. Exit 3 beyond the tolerance."""
-    from batchinf.verify import Wanted, report_json, report_lines, verify
+    from batchinf.commands.verify.verify import Wanted, report_json, report_lines, verify
 
     report = verify(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
     if as_json:
@@ -202,7 +202,7 @@ def verify(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
-    from batchinf.spec_docs import json_schema
+    from batchinf.spec.docs import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 
@@ -223,8 +223,8 @@ def _options(
 
 
 def _read(path: str, overrides: list[str] | None) -> "SpecFile":
-    from batchinf.engine import engine_argument_names
-    from batchinf.spec_file import check_engine_arguments, read_spec
+    from batchinf.engines.installed import engine_argument_names
+    from batchinf.spec.file import check_engine_arguments, read_spec
 
     file = read_spec(path, overrides or ())
     if file.spec.scripted is None:
@@ -248,7 +248,7 @@ def main() -> NoReturn:
             traceback.print_exc()
         sys.exit(error.exit_code)
     except OSError as error:
-        from batchinf.storage import disk_error
+        from batchinf.base.storage import disk_error
 
         print(f"error: {_plain(disk_error(error))}", file=sys.stderr)
         sys.exit(UserError.exit_code)

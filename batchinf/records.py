@@ -1,4 +1,4 @@
-"""What crosses the boundaries between modules: shards, requests, completions, results, parts.
+"""Records that cross package boundaries: shards, requests, completions, results, parts.
 
 All are frozen. Arrays are numpy, never nested Python lists: a token with its top 20 is 172 bytes here, and about
 1,960 as Python objects.
@@ -11,12 +11,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchinf.errors import RowError
-from batchinf.spans import Scoring
-from batchinf.spec import SamplingSpec
+from batchinf.base.errors import RowError
+from batchinf.spec.sampling import SamplingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens to be scored: those from `start` on, at least one, given those before, at least one too.
+
+    num_bytes: of the text that they stand for; of a text in several windows the first has all.
+    """
+
+    token_ids: list[int]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What is scored of a row: a continuation, each choice, or each window of a text. answer: the right choice."""
+
+    spans: tuple[Span, ...]
+    answer: int | None = None
+
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
+Uint64Array = npt.NDArray[np.uint64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +265,15 @@ class Part:
     retry: int = 0
     num_kept: int = 0
     num_kept_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """The processes of one incarnation of a replica, as its `replica_started` event says."""
+
+    replica: int
+    incarnation: str
+    host: str
+    boot_id: str
+    pgid: int
+    pid_start_time: int

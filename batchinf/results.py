@@ -23,10 +23,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinf.errors import OutputError
-from batchinf.job_state import State, read_state
-from batchinf.part_names import part_name
-from batchinf.slices import job_folders
+from batchinf.base.errors import OutputError
+from batchinf.base.slices import job_folders
+from batchinf.manifest.names import part_name
+from batchinf.manifest.state import State, read_state
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -25,20 +25,21 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from batchinf.job_state import State, read_state
-from batchinf.journal import Journal, list_shards
-from batchinf.parts import parse_part_name, parse_staging_name, verify_part
-from batchinf.shards import shard_at
-from batchinf.spec import JobSpec
-from batchinf.storage import Folder
-from batchinf.tasks import get_task
+from batchinf.base.storage import Folder
+from batchinf.manifest.names import parse_part_name, parse_staging_name
+from batchinf.manifest.state import State, read_state
+from batchinf.output.journal import Journal, list_shards
+from batchinf.output.parts import verify_part
+from batchinf.schedule.shards import shard_at
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import get_task
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 # Python imports this module at the start of every process that has its folder on its path.
 NOTES = """
 import os, struct, time
-from batchinf.engine import ScriptedEngine
+from batchinf.engines.scripted import ScriptedEngine
 
 step, files = ScriptedEngine.step, {}
 

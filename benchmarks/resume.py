@@ -24,14 +24,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.epoch import FOLDERS
-from batchinf.job import Job, new_header, open_job
-from batchinf.manifest import Manifest
-from batchinf.parts import part_name
+from batchinf.base.storage import Folder
+from batchinf.job.open import Job, new_header, open_job
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import part_name
 from batchinf.records import Part
-from batchinf.shards import shard_at, total_shards
-from batchinf.spec_file import dump_spec, read_spec
-from batchinf.storage import Folder
+from batchinf.run.epoch import FOLDERS
+from batchinf.schedule.shards import shard_at, total_shards
+from batchinf.spec.file import dump_spec, read_spec
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODEL = HERE.parent / "sample_data" / "tiny-llama"

@@ -86,11 +86,11 @@ def write_input(folder: pathlib.Path, num_rows: int) -> None:
 
 def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
     """The output of a job that has done every other row: what of it is read."""
-    from batchinf.job_state import Header
-    from batchinf.manifest import Manifest
-    from batchinf.part_names import part_name
+    from batchinf.base.storage import Folder
+    from batchinf.manifest.log import Manifest
+    from batchinf.manifest.names import part_name
+    from batchinf.manifest.state import Header
     from batchinf.records import Extent, Part
-    from batchinf.storage import Folder
 
     folder = Folder(out)
     folder.make("manifest", "parts")
@@ -109,9 +109,9 @@ def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
 
 def choose_once(folder: pathlib.Path, case: str) -> None:
     """Choose, and print what it took as JSON."""
-    from batchinf.choose import choose
-    from batchinf.job import open_job
-    from batchinf.spec_file import read_spec
+    from batchinf.job.choose import choose
+    from batchinf.job.open import open_job
+    from batchinf.spec.file import read_spec
 
     path = {"path": str(folder / "input.parquet"), "id_column": "id", "prompt_column": "prompt"}
     given = dict(CASES[case])

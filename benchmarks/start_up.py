@@ -24,8 +24,8 @@ from run import write_spec
 from shapes import make_model
 from workloads import WORKLOADS
 
-from batchinf.input_files import InputLocation
-from batchinf.source import open_source
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import open_source
 
 _ROWS = 64
 _PADDING = "all work and no play " * 50_000  # a megabyte

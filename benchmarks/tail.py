@@ -1,4 +1,5 @@
-"""How replicas end: a simulation of the last rows of a job, with the decisions of `batchinf.shards` as they are.
+"""How replicas end: a simulation of the last rows of a job, with the decisions of
+`batchinf.schedule.shards` as they are.
 
     python benchmarks/tail.py --rows 6000 --replicas 1,2,4,8
     python benchmarks/tail.py --rows 6000 --replicas 4 --order input --speeds 1,1,1,0.8
@@ -19,10 +20,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from workloads import log_normal_lengths
 
-from batchinf.ordering import WAVES_AND_HANDS
+from batchinf.job.ordering import WAVES_AND_HANDS
 from batchinf.records import Extent, Shard
-from batchinf.shards import Pending, ReplicaLoad, choose_rows_per_shard, next_shards, revocations, total_shards
-from batchinf.worker import window
+from batchinf.replica.worker import window
+from batchinf.schedule.shards import (
+    PendingShards,
+    ReplicaLoad,
+    choose_rows_per_shard,
+    next_shards,
+    revocations,
+    total_shards,
+)
 
 TURN_S, PROGRESS_S = 0.2, 1.0
 
@@ -88,7 +96,7 @@ def simulate(
     """Seconds that the job takes, and each replica's idle ones at its end. is_dealt: in an order of its own."""
     num_rows = len(lengths)
     extent = Extent.of_all(0, num_rows, choose_rows_per_shard(num_rows, len(speeds), 179 * 36), 0)
-    pending = Pending([extent], np.zeros(total_shards([extent]), np.bool_))
+    pending = PendingShards([extent], np.zeros(total_shards([extent]), np.bool_))
     replicas = [Replica(index, max_num_seqs, speed) for index, speed in enumerate(speeds)]
     now, told = 0.0, 0.0
     while sum(replica.num_finished for replica in replicas) < num_rows:

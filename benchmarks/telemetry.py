@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from vllm.v1.metrics.stats import SchedulerStats
 
-from batchinf.messages import Progress
-from batchinf.storage import Folder
-from batchinf.telemetry import ReplicaLook, Telemetry
-from batchinf.vllm_engine import _Stats
+from batchinf.base.storage import Folder
+from batchinf.engines.vllm.engine import _Stats
+from batchinf.fleet.telemetry import ReplicaLook, Telemetry
+from batchinf.replica.messages import Progress
 
 _STEP_S = 0.017  # of a small model with 1,024 requests on an H200: the shortest there is
 

@@ -17,8 +17,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from batchinf.vllm_logprobs import Rows
-from batchinf.vllm_scheduler import HoldingMixin
+from batchinf.engines.vllm.logprobs import LogprobRows
+from batchinf.engines.vllm.scheduler import HoldingMixin
 
 _REPEAT = 100
 _FINISHED_TOKENS = 128
@@ -78,7 +78,7 @@ def main() -> None:
     lines.append(
         f"| slicing each request's rows | {cpu_ms(lambda: [step.slice_request(i, 1) for i in range(num)]):.2f} | |"
     )
-    rows = [Rows(k) for _ in names]
+    rows = [LogprobRows(k) for _ in names]
 
     def keep() -> None:
         for kept, output in zip(rows, full, strict=True):

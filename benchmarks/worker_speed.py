@@ -20,19 +20,19 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from shapes import make_model, make_prompts
 
-from batchinf.engine import ScriptedEngine
-from batchinf.epoch import FOLDERS
-from batchinf.flight import FlightRecord
-from batchinf.front import Front
-from batchinf.job import estimated_bytes_per_row, open_input
-from batchinf.messages import Assign, Event, ShardClosed
-from batchinf.prompt import load_tokenizer
-from batchinf.records import Completion, Part, Request
-from batchinf.shards import Extent, choose_rows_per_shard, shard_at, total_shards
-from batchinf.spec import JobSpec
-from batchinf.storage import Folder
-from batchinf.tasks import get_task
-from batchinf.worker import Worker
+from batchinf.base.storage import Folder
+from batchinf.engines.scripted import ScriptedEngine
+from batchinf.job.open import estimated_bytes_per_row, open_job_input
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Completion, Extent, Part, Request
+from batchinf.replica.flight import FlightRecord
+from batchinf.replica.messages import Assign, Event, ShardClosed
+from batchinf.replica.pipeline import Front
+from batchinf.replica.worker import Worker
+from batchinf.run.epoch import FOLDERS
+from batchinf.schedule.shards import choose_rows_per_shard, shard_at, total_shards
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import get_task
 
 
 class TimedEngine(ScriptedEngine):
@@ -116,7 +116,7 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
     folder = Folder(spec.output.path)
     folder.make(*FOLDERS)
     tokenizer = load_tokenizer(model, False)
-    source = open_input(spec, folder.path("source"))
+    source = open_job_input(spec, folder.path("source"))
     assert spec.scripted is not None
     engine = TimedEngine(spec.scripted, len(tokenizer), tokenizer.eos_token_id)
     rows_per_shard = choose_rows_per_shard(source.num_rows, 1, estimated_bytes_per_row(spec))

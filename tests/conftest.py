@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from batchinf.vllm_engine import VllmEngine
+    from batchinf.engines.vllm.engine import VllmEngine
 
 MODEL = Path(__file__).parent.parent / "sample_data" / "tiny-llama"
 
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Engines in the tests' own processes share vLLM's process groups, which the one that is closed would tear down."""
-    for name in ("batchinf.vllm_engine", "vllm.v1.engine.core"):
+    for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
             module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
 
@@ -58,8 +58,9 @@ def pytest_runtest_setup() -> None:
 def vllm_engine() -> Iterator["VllmEngine"]:
     """Started once, after some 10 s of imports. Its job asks for the top 50, more than vLLM allows by default."""
     pytest.importorskip("vllm")
-    from batchinf.spec import JobSpec, SamplingSpec
-    from batchinf.vllm_engine import VllmEngine
+    from batchinf.engines.vllm.engine import VllmEngine
+    from batchinf.spec.job import JobSpec
+    from batchinf.spec.sampling import SamplingSpec
 
     spec = JobSpec(
         model={"name": str(MODEL)},

@@ -40,25 +40,29 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import jobs
-from batchinf import journal, look, parts, recovery
-from batchinf.channel import Channel
-from batchinf.commit_log import encode_commits
-from batchinf.errors import RowError, UserError
-from batchinf.job_state import last_epoch, read_state
-from batchinf.journal import Journal
-from batchinf.lock import LOCK, Holder, JobLock
-from batchinf.manifest import Manifest
-from batchinf.messages import Assign, Failed, Progress
-from batchinf.parts import OpenShard, verify_part
-from batchinf.prompt import Renderer
+from batchinf.base.errors import RowError, UserError
+from batchinf.base.storage import Folder
+from batchinf.commands import status as status_command
+from batchinf.fleet.status import STATUS_FILE, read_status, status_line
+from batchinf.manifest.commit_log import encode_commits
+from batchinf.manifest.lock import LOCK, Holder, JobLock
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.state import last_epoch, read_state
+from batchinf.output import journal, parts
+from batchinf.output.journal import Journal
+from batchinf.output.parts import verify_part
+from batchinf.output.shard import OpenShard
+from batchinf.prompts.builder import Renderer
 from batchinf.records import Shard
-from batchinf.shards import total_shards
-from batchinf.source import InputLocation, Row, open_source
-from batchinf.spec import JobSpec
-from batchinf.spec_file import check_engine_arguments, dump_spec, read_spec
-from batchinf.status import STATUS_FILE, describe, read_status
-from batchinf.storage import Folder
-from batchinf.tasks import get_task
+from batchinf.replica.channel import Channel
+from batchinf.replica.messages import Assign, Failed, Progress
+from batchinf.run import recovery
+from batchinf.schedule.shards import total_shards
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import Row, open_source
+from batchinf.spec.file import check_engine_arguments, dump_spec, read_spec
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import get_task
 
 CASE_S = 30  # a case that takes longer hangs
 MEMORY_BYTES = 8 << 30  # of address space: a case that asks for more has been led to it
@@ -325,9 +329,9 @@ def _look(out: pathlib.Path, num_rows: int = 30) -> None:
     """What `status` and `head` print can be printed."""
     errors = []
     for lines in (
-        look.status_lines,
+        status_command.status_lines,
         lambda path: map(
-            functools.partial(json.dumps, ensure_ascii=False, default=str), look.head_rows(path, num_rows)
+            functools.partial(json.dumps, ensure_ascii=False, default=str), status_command.head_rows(path, num_rows)
         ),
     ):
         try:
@@ -454,7 +458,7 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
     state = read_state(own)
     if state is None:
         return
-    look._spec(state)
+    status_command._spec(state)
     recovery.end_process_groups(state)
     for event in state.events:
         assert event.name != "ready" or isinstance(event.fields["versions"], dict)
@@ -504,7 +508,7 @@ def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -
     _link(made[0], out, LOCK)
     is_whole = isinstance(case[0], dict)
     (out / LOCK).write_bytes(json.dumps({**made[1], **case[0]}).encode() if is_whole else _json_bytes(made[1], case))
-    for line in look.status_lines(str(out)):
+    for line in status_command.status_lines(str(out)):
         line.encode()
     lock = JobLock(Folder(out))
     try:
@@ -526,14 +530,14 @@ def _run_status(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any)
     (out / LOCK).unlink()
     (out / LOCK).write_bytes(Holder.this_process().encode())
     (out / STATUS_FILE).write_bytes(_json_bytes(made[1], case))
-    for line in look.status_lines(str(out)):
+    for line in status_command.status_lines(str(out)):
         line.encode()
     state = read_state(Folder(out))
     assert state is not None
     with contextlib.closing(_Recording()) as manifest:
         recovery.note_ended(state, read_status(Folder(out)), manifest)  # type: ignore[arg-type]
     if (status := read_status(Folder(out))) is not None:
-        describe(status).encode()
+        status_line(status).encode()
 
 
 class _Recording:
@@ -613,7 +617,7 @@ def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
 
 
 def jobs_shard(state: Any, index: int) -> Shard:
-    from batchinf.shards import shard_at
+    from batchinf.schedule.shards import shard_at
 
     assert index < total_shards(state.extents)
     return shard_at(state.extents, index)

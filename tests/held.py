@@ -6,21 +6,20 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.claims import CLAIMS, RowsClaim
-from batchinf.model import resolve
+from batchinf.commands.verify.claims import CLAIMS, RowsClaim
+from batchinf.commands.verify.rows import StoredRow
+from batchinf.commands.verify.tallies import RowsTally, count_rows_claim
+from batchinf.model.identity import resolve
 from batchinf.records import Prompt
-from batchinf.spec import JobSpec
-from batchinf.stored_rows import StoredRow
-from batchinf.tallies import RowsTally, count_rows
-from batchinf.tasks import get_task
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import get_task
 
 
 def held(
     spec: JobSpec, results: pa.Table, prompts: Sequence[Prompt], folder: pathlib.Path, pooling_type: str = "LAST"
 ) -> dict[str, RowsTally]:
     """By column, how far the task's results are off, one for each of the prompts. spec: the resolved one."""
-    from batchinf.reference import Reference
-    from batchinf.reference_vectors import HeadReference, StatesReference
+    from batchinf.commands.verify.reference import HeadReference, Reference, StatesReference
 
     path, model = folder / "part.parquet", resolve(spec.model)
     pq.write_table(results, path)
@@ -37,5 +36,5 @@ def held(
         for claim in claims.of(stored, prompt, task.expand(prompt, 512)):
             assert isinstance(claim, RowsClaim)
             tally = tallies.setdefault(claim.kind, RowsTally(is_vector=claim.is_vector))
-            count_rows(tally, claim, reference.rows(claim, None, are_logits))
+            count_rows_claim(tally, claim, reference.rows(claim, None, are_logits))
     return tallies

@@ -16,8 +16,9 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from batchinf.errors import InputError
-from batchinf.source import InputLocation, Row, Source, open_source
+from batchinf.base.errors import InputError
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import Row, Source, open_source
 
 Records = list[dict[str, object] | str]  # a string: part of the error
 Make = Callable[[pathlib.Path], tuple[str, Records]]
@@ -246,11 +247,11 @@ def refusal(files: dict[str, bytes], location: InputLocation, folder: pathlib.Pa
 
 READ_HUGE = """
 import pathlib, sys
-from batchinf import parquet_file
-from batchinf.source import InputLocation, open_source
+from batchinf.source.formats import parquet
+from batchinf.source.rows import InputLocation, open_source
 def peak():  # not ru_maxrss, which starts at what the parent has
     return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) >> 10
-parquet_file.GROUP_ROWS, num_rows = map(int, sys.argv[3:])
+parquet.GROUP_ROWS, num_rows = map(int, sys.argv[3:])
 before = peak()
 source = open_source(InputLocation(sys.argv[1]), pathlib.Path(sys.argv[2]))
 first_pass = peak() - before

@@ -20,8 +20,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.job_state import State, read_state
-from batchinf.storage import Folder
+from batchinf.base.storage import Folder
+from batchinf.manifest.state import State, read_state
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
@@ -162,7 +162,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 def replicas_of(pid: int) -> list[psutil.Process]:
     """The replicas of a coordinator."""
-    return [p for p in family(pid)[:-1] if "batchinf.replica" in _command(p)]
+    return [p for p in family(pid)[:-1] if "batchinf.replica.process" in _command(p)]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -33,8 +33,8 @@ import pyarrow as pa
 import xxhash
 
 import jobs
-from batchinf.job_state import PartLine
-from batchinf.parts import part_name
+from batchinf.manifest.lines import PartLine
+from batchinf.manifest.names import part_name
 
 # Of a sample of jobs, what makes their rows: each is compared with an unhurt run of its own.
 SHAPES: tuple[dict[str, Any], ...] = (

@@ -15,11 +15,11 @@ import yaml
 
 import batchinf
 import jobs
-from batchinf.errors import DriftError
-from batchinf.job import check_drift, new_header, open_job
-from batchinf.manifest import Manifest
-from batchinf.spec import fingerprint
-from batchinf.spec_file import read_spec
+from batchinf.base.errors import DriftError
+from batchinf.job.open import check_drift, new_header, open_job
+from batchinf.manifest.log import Manifest
+from batchinf.spec.file import read_spec
+from batchinf.spec.job import fingerprint
 
 
 @pytest.fixture(scope="module")

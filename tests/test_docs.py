@@ -9,7 +9,7 @@ import pytest
 import jobs
 
 DOCS = sorted([*(jobs.ROOT / "docs").glob("*.md"), jobs.ROOT / "README.md"])
-TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]*)\)")
 

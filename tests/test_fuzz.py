@@ -17,14 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
-from batchinf import commit_log, look
-from batchinf.channel import Channel
-from batchinf.errors import InputError, OutputError
-from batchinf.job_state import read_state
-from batchinf.lock import LOCK, Holder
-from batchinf.source import InputLocation, open_source
-from batchinf.status import STATUS_FILE, read_status
-from batchinf.storage import Folder
+from batchinf.base.errors import InputError, OutputError
+from batchinf.base.storage import Folder
+from batchinf.commands import status as status_command
+from batchinf.fleet.status import STATUS_FILE, read_status
+from batchinf.manifest import commit_log
+from batchinf.manifest.lock import LOCK, Holder
+from batchinf.manifest.state import read_state
+from batchinf.replica.channel import Channel
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import open_source
 
 # A whole file of one row but for one bit in its footer.
 FOOTER = (
@@ -201,7 +203,7 @@ def test_head_names_a_damaged_part(job: pathlib.Path, tmp_path: pathlib.Path) ->
     part = min((out / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:-100])
     with pytest.raises(OutputError, match=r"part-000000\.parquet is damaged"):
-        look.head_rows(str(out), 5)
+        status_command.head_rows(str(out), 5)
     assert LOCK in {path.name for path in out.iterdir()}
 
 

@@ -22,7 +22,7 @@ import pytest
 
 import batchinf
 import jobs
-from batchinf.errors import UserError
+from batchinf.base.errors import UserError
 
 ONE_REPLICA = {"data_parallel_size": 1}
 # Fewer are not cut into several shards.

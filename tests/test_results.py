@@ -9,7 +9,7 @@ import pytest
 
 import batchinf
 import jobs
-from batchinf.errors import OutputError
+from batchinf.base.errors import OutputError
 from batchinf.results import Ragged, Results, to_ragged
 
 

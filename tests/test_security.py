@@ -16,12 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
-from batchinf.backends.local import engine_environment
-from batchinf.errors import InputError, ModelError, OutputError, RowError, SpecError
-from batchinf.prompt import PromptBuilder, Renderer, load_tokenizer
-from batchinf.source import InputLocation, Row, open_source
-from batchinf.spec import JobSpec
-from batchinf.spec_file import read_spec
+from batchinf.base.errors import InputError, ModelError, OutputError, RowError, SpecError
+from batchinf.fleet.local import engine_environment
+from batchinf.prompts.builder import PromptBuilder, Renderer
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import Row, open_source
+from batchinf.spec.file import read_spec
+from batchinf.spec.job import JobSpec
 
 SECRETS = {
     "HF_TOKEN": "hf_SENTINELTOKEN",
@@ -502,9 +504,9 @@ def test_words_of_strangers_do_not_reach_the_terminal_raw(tmp_path: pathlib.Path
 
 def test_process_groups_that_were_never_replicas_are_no_manifest(tmp_path: pathlib.Path) -> None:
     """A group of 0 would be the reader's own."""
-    from batchinf.commit_log import encode_commits
-    from batchinf.job_state import read_state
-    from batchinf.storage import Folder
+    from batchinf.base.storage import Folder
+    from batchinf.manifest.commit_log import encode_commits
+    from batchinf.manifest.state import read_state
 
     (tmp_path / "manifest").mkdir()
     event = {

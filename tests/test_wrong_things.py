@@ -18,7 +18,7 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import cli
-from batchinf.structures import reasoning_parser_names
+from batchinf.engines.installed import reasoning_parser_names
 
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
 SCORE: dict[str, Any] = {"task": "score", "sampling": None, "engine": {"max_model_len": 512}}

@@ -5,12 +5,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinf import second_bos
-from batchinf.errors import SpecError
-from batchinf.spec import JobSpec
+from batchinf.base.errors import SpecError
+from batchinf.prompts import encoder
+from batchinf.spec.job import JobSpec
 from batchinf.tasks.columns import leaf_of, list_of, repeat
 
-_OF_RESULTS = frozenset({"request_index", "num_requests", second_bos.COLUMN})
+_OF_RESULTS = frozenset({"request_index", "num_requests", encoder.SECOND_BOS_COLUMN})
 _KEYS = ("row_index", "prompt_hash", "sample_index")
 # Kept out of dictionaries: nearly every value is different.
 _UNIQUE = frozenset({"id", "row_index", "prompt_hash", "prompt", "text", "reasoning", "cumulative_logprob"})
@@ -39,7 +39,7 @@ def result_schema(
         ("error_type", pa.string()),
         ("error_message", pa.string()),
         ("attempts", pa.int32()),
-        (second_bos.COLUMN, pa.bool_()),
+        (encoder.SECOND_BOS_COLUMN, pa.bool_()),
     ]
     return pa.schema(fields)
 

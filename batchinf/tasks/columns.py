@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf import second_bos
+from batchinf.prompts import encoder
 from batchinf.records import Completion, IntArray, Result, TokenLogprobs
 
 # Named as Parquet names the items of a list, so that a file reads back as the schema that it was written with.
@@ -88,7 +88,7 @@ def prompt_columns(results: Sequence[Result], include_prompt: bool) -> dict[str,
     columns = {
         "prompt_hash": pa.array([hashes[id(prompt)] for prompt in prompts], pa.int64()),
         "num_prompt_tokens": pa.array([len(prompt.token_ids) or None for prompt in prompts], pa.int32()),
-        second_bos.COLUMN: pa.array([prompt.has_second_bos for prompt in prompts], pa.bool_()),
+        encoder.SECOND_BOS_COLUMN: pa.array([prompt.has_second_bos for prompt in prompts], pa.bool_()),
         "prompt_truncated": pa.array([p.is_truncated if p.token_ids else None for p in prompts], pa.bool_()),
     }
     if include_prompt:

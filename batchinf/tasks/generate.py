@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.records import Prompt, Request, Result
-from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import TaskBase, result_schema, without_requests
 from batchinf.tasks.columns import (
     Tokens,

@@ -8,7 +8,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
-from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import TaskBase, result_schema, without_requests
 from batchinf.tasks.columns import (
     INT32,

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, Result, TokenLogprobs
-from batchinf.spans import Span
-from batchinf.spec import JobSpec, SamplingSpec
+from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, Result, Span, TokenLogprobs
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import TaskBase, result_schema, without_requests
 from batchinf.tasks.columns import (
     Tokens,

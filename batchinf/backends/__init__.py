@@ -1,1 +1,0 @@
-"""Where replicas run: one file a backend, all with the interface of `local`."""

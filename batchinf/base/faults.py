@@ -1,0 +1,97 @@
+"""Named points at which a test can hurt the process that passes them; nothing happens unless one is asked for.
+
+`BATCHINF_FAULTS="parts.before_rename:3=kill,journal.write=sleep 5"` kills the process with SIGKILL at the third
+passage of `parts.before_rename`, and sleeps 5 s at the first of `journal.write`; `:*` is every passage. `die` is what a
+dying engine raises. `hold FILE` writes the process id to FILE and stands still until FILE is deleted, so that a test
+can kill whom it likes at that very moment. `oom KIND` fails as an engine does whose memory runs out, in vLLM's words:
+KIND is free, cache, length or start at the start, or step.
+`BATCHINF_FAULTS_ONCE=FOLDER` makes each fault strike once over all processes and restarts: a file in FOLDER remembers.
+"""
+
+import os
+import pathlib
+import signal
+import time
+
+from batchinf.base.errors import EngineDeadError, EngineStartError
+
+# What vLLM 0.32 and torch say, on a device of 80 GiB.
+_TORCH = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
+    "of which 1.05 GiB is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
+)
+_OUT_OF_MEMORY = {
+    "free": "ValueError: Free memory on device cuda:0 (64.25/79.11 GiB) on startup is less than desired GPU memory "
+    "utilization (0.92, 72.78 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
+    "cache": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+    "initializing the engine (this flag also controls CPU memory reservation on the CPU backend, despite its name).",
+    "length": "ValueError: To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is "
+    "needed, which is larger than the available KV cache memory (9.5 GiB). Based on the available memory, the "
+    "estimated maximum model length is 77824. Try increasing `gpu_memory_utilization` (which also controls CPU memory)",
+    "start": _TORCH,
+    "step": _TORCH,
+}
+_passages: dict[str, int] = {}
+
+
+def _parse(text: str) -> dict[tuple[str, int | str], str]:
+    faults: dict[tuple[str, int | str], str] = {}
+    for item in filter(None, text.split(",")):
+        where, _, action = item.partition("=")
+        name, _, count = where.partition(":")
+        faults[name, count if count == "*" else int(count or 1)] = action
+    return faults
+
+
+_FAULTS = _parse(os.environ.get("BATCHINF_FAULTS", ""))
+
+
+def point(name: str, item: object = "") -> None:
+    """Pass the fault point `name`, or `name.item` where it is one of many."""
+    if _FAULTS:
+        _strike(f"{name}.{item}" if item != "" else name)
+
+
+def _strike(name: str) -> None:
+    _passages[name] = _passages.get(name, 0) + 1
+    action = _FAULTS.get((name, "*"))
+    if action is None:
+        action = _FAULTS.get((name, _passages[name]))
+        if action is None or not _first_time(f"{name}-{_passages[name]}"):
+            return
+    verb, _, argument = action.partition(" ")
+    if verb == "kill":
+        os.kill(os.getpid(), getattr(signal, argument or "SIGKILL"))
+        signal.pause()
+    elif verb == "sleep":
+        time.sleep(float(argument))
+    elif verb == "hold":
+        _hold(pathlib.Path(argument))
+    elif verb == "die":
+        raise EngineDeadError(f"the fault {name} ended the engine")
+    elif verb == "oom":
+        if argument == "step":
+            raise EngineDeadError(f"vLLM's engine died in a step: {_OUT_OF_MEMORY[argument]}")
+        raise EngineStartError(f"vLLM could not start: {_OUT_OF_MEMORY[argument]}")
+    elif verb == "raise":
+        raise OSError(int(argument), os.strerror(int(argument)))
+    else:
+        allowed = "kill [SIGNAL], sleep S, hold FILE, raise ERRNO, die, oom KIND"
+        raise ValueError(f"BATCHINF_FAULTS: unknown action {action!r}; allowed: {allowed}")
+
+
+def _hold(marker: pathlib.Path) -> None:
+    marker.write_text(str(os.getpid()))
+    while marker.exists():
+        time.sleep(0.005)
+
+
+def _first_time(key: str) -> bool:
+    folder = os.environ.get("BATCHINF_FAULTS_ONCE")
+    if folder is None:
+        return True
+    try:
+        pathlib.Path(folder, key).open("x").close()
+    except FileExistsError:
+        return False
+    return True

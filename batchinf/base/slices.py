@@ -1,0 +1,169 @@
+"""A job in slices: which rows each one is, where it lies, and that one output folder holds one cut of one job alone.
+
+Each slice is a job of its own, in `OUT/slice-i`; they share `OUT/source` and the record `OUT/slices.json`.
+"""
+
+import json
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batchinf.base.errors import OutputError, SpecError
+from batchinf.base.storage import Folder, reason
+
+SLICES_VERSION = 1
+MAX_SLICES = 999_999
+SOURCE_FOLDER = "source"
+_RECORD = "slices.json"
+_TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One of `num_slices` runs of consecutive rows. index: from 0."""
+
+    index: int
+    num_slices: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Slice":
+        """The slice that `--slice` names, as in `3/8`. Raises SpecError."""
+        match = _TEXT.fullmatch(text)
+        if match is None or int(match[1]) >= int(match[2]):
+            raise SpecError(
+                f"--slice: got {text[:60]!r}; must be i/N, i from 0 to N - 1 and N at most {MAX_SLICES}: "
+                "--slice 0/8 is the first of eight, --slice 7/8 the last"
+            )
+        return cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any]) -> "Slice | None":
+        """The slice that a job's identity names; None for a whole job."""
+        return cls.parse(identity["slice"]) if "slice" in identity else None
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.num_slices}"
+
+    def rows(self, num_rows: int) -> range:
+        """Its rows of an input of `num_rows`; none where there are more slices than rows."""
+        return range(self.index * num_rows // self.num_slices, (self.index + 1) * num_rows // self.num_slices)
+
+    @property
+    def name(self) -> str:
+        """Its folder in the output folder, with zeros in front so that names sort as rows do: `slice-07` of 12."""
+        return f"slice-{self.index:0{len(str(self.num_slices - 1))}d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What all slices of an output folder have in common. num_rows: that all of them run. identity: of the job.
+
+    begun_at: when the first of them was begun, in ISO format; empty where that was not noted. selection: digest of the
+    file that says which rows all of them run; None for the first `num_rows` of the input.
+    """
+
+    num_slices: int
+    num_rows: int
+    identity: dict[str, Any]
+    begun_at: str = ""
+    selection: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobFolder:
+    """A job in an output folder: the whole one, where `slice` is None, or one slice, which may not have begun."""
+
+    folder: Folder
+    slice: Slice | None
+
+
+def job_folder(out: str, slice_: Slice | None) -> Folder:
+    """Where a job or one of its slices lies."""
+    return Folder(out) if slice_ is None else Folder(pathlib.Path(out, slice_.name))
+
+
+def source_folder(folder: Folder, slice_: Slice | None) -> pathlib.Path:
+    """Where a job keeps what the first pass over its input finds; slices make it once, for all of them."""
+    return (folder.root if slice_ is None else folder.root.parent) / SOURCE_FOLDER
+
+
+def job_folders(out: str) -> list[JobFolder]:
+    """The jobs in an output folder: one, or all slices in the order of their rows, whether they have begun or not.
+
+    Nothing is said of what lies in them. Raises OutputError where the record of the slices is damaged, or where whole
+    job and slices lie side by side.
+    """
+    cut = read_cut(out)
+    if cut is None:
+        return [JobFolder(Folder(out), None)]
+    if _holds_whole_job(out):
+        raise OutputError(f"{out} holds both a whole job and slices: move one of them to another folder")
+    slices = (Slice(index, cut.num_slices) for index in range(cut.num_slices))
+    return [JobFolder(job_folder(out, slice_), slice_) for slice_ in slices]
+
+
+def read_cut(out: str) -> Cut | None:
+    """What the slices in an output folder have in common; None where there are none. Raises OutputError for damage."""
+    folder = Folder(out)
+    try:
+        record = json.loads(folder.read(_RECORD))
+        version = record.pop("version")
+        if version == SLICES_VERSION:
+            cut = Cut(**record)
+            if 1 <= cut.num_slices <= MAX_SLICES and cut.num_rows >= 0 and _is_typed(cut):
+                return cut
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise OutputError(f"cannot read {folder.path(_RECORD)}: {reason(error)}") from error
+    except (ValueError, TypeError, KeyError, AttributeError):
+        version = None
+    if isinstance(version, int) and version > SLICES_VERSION:
+        raise OutputError(f"{folder.path(_RECORD)} was written by a newer batchinf: install a newer one")
+    raise OutputError(
+        f"{folder.path(_RECORD)} is damaged: delete it and start one of the slices again, which writes it anew"
+    )
+
+
+def _is_typed(cut: Cut) -> bool:
+    has_selection = cut.selection is None or isinstance(cut.selection, str)
+    types = (type(cut.num_slices), type(cut.num_rows), type(cut.identity), type(cut.begun_at))
+    return has_selection and types == (int, int, dict, str)
+
+
+def write_cut(out: str, cut: Cut) -> Cut:
+    """Say what the slices have in common, unless one of them has said so before; what now stands there."""
+    folder = Folder(out)
+    folder.make()
+    folder.create_exclusive(_RECORD, json.dumps({"version": SLICES_VERSION, **asdict(cut)}).encode())
+    found = read_cut(out)
+    assert found is not None
+    return found
+
+
+def check_place(out: str, slice_: Slice | None) -> None:
+    """Raise OutputError where an output folder holds a job that is cut otherwise. Writes nothing."""
+    cut = read_cut(out)
+    if slice_ is None and cut is not None:
+        raise OutputError(
+            f"{out} holds a job in {cut.num_slices} slices: run one of them with --slice i/{cut.num_slices}, or give "
+            "this one another output.path"
+        )
+    if slice_ is not None and cut is not None and slice_.num_slices != cut.num_slices:
+        raise OutputError(
+            f"--slice {slice_}: {out} holds a job in {cut.num_slices} slices: say --slice i/{cut.num_slices}, or give "
+            "this one another output.path"
+        )
+    if slice_ is not None and _holds_whole_job(out):
+        raise OutputError(
+            f"--slice {slice_}: {out} holds a job that is not cut into slices: go on with it without --slice, or give "
+            "this one another output.path"
+        )
+
+
+def _holds_whole_job(out: str) -> bool:
+    folder = Folder(out)
+    # A log alone may be that of a head start, whose job never began: the spec is written before the job's header.
+    return bool(folder.list("parts") or (folder.list("manifest") and folder.exists("job.yaml")))

@@ -1,0 +1,203 @@
+"""Requests to stop: the signals that are one, Slurm's time limit as another, and how much time each leaves.
+
+The signals belong to the process that the user started; what it does with a request is the coordinator's.
+"""
+
+import contextlib
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+
+from batchinf.base.errors import Interrupted, SpecError
+
+# The last one is the process's own timer, which goes off ahead of Slurm's time limit.
+_TIMER = signal.SIGALRM
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, _TIMER)
+
+# Slurm, Kubernetes and their like kill 30 s after SIGTERM: the rest is for writing, and for letting devices go.
+_TERM_DRAIN_S = 20.0
+_TERM_END_S = 25.0
+# How long replicas may take beyond their drain to write their parts and end.
+ENDING_S = 10.0
+
+_END_TIME, _START_TIME = "SLURM_JOB_END_TIME", "SLURM_JOB_START_TIME"
+_SECONDS = re.compile("[1-9][0-9]{0,11}")
+_LONGEST_S = 10.0**9
+
+# All that has come in, each with its time. Signals are the process's, whoever listens.
+_heard: list[tuple[int, float]] = []
+
+# How many `shielded` blocks the main thread is in, and whether an interruption waits for their end.
+_shields = 0
+_is_put_off = False
+
+
+def request_name(number: int) -> str:
+    """What asked for a stop, for people."""
+    return "Slurm's time limit" if number == _TIMER else signal.Signals(number).name
+
+
+class StopRequests:
+    """What has asked for a stop; of several requests the one that leaves least time counts.
+
+    Times are of the monotonic clock, in seconds.
+    """
+
+    def __init__(self, drain_timeout_s: float, stop_before_s: float) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._stop_before_s = stop_before_s
+        # An interruption that a library has swallowed while the job was opened still counts.
+        self._heard = list(_heard)
+
+    def note(self, number: int) -> None:
+        """A signal has come; to be called from its handler."""
+        self._heard.append((number, time.monotonic()))
+
+    def __bool__(self) -> bool:
+        return bool(self._heard)
+
+    @property
+    def name(self) -> str:
+        """The first of them, for people."""
+        return request_name(self._heard[0][0])
+
+    @property
+    def drain_until(self) -> float:
+        """Until when running requests may finish; no end where nothing has asked for a stop."""
+        return min((at + self._drain_s(number) for number, at in self._heard), default=math.inf)
+
+    @property
+    def end_by(self) -> float:
+        """When replicas that have not ended are killed."""
+        ends = (at + self._end_s(number) for number, at in self._heard)
+        return min(ends, default=math.inf)
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether somebody does not want to wait: Ctrl-C after another request.
+
+        Only Ctrl-C: a shell passes on a hangup that the kernel has sent as well, and so does srun a SIGTERM.
+        """
+        return any(number == signal.SIGINT for number, _ in self._heard[1:])
+
+    def _drain_s(self, number: int) -> float:
+        if number == signal.SIGTERM:
+            return min(self._drain_timeout_s, _TERM_DRAIN_S)
+        if number == _TIMER:
+            return min(self._drain_timeout_s, max(0.0, self._stop_before_s - ENDING_S))
+        return self._drain_timeout_s
+
+    def _end_s(self, number: int) -> float:
+        end_s = self._drain_s(number) + ENDING_S
+        return min(end_s, _TERM_END_S) if number == signal.SIGTERM else end_s
+
+
+@contextlib.contextmanager
+def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
+    """Call `note` with each signal that asks for a stop. One that was ignored before, as under nohup, stays so."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        _heard.append((number, time.monotonic()))
+        note(number)
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    heeded = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in heeded:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in heeded.items():
+            if signal.getsignal(number) is handle:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """End what runs within at once when a stop is asked for, and raise Interrupted.
+
+    Once that is decided, or all is done, no further signal changes the exit code: the process ignores them to its end.
+    """
+
+    def interrupt(number: int) -> None:
+        # What has begun to unwind lets go of its lock undisturbed, unless somebody presses Ctrl-C again.
+        global _is_put_off
+        if len(_heard) == 1 and _shields:
+            _is_put_off = True
+        elif len(_heard) == 1 or number == signal.SIGINT:
+            # Not an Exception, which a library may catch and pass over.
+            raise KeyboardInterrupt
+
+    with on_stop_signals(interrupt):
+        try:
+            try:
+                yield
+            except KeyboardInterrupt:
+                # CPython remembers one that came through `exec` of text, as dataclasses use it, until the next such
+                # `exec`: at the end it would kill the process with SIGINT, whatever the exit code.
+                exec("")
+                number = _heard[0][0] if _heard else signal.SIGINT
+                raise Interrupted(f"stopped on {request_name(number)}") from None
+        finally:
+            # Interrupted or done, the exit code is settled, and holds to the very end of the process.
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """Put an interruption of the main thread off until the block is done; a second Ctrl-C is not put off."""
+    global _shields, _is_put_off
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _shields += 1
+    try:
+        yield
+    finally:
+        _shields -= 1
+        if _is_put_off and not _shields:
+            _is_put_off = False
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ahead_of_time_limit(
+    stop_before_s: float, say: Callable[[str], None], environment: Mapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Within a Slurm job, ask for a stop `stop_before_s` ahead of its end. Raises SpecError where that is always.
+
+    A timer of the kernel's asks, so that a job that is still being opened stops as one that runs does.
+    """
+    left_s = seconds_left(stop_before_s, say, environment)
+    if left_s is None:
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, min(max(left_s, 1e-3), _LONGEST_S))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def seconds_left(stop_before_s: float, say: Callable[[str], None], environment: Mapping[str, str]) -> float | None:
+    """Seconds until a stop has to be asked for, below 0 where that time is past; None where there is no limit."""
+    text = environment.get(_END_TIME)
+    if text is None:
+        return None
+    if not _SECONDS.fullmatch(text):
+        say(f"warning: {_END_TIME} is {text[:60]!r}, not seconds since 1970: the job does not stop ahead of that time")
+        return None
+    start = environment.get(_START_TIME, "")
+    # It would stop at once, be queued again, and so on for ever.
+    if _SECONDS.fullmatch(start) and 0 < int(text) - int(start) <= stop_before_s:
+        raise SpecError(
+            f"stop_before_s: got {stop_before_s:g}, but Slurm gives this job {int(text) - int(start)} s in all: ask it "
+            "for more (sbatch --time), or set stop_before_s lower, such as --set stop_before_s=30"
+        )
+    return int(text) - stop_before_s - time.time()

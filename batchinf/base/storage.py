@@ -1,0 +1,295 @@
+"""The only door to the output folder: every file in it is written, renamed, listed and deleted here.
+
+A local folder (or one on a shared file system). Names are relative paths with forward slashes. What a method says is
+durable when it returns has been fsynced, its folder too. An object store could stand behind the same verbs. An error
+of the disk is an OSError that names the file; `disk_error` says what to do about it.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import pathlib
+import uuid
+from collections.abc import Iterator
+from typing import IO, Any
+
+from batchinf.base import faults
+from batchinf.base.errors import OutputError
+
+_TEMPORARY = ".tmp-"
+# What no restart mends, only the user: disk or quota full, read-only, the file too large.
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_REMEDIES = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room within the quota, or have it raised",
+    errno.EROFS: "make it writable again",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EIO: "see that the disk is sound (the system's log says more)",
+    errno.EACCES: "give this user the right to it",
+    errno.EPERM: "give this user the right to it",
+}
+
+
+class Folder:
+    """The output folder of one job."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = pathlib.Path(root)
+
+    def path(self, name: str) -> pathlib.Path:
+        """Where `name` lies on this machine, for readers that want a path (memory maps, Parquet)."""
+        return self.root / name
+
+    def make(self, *names: str) -> None:
+        """Create the folder and the named folders below it."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for name in names:
+                if self.path(name).is_symlink():
+                    raise _is_link(self.path(name))
+                self.path(name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot create the output folder {disk_error(error, self.root)}") from error
+
+    @contextlib.contextmanager
+    def writing(self, name: str, fault: str = "storage.write", *, durable: bool = True) -> Iterator[IO[bytes]]:
+        """A binary file that appears under `name`, whole and durable, when the block ends without an error."""
+        target = self.path(name)
+        temporary = _temporary(target)
+        try:
+            with create(temporary, target) as file:
+                yield file
+                with naming(target):
+                    faults.point(f"{fault}.before_fsync")
+                    file.flush()
+                    if durable:
+                        os.fsync(file.fileno())
+            with naming(target):
+                faults.point(f"{fault}.before_rename")
+                temporary.replace(target)
+                faults.point(f"{fault}.after_rename")
+                if durable:
+                    sync_folder(target.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def write_atomic(self, name: str, data: bytes, *, durable: bool = True, fault: str = "storage.write") -> None:
+        """Replace `name` by `data` in one step. `durable=False` spares the fsync where losing it costs nothing."""
+        with self.writing(name, fault, durable=durable) as file:
+            file.write(data)
+
+    def create_exclusive(self, name: str, data: bytes = b"") -> bool:
+        """Create `name`, whole and durable, unless it exists; says whether it was this call that created it."""
+        target = self.path(name)
+        temporary = _temporary(target)
+        try:
+            with naming(target), create(temporary, target) as file:
+                file.write(data)
+                faults.point("storage.create.before_fsync")
+                file.flush()
+                os.fsync(file.fileno())
+            if not _link(temporary, target):
+                return False
+        except _NoLinksError:
+            return self._create_without_links(target, data)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        sync_folder(target.parent)
+        return True
+
+    def _create_without_links(self, target: pathlib.Path, data: bytes) -> bool:
+        # Some shared file systems have no hard links: O_EXCL still elects one creator there.
+        try:
+            file = create(target)
+        except FileExistsError:
+            return False
+        try:
+            with naming(target), file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            # Half a file would count as one.
+            with contextlib.suppress(OSError):
+                target.unlink()
+            raise
+        sync_folder(target.parent)
+        return True
+
+    def publish(self, source: str, target: str) -> None:
+        """Rename `source` to `target`, durably; both lie in this folder."""
+        with naming(self.path(target)):
+            faults.point("storage.publish.before_rename")
+        self.path(source).replace(self.path(target))
+        sync_folder(self.path(target).parent)
+        sync_folder(self.path(source).parent)
+
+    def publish_new(self, source: str, target: str) -> bool:
+        """Like `publish`, unless there is a `target`; says whether it was this call that made it.
+
+        Where the file system has no hard links, one that another process makes in the same moment may be replaced.
+        """
+        with naming(self.path(target)):
+            faults.point("storage.publish.before_link")
+        try:
+            if not _link(self.path(source), self.path(target)):
+                return False
+        except _NoLinksError:
+            if self.exists(target):
+                return False
+            self.publish(source, target)
+            return True
+        sync_folder(self.path(target).parent)
+        self.delete(source)
+        return True
+
+    def list(self, folder: str, prefix: str = "") -> list[str]:
+        """Names (not paths) in `folder` that begin with `prefix`, sorted, without half-written files."""
+        try:
+            with os.scandir(self.path(folder)) as entries:
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if entry.name.startswith(prefix) and not entry.name.startswith(_TEMPORARY)
+                )
+        except FileNotFoundError:
+            return []
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Size in bytes of each file in `folder`, without half-written ones."""
+        try:
+            with os.scandir(self.path(folder)) as entries:
+                return {e.name: e.stat().st_size for e in entries if not e.name.startswith(_TEMPORARY)}
+        except FileNotFoundError:
+            return {}
+
+    def sweep(self, folder: str) -> None:
+        """Delete what interrupted writes left half done in `folder`."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path(folder)) as entries:
+            for entry in entries:
+                if entry.name.startswith(_TEMPORARY):
+                    pathlib.Path(entry.path).unlink(missing_ok=True)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of `name`."""
+        return self.path(name).read_bytes()
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file or folder `name`."""
+        return self.path(name).exists()
+
+    def delete(self, name: str) -> None:
+        """Delete the file `name`; it is no error if it is gone."""
+        self.path(name).unlink(missing_ok=True)
+
+
+class _NoLinksError(Exception):
+    """The file system, or this place in it, knows no hard links."""
+
+
+def _link(source: pathlib.Path, target: pathlib.Path) -> bool:
+    """Give a file a second name unless that is taken; says whether it was this call that gave it."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        # EXDEV: links within one folder alone.
+        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS):
+            raise _NoLinksError from error
+        raise
+    return True
+
+
+def _temporary(target: pathlib.Path) -> pathlib.Path:
+    return target.with_name(f"{_TEMPORARY}{uuid.uuid4().hex[:12]}-{target.name}")
+
+
+class _NamedFile(io.FileIO):
+    """A file whose errors say which it is; the system's own do so only when a file is opened."""
+
+    def __init__(self, path: pathlib.Path, mode: str, name: pathlib.Path) -> None:
+        self._said = name
+        with naming(name):
+            super().__init__(os.fspath(path), mode)
+
+    def write(self, data: Any) -> int:
+        """Write all or a part of `data`; the number of bytes written."""
+        with naming(self._said):
+            return super().write(data) or 0
+
+
+def create(path: pathlib.Path, name: pathlib.Path | None = None) -> IO[bytes]:
+    """A new file for writing. `name`: what its errors call it, where its own name is a temporary one."""
+    return io.BufferedWriter(_NamedFile(path, "xb", name or path))
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """What the disk says in this block is said of `path`, unless it names another file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or pathlib.Path(os.fsdecode(error.filename)).name.startswith(_TEMPORARY):
+            error.filename, error.filename2 = os.fspath(path), None
+        raise
+
+
+def _is_link(path: pathlib.Path) -> OutputError:
+    # Who can plant a link could otherwise have files written, swept and deleted elsewhere.
+    return OutputError(f"{path} is a symbolic link, which is not followed; remove it, or set output.path to its target")
+
+
+def open_log(path: pathlib.Path) -> IO[bytes]:
+    """A log to append to. Raises OutputError for a symbolic link."""
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _is_link(path) from error
+        raise
+
+
+def sync_folder(path: pathlib.Path) -> None:
+    """Make renames, creations and deletions in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems refuse to fsync a folder; their renames are durable by themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: OSError) -> str:
+    """The operating system's words for an error, without the number."""
+    return (error.strerror or str(error)).lower()
+
+
+def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
+    """One line for the user: which file, what the system said, and what to do where the disk is to blame.
+
+    path: of the file, if the error does not name one.
+    """
+    where = error.filename if error.filename is not None else path
+    words = reason(error) if where is None else f"{where}: {reason(error)}"
+    if error.errno not in _REMEDIES:
+        return words
+    remedy = _REMEDIES[error.errno]
+    if error.errno == errno.ENOSPC and where is not None and _lacks_inodes(str(where)):
+        remedy = "it can hold no more files: delete some there, or have its inodes raised"
+    return f"{words}; {remedy}, then run the same command again: what was committed before stands"
+
+
+def _lacks_inodes(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        status = os.statvfs(os.path.dirname(path) or ".")
+        return status.f_files > 0 and status.f_favail == 0
+    return False

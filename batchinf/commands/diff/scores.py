@@ -1,0 +1,184 @@
+"""What changed between two jobs' scores: of a text or a continuation its sum and mean, of choices the winners too, and
+the accuracy of both jobs where both have the answers.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinf.commands.diff.changes import Changes, Deltas, clip_value, delta, equal
+from batchinf.output import counts
+from batchinf.output.counts import ANSWER, WINNERS, Accuracy
+from batchinf.records import BoolArray
+from batchinf.results import Ragged, to_ragged
+
+_SUMS = ("logprob_sum", "logprob_mean")
+
+
+class ScoreChanges(Changes):
+    """Of a text or a continuation. A row has changed where `is_greedy` has, or where one of the two has no score."""
+
+    def __init__(self, schemas: Sequence[pa.Schema], num_examples: int) -> None:
+        super().__init__(num_examples)
+        wanted = ("prompt_hash", *_SUMS, "num_tokens", "is_greedy", "token_ids", "logprobs", "error_type")
+        self.columns = [name for name in wanted if all(name in schema.names for schema in schemas)]
+        self._has_tokens = {"token_ids", "logprobs"} <= {*self.columns}
+        self._deltas = {name: Deltas() for name in _SUMS}
+        self._tokens = Deltas()
+        self._greedy: Counter[tuple[bool, bool]] = Counter()
+        self._num_other_lengths = 0
+
+    def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
+        """See `Changes`. `max_abs_delta_logprob` is over the tokens of rows whose tokens are the same in both."""
+        columns: dict[str, Any] = {"is_changed": ~equal(rows, "is_greedy")}
+        for name in _SUMS:
+            a, b = (_floats(rows, f"{name}_{job}") for job in "ab")
+            is_null = _one_is_null(rows, name)
+            found = delta(a, b)
+            self._deltas[name].add(found[~is_null])
+            columns[f"delta_{name}"] = pa.array(found, mask=is_null)
+        if self._has_tokens:
+            columns["max_abs_delta_logprob"] = self._token_deltas(rows)
+        for name in (*_SUMS, "num_tokens", "is_greedy"):
+            columns |= {f"{name}_{job}": rows.column(f"{name}_{job}") for job in "ab"}
+        return columns
+
+    def _token_deltas(self, rows: pa.RecordBatch) -> pa.Array:
+        ids, logprobs = (
+            [to_ragged(rows.column(f"{name}_{job}")) for job in "ab"] for name in ("token_ids", "logprobs")
+        )
+        greatest, is_null = np.zeros(rows.num_rows), np.ones(rows.num_rows, np.bool_)
+        for row in range(rows.num_rows):
+            if len(ids[0][row]) and np.array_equal(ids[0][row], ids[1][row]):
+                # The first of all tokens has no logprob in either.
+                own, other = (found[row] for found in logprobs)
+                found = delta(own, other)[~(np.isnan(own) & np.isnan(other))]
+                self._tokens.add(found)
+                greatest[row], is_null[row] = np.abs(found).max(initial=0.0), False
+        return pa.array(greatest, mask=is_null)
+
+    def count(self, table: pa.Table) -> None:
+        """See `Changes`."""
+        both = table.filter(_both_valid(table, "is_greedy"))
+        self._greedy.update(zip(*(both[f"is_greedy_{job}"].to_pylist() for job in "ab"), strict=True))
+        lengths = (both[f"num_tokens_{job}"].to_numpy() for job in "ab")
+        self._num_other_lengths += int(np.count_nonzero(np.not_equal(*lengths)))
+
+    def own_lines(self) -> Iterator[str]:
+        """See `Changes`."""
+        for before in (True, False):
+            if self._greedy[before, not before]:
+                yield f"  is_greedy {before} -> {not before}: {self._greedy[before, not before]:,}"
+        if self._num_other_lengths:
+            yield f"  other numbers of scored tokens: {self._num_other_lengths:,} rows, whose means are of other tokens"
+        for name, found in self._deltas.items():
+            yield f"{name} of {found.num:,} rows: {found}"
+        if self._tokens.num:
+            yield f"logprobs of {self._tokens.num:,} tokens that both scored: {self._tokens}"
+
+    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
+        """See `Changes`."""
+        changed = ", ".join(
+            f"{name} {clip_value(row[f'{name}_a'])} -> {clip_value(row[f'{name}_b'])}" for name in ("is_greedy", *_SUMS)
+        )
+        yield f"  {key} {row['key']}: {changed}"
+
+
+class ChoiceChanges(Changes):
+    """Of several choices a row. A row has changed where one of its winners has."""
+
+    def __init__(self, schemas: Sequence[pa.Schema], num_examples: int) -> None:
+        super().__init__(num_examples)
+        wanted = ("prompt_hash", *WINNERS, "choice_logprob_sums", ANSWER, "error_type")
+        has_answer = all("choice_logprob_sums" in schema.names and ANSWER in schema.names for schema in schemas)
+        self._has_answer = has_answer and all(schema.field(ANSWER).type == pa.int32() for schema in schemas)
+        self.columns = [name for name in wanted if name != ANSWER or self._has_answer]
+        self._deltas = Deltas()
+        self._changed: Counter[str] = Counter()
+        self._accuracy = [Accuracy(), Accuracy()]
+        self._flips: Counter[tuple[bool, bool]] = Counter()
+        self._num_other_choices = 0
+
+    def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
+        """See `Changes`. Over a row's choices: the mean and the greatest of B's sums less A's; null where one of the
+        two has none, or others in number.
+        """
+        is_changed = np.zeros(rows.num_rows, np.bool_)
+        for name in WINNERS:
+            has_changed = ~equal(rows, name)
+            self._changed[name] += int(np.count_nonzero(has_changed))
+            is_changed |= has_changed
+        sums = [to_ragged(rows.column(f"choice_logprob_sums_{job}")) for job in "ab"]
+        columns: dict[str, Any] = {"is_changed": is_changed, **self._sum_deltas(*sums)}
+        for name in self.columns:
+            if name not in ("prompt_hash", "error_type"):
+                columns |= {f"{name}_{job}": rows.column(f"{name}_{job}") for job in "ab"}
+        return columns
+
+    def _sum_deltas(self, a: Ragged, b: Ragged) -> dict[str, Any]:
+        means, greatest, is_null = np.zeros(len(a)), np.zeros(len(a)), np.ones(len(a), np.bool_)
+        self._num_other_choices += int(np.count_nonzero((a.lengths != b.lengths) & ~a.is_null & ~b.is_null))
+        for row in np.flatnonzero((a.lengths == b.lengths) & (a.lengths > 0)):
+            found = delta(a[row], b[row])
+            self._deltas.add(found)
+            means[row], greatest[row], is_null[row] = found.mean(), np.abs(found).max(), False
+        return {
+            "mean_delta_logprob_sum": pa.array(means, mask=is_null),
+            "max_abs_delta_logprob_sum": pa.array(greatest, mask=is_null),
+        }
+
+    def count(self, table: pa.Table) -> None:
+        """See `Changes`."""
+        if not self._has_answer:
+            return
+        is_right = []
+        for place, job in enumerate("ab"):
+            self._accuracy[place] += counts.count_right_answers(
+                pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)})
+            )
+            is_right.append(pc.equal(table[f"{ANSWER}_{job}"], table[f"{WINNERS[0]}_{job}"]).to_pylist())
+        self._flips.update((a, b) for a, b in zip(*is_right, strict=True) if a is not None and b is not None)
+
+    def own_lines(self) -> Iterator[str]:
+        """See `Changes`."""
+        for name, num_rows in self._changed.items():
+            if num_rows:
+                yield f"  {name}: {num_rows:,} rows have another one"
+        if self._num_other_choices:
+            yield f"  other numbers of choices: {self._num_other_choices:,} rows"
+        yield f"logprob sums of {self._deltas.num:,} choices: {self._deltas}"
+        for name, found in zip("AB", self._accuracy, strict=True):
+            if found.num_answered:
+                yield f"accuracy of {name}: {found}"
+        if self._flips:
+            right, wrong, num_rows = self._flips[True, False], self._flips[False, True], self._flips.total()
+            yield f"  best right -> wrong: {right:,}, wrong -> right: {wrong:,}, of {num_rows:,} rows with answers"
+
+    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
+        """See `Changes`."""
+        winners = (f"{name} {clip_value(row[f'{name}_a'])} -> {clip_value(row[f'{name}_b'])}" for name in WINNERS
+                   if row[f"{name}_a"] != row[f"{name}_b"])  # fmt: skip
+        answer = f" (answer {row['answer_a']})" if self._has_answer else ""
+        yield f"  {key} {row['key']}{answer}: {', '.join(winners)}"
+        for name in "AB":
+            sums = row[f"choice_logprob_sums_{name.lower()}"]
+            yield f"    {name} {clip_value(None if sums is None else ' '.join(f'{value:.4f}' for value in sums))}"
+
+
+def _floats(rows: pa.RecordBatch, name: str) -> Any:
+    return np.asarray(rows.column(name).to_numpy(zero_copy_only=False), np.float64)
+
+
+def _one_is_null(rows: pa.RecordBatch, name: str) -> BoolArray:
+    a, b = (np.asarray(rows.column(f"{name}_{job}").is_null()) for job in "ab")
+    found: BoolArray = a | b
+    return found
+
+
+def _both_valid(table: pa.Table, name: str) -> pa.ChunkedArray:
+    a, b = (np.asarray(table[f"{name}_{job}"].is_valid()) for job in "ab")
+    return pa.chunked_array([pa.array(a & b)])

@@ -1,0 +1,97 @@
+"""What changed between two jobs' texts: outputs, finish reasons, and logprobs as far as both gave the same tokens:
+behind the first difference they are of other texts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.commands.diff.changes import Changes, Deltas, clip_value, equal, num_common
+from batchinf.results import to_ragged
+
+_WANTED = ("prompt_hash", "text", "token_ids", "finish_reason", "cumulative_logprob", "logprobs", "error_type")
+
+
+class TextChanges(Changes):
+    """Of task generate. A row has changed where its token ids have, or, where they are not stored, its text."""
+
+    def __init__(self, schemas: Sequence[pa.Schema], num_examples: int) -> None:
+        super().__init__(num_examples)
+        self.columns = [name for name in _WANTED if all(name in schema.names for schema in schemas)]
+        self._has_ids = "token_ids" in self.columns
+        self._has_logprobs = self._has_ids and "logprobs" in self.columns
+        self._reasons: Counter[tuple[str | None, str | None]] = Counter()
+        self._deltas = Deltas()
+        self._num_compared = 0
+
+    def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
+        """See `Changes`."""
+        ids = [to_ragged(rows.column(f"token_ids_{name}")) for name in "ab"] if self._has_ids else []
+        if ids:
+            common = np.array([num_common(ids[0][row], ids[1][row]) for row in range(rows.num_rows)], np.int64)
+            is_changed = (common < ids[0].lengths) | (common < ids[1].lengths) | (ids[0].is_null != ids[1].is_null)
+        else:
+            common = np.zeros(rows.num_rows, np.int64)
+            is_changed = ~equal(rows, "text")
+        columns: dict[str, Any] = {
+            "is_changed": is_changed,
+            "first_difference": pa.array(common, mask=~is_changed | (not ids)),
+        }
+        if self._has_logprobs:
+            columns |= _deltas(rows, common)
+        for name in ("text", "finish_reason", "cumulative_logprob"):
+            if name in self.columns:
+                columns |= {f"{name}_{job}": rows.column(f"{name}_{job}") for job in "ab"}
+        return columns
+
+    def count(self, table: pa.Table) -> None:
+        """See `Changes`."""
+        changed = table.filter(table["is_changed"])
+        self._reasons.update(zip(*(changed[f"finish_reason_{job}"].to_pylist() for job in "ab"), strict=True))
+        if not self._has_logprobs:
+            return
+        counts = table["num_compared_tokens"].to_numpy()
+        self._num_compared += int(np.count_nonzero(counts))
+        sums = (table[f"{name}_delta_logprob"].to_numpy() for name in ("sum", "sum_abs", "max_abs"))
+        total, absolute, greatest = (found[~np.isnan(found)] for found in sums)
+        self._deltas.add_sums(
+            int(counts.sum()), 0, float(total.sum()), float(absolute.sum()), float(greatest.max(initial=0.0))
+        )
+
+    def own_lines(self) -> Iterator[str]:
+        """See `Changes`."""
+        for (a, b), num_rows in self._reasons.most_common():
+            if a != b:
+                yield f"  finish_reason {a} -> {b}: {num_rows:,}"
+        if self._deltas.num:
+            yield (
+                f"logprobs of {self._deltas.num:,} tokens that both gave ({self._num_compared:,} rows, up to the first "
+                f"difference): {self._deltas}"
+            )
+
+    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
+        """See `Changes`."""
+        yield f"  {key} {row['key']}, sample {row['sample_index']}, other from token {row['first_difference']} on:"
+        yield from (f"    {name} {clip_value(row[f'text_{name.lower()}'])}" for name in "AB")
+
+
+def _deltas(rows: pa.RecordBatch, common: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Over each row's common tokens: how many there are, and the sum and the greatest of B's logprobs less A's."""
+    a, b = (to_ragged(rows.column(f"logprobs_{name}")) for name in "ab")
+    found = np.zeros((len(common), 3))
+    counts = np.minimum(np.minimum(a.lengths, b.lengths), common)
+    for row in np.flatnonzero(counts):
+        delta = b[row][: counts[row]].astype(np.float64) - a[row][: counts[row]]
+        found[row] = delta.sum(), np.abs(delta).sum(), np.abs(delta).max()
+    is_null = counts == 0
+    return {
+        "num_common_tokens": common,
+        "sum_delta_logprob": pa.array(found[:, 0], mask=is_null),
+        "sum_abs_delta_logprob": pa.array(found[:, 1], mask=is_null),
+        "max_abs_delta_logprob": pa.array(found[:, 2], mask=is_null),
+        "num_compared_tokens": counts,
+    }

@@ -1,0 +1,307 @@
+"""What changed between two jobs' numbers: logits, vectors, hidden states, classes, rewards. How far they are apart, the
+cosine of vectors, and where the likeliest token, or the label, is another one.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.base.errors import OutputError
+from batchinf.commands.diff.changes import Changes, Deltas, clip_value, delta, equal, num_common
+from batchinf.records import BoolArray, Int64Array
+from batchinf.results import Ragged, Results, to_matrix, to_ragged
+
+_BLOCK = 1 << 17  # numbers that are compared together, as float64, in the processor's cache
+_MOST_LABELS = 10
+_COSINE_TASKS = ("embed", "hidden_states")
+
+Floats = npt.NDArray[np.float64]
+
+
+def check_comparable(a: Results, b: Results) -> None:
+    """Raise OutputError where two jobs' numbers do not stand for the same: other columns, widths or tokens."""
+    task = a.spec.get("task")
+    own, other = ({**_widths(job.schema)} for job in (a, b))
+    shared = [name for name in own if own[name] == other.get(name)]
+    if task == "logits":
+        tokens = [(job.spec.get("logits") or {}).get("token_ids") for job in (a, b)]
+        if shared and tokens[0] != tokens[1]:
+            raise OutputError(
+                f"{a.folder} holds {shared[0]} of other tokens than {b.folder}: compare two with the same logits.tokens"
+            )
+    if shared or task == "classify" or (task == "reward" and not own and not other):
+        return
+    said = [", ".join(f"{name} of {width:,}" for name, width in found.items()) or "one number a row"
+            for found in (own, other)]  # fmt: skip
+    raise OutputError(f"{a.folder} holds {said[0]}, and {b.folder} {said[1]}: compare two that hold the same")
+
+
+def _widths(schema: pa.Schema) -> dict[str, int]:
+    """The columns of vectors, with how many numbers each has."""
+    return {field.name: width for field in schema if (width := _width(field.type)) is not None}
+
+
+def _width(type: pa.DataType) -> int | None:
+    if pa.types.is_list(type):
+        return _width(type.value_type)
+    is_vector = pa.types.is_fixed_size_list(type) and pa.types.is_floating(type.value_type)
+    return int(type.list_size) if is_vector else None
+
+
+class VectorChanges(Changes):
+    """Of the tasks that store numbers. A row has changed where the likeliest token is another one in one of its
+    positions (logits), its label (classify), or any number (the others), or where one of the two has none.
+    """
+
+    def __init__(self, a: Results, b: Results, num_examples: int) -> None:
+        """Raises OutputError where the two cannot be compared: see `check_comparable`."""
+        super().__init__(num_examples)
+        check_comparable(a, b)
+        self._task = a.spec.get("task")
+        own, other = _widths(a.schema), _widths(b.schema)
+        self.wide = [name for name in own if own[name] == other.get(name)]
+        if self._task == "classify" and _labels(a) != _labels(b):
+            self.wide = []  # other classes, or in another order
+        wanted = ["prompt_hash", "label", "positions", "token_ids", "error_type"]
+        if self._task == "reward" and not self.wide:
+            wanted.append("reward")
+        self.columns = [name for name in wanted if all(name in job.schema.names for job in (a, b))]
+        self._sums = {name: _Sums() for name in self.wide}
+        self._rewards = Deltas()
+        self._labels: Counter[tuple[str | None, str | None]] = Counter()
+
+    def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
+        """See `Changes`. With several columns of vectors each has columns of its own, its name before theirs."""
+        found = {
+            name: self._compared(rows, name, *(_lists(table.column(name)) for table in wide)) for name in self.wide
+        }
+        is_changed = self._are_changed(rows, list(found.values()))
+        columns: dict[str, Any] = {"is_changed": is_changed}
+        for name, compared in found.items():
+            prefix = f"{name}_" if len(found) > 1 else ""
+            columns |= {f"{prefix}{key}": values for key, values in compared.columns(self._task).items()}
+            self._sums[name].add(compared)
+        if "reward" in self.columns:
+            a, b = (rows.column(f"reward_{job}").to_numpy(zero_copy_only=False) for job in "ab")
+            is_null = np.asarray(rows.column("reward_a").is_null()) | np.asarray(rows.column("reward_b").is_null())
+            differences = delta(a, b)
+            self._rewards.add(differences[~is_null])
+            columns["delta"] = pa.array(differences, mask=is_null)
+        for name in ("label", "reward"):
+            if name in self.columns:
+                columns |= {f"{name}_{job}": rows.column(f"{name}_{job}") for job in "ab"}
+        return columns
+
+    def _compared(self, rows: pa.RecordBatch, name: str, a: Ragged, b: Ragged) -> "_Compared":
+        counts = np.minimum(a.lengths, b.lengths)
+        if "token_ids" in self.columns:
+            # The vector from which the first other token was drawn comes of the same tokens still.
+            ids = [to_ragged(rows.column(f"token_ids_{job}")) for job in "ab"]
+            same = [num_common(ids[0][row], ids[1][row]) + 1 for row in range(len(counts))]
+            counts = np.minimum(counts, same)
+        elif "positions" in self.columns:
+            places = [to_ragged(rows.column(f"positions_{job}")) for job in "ab"]
+            for row in np.flatnonzero((a.lengths > 1) | (b.lengths > 1)):
+                counts[row] = min(counts[row], num_common(places[0][row], places[1][row]))
+        return _Compared.of(a, b, counts, self._task)
+
+    def _are_changed(self, rows: pa.RecordBatch, found: Sequence["_Compared"]) -> BoolArray:
+        if "label" in self.columns:
+            return ~equal(rows, "label")
+        if "reward" in self.columns:
+            return ~equal(rows, "reward")
+        is_changed = np.zeros(rows.num_rows, np.bool_)
+        for compared in found:
+            is_changed |= compared.is_one_null
+            is_changed |= compared.is_other_top1 if self._task == "logits" else compared.is_other
+        return is_changed
+
+    def count(self, table: pa.Table) -> None:
+        """See `Changes`."""
+        if "label" in self.columns:
+            changed = table.filter(table["is_changed"])
+            self._labels.update(zip(*(changed[f"label_{job}"].to_pylist() for job in "ab"), strict=True))
+
+    def remember(self, table: pa.Table) -> None:
+        """Keep the rows that are furthest apart; of classes, the first whose label is another one."""
+        if "label" in self.columns or not self.num_examples:
+            super().remember(table)
+            return
+        names = [name for name in table.column_names if name.endswith("max_abs_delta") or name == "delta"]
+        distances = np.max([np.nan_to_num(np.abs(table[name].to_numpy()), nan=-1.0) for name in names], axis=0)
+        furthest = np.argsort(-distances, kind="stable")[: self.num_examples]
+        rows = zip(table.take(pa.array(furthest)).to_pylist(), distances[furthest], strict=True)
+        both = [*self.examples, *({**row, "_distance": distance} for row, distance in rows)]
+        found = sorted(both, key=lambda row: -row["_distance"])[: self.num_examples]
+        self.examples = [row for row in found if row["_distance"] > 0]
+
+    def own_lines(self) -> Iterator[str]:
+        """See `Changes`."""
+        for (a, b), num_rows in self._labels.most_common(_MOST_LABELS):
+            yield f"  label {clip_value(a)} -> {clip_value(b)}: {num_rows:,}"
+        if self._rewards.num:
+            yield f"reward of {self._rewards.num:,} rows: {self._rewards}"
+        for name, found in self._sums.items():
+            if found.num_vectors:
+                yield from found.lines(name, self._task)
+
+    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
+        """See `Changes`."""
+        if "label" in self.columns:
+            yield f"  {key} {row['key']}: label {clip_value(row['label_a'])} -> {clip_value(row['label_b'])}"
+            return
+        own = ("key", "is_", "error_type", "_distance", "sample_index")
+        shown = ", ".join(
+            f"{name} {value:.6g}" for name, value in row.items() if not name.startswith(own) and value is not None
+        )
+        yield f"  {key} {row['key']}: {shown}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A column of vectors in some rows. counts: vectors of each row that were compared. Of each row: sums over its
+    vectors' numbers, and over its vectors; NaN where none was compared. is_other: any number is. The sums leave out
+    differences that are not finite, which num_others counts.
+    """
+
+    counts: Int64Array
+    total: Floats
+    total_abs: Floats
+    num_finite: Int64Array
+    num_others: Int64Array
+    greatest: Floats
+    sum_cosine: Floats
+    min_cosine: Floats
+    num_top1: Int64Array
+    is_one_null: BoolArray
+    is_other: BoolArray
+
+    @classmethod
+    def of(cls, a: Ragged, b: Ragged, counts: Int64Array, task: str | None) -> "_Compared":
+        """The first `counts` vectors of each row."""
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        num, row_of = int(offsets[-1]), np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(num) - offsets[:-1][row_of]
+        places = [found.offsets[:-1][row_of] + within for found in (a, b)]
+        width = a.values.shape[1] if a.values.ndim > 1 else 1
+        step = max(1, _BLOCK // width)
+        sums = np.zeros((num, 6))
+        for start in range(0, num, step):
+            own, other = (found.values[at[start : start + step]] for found, at in zip((a, b), places, strict=True))
+            sums[start : start + step] = _of_vectors(own, other, task)
+        starts, is_full = offsets[:-1], counts > 0
+
+        def per_row(add: Any, column: int, empty: float) -> Floats:
+            found = np.full(len(counts), empty, np.float64)
+            if is_full.any():
+                found[is_full] = add.reduceat(sums[:, column], starts[is_full])
+            return found
+
+        num_finite = per_row(np.add, 2, 0).astype(np.int64)
+        cosine = per_row(np.add, 4, np.nan), per_row(np.minimum, 4, np.nan)
+        greatest, num_top1 = per_row(np.maximum, 3, np.nan), per_row(np.add, 5, 0).astype(np.int64)
+        num_others = counts * width - num_finite
+        is_other = (np.nan_to_num(greatest) > 0) | (num_others > 0) | (a.lengths != b.lengths)
+        total, total_abs = per_row(np.add, 0, 0), per_row(np.add, 1, 0)
+        is_one_null = a.is_null != b.is_null
+        return cls(counts, total, total_abs, num_finite, num_others, greatest, *cosine, num_top1, is_one_null, is_other)
+
+    @property
+    def is_other_top1(self) -> BoolArray:
+        """Whether the greatest number of one of a row's vectors stands elsewhere."""
+        found: BoolArray = self.num_top1 < self.counts
+        return found
+
+    def columns(self, task: str | None) -> dict[str, Any]:
+        """Of the table: null where nothing was compared."""
+        is_null = self.counts == 0
+        with np.errstate(invalid="ignore"):
+            means = self.total_abs / self.num_finite
+        columns = {
+            "num_compared_vectors": pa.array(self.counts),
+            "max_abs_delta": pa.array(self.greatest, mask=is_null),
+            "mean_abs_delta": pa.array(means, mask=is_null | (self.num_finite == 0)),
+        }
+        if task in _COSINE_TASKS:
+            columns["min_cosine"] = pa.array(self.min_cosine, mask=is_null | np.isnan(self.min_cosine))
+        if task == "logits":
+            columns["num_same_top1"] = pa.array(self.num_top1)
+        return columns
+
+
+def _of_vectors(a: npt.NDArray[Any], b: npt.NDArray[Any], task: str | None) -> Floats:
+    """[num_vectors, 6]: sum, sum of absolutes and number of finite differences, the greatest absolute one, the cosine,
+    and 1 where the greatest number is in the same place.
+    """
+    # Once: half floats are slow at anything but this.
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    sums = np.zeros((len(a), 6))
+    if task in _COSINE_TASKS:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lengths = np.sqrt(np.einsum("ij,ij->i", a, a) * np.einsum("ij,ij->i", b, b))
+            sums[:, 4] = np.einsum("ij,ij->i", a, b) / lengths
+    if task == "logits":
+        sums[:, 5] = a.argmax(1) == b.argmax(1)
+    found, sums[:, 2] = delta(a, b), a.shape[1]
+    if not np.isfinite(found).all():
+        is_finite = np.isfinite(found)
+        sums[:, 2] = is_finite.sum(1)
+        found[~is_finite] = 0.0
+    sums[:, 0] = found.sum(1)
+    np.abs(found, out=found)
+    sums[:, 1], sums[:, 3] = found.sum(1), found.max(1)
+    return sums
+
+
+class _Sums:
+    """Over all rows, of one column of vectors."""
+
+    def __init__(self) -> None:
+        self.num_vectors = self._num_rows = self._num_top1 = self._num_cosines = 0
+        self._cosine, self._least = 0.0, 1.0
+        self._deltas = Deltas()
+
+    def add(self, rows: _Compared) -> None:
+        """Take in some rows."""
+        self.num_vectors += int(rows.counts.sum())
+        self._num_rows += int(np.count_nonzero(rows.counts))
+        self._num_top1 += int(rows.num_top1.sum())
+        is_known = ~np.isnan(rows.sum_cosine)
+        self._num_cosines += int(rows.counts[is_known].sum())
+        self._cosine += float(rows.sum_cosine[is_known].sum())
+        self._least = min(self._least, float(rows.min_cosine[is_known].min(initial=1.0)))
+        self._deltas.add_sums(
+            int(rows.num_finite.sum()),
+            int(rows.num_others.sum()),
+            float(rows.total.sum()),
+            float(rows.total_abs.sum()),
+            float(np.nan_to_num(rows.greatest).max(initial=0.0)),
+        )
+
+    def lines(self, name: str, task: str | None) -> Iterator[str]:
+        """For people."""
+        yield f"{name} of {self._num_rows:,} rows, {self.num_vectors:,} vectors: {self._deltas}"
+        if task == "logits":
+            share = self._num_top1 / self.num_vectors
+            yield f"  the likeliest token is the same in {self._num_top1:,} of them ({share:.2%})"
+        if task in _COSINE_TASKS and self._num_cosines:
+            yield f"  cosine {self._cosine / self._num_cosines:.8f} on average, at least {self._least:.8f}"
+
+
+def _lists(column: pa.ChunkedArray) -> Ragged:
+    """A column of vectors, or of lists of them, as lists of vectors."""
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if pa.types.is_list(array.type):
+        return to_ragged(array)
+    is_null = np.asarray(array.is_null())
+    lengths = (~is_null).astype(np.int64)
+    return Ragged(to_matrix(array)[~is_null], np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), is_null)
+
+
+def _labels(job: Results) -> object:
+    return (job.spec.get("pooling") or {}).get("labels")

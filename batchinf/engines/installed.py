@@ -1,0 +1,105 @@
+"""The installed vLLM, asked without importing it: its engine arguments, structured outputs and reasoning parsers."""
+
+import ast
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from batchinf.base.errors import BatchinfError, SpecError
+from batchinf.spec.file import SpecFile
+
+
+@functools.cache
+def engine_argument_names() -> frozenset[str] | None:
+    """Names of the installed vLLM's EngineArgs, or None where vLLM is not installed.
+
+    Read from the source: importing vLLM takes 7 s and would make a typo in a spec slow to see.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return None
+    path = pathlib.Path(found.submodule_search_locations[0], "engine", "arg_utils.py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+            return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+    return None
+
+
+# vLLM is imported meanwhile: 10 s, and far longer from a cold or shared disk.
+_WAIT_S = 600.0
+_PARSER = "model.reasoning_parser"
+
+
+def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
+    """Lines for people. Raises SpecError, one line for each thing that vLLM would refuse.
+
+    tokenizer: the resolved one, a folder or a hub id.
+    """
+    spec = file.spec
+    name, structure = spec.model.reasoning_parser, spec.sampling.structured_outputs
+    if name is None and structure is None:
+        return
+    known = reasoning_parser_names()
+    if name is not None and known is not None and name not in known and not spec.engine.get("reasoning_parser_plugin"):
+        raise file.error(_PARSER, f"got '{name}'; the installed vLLM has {', '.join(known)}")
+    is_here = importlib.util.find_spec("vllm") is not None
+    backend = _ask(file, tokenizer) if is_here else ""
+    unknown = "not looked at, as vLLM is not installed here"
+    if structure is not None:
+        obeys = "" if spec.scripted is None else "; the scripted engine does not obey them"
+        yield f"structured outputs: {', '.join(structure)}, {f'compiled by {backend}' if is_here else unknown}{obeys}"
+    if name is not None:
+        yield f"reasoning parser: {name}, {'which goes with the tokenizer' if is_here else unknown}"
+
+
+@functools.cache
+def reasoning_parser_names() -> tuple[str, ...] | None:
+    """Names of the installed vLLM's own reasoning parsers, sorted; None where they are not to be found.
+
+    Read from the source, as importing vLLM takes 7 s.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return None
+    path = pathlib.Path(found.submodule_search_locations[0], "reasoning", "__init__.py")
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+            return tuple(sorted(str(key) for key in keys))
+    return None
+
+
+def _ask(file: SpecFile, tokenizer: str) -> str:
+    """The backend that compiles the structure, in vLLM's own words. Raises SpecError."""
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    asked = json.dumps({"spec": file.spec.model_dump_json(), "tokenizer": tokenizer})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "batchinf.engines.vllm.structures"],
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=_WAIT_S,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"},
+        )
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except subprocess.TimeoutExpired:
+        raise BatchinfError(f"vLLM took more than {_WAIT_S:.0f} s to look at structures and reasoning") from None
+    except ValueError:
+        words = (done.stderr.strip() or "it said nothing").splitlines()[-1][:300]
+        raise BatchinfError(f"vLLM could not look at structured outputs and reasoning: {words}") from None
+    if answer["problems"]:
+        raise SpecError("\n".join(file.line(field, message) for field, message in answer["problems"]))
+    return str(answer["backend"])

@@ -1,0 +1,209 @@
+"""The scripted engine: deterministic outputs without a model, for tests and dry runs, and vectors for pooling tasks."""
+
+import functools
+import hashlib
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinf import __version__
+from batchinf.base import faults
+from batchinf.base.errors import RequestRefused, RowError
+from batchinf.records import Completion, EngineInfo, EngineStats, FloatArray, IntArray, Request, TokenLogprobs
+from batchinf.spec.job import JobSpec, ScriptedSpec
+
+
+class ScriptedEngine:
+    """Outputs are a function of prompt, seed and sampling alone: any two runs agree, however they are batched."""
+
+    output_room = 1  # tokens that must fit after a prompt
+
+    def __init__(self, script: ScriptedSpec, vocab_size: int, eos_token_id: int) -> None:
+        faults.point("engine.start")
+        time.sleep(script.start_s)
+        self._script = script
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, list[Completion]] = {}
+        self._begun: list[Request] = []
+        self._num_running = 0
+        self._step = 0
+        self._draws = _Draws(vocab_size)
+        self.info = EngineInfo(
+            max_model_len=script.max_model_len,
+            max_num_seqs=script.max_num_seqs,
+            vocab_size=vocab_size,
+            device=script.device,
+            versions={"batchinf": __version__, "engine": "scripted"},
+        )
+
+    def warm_up(self, request: Request) -> None:
+        """Nothing to compile."""
+
+    def add(self, request: Request) -> None:
+        """See `Engine.add`."""
+        if len(request.prompt_token_ids) + self.output_room > self._script.max_model_len:
+            raise RequestRefused(RowError("prompt_too_long", f"got {len(request.prompt_token_ids)} tokens"))
+        if request.sampling.min_tokens > request.max_tokens:
+            message = f"min_tokens is {request.sampling.min_tokens}, but only {request.max_tokens} tokens fit"
+            raise RequestRefused(RowError("invalid_sampling", message))
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        """See `Engine.step`. A request of m tokens comes out m steps after it was let in."""
+        faults.point("engine.step")
+        if self._script.step_s:
+            time.sleep(self._script.step_s)
+        self._begun = []
+        while self._waiting and self._num_running < self._script.max_num_seqs:
+            faults.point("engine.prompt", self._waiting[0].row_index)
+            completion = self.complete(self._waiting.popleft())
+            self._begun.append(completion.request)
+            self._running.setdefault(self._step + max(1, len(completion.token_ids)), []).append(completion)
+            self._num_running += 1
+        self._step += 1
+        finished = self._running.pop(self._step, [])
+        for completion in finished:
+            faults.point("engine.output", completion.request.row_index)
+        self._num_running -= len(finished)
+        return finished
+
+    def complete(self, request: Request) -> Completion:
+        """What the script answers to a request."""
+        prompt = np.asarray(request.prompt_token_ids, np.int32)
+        seed, adapter = str(request.seed or 0)[-16:].encode(), _person(request.adapter)
+        digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=seed, person=adapter).digest()
+        first, second = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+        length = request.max_tokens
+        if self._script.vary_lengths:
+            least = min(max(1, request.sampling.min_tokens), length)
+            length = least + first % (length - least + 1)
+        stops = length < request.max_tokens
+        token_ids = self._draws.token_ids(second, length)
+        if stops:
+            token_ids[-1] = self._eos_token_id
+        chosen = request.logprob_token_ids
+        logprobs = self._draws.logprobs(second, token_ids, len(chosen) if chosen else request.sampling.logprobs)
+        if chosen and logprobs is not None:
+            logprobs.token_ids[:, 1:] = chosen
+        prompt_logprobs = self._draws.logprobs(second, prompt[1:], request.sampling.prompt_logprobs)
+        return Completion(
+            request=request,
+            token_ids=token_ids,
+            finish_reason="stop" if stops else "length",
+            cumulative_logprob=None if logprobs is None else float(logprobs.logprobs[:, 0].sum(dtype=np.float64)),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            values=None if request.rows is None else self._draws.rows(first, length, request),
+        )
+
+    def begun(self) -> list[Request]:
+        """See `Engine.begun`."""
+        return self._begun
+
+    def num_unfinished(self) -> int:
+        """See `Engine.num_unfinished`."""
+        return len(self._waiting) + self._num_running
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        return EngineStats(num_running=self._num_running, num_waiting=len(self._waiting))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@functools.cache
+def _person(adapter: str | None) -> bytes:
+    """What makes a prompt's draws those of an adapter."""
+    return b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=16).digest()
+
+
+_DRAWN_TOKENS = 1 << 16
+_DRAWN_LOGPROBS = 1 << 20
+
+
+class _Draws:
+    """Random arrays, drawn once and read in a circle from the place that a hash gives: 3 us where drawing takes 60."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        random = np.random.default_rng(0)
+        self._token_ids = random.integers(0, vocab_size, _DRAWN_TOKENS, dtype=np.int32)
+        self._ranks = random.integers(1, 50, _DRAWN_TOKENS, dtype=np.int32)
+        self._top: dict[int, tuple[IntArray, FloatArray]] = {}
+
+    def token_ids(self, key: int, num_tokens: int) -> IntArray:
+        """int32 [num_tokens]: moved round the vocabulary by the key, so that two keys hardly ever have the same."""
+        token_ids: IntArray = (_circle(self._token_ids, key, num_tokens) + key % self._vocab_size) % self._vocab_size
+        return token_ids
+
+    def logprobs(self, key: int, token_ids: IntArray, k: int | None) -> TokenLogprobs | None:
+        """These tokens and k others each; logprobs fall from rank to rank."""
+        if k is None:
+            return None
+        if k not in self._top:
+            self._top[k] = self._draw_top(k)
+        top, logprobs = (_circle(drawn, key, len(token_ids)) for drawn in self._top[k])
+        top[:, 0] = token_ids
+        return TokenLogprobs(top, logprobs, _circle(self._ranks, key, len(token_ids)))
+
+    def rows(self, key: int, num_tokens: int, request: Request) -> npt.NDArray[Any]:
+        """Logits for each of the positions that a request wants; the columns of its tokens, if only those."""
+        rows = request.rows
+        assert rows is not None
+        positions = range(num_tokens) if rows.positions is None else rows.positions
+        logits = _circle(self._logits, key, rows.width if rows.token_ids is None else max(rows.token_ids) + 1)
+        columns = logits if rows.token_ids is None else logits[np.array(rows.token_ids)]
+        found: npt.NDArray[Any] = columns + np.array(positions, np.float32)[:, None] / 8
+        return found.astype(rows.dtype)
+
+    @functools.cached_property
+    def _logits(self) -> FloatArray:
+        return np.random.default_rng(2).standard_normal(_DRAWN_LOGPROBS, dtype=np.float32)
+
+    def _draw_top(self, k: int) -> tuple[IntArray, FloatArray]:
+        random = np.random.default_rng(k)
+        shape = (max(16, _DRAWN_LOGPROBS // (k + 1)), k + 1)
+        logprobs = np.negative(random.random(shape, dtype=np.float32))
+        return random.integers(0, self._vocab_size, shape, dtype=np.int32), np.cumsum(logprobs, axis=1)
+
+
+def _circle(drawn: npt.NDArray[Any], key: int, num_items: int) -> npt.NDArray[Any]:
+    """A copy of so many items in a row, or of as many as often as it takes."""
+    start = (key >> 24) % len(drawn)
+    if start + num_items <= len(drawn):
+        return drawn[start : start + num_items].copy()
+    return drawn.take(np.arange(start, start + num_items), axis=0, mode="wrap")
+
+
+class ScriptedPooling(ScriptedEngine):
+    """A vector is a function of the prompt and the spec alone; its prompt is run in one step."""
+
+    output_room = 0
+
+    def __init__(self, spec: JobSpec, vocab_size: int) -> None:
+        assert spec.scripted is not None
+        super().__init__(spec.scripted, vocab_size, 0)
+        self._spec = spec
+        self._drawn = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
+
+    def complete(self, request: Request) -> Completion:
+        """See `ScriptedEngine.complete`: values of the shape that the task asks for."""
+        pooling, num_tokens = self._spec.pooling, len(request.prompt_token_ids)
+        is_states = self._spec.task == "hidden_states"
+        num_positions = num_tokens if is_states and pooling.positions == "all" else 1
+        width = pooling.vector_width * len(pooling.layers or (0,))
+        digest = hashlib.blake2b(np.asarray(request.prompt_token_ids, np.int32).tobytes(), digest_size=8).digest()
+        start = int.from_bytes(digest, "little") % len(self._drawn)
+        flat = self._drawn.take(np.arange(start, start + num_positions * width), mode="wrap")
+        values = flat.reshape(num_positions, width)
+        if self._spec.task == "embed" and pooling.normalize:
+            values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
+        if self._spec.task == "classify" and pooling.use_activation is not False:
+            values = np.exp(values) / np.exp(values).sum(axis=1, keepdims=True)
+        return Completion(request, np.zeros(0, np.int32), "stop", values=values)

@@ -1,0 +1,380 @@
+"""The adapter to vLLM: its types, errors, versions and traps end here (and in `vllm_scheduler`, in its own process).
+
+Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ between them is named where it stands.
+"""
+
+import contextlib
+import copy
+import gc
+import json
+import os
+import platform
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import vllm
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from batchinf import __version__
+from batchinf.base import faults
+from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
+from batchinf.engines.vllm.arguments import TEMPLATE_OF, engine_arguments, extra_of, positions_of, sampling_params
+from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
+from batchinf.engines.vllm.lora import load_adapters, lora_arguments, lora_requests
+from batchinf.engines.vllm.worker import install_rows
+from batchinf.model.lora import Adapter
+from batchinf.records import Completion, EngineInfo, EngineStats, Request
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
+
+# What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
+# every running request with `abort`), which have to be run again.
+FINISHED = frozenset({"stop", "length", "repetition"})
+CUT_SHORT = frozenset({"abort", "error"})
+
+_REFUSALS = (VLLMValidationError, ValueError, TypeError)  # the first is no ValueError from 0.32 on
+_WARM_UP_REQUESTS = 8
+_WATCH_S = 0.2
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
+_MOST_TEMPLATES = 1024
+
+# vLLM collects garbage five times as an engine starts and twice as it ends, and what its import has made, a million
+# objects, is none: not looked through, a start costs 1.1 seconds of processor time on a CPU, not 3.3.
+gc.freeze()
+
+
+class VllmEngine:
+    """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engine.Engine`."""
+
+    output_room = 1  # tokens that must fit after a prompt
+    arguments = staticmethod(engine_arguments)
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        model_path: str,
+        tokenizer_path: str,
+        revision: str | None = None,
+        adapters: tuple[Adapter, ...] = (),
+    ) -> None:
+        environment = _environment()  # before vLLM adds its own
+        arguments = self.arguments(spec, model_path, tokenizer_path, revision)
+        arguments |= lora_arguments(adapters, arguments)
+        self._stats = _Stats()
+        install_arrays()
+        try:
+            self._engine: Any = LLMEngine.from_engine_args(
+                self._engine_args(arguments),
+                usage_context=UsageContext.LLM_CLASS,  # else the batch limits are a server's, not an offline job's
+                stat_loggers=[lambda *_: self._stats],
+            )
+        except Exception as error:
+            raise EngineStartError(f"vLLM could not start: {_one_line(error)}") from error
+        if "reasoning_parser" in arguments and spec.input.chat_template_kwargs:
+            from batchinf.engines.vllm.structures import tell_parser
+
+            tell_parser(self._engine, spec.input.chat_template_kwargs)
+        if spec.logits is not None and not install_rows(self._engine, spec.logits):
+            print("rows of logits come in vLLM's own order, which is slower", flush=True)
+        self._stats.replace_others(self._engine)
+        client = self._engine.engine_core
+        self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
+        self._live: dict[str, Request] = {}
+        self._unbegun: deque[tuple[Request, Any]] = deque()  # no first token yet, with vLLM's own record
+        self._death: str | None = None
+        self._latest: tuple[SamplingSpec | None, dict[str, Any], Any] = (None, {}, None)
+        self._templates: dict[Any, Any] = {}
+        self._keeps_special_tokens = spec.model.reasoning_parser is not None
+        self._adapters = lora_requests(adapters)
+        self.info = _info(self._engine.vllm_config, arguments, environment)
+
+    def _engine_args(self, arguments: dict[str, Any]) -> Any:
+        return EngineArgs(**arguments)
+
+    def warm_up(self, request: Request) -> None:
+        """See `Engine.warm_up`. Raises RequestRefused where vLLM would refuse every request of the job."""
+        load_adapters(self._engine, self._adapters)
+        names = list(self._adapters)
+        for number in range(_WARM_UP_REQUESTS):
+            params = self._params(request)
+            params.min_tokens = 0  # it may be above the `max_tokens` of a short request: see `_objection`
+            adapter = names[number % len(names)]
+            self._submit(f"warm-up-{number}", replace(request, adapter=adapter), params)
+        with self._alive("while it warmed up"):
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+            self._engine.reset_prefix_cache()
+
+    def add(self, request: Request) -> None:
+        """See `Engine.add`."""
+        if objection := self._objection(request):
+            raise RequestRefused(objection)
+        request_id = f"{request.row_index}-{request.request_index}"
+        self._submit(request_id, request, self._params(request))
+        self._live[request_id] = request
+        states = getattr(self._engine.output_processor, "request_states", {})
+        if (state := next(reversed(states.values()), None)) is not None and hasattr(state, "is_prefilling"):
+            self._unbegun.append((request, state))
+
+    def step(self) -> list[Completion]:
+        """See `Engine.step`. Returns at once where nothing runs: `LLMEngine.step` would wait for ever."""
+        if self._death:
+            raise EngineDeadError(self._death)
+        if not self._live:
+            return []
+        faults.point("engine.step")
+        with self._alive("in a step"):
+            if not self._engine.has_unfinished_requests():
+                raise RuntimeError(f"it cut {len(self._live)} requests short and says no more of them")
+            outputs = self._engine.step()
+        return [self._checked(output) for output in outputs if self._came_whole(output)]
+
+    def begun(self) -> list[Request]:
+        """See `Engine.begun`. vLLM runs prompts in the order in which they came, so that few are looked at."""
+        begun = []
+        while self._unbegun and not self._unbegun[0][1].is_prefilling:
+            begun.append(self._unbegun.popleft()[0])
+        return begun
+
+    def num_unfinished(self) -> int:
+        """See `Engine.num_unfinished`. What was cut short counts: it has not come out."""
+        return len(self._live)
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`. vLLM counts preemptions with its prefix cache: there are none where that is off."""
+        return self._stats.latest
+
+    def close(self) -> None:
+        """See `Engine.close`. The second time it does nothing."""
+        engine, self._engine, self._death = self._engine, None, "the engine is closed"
+        if engine is not None and self._watchdog is not None:
+            self._watchdog.stopped.set()
+            engine.engine_core.shutdown()
+        elif engine is not None:  # it ran in this process: let go of its memory, and let another start
+            engine.engine_core.shutdown()
+            del engine
+            cleanup_dist_env_and_memory()
+
+    def _params(self, request: Request) -> Any:
+        """The request's own SamplingParams, as vLLM writes into what it is given; building one costs 30 µs.
+
+        The copy shares with its template only what vLLM either replaces, or extends by the same ids each time, and the
+        structure, which vLLM checks at every request, and once says otherwise to the same effect.
+        """
+        extra = extra_of(request)
+        if request.sampling is not self._latest[0] or extra != self._latest[1]:
+            self._latest = request.sampling, extra, self._template(request.sampling, extra)
+        params = copy.copy(self._latest[2])
+        params.max_tokens, params.seed = request.max_tokens, request.seed
+        if (positions := positions_of(request)) is not None:
+            params.extra_args = positions
+        return params
+
+    def _template(self, sampling: SamplingSpec, extra: dict[str, Any]) -> Any:
+        """Found again by what it is made of: rows may all have other objects, and differ in `seed` alone."""
+        structure = sampling.structured_outputs
+        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), json.dumps(extra))
+        found = self._templates.get(key)
+        if found is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            if structure:
+                from batchinf.engines.vllm.structures import check_once
+
+                check_once()
+            try:
+                found = self._templates[key] = sampling_params(sampling, self._keeps_special_tokens, extra)
+            except _REFUSALS as error:
+                raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+        return found
+
+    def _objection(self, request: Request) -> RowError | None:
+        """What vLLM would refuse as well, said more plainly, and what it lets through."""
+        token_ids, limit, size = request.prompt_token_ids, self.info.max_model_len, self.info.vocab_size
+        if not token_ids:
+            return RowError("empty_prompt", "the prompt has no tokens")
+        if len(token_ids) + self.output_room > limit:
+            fits = f"{limit - 1} leave room for one of output" if self.output_room else f"{limit} fit max_model_len"
+            message = f"the prompt has {len(token_ids)} tokens; at most {fits}"
+            return RowError("prompt_too_long", message)
+        low, high = min(token_ids), max(token_ids)  # 7 µs for a list of 256; numpy takes 15
+        if low < 0 or high >= size:  # 0.26 accepts negative ids
+            return RowError("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
+        least, most = request.sampling.min_tokens, request.max_tokens
+        if least > most:  # looked at where SamplingParams are built, and decoded: a core in another process goes silent
+            return RowError("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")
+        return None
+
+    def _submit(self, request_id: str, request: Request, params: Any) -> None:
+        if self._death:
+            raise EngineDeadError(self._death)
+        try:
+            with self._alive("when a request was added", harmless=_REFUSALS):
+                prompt, adapter = tokens_input(request.prompt_token_ids), self._adapters[request.adapter]
+                self._engine.add_request(request_id=request_id, prompt=prompt, params=params, lora_request=adapter)
+        except _REFUSALS as error:
+            self._engine.abort_request([request_id])  # it may have come halfway in
+            is_sampling = getattr(error, "parameter", None) in SamplingParams.__struct_fields__
+            raise RequestRefused(RowError("invalid_sampling" if is_sampling else "refused", str(error))) from error
+
+    @contextlib.contextmanager
+    def _alive(self, where: str, harmless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """An engine that raises anything but `harmless` is dead: in this process its batch is lost, else all is."""
+        try:
+            yield
+        except harmless:
+            raise
+        except Exception as error:
+            self._death = f"vLLM's engine died {where}: {_one_line(error)}"
+            raise EngineDeadError(self._death, self._was_killed()) from error
+
+    def _was_killed(self) -> bool:
+        # An engine that fails ends with an exit code of its own; one that the kernel or a user killed does not.
+        manager = getattr(getattr(self._engine.engine_core, "resources", None), "engine_manager", None)
+        return any(process.exitcode == -signal.SIGKILL for process in getattr(manager, "processes", ()))
+
+    def _checked(self, output: Any) -> Completion:
+        request = self._live[output.request_id]
+        try:
+            return self._completion(output)
+        except BatchinfError as error:
+            raise BatchinfError(f"row {request.row_index}, request {request.request_index}: {error}") from error
+
+    def _completion(self, output: Any) -> Completion:
+        request, answer = self._live.pop(output.request_id), output.outputs[0]
+        sampling, num_scored = request.sampling, len(request.prompt_token_ids) - 1
+        if request.rows is not None:
+            values = vocabulary_rows(request.rows, answer.logprobs, output.prompt_logprobs)
+            token_ids = np.array(answer.token_ids, np.int32)
+            return Completion(request, token_ids, answer.finish_reason, answer.stop_reason, values=values)
+        k = len(request.logprob_token_ids) if request.logprob_token_ids else sampling.logprobs
+        logprobs = token_logprobs(answer.logprobs, k, len(answer.token_ids))
+        return Completion(
+            request=request,
+            token_ids=np.array(answer.token_ids, np.int32),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            text=answer.text if sampling.stop_strings else None,
+            # From left to right in float64, as vLLM adds them.
+            cumulative_logprob=None if logprobs is None else float(np.cumsum(logprobs.logprobs[:, 0], dtype=float)[-1]),
+            logprobs=logprobs,
+            prompt_logprobs=token_logprobs(output.prompt_logprobs, sampling.prompt_logprobs, num_scored),
+        )
+
+    def _came_whole(self, output: Any) -> bool:
+        return _is_whole(output)
+
+
+def _is_whole(output: Any) -> bool:
+    reason = output.outputs[0].finish_reason
+    if reason not in FINISHED | CUT_SHORT:
+        raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
+    return reason in FINISHED
+
+
+def _one_line(error: Exception) -> str:
+    # Not the first of several lines alone: pydantic's says only how many errors there are.
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+class _Watchdog(threading.Thread):
+    """Ends waits for an EngineCore process that was killed: vLLM 0.26 to 0.33 notices, but never wakes who waits."""
+
+    NEEDS = ("resources", "outputs_queue", "utility_results")  # none of them where the engine runs in this process
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(name="engine-watchdog", daemon=True)
+        # Not the client itself, which ends its engine when it is let go.
+        self._resources, self._outputs, self._calls = (getattr(client, name) for name in self.NEEDS)
+        self.stopped = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Watch until stopped, or until the engine is dead."""
+        while not self.stopped.wait(_WATCH_S):
+            if self._resources.engine_dead:
+                self._outputs.put_nowait(VllmEngineDeadError())
+                for call in list(self._calls.values()):
+                    call.set_exception(VllmEngineDeadError())
+                return
+
+
+class _Stats(StatLoggerBase):
+    """The scheduler's figures after the latest step. They are declared unstable, so each is read with a default."""
+
+    def __init__(self) -> None:
+        self.latest = EngineStats()
+
+    def replace_others(self, engine: Any) -> None:
+        """Only `record`, for each step; in 0.26 loggers are for steps with outputs. No statistics of each token."""
+        engine.logger_manager, engine.log_stats, engine.output_processor.log_stats = None, False, False
+        engine.output_processor.update_scheduler_stats = lambda stats: self.record(stats) if stats else None
+
+    def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+        """Called by vLLM after each step."""
+        last, cache = self.latest, getattr(scheduler_stats, "prefix_cache_stats", None)
+        num_skipped = getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
+        self.latest = EngineStats(
+            num_running=getattr(scheduler_stats, "num_running_reqs", 0),
+            num_waiting=getattr(scheduler_stats, "num_waiting_reqs", 0) + num_skipped,
+            kv_cache_usage=getattr(scheduler_stats, "kv_cache_usage", 0.0),
+            num_preemptions=last.num_preemptions + getattr(cache, "preempted_requests", 0),
+            prefix_cache_queries=last.prefix_cache_queries + getattr(cache, "queries", 0),
+            prefix_cache_hits=last.prefix_cache_hits + getattr(cache, "hits", 0),
+        )
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to log."""
+
+
+def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -> EngineInfo:
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    return EngineInfo(
+        max_model_len=model.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        vocab_size=model.hf_text_config.vocab_size,
+        device=current_platform.get_device_name(),
+        versions=_versions(),
+        settings={
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_parallel_size,
+            "use_v2_model_runner": getattr(config, "use_v2_model_runner", None),
+            # The one asked for: which one vLLM took by itself stands only in its log.
+            "attention_backend": str(getattr(getattr(config, "attention_config", None), "backend", None) or "auto"),
+            "kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None)
+            or (cache.num_gpu_blocks or 0) * cache.block_size,
+            "engine_arguments": arguments,
+            "environment": environment,
+        },
+    )
+
+
+def _environment() -> dict[str, str]:
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
+    return {name: "(not recorded)" if any(s in name for s in _SECRETS) else value for name, value in found.items()}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"batchinf": __version__, "python": platform.python_version()}
+    versions |= {module.__name__: str(module.__version__) for module in (vllm, torch, transformers)}
+    if torch.version.cuda:
+        import pynvml
+
+        pynvml.nvmlInit()
+        versions |= {"cuda": torch.version.cuda, "driver": str(pynvml.nvmlSystemGetDriverVersion())}
+    return versions

@@ -1,0 +1,154 @@
+"""The adapter to vLLM's pooling runner: prompts in, vectors out, through the same loop as `vllm_engine`.
+
+Run against vLLM 0.32.0 and read against 0.26.0, where such models take the V1 runner.
+"""
+
+import contextlib
+import importlib
+from typing import Any
+
+import numpy as np
+from vllm import EngineArgs, PoolingParams, envs
+from vllm.config import PoolerConfig
+
+from batchinf.base.errors import SpecError
+from batchinf.engines.vllm.arguments import engine_arguments
+from batchinf.engines.vllm.engine import VllmEngine
+from batchinf.engines.vllm.layers import LAYERS_CONFIG, LAYERS_WORKER
+from batchinf.engines.vllm.scheduler import SCHEDULER
+from batchinf.model.lora import Adapter
+from batchinf.records import Completion, Request
+from batchinf.spec.job import JobSpec
+
+_V2_RUNNER = "vllm.v1.worker.gpu.pool.pooling_runner"
+_CONVERT = {"embed": "embed", "hidden_states": "embed", "classify": "classify", "reward": "classify"}
+
+
+class VllmPooling(VllmEngine):
+    """One vLLM engine that makes vectors. Implements `engine.Engine`: `Completion.values` is float32."""
+
+    output_room = 0
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        model_path: str,
+        tokenizer_path: str,
+        revision: str | None = None,
+        adapters: tuple[Adapter, ...] = (),
+    ) -> None:
+        self._spec = spec
+        super().__init__(spec, model_path, tokenizer_path, revision, adapters)
+        self._takes_last = False
+        self._pooling_params = self._choose_params()
+        pooler = self._engine.vllm_config.model_config.pooler_config
+        names = ("seq_pooling_type", "tok_pooling_type")
+        self.info.settings["pooling"] = {"task": self._pooling_params.task} | {
+            name: str(getattr(pooler, name, None)) for name in names
+        }
+
+    def arguments(self, spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
+        """See `pooling_arguments`."""
+        return pooling_arguments(spec, model_path, tokenizer_path, revision)
+
+    def _engine_args(self, arguments: dict[str, Any]) -> Any:
+        # vLLM makes configs of some mappings by itself, but not of this one.
+        return EngineArgs(**{**arguments, "pooler_config": PoolerConfig(**arguments["pooler_config"])})
+
+    def _choose_params(self) -> Any:
+        """The parameters of all requests, by what the model can do. Raises SpecError."""
+        spec, tasks = self._spec, self._engine.get_supported_tasks()
+        wanted = wanted_tasks(spec)
+        task = next((name for name in wanted if name in tasks), None)
+        if task is None:
+            raise SpecError(f"task: got {spec.task}, but vLLM gives {', '.join(sorted(tasks))} of this model")
+        pooler = self._engine.vllm_config.model_config.pooler_config
+        if task == "token_classify" and getattr(pooler, "tok_pooling_type", None) == "STEP":
+            raise SpecError("task: got reward, but this model judges steps within an answer, and not the whole")
+        self._takes_last = task == "token_classify"
+        pooling = spec.pooling
+        uses = {"embed": pooling.normalize, "hidden_states": False, "classify": pooling.use_activation is not False}
+        params = PoolingParams(task=task, use_activation=uses.get(spec.task, bool(pooling.use_activation)))
+        if spec.task == "embed":
+            params.dimensions = pooling.dimensions
+        return params
+
+    def warm_up(self, request: Request) -> None:
+        """See `Engine.warm_up`. Raises SpecError where vectors are not as wide as the spec says."""
+        self._submit("warm-up", request, self._pooling_params)
+        outputs: list[Any] = []
+        with self._alive("while it warmed up"):
+            while self._engine.has_unfinished_requests():
+                outputs += self._engine.step()
+            self._engine.reset_prefix_cache()
+        [values] = [self._values(output) for output in outputs]
+        pooling = self._spec.pooling
+        wanted, got = pooling.vector_width * len(pooling.layers or (0,)), values.shape[1]
+        if got != wanted:
+            field, what = ("labels", "classes") if self._spec.task == "classify" else ("width", "numbers in a vector")
+            each = "" if wanted == pooling.vector_width else f" for {len(pooling.layers or ())} layers"
+            raise SpecError(f"pooling.{field}: got {wanted} {what}{each}, but the model gives {got}; name as many")
+
+    def _params(self, request: Request) -> Any:
+        return self._pooling_params  # vLLM copies it
+
+    def _came_whole(self, output: Any) -> bool:
+        # A request that was cut short comes out with nothing, from 0.26 to 0.32.
+        return bool(output.outputs.data.numel())
+
+    def _values(self, output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """float32 [num_positions, width]."""
+        values = output.outputs.data.float().numpy()
+        values = values.reshape(1, -1) if values.ndim < 2 else values
+        # A view would keep vLLM's whole message in memory.
+        return np.array(values[-1:] if self._takes_last else values, np.float32)
+
+    def _completion(self, output: Any) -> Completion:
+        request = self._live.pop(output.request_id)
+        return Completion(request, np.zeros(0, np.int32), "stop", values=self._values(output))
+
+
+def wanted_tasks(spec: JobSpec) -> tuple[str, ...]:
+    """vLLM's names of what does for a spec's task, the best first."""
+    if spec.task == "hidden_states":
+        return ("token_embed",) if spec.pooling.positions == "all" else ("embed",)
+    # A reward model of its own kind gives a number for each token, of which the last one counts.
+    return {"embed": ("embed",), "classify": ("classify",), "reward": ("classify", "token_classify")}[spec.task]
+
+
+def check_runner() -> None:
+    """Raise SpecError where the V2 runner is asked for and gives the normalised last state, whatever is wanted."""
+    if not getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None):
+        return
+    runner = None
+    with contextlib.suppress(ImportError):
+        runner = getattr(importlib.import_module(_V2_RUNNER), "PoolingRunner", None)
+    if not hasattr(runner, "add_request"):  # that of 0.26 does not look at a request's parameters
+        raise SpecError(
+            "VLLM_USE_V2_MODEL_RUNNER: got 1, but in this version of vLLM that runner gives normalised last states "
+            "alone; leave it out of the environment"
+        )
+
+
+def pooling_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
+    """EngineArgs by name: as for text, with the runner, the pooler and the worker that the task needs."""
+    check_runner()
+    arguments = engine_arguments(spec, model_path, tokenizer_path, revision)
+    if arguments.get("scheduler_cls") == SCHEDULER:  # it puts tokens together, and here are none
+        del arguments["scheduler_cls"]
+    pooling, pooler = spec.pooling, dict(spec.engine.get("pooler_config") or {})
+    if pooling.pooling_type is not None:
+        pooler["seq_pooling_type"] = pooling.pooling_type.upper()
+    if spec.task == "hidden_states":
+        pooler |= {"seq_pooling_type": "LAST", "tok_pooling_type": "ALL"}
+    if spec.task != "reward":
+        pooler["task"] = wanted_tasks(spec)[0]
+    chosen: dict[str, Any] = {"runner": "pooling", "convert": _CONVERT[spec.task], "pooler_config": pooler}
+    layers = list(pooling.layers or ()) or ([] if pooling.final_norm else [-1])
+    if layers:
+        config = spec.engine.get("additional_config") or {}
+        chosen |= {"worker_cls": LAYERS_WORKER, "additional_config": {**config, LAYERS_CONFIG: layers}}
+    if pooling.positions == "all" and "async_scheduling" not in spec.engine:
+        # In 0.26 the next step may write over states that are still on their way out.
+        chosen["async_scheduling"] = False
+    return {**arguments, **chosen}

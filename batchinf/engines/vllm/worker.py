@@ -1,0 +1,220 @@
+"""What runs in vLLM's worker processes: rows of the whole vocabulary, or of chosen tokens, without a sort.
+
+For `logprobs=-1` vLLM sorts each row (a top k of all) and sends it in order of rank with its ids, 8 bytes a number, and
+for prompts it holds 14 bytes a number of all positions on the device. Here a row is sent as it lies, in the order of
+the vocabulary and in the type that is stored: 2 bytes a number for float16, and for a prompt a few hundred positions at
+a time. Beside it goes one token id, by which `vllm_logprobs` knows such rows. Where a request is after some positions
+of its prompt alone, the V1 runner makes and sends the rows of these; V2, which makes rows without knowing whose they
+are, sends all, of which the front end keeps some. Of a tensor-parallel group all have each row, and the first one alone
+copies and sends it; of a pipeline the last stage has them, and vLLM asks that one.
+
+Run with 0.32.0 (V1 runner) and read against both runners of 0.26.0, which takes the V2 runner for dense models on a
+GPU: the names below are the same there. What may be missing is looked for, and then vLLM's own order is sent.
+"""
+
+import importlib
+import inspect
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.outputs import LogprobsTensors
+
+from batchinf.spec.logits import LogitsSpec
+
+# What `engine_arguments` gives as `worker_extension_cls`: vLLM imports it by name in each worker.
+WORKER_EXTENSION = f"{__name__}.RowsExtension"
+# Rows that are worked on at once: 128k float32 each.
+_CHUNK = 256
+# In a request's `extra_args` (of SamplingParams, from 0.26 to 0.33): the positions of its prompt, ascending, that it is
+# after; without it all. Rows of these alone carry position + 1 as their rank.
+POSITIONS = "batchinf_positions"
+_V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
+# Of a prompt that is run in pieces, what the V2 runner may keep on the device until the last piece.
+_DEVICE_BYTES = 1 << 30
+
+
+class RowsExtension:
+    """Added by vLLM to its worker's bases; `collective_rpc` finds its method."""
+
+    model_runner: Any
+
+    def install_vocabulary_rows(self, dtype: str, token_ids: list[int] | None) -> bool:
+        """Send rows as they lie; False where this version's parts have other names, and vLLM's own order is sent."""
+        rows = ScoreRows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
+        if type(self.model_runner).__module__.startswith("vllm.v1.worker.gpu."):
+            return _install_v2(self.model_runner, rows)
+        return _install_v1(self.model_runner, rows)
+
+
+def install_rows(engine: Any, logits: LogitsSpec) -> bool:
+    """Let an engine's workers send rows as they are stored; False where they cannot, and rows are put in order here."""
+    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:  # the spec's own is in its place
+        return False
+    return all(engine.collective_rpc("install_vocabulary_rows", args=(logits.dtype, list(logits.token_ids) or None)))
+
+
+class ScoreRows:
+    """Scores of the whole vocabulary → what is sent. dtype: `float16` or `float32`. token_ids: None is all.
+
+    is_sent: False where vLLM takes no output from this worker; rows are empty then, as each would be copied for nobody.
+    """
+
+    def __init__(self, dtype: str, token_ids: list[int] | None, is_sent: bool = True) -> None:
+        self.dtype = getattr(torch, dtype)
+        self._token_ids = token_ids if is_sent else []
+        self._index: Any = None
+
+    def width(self, vocab_size: int) -> int:
+        """Numbers in a row."""
+        return vocab_size if self._token_ids is None else len(self._token_ids)
+
+    def of(self, scores: Any) -> Any:
+        """[n, width] of scores [n, vocab_size]."""
+        if self._token_ids is not None:
+            if self._index is None or self._index.device != scores.device:
+                self._index = torch.tensor(self._token_ids, dtype=torch.int64, device=scores.device)
+            scores = scores.index_select(-1, self._index)
+        return scores.to(self.dtype)
+
+    def tensors(self, scores: Any, token_ids: Any) -> LogprobsTensors:
+        """As vLLM has them. token_ids: [n], the tokens that were sampled; their ranks are not looked at."""
+        ranks = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
+        return LogprobsTensors(token_ids.to(torch.int32).unsqueeze(-1), scores, ranks)
+
+
+# -- the V1 runner -----------------------------------------------------------------------------------------------------
+
+
+def _install_v1(runner: Any, rows: ScoreRows) -> bool:
+    sampler: Any = getattr(runner, "sampler", None)
+    names = ("num_prompt_logprobs", "requests", "input_batch", "query_start_loc", "_get_prompt_logprobs_dict")
+    if not (hasattr(sampler, "gather_logprobs") and all(hasattr(runner, name) for name in names)):
+        return False
+    theirs = sampler.gather_logprobs
+
+    def gather_logprobs(logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
+        if num_logprobs < logprobs.shape[-1]:
+            return theirs(logprobs, num_logprobs, token_ids)
+        return rows.tensors(rows.of(logprobs), token_ids)
+
+    sampler.gather_logprobs = gather_logprobs
+    runner._get_prompt_logprobs_dict = _prompt_rows(runner, rows, runner._get_prompt_logprobs_dict)
+    return True
+
+
+def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of `GPUModelRunner._get_prompt_logprobs_dict`, which it follows step by step."""
+
+    def prompt_rows(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        wanted = runner.num_prompt_logprobs
+        vocab_size = runner.model_config.get_vocab_size()
+        if any(k < vocab_size for k in wanted.values()):
+            return theirs(hidden_states, num_scheduled_tokens)  # type: ignore[no-any-return]
+        done: dict[str, Any] = {}
+        for request_id in list(wanted):
+            num_tokens = num_scheduled_tokens.get(request_id)
+            if num_tokens is None:  # preempted amid its prompt
+                continue
+            request = runner.requests[request_id]
+            num_prompt_tokens, start = len(request.prompt_token_ids), request.num_computed_tokens
+            chosen = (getattr(request.sampling_params, "extra_args", None) or {}).get(POSITIONS)
+            kept = request.in_progress_prompt_logprobs_cpu
+            if kept is None:
+                kept = request.in_progress_prompt_logprobs_cpu = _empty(
+                    num_prompt_tokens - 1, rows.width(vocab_size), rows.dtype, chosen
+                )
+            # A chunk that ends at the last but one token is given back with the next, which brings an output token.
+            num_left = num_prompt_tokens - (start + 1)
+            num_rows = num_tokens if num_tokens <= num_left else num_left
+            if num_tokens > num_left:
+                done[request_id] = kept
+            offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
+            states, place = hidden_states[offset : offset + num_rows], start
+            if chosen is not None:
+                place, end = bisect_left(chosen, start), bisect_left(chosen, start + num_rows)
+                here = torch.tensor([position - start for position in chosen[place:end]], device=states.device)
+                states = states[here.long()]
+            for first in range(0, len(states), _CHUNK):
+                logits = runner.model.compute_logits(states[first : first + _CHUNK])
+                is_logits = runner.model_config.logprobs_mode in ("raw_logits", "processed_logits")
+                scores = logits if is_logits else runner.sampler.compute_logprobs(logits)
+                at = place + first
+                kept.logprobs[at : at + len(scores)].copy_(rows.of(scores), non_blocking=True)
+        for request_id in done:
+            del wanted[request_id]
+            runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
+        if done and hidden_states.device.type != "cpu":
+            torch.accelerator.synchronize()  # the copies above do not wait
+        return done
+
+    return prompt_rows
+
+
+def _empty(num_rows: int, width: int, dtype: Any, chosen: list[int] | None) -> LogprobsTensors:
+    # Not pinned: each prompt's would be taken from the driver anew, which takes longer than the slower copy.
+    ranks = torch.zeros(num_rows, dtype=torch.int32) if chosen is None else torch.tensor(chosen, dtype=torch.int32) + 1
+    return LogprobsTensors(
+        torch.zeros((len(ranks), 1), dtype=torch.int32), torch.empty((len(ranks), width), dtype=dtype), ranks
+    )
+
+
+# -- the V2 runner -----------------------------------------------------------------------------------------------------
+
+
+def _install_v2(runner: Any, rows: ScoreRows) -> bool:
+    try:
+        modules = [importlib.import_module(name) for name in _V2_MODULES]
+    except ImportError:
+        return False
+    # Without `logits_mode`, logits and logprobs are told apart elsewhere.
+    found = [getattr(module, "compute_topk_scores", None) for module in modules]
+    if not all(theirs is not None and "logits_mode" in inspect.signature(theirs).parameters for theirs in found):
+        return False
+    for module, theirs in zip(modules, found, strict=True):
+        module.compute_topk_scores = v2_scores(rows, theirs)  # type: ignore[arg-type, attr-defined]
+    worker: Any = getattr(runner, "prompt_logprobs_worker", None)  # of a pipeline the last stage has one
+    if isinstance(getattr(worker, "in_progress_prompt_logprobs", None), dict):
+        worker.in_progress_prompt_logprobs = PiecesOfPrompts()
+    return True
+
+
+def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of `compute_topk_scores`, of the sampler and of prompts."""
+
+    def compute_topk_scores(logits: Any, num_logprobs: int, sampled_token_ids: Any, *rest: Any, **named: Any) -> Any:
+        starts = rest[0] if rest else named.get("cu_num_logits")  # several rows a request, where tokens are drafted
+        if num_logprobs < logits.shape[-1] or starts is not None:
+            return theirs(logits, num_logprobs, sampled_token_ids, *rest, **named)
+        width = rows.width(logits.shape[-1])
+        found = torch.empty((len(logits), width), dtype=rows.dtype, device=logits.device)
+        for first in range(0, len(logits) if width else 0, _CHUNK):
+            scores = logits[first : first + _CHUNK]
+            if not named.get("logits_mode", False):
+                scores = scores.log_softmax(dim=-1, dtype=torch.float32)
+            found[first : first + _CHUNK] = rows.of(scores)
+        return rows.tensors(found, sampled_token_ids)
+
+    return compute_topk_scores
+
+
+class PiecesOfPrompts(dict[str, list[Any]]):
+    """In the place of the V2 runner's dict: by request, rows of a prompt whose last piece has not been run.
+
+    vLLM keeps them on the device and joins them there, which for a long prompt and a whole vocabulary takes gigabytes
+    that memory profiling does not see. Beyond `_DEVICE_BYTES` they are kept in the host's memory.
+    """
+
+    def __setitem__(self, request_id: str, pieces: list[Any]) -> None:
+        super().__setitem__(request_id, _Pieces(pieces))
+
+
+class _Pieces(list[Any]):
+    """LogprobsTensors, all of them on the device or all of them off it."""
+
+    def append(self, piece: Any) -> None:
+        super().append(piece)
+        if sum(each.logprobs.nbytes for each in self) > _DEVICE_BYTES:
+            self[:] = [LogprobsTensors(*(tensor.cpu() for tensor in each[:3])) for each in self]

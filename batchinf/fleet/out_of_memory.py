@@ -1,0 +1,441 @@
+"""Out of memory: recognises the errors of vLLM and torch, and lowers the engine arguments for the next start."""
+
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, gib
+from batchinf.spec.job import JobSpec
+
+Kind = Literal["free", "cache", "length", "load", "start", "step", "host"]
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+
+# vLLM asks for a share of the device, and finds less than that free.
+_FREE = re.compile(
+    r"(?:Free|Available) memory on (?:device|node) (?P<device>\S+) \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) "
+    r"on startup is less than desired (?:GPU|CPU) memory utilization \((?P<share>[\d.]+), (?P<asked>[\d.]+) GiB\)"
+)
+# Weights and activations leave nothing for the KV cache.
+_CACHE = re.compile(
+    r"No available memory for the cache blocks|Cannot auto-fit max_model_len: not enough GPU memory|"
+    r"on kv cache allocation is less than requested memory for kv"
+)
+# They leave too little for one sequence; the second is the wording of older versions.
+_LENGTH = re.compile(
+    r"model'?s'?s? max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed, which is larger than "
+    r"the available KV cache memory \((?P<available>[\d.]+) GiB\)"
+    r"(?:\. Based on the available memory, the estimated maximum model length is (?P<most>\d+))?|"
+    r"max seq len \((?P<length_>\d+)\) is larger than the maximum number of tokens that can be stored in KV cache "
+    r"\((?P<most_>\d+)\)"
+)
+_LOAD = re.compile(r"Failed to load model - not enough GPU memory")
+_WARM_UP = re.compile(r"out of memory occurred when warming up (?:sampler|pooler)")
+# torch's allocator, then the libraries below it, which allocate by themselves.
+_DEVICE = re.compile(
+    r"(?:CUDA|HIP|XPU) out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation|"
+    r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS)_STATUS_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY|"
+    r"Cuda failure(?: \d+)? 'out of memory'"
+)
+_TRIED = re.compile(rf"Tried to allocate {_SIZE}\. GPU \S+ has a total capacity of {_SIZE} of which {_SIZE} is free")
+_HOST = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|\bMemoryError\b|Cannot allocate memory")
+
+# Below these, a smaller batch saves next to nothing. Mixed caches want a batch of one of their large blocks at least.
+_LEAST_SEQS = 16
+_LEAST_BATCHED_TOKENS = 2048
+_LEAST_ROWS = 512
+_SHARE_STEP = 0.05
+# Where the arithmetic cannot be done.
+_LEAST_SHARE = 0.3
+# A guess at activations, CUDA graphs and buffers, for advice only: 8 billion parameters at default limits take so much.
+_RESERVE_BYTES = 2 * GIB
+_MOST_DEGREE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """One failure. Sizes in bytes, lengths in tokens, None where the words do not say.
+
+    kind: `free` less free than asked for; `cache` nothing left for the KV cache; `length` too little for one sequence;
+    `load` while the weights were loaded; `start` later in the start; `step` while running; `host` the host's memory.
+    asked: what vLLM or torch wanted; needed, available: KV cache of one sequence; most_tokens: the longest that fits.
+    """
+
+    kind: Kind
+    words: str
+    asked_bytes: int | None = None
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+    needed_bytes: int | None = None
+    available_bytes: int | None = None
+    most_tokens: int | None = None
+
+
+def recognise(text: str, *, was_up: bool) -> OutOfMemory | None:
+    """The failure that a replica's last words or its log's errors tell of; None if they tell of none.
+
+    was_up: whether the engine had started.
+    """
+    text = " ".join(text.split())
+    if not was_up and (found := _FREE.search(text)):
+        asked, free, total = (int(float(found[name]) * GIB) for name in ("asked", "free", "total"))
+        return OutOfMemory("free", found[0], asked_bytes=asked, free_bytes=free, total_bytes=total)
+    if not was_up and (found := _LENGTH.search(text)):
+        most = found["most"] or found["most_"]
+        sizes = [None if found[name] is None else int(float(found[name]) * GIB) for name in ("needed", "available")]
+        tokens = int(most) if most else None
+        return OutOfMemory("length", found[0], needed_bytes=sizes[0], available_bytes=sizes[1], most_tokens=tokens)
+    if not was_up and (found := _CACHE.search(text)):
+        return OutOfMemory("cache", found[0])
+    if found := _WARM_UP.search(text) or _DEVICE.search(text):
+        kind: Kind = "step" if was_up else "load" if _LOAD.search(text) else "start"
+        return _with_sizes(OutOfMemory(kind, found[0]), text)
+    if found := _HOST.search(text):
+        return OutOfMemory("host", found[0])
+    return None
+
+
+def _with_sizes(failure: OutOfMemory, text: str) -> OutOfMemory:
+    found = _TRIED.search(text)
+    if found is None:
+        return failure
+    asked, total, free = (int(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3, 5))
+    return replace(failure, words=found[0], asked_bytes=asked, free_bytes=free, total_bytes=total)
+
+
+def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
+    """The settings that a step lowers. Where the spec is silent, the task's own; else those of an offline engine."""
+    is_large = fit.device_bytes is not None and (
+        fit.device_bytes >= 160 * GIB or (fit.device_bytes >= 70 * GIB and "a100" not in fit.device_name.lower())
+    )
+    defaults = {
+        "max_num_seqs": 1024 if is_large else 256,
+        "max_num_batched_tokens": 16384 if is_large else 8192,
+        "gpu_memory_utilization": DEFAULT_GPU_MEMORY_UTILIZATION,
+    }
+    names = (*defaults, "kv_cache_memory_bytes", "num_gpu_blocks_override")
+    given = {name: engine[name] for name in names if engine.get(name) is not None}
+    return {**defaults, **fit.batch_limits, **given}
+
+
+def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
+    """The runtime engine arguments to change, with their new values; None at the floor, or where none would help.
+
+    Never what decides the output, such as `max_model_len`: that is the user's to change. Why so:
+
+    - `free`: another program holds a part: ask for no more than is free, if weights and one sequence fit into that.
+    - `cache`, `length`: activations are measured with a full batch, and smaller batches leave more to the KV cache; no
+      help where the weights alone leave too little.
+    - `load`: nothing but weights was there yet: nothing to lower.
+    - `start`: a full batch, or what comes after the KV cache (CUDA graphs, the sampler's warm-up), found no room:
+      smaller batches and a smaller share together, as there is one try.
+    - `step`: too little is left outside of vLLM's share for what it did not measure: a smaller share, by what was
+      missing; smaller batches once the share is at its floor.
+    - `host`: smaller batches.
+    """
+    now = effective(engine, fit)
+    share = now["gpu_memory_utilization"]
+    match cause.kind:
+        case "free":
+            return _to_what_is_free(now, cause, fit)
+        case "cache" | "length":
+            # A cache whose size is given, as it always is on a CPU, does not grow when something else shrinks.
+            is_given = fit.device_bytes is None or now.keys() & {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
+            return None if is_given or fit.fits(share) is False else _smaller_batches(engine, now, fit)
+        case "start":
+            smaller = (_smaller_batches(engine, now, fit) or {}) | (_smaller_pool(now, cause, fit) or {})
+            return smaller or None
+        case "step":
+            return _smaller_pool(now, cause, fit) or _smaller_batches(engine, now, fit)
+        case "host":
+            return _smaller_batches(engine, now, fit)
+    return None
+
+
+def _to_what_is_free(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
+    if not cause.total_bytes or cause.free_bytes is None:
+        return None
+    # A hundredth less, since the figures are rounded.
+    share = int(cause.free_bytes / cause.total_bytes * 100 - 1) / 100
+    least = replace(fit, device_bytes=cause.total_bytes).least_utilization()
+    is_enough = share >= (_LEAST_SHARE if least is None else least)
+    return {"gpu_memory_utilization": share} if is_enough and share < now["gpu_memory_utilization"] else None
+
+
+def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> dict[str, Any] | None:
+    smaller = {}
+    if isinstance(now["max_num_seqs"], int) and now["max_num_seqs"] > _LEAST_SEQS:
+        smaller["max_num_seqs"] = max(_LEAST_SEQS, now["max_num_seqs"] // 2)
+    # Without chunks a batch must hold the longest prompt; on a CPU, where none is named, prompts come whole.
+    has_chunks = engine.get("enable_chunked_prefill") is not False
+    is_named = engine.get("max_num_batched_tokens") is not None
+    tokens = now["max_num_batched_tokens"]
+    if has_chunks and (is_named or fit.device_bytes is not None) and isinstance(tokens, int):
+        # A task with a limit of its own makes rows of the vocabulary of them: there a few more are worth a step.
+        floor = _LEAST_ROWS if "max_num_batched_tokens" in fit.batch_limits else _LEAST_BATCHED_TOKENS
+        least = max(floor, smaller.get("max_num_seqs", now["max_num_seqs"]))
+        if tokens > least:
+            smaller["max_num_batched_tokens"] = max(least, tokens // 2)
+    return smaller or None
+
+
+def _smaller_pool(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
+    """A smaller share for vLLM, or whichever setting stands in its place; one sequence must still fit."""
+    if isinstance(blocks := now.get("num_gpu_blocks_override"), int):
+        return {"num_gpu_blocks_override": int(blocks * 0.9)} if blocks * 0.9 * 16 >= (fit.max_model_len or 0) else None
+    if isinstance(size := now.get("kv_cache_memory_bytes"), int):
+        least = fit.sequence_bytes or size // 2
+        return {"kv_cache_memory_bytes": int(size * 0.9)} if size * 0.9 >= least else None
+    step = _SHARE_STEP
+    if cause.asked_bytes and cause.total_bytes:
+        missing = (cause.asked_bytes - (cause.free_bytes or 0)) / cause.total_bytes
+        step = max(step, min(0.3, missing + 0.01))
+    share = round(now["gpu_memory_utilization"] - step, 2)
+    least_share = fit.least_utilization()
+    floor = _LEAST_SHARE if least_share is None else least_share
+    if share < floor:
+        share = round(now["gpu_memory_utilization"] - _SHARE_STEP, 2)
+    return {"gpu_memory_utilization": share} if share >= floor else None
+
+
+def explain(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str) -> str:
+    """One message: what was needed, what there was, what to change; only such changes as the arithmetic allows."""
+    changes = _changes(cause, engine, fit)
+    can = f"; to go on, {'; or '.join(changes)}" if changes else ""
+    return f"{_what(cause)}: {', '.join(_figures(cause, engine, fit, model))}{can}"
+
+
+def _what(cause: OutOfMemory) -> str:
+    return {
+        "free": "not enough memory is free on the device",
+        "cache": "out of memory at the start, nothing is left for the KV cache",
+        "length": "out of memory at the start, the KV cache would not hold one sequence of max_model_len",
+        "load": "out of memory while the weights were loaded",
+        "start": "out of memory at the start",
+        "step": "out of memory while running",
+        "host": "out of the host's memory",
+    }[cause.kind]
+
+
+def _figures(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str) -> list[str]:
+    now, device_bytes = effective(engine, fit), cause.total_bytes or fit.device_bytes
+    degree = fit.tensor_parallel_size * fit.pipeline_parallel_size
+    figures = []
+    if fit.weight_bytes is not None:
+        each = f" on each of {degree} devices" if degree > 1 else ""
+        figures.append(f"{model} takes {gib(fit.weight_bytes)} for its weights{each}")
+    sequence = cause.needed_bytes or fit.sequence_bytes
+    if sequence is not None:
+        length = "" if fit.max_model_len is None else f" {fit.max_model_len:,}"
+        figures.append(f"the KV cache of one sequence of max_model_len{length} takes {gib(sequence)}")
+    if cause.available_bytes is not None:
+        figures.append(f"{gib(cause.available_bytes)} were left for it")
+    asker = "vLLM asked for" if cause.kind == "free" else "the allocation that failed was of"
+    if cause.asked_bytes is not None:
+        figures.append(f"{asker} {gib(cause.asked_bytes)}")
+    if cause.free_bytes is not None:
+        figures.append(f"{gib(cause.free_bytes)} were free")
+    if device_bytes:
+        share = now["gpu_memory_utilization"]
+        figures.append(f"the device has {gib(device_bytes)}, of which gpu_memory_utilization {share:g} is "
+                       f"{gib(device_bytes * share)}")  # fmt: skip
+    return figures or [cause.words]
+
+
+def _changes(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit) -> list[str]:
+    """Runtime settings first: with these the same command goes on."""
+    now = effective(engine, fit)
+    step = step_down(engine, cause, fit)
+    if step is not None and cause.kind in ("free", "start", "step", "host"):
+        changes = [f"set {' and '.join(f'engine.{name} to {value}' for name, value in step.items())}"]
+    else:
+        changes = []
+    if cause.kind == "free":
+        return [*changes, "end what else runs on the device, or choose another with CUDA_VISIBLE_DEVICES"]
+    if cause.kind in ("cache", "length", "load"):
+        changes += _more_room(cause, now, fit)
+    changes += _new_job(cause, engine, now, fit)
+    return changes
+
+
+def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str]:
+    """More of the device, or more devices: free on a resume."""
+    changes: list[str] = []
+    if fit.device_bytes is None and cause.needed_bytes is not None:
+        space = math.ceil(cause.needed_bytes / GIB)
+        return [f"set the environment variable VLLM_CPU_KVCACHE_SPACE to {space} (GiB), which sizes the cache on a CPU"]
+    share, least = now["gpu_memory_utilization"], fit.least_utilization(_RESERVE_BYTES)
+    if cause.kind == "length" and fit.device_bytes and cause.needed_bytes and cause.available_bytes is not None:
+        # vLLM's own figures have the activations in them.
+        missing = (cause.needed_bytes - cause.available_bytes) / fit.device_bytes
+        least = max(least or 0.0, int((share + missing) * 100 + 2) / 100)
+    if cause.kind != "load" and least is not None and share < least <= 0.97:
+        changes.append(f"raise engine.gpu_memory_utilization to {least:g}")
+    if degree := _least_degree(cause, now, fit):
+        changes.append(f"set parallel.tensor_parallel_size to {degree}")
+    return changes
+
+
+def _would_fit(changed: Fit, fit: Fit, cause: OutOfMemory, now: Mapping[str, Any]) -> bool:
+    """Whether the weights and one sequence would fit, by vLLM's own figure of what was left where it gave one."""
+    before, after, sequence = fit.weight_bytes, changed.weight_bytes, changed.sequence_bytes
+    if cause.available_bytes is None or before is None or after is None or sequence is None:
+        return bool(changed.fits(now["gpu_memory_utilization"], _RESERVE_BYTES))
+    return sequence <= cause.available_bytes + before - after
+
+
+def _least_degree(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> int | None:
+    """The next tensor-parallel size, doubling, at which weights and one sequence fit; None if none does."""
+    degree = fit.tensor_parallel_size * 2
+    while degree <= _MOST_DEGREE:
+        if _would_fit(replace(fit, tensor_parallel_size=degree), fit, cause, now):
+            return degree
+        degree *= 2
+    return None
+
+
+def _new_job(cause: OutOfMemory, engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> list[str]:
+    """What decides the output, and so makes it another job."""
+    share, choices = now["gpu_memory_utilization"], []
+    if cause.kind not in ("cache", "length", "load"):
+        return []
+    most = cause.most_tokens or (fit.most_tokens(share, _RESERVE_BYTES) if cause.kind != "length" else None)
+    if most and most >= 256 and (fit.max_model_len is None or most < fit.max_model_len):
+        choices.append(f"engine.max_model_len {most} or less")
+    cache = fit.needs.kv_cache
+    if cache is not None and cache.item_bytes == 2 and not engine.get("kv_cache_dtype"):
+        smaller = replace(fit, needs=replace(fit.needs, kv_cache=replace(cache, item_bytes=1)))
+        if _would_fit(smaller, fit, cause, now) and not _would_fit(fit, fit, cause, now):
+            choices.append("engine.kv_cache_dtype fp8")
+    if fit.needs.weight_bytes is not None and cache is not None:
+        smaller = replace(fit, needs=replace(fit.needs, weight_bytes=fit.needs.weight_bytes // 2))
+        if _would_fit(smaller, fit, cause, now) and not _would_fit(fit, fit, cause, now):
+            choices.append("model.quantization fp8, where the weights are not quantized yet")
+    return [f"begin a new job, with another output.path, with {' or '.join(choices)}"] if choices else []
+
+
+# Starts that may fail for want of memory, for each replica, before it is given up: the first, and one lower.
+_MOST_STARTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """One step down: the fields of the event `oom_step_down`.
+
+    lowered: all that is lower than the spec says by now; applies_to: what the spec said then, by dotted name, None
+    where it was silent: with another value there, that value counts and not the lowered one.
+    """
+
+    cause: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+    lowered: dict[str, Any]
+    applies_to: dict[str, Any]
+
+    def fields(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "cause": self.cause,
+            "from": self.before,
+            "to": self.after,
+            "lowered": self.lowered,
+            "applies_to": self.applies_to,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a replica that ran out of memory.
+
+    again: it starts with the latest settings, which `step` has just lowered unless another replica had before.
+    given up: nothing is left to try. died: like any other death, since nothing is left to lower. words: for people.
+    """
+
+    action: Literal["again", "given up", "died"]
+    words: str
+    step: Lowered | None = None
+
+
+class EngineSettings:
+    """Current settings, and with which each incarnation was started."""
+
+    def __init__(self, spec: JobSpec, fit: Fit, lowered: Mapping[str, Any] | None = None) -> None:
+        """lowered: what an earlier epoch came to; see `kept`."""
+        self._spec = spec
+        self._fit = fit
+        self._lowered = dict(lowered or {})
+        self._generation = 0
+        self._launched: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._failed_starts: dict[int, int] = {}
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Engine arguments for the next start."""
+        return {**self._spec.engine, **self._lowered}
+
+    def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
+        """The job's spec as JSON, as this incarnation is to have it; `spec`: a retry's, whose sampling is another."""
+        self._launched[incarnation] = self._generation, self.engine
+        return (spec or self._spec).model_copy(update={"engine": self.engine}).model_dump_json()
+
+    def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
+        """Lower the settings, if that can help; each incarnation once, after its end. was_up: it had started."""
+        generation, engine = self._launched.pop(incarnation, (self._generation, self.engine))
+        words = explain(cause, engine, self._fit, pathlib.Path(self._spec.model.name).name)
+        self._failed_starts[replica] = 0 if was_up else self._failed_starts.get(replica, 0) + 1
+        if self._spec.on_oom == "fail":
+            return Verdict("given up", f"{words} (on_oom is fail)")
+        if self._failed_starts[replica] >= _MOST_STARTS:
+            return Verdict("given up", f"{words}{self._tried()}")
+        if generation < self._generation:
+            return Verdict("again", f"{_head(words)}; starting again with the lowered {_show(self._lowered)}")
+        step = step_down(self.engine, cause, self._fit)
+        if step is None:
+            return Verdict("died" if was_up else "given up", f"{words}{self._tried()}")
+        return self._take(step, cause, words)
+
+    def _take(self, step: dict[str, Any], cause: OutOfMemory, words: str) -> Verdict:
+        now = effective(self.engine, self._fit)
+        before = {name: now[name] for name in step}
+        # The task's own limits are reckoned from what is free outside of vLLM's share: with a smaller share they would
+        # grow, and take up what was just let go of.
+        self._lowered = {name: now[name] for name in self._fit.batch_limits} | self._lowered | step
+        self._generation += 1
+        line = Lowered(cause.words, before, step, dict(self._lowered), applies_to(self._spec, self._lowered))
+        changes = ", ".join(f"{name} {before[name]} -> {value}" for name, value in step.items())
+        return Verdict("again", f"{_head(words)}; starting again with {changes}", line)
+
+    def _tried(self) -> str:
+        return f" (tried with {_show(self._lowered)} already)" if self._lowered else ""
+
+
+def _head(words: str) -> str:
+    # What the user could change is said once nothing else is left to try.
+    return words.partition("; to go on, ")[0]
+
+
+def _show(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def applies_to(spec: JobSpec, lowered: Mapping[str, Any]) -> dict[str, Any]:
+    """What in a spec decides whether settings that were lowered still count."""
+    degrees = ("tensor_parallel_size", "pipeline_parallel_size")
+    settings = {f"engine.{name}": spec.engine.get(name) for name in lowered}
+    return settings | {f"parallel.{name}": getattr(spec.parallel, name) for name in degrees}
+
+
+def kept(spec: JobSpec, event: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings to go on with after a resume, by the last `oom_step_down` of the job (empty where there was none).
+
+    Those whose value in the spec the user has changed since are dropped; with other degrees, all of them.
+    """
+    lowered, before = dict(event.get("lowered", {})), event.get("applies_to", {})
+    now = applies_to(spec, lowered)
+    if any(now[name] != before.get(name) for name in now if name.startswith("parallel.")):
+        return {}
+    return {name: value for name, value in lowered.items() if now[f"engine.{name}"] == before.get(f"engine.{name}")}

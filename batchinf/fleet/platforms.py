@@ -1,0 +1,68 @@
+"""On which devices and with which versions a job's rows were run, and what a replica on other ones means."""
+
+import hashlib
+import json
+
+from batchinf.base.errors import DriftError
+from batchinf.manifest.state import State
+from batchinf.records import EngineInfo
+
+# What can change the values that come out: `same_device: true` refuses a mix of these. Of others it is told.
+_DECIDING = frozenset({"device", "engine", "vllm", "torch", "transformers", "cuda"})
+
+# `device`, and versions by name.
+Platform = dict[str, str]
+
+
+class Platforms:
+    """Those that replicas of a job have had so far, over all of its epochs."""
+
+    def __init__(self, state: State, is_one_wanted: bool) -> None:
+        """is_one_wanted: refuse a second one, as `same_device: true` asks."""
+        # Where there are more events than a state holds, one of each platform is kept all the same.
+        ready = [*(event for event in state.kept.values() if event.name == "ready"),
+                 *(event for event in state.events if event.name == "ready")]  # fmt: skip
+        self._known = [_platform(event.fields.get("device", ""), event.fields["versions"]) for event in ready]
+        self._is_one_wanted = is_one_wanted
+        self._told: list[Platform] = []
+
+    def admit(self, replica: int, engine: EngineInfo) -> str | None:
+        """Take in a started replica's; a warning the first time that it is not as all before it.
+
+        Raises DriftError, in one line, where that is not wanted.
+        """
+        now = _platform(engine.device, engine.versions)
+        for before in self._known:
+            changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+            if self._is_one_wanted and not _DECIDING.isdisjoint(changed):
+                shown = _show(before, now, [name for name in changed if name in _DECIDING])
+                raise DriftError(
+                    f"same_device is true, but replica {replica} is on another device or version than rows of this job "
+                    f"before it: {shown}; run the job where it began, or set same_device to false"
+                )
+            if changed and now not in self._told:
+                self._told.append(now)
+                hint = "" if _DECIDING.isdisjoint(changed) else "; `same_device: true` would refuse that"
+                return (
+                    f"warning: replica {replica} runs on another device or with other versions than rows of this job "
+                    f"before it: {_show(before, now, changed)}{hint}"
+                )
+        if now not in self._known:
+            self._known.append(now)
+        return None
+
+
+def kept_as(engine: EngineInfo) -> str:
+    """The name under which a `ready` event stays in the manifest: one for each platform."""
+    text = json.dumps(_platform(engine.device, engine.versions), sort_keys=True)
+    return f"platform/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def _platform(device: str, versions: dict[str, str]) -> Platform:
+    return {"device": device, **versions}
+
+
+def _show(before: Platform, now: Platform, names: list[str]) -> str:
+    # The device first: it is what people know.
+    names = sorted(names, key=lambda name: name != "device")
+    return ", ".join(f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}" for name in names)

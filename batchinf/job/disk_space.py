@@ -1,0 +1,100 @@
+"""What a job will need on its disk, and whether it fits: an estimate to warn by, never to refuse."""
+
+import os
+import pathlib
+
+from batchinf.job.open import Job, carried_columns, estimated_bytes_per_row
+from batchinf.job.size import objection
+from batchinf.manifest.state import State
+from batchinf.output.journal import row_bytes
+from batchinf.schedule.shards import total_rows, total_shards
+from batchinf.spec.file import SpecFile
+
+# Rows of the input whose kept columns are measured.
+_NUM_SAMPLED = 64
+# A result in the journal, uncompressed and with ids of its own, against the same in a part.
+_JOURNAL_FACTOR = 3
+# Shards that a replica has begun and not closed: the one at work and the next.
+_OPEN_SHARDS = 2
+# Segments, logs and temporary files that lie there beside the parts.
+_OTHER_FILES = 64
+
+
+def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int | None = None) -> str | None:
+    """A line for the user if what is left of the job will not fit on the file system of `output.path`; else None.
+
+    state: None before a job's first start; num_rows: the rows that are run, where that is not all of them. A quota
+    is not looked at: there is no portable way to ask for one.
+    """
+    try:
+        status = os.statvfs(_existing(job.folder.root))
+    except OSError:
+        return None
+    free_bytes, num_bytes = status.f_bavail * status.f_frsize, estimated_bytes(job, state, num_replicas, num_rows)
+    where = f"{job.folder.root} may not have room for the job"
+    if num_bytes > free_bytes:
+        return (
+            f"warning: {where}: about {_gib(num_bytes)} will be written, {_gib(free_bytes)} are free; if the disk is "
+            "full before the end, make room and run the same command again"
+        )
+    num_files = _num_shards_left(state) + _OTHER_FILES
+    if status.f_files > 0 and num_files > status.f_favail:
+        return f"warning: {where}: about {num_files:,} files will be made, it can hold {status.f_favail:,} more"
+    return None
+
+
+def check_size(file: SpecFile, job: Job, num_rows: int | None) -> None:
+    """Raise SpecError where the output of so many of the job's rows is estimated above `output.max_output_bytes`.
+
+    num_rows: None for a job that has begun, which is not stopped half-way.
+    """
+    if num_rows is None:
+        return
+    given = job.spec.input
+    are_first = all(chosen is None for chosen in (given.where, given.sample, given.exclude))
+    rows = job.rows[:num_rows] if are_first else job.rows
+    per_row = job.spec.num_samples * estimated_bytes_per_row(job.spec)
+    found = objection(job.spec, job.model, job.source, rows, num_rows, per_row)
+    if found is not None:
+        raise file.error("output.max_output_bytes", found)
+
+
+def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None = None) -> int:
+    """Bytes that the parts still to come and the journal will take.
+
+    From the parts that are there if there are any, else from the spec and the kept columns of the first rows.
+    """
+    if num_rows is None:
+        num_rows = len(job.rows) if state is None else total_rows(state.extents)
+    per_row = estimated_bytes_per_row(job.spec) + job.spec.num_samples * _kept_bytes(job)
+    if state is None:
+        return num_rows * per_row
+    num_done = state.num_rows // job.spec.num_samples
+    if num_done:
+        per_row = -(-state.num_bytes // num_done)
+    num_left = max(0, num_rows - num_done)
+    in_journal = num_replicas * _OPEN_SHARDS * max(extent.rows_per_shard for extent in state.extents)
+    return num_left * per_row + min(num_left, in_journal) * per_row * _JOURNAL_FACTOR
+
+
+def _kept_bytes(job: Job) -> int:
+    """A row's kept columns, as they are in memory, on the average of the first rows."""
+    start, num_rows = job.rows.start, min(_NUM_SAMPLED, len(job.rows))
+    columns = list(dict.fromkeys(carried_columns(job.spec)))
+    if not columns or not num_rows:
+        return 0
+    return int(row_bytes(job.source.read_columns(start, start + num_rows, columns)).sum()) // num_rows
+
+
+def _num_shards_left(state: State | None) -> int:
+    return 0 if state is None else total_shards(state.extents) - int(state.committed.sum())
+
+
+def _existing(path: pathlib.Path) -> pathlib.Path:
+    """The folder, or the nearest one above it that exists."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

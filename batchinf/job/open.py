@@ -1,0 +1,306 @@
+"""A job as it is opened: spec, model, input and output folder together, and whether they are still the same job."""
+
+import datetime
+import json
+import pathlib
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchinf.base import faults
+from batchinf.base.errors import DriftError, OutputError, SpecError
+from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
+from batchinf.base.storage import Folder
+from batchinf.job.size import LIKELY_TOKENS, bytes_per_row
+from batchinf.manifest.state import MANIFEST_VERSION, Header, State
+from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults
+from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
+from batchinf.model.vectors import bytes_per_vectors, check_not_batch_file, resolve_pooling
+from batchinf.prompts.builder import check_columns
+from batchinf.prompts.checks import check_order, check_prompts
+from batchinf.prompts.encoder import with_vocabulary
+from batchinf.prompts.openai import recognised
+from batchinf.prompts.row_values import check_sampling_columns
+from batchinf.records import Extent
+from batchinf.schedule.order import Choice
+from batchinf.schedule.shards import choose_rows_per_shard
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import NewRows, Source, open_source
+from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec, fields, fingerprint, identity_defaults
+from batchinf.tasks.registry import get_task
+
+OnModelFound = Callable[[JobSpec, Model, tuple[Adapter, ...]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the user asked for, resolved. `spec` has its sampling filled in; `origins` says where each value is from.
+
+    identity: all that a resume must find unchanged, as flat JSON values by dotted name. slice: which one this is, where
+    the job is run in slices; `folder` is its own then.
+    """
+
+    spec: JobSpec
+    origins: dict[str, str]
+    folder: Folder
+    model: Model
+    source: Source
+    identity: dict[str, Any]
+    slice: Slice | None = None
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def location(self) -> InputLocation:
+        """Where its input is."""
+        return location_of(self.spec)
+
+    @property
+    def rows(self) -> range:
+        """The rows that are to be run, by their positions in the input."""
+        num_rows = self.source.num_rows
+        return range(num_rows) if self.slice is None else self.slice.rows(num_rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that stand for the identity."""
+        return fingerprint(self.identity)
+
+
+def open_job(
+    file: SpecFile,
+    cache: pathlib.Path | None = None,
+    state: State | None = None,
+    new: NewRows = "refuse",
+    found: OnModelFound | None = None,
+) -> Job:
+    """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
+
+    state: of the job that is gone on with, its model's commit too. new: what becomes of rows that came since. found: is
+    told, before the input is read, of all that does not depend on it: the spec resolved but for its `input`, the model,
+    the adapters.
+    """
+    try:
+        return _open_job(file, cache, state, new, found)
+    except SpecError as error:
+        field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
+        if field is None:
+            raise
+        raise SpecError(file.line(field[0], "") + str(error)[field.end() :]) from error
+
+
+def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
+    """The identity of the folder's job, or what its slices have in common; empty where it has yet to begin."""
+    if state is not None:
+        return state.header.identity
+    cut = read_cut(file.spec.output.path)
+    return {} if cut is None else cut.identity
+
+
+def _open_job(
+    file: SpecFile,
+    cache: pathlib.Path | None,
+    state: State | None,
+    new: NewRows,
+    found: OnModelFound | None,
+) -> Job:
+    began_as = _began_as(file, state)
+    folder = job_folder(file.spec.output.path, file.slice)
+    # Another revision in the spec is another model.
+    is_same = began_as.get("model.revision") == file.spec.model.revision
+    model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
+    sampling, origins = file.spec.sampling, dict[str, str]()
+    if file.spec.task != "score" and not file.spec.is_pooling:  # they sample nothing
+        sampling, origins = resolve_sampling(sampling, sampling_defaults(model, file.spec.engine))
+    spec = with_vocabulary(file.spec.model_copy(update={"sampling": sampling}), model)
+    check_prompts(spec, model)
+    spec = spec.model_copy(update={"pooling": resolve_pooling(spec, model)})
+    adapters = resolve_adapters(spec, model, began_as.get("lora"))
+    if found is not None:
+        found(spec, model, adapters)
+    # Before the input is looked at, which may have grown too.
+    limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
+    source = open_job_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    faults.point("job.input_open")
+    spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
+    check_not_batch_file(spec)
+    check_columns(spec, source.schema.names)
+    check_sampling_columns(spec.sampling, source.schema)
+    check_order(spec)
+    get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
+    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
+    if adapters:
+        identity["lora"] = lora_identity(spec, adapters)
+    if file.slice is not None:
+        identity["slice"] = str(file.slice)
+    if state is not None:
+        identity["input.limit"] = limit
+    # Through JSON and back, so that it compares equal to what the manifest gives.
+    identity = without_later_fields(json.loads(json.dumps(identity)), began_as)
+    return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
+
+
+def without_later_fields(identity: dict[str, Any], began_as: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity without fields that say nothing, of which the job that began knew nothing: they came with a later
+    version, and leave that job as it was.
+
+    began_as: its identity; empty where it has yet to begin.
+    """
+    later = {name: value for name, value in identity_defaults().items() if began_as and name not in began_as}
+    return {name: value for name, value in identity.items() if name not in later or later[name] != value}
+
+
+def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
+    """What the job's identity says of the limit: one that was raised, or is now, is the same job's.
+
+    Raises DriftError where it is lowered, or raised without `--extend`.
+    """
+    begun, last = state.header.identity.get("input.limit"), state.limit
+    is_raised = last is not None and (limit is None or limit > last)
+    if limit == last or (new == "take" and is_raised):
+        return begun
+    error = _drift(f"{folder.root} holds a job", {"input.limit": last}, {"input.limit": limit})
+    raise DriftError(f"{error}\nwith --extend, input.limit may be raised, but not lowered")
+
+
+def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
+    """What the job has taken in of its input; a slice that has not begun takes what the others did."""
+    if state is not None:
+        return state.source_fingerprints
+    cut = read_cut(file.spec.output.path) if file.slice is not None else None
+    return () if cut is None else (str(cut.identity.get("input", "")),)
+
+
+def carried_columns(spec: JobSpec) -> list[str]:
+    """Input columns that the output has too: the id first, then the kept ones."""
+    return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
+
+
+def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
+    """The job's source; what its first pass finds is kept in `cache`. See `open_source`."""
+    return open_source(location_of(spec), cache, taken, new)
+
+
+def location_of(spec: JobSpec) -> InputLocation:
+    """Where a job's input is."""
+    where = spec.input
+    format = "jsonl" if where.format == "openai" else where.format
+    return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
+
+
+def new_header(
+    job: Job, num_replicas: int, choice: Choice | None = None, job_id: str | None = None
+) -> tuple[Header, Extent]:
+    """What is written once, at a job's first start: its identity, and how its rows are cut.
+
+    choice: the rows that are run, their bitmap written; None is all of the job's. job_id: None is a new one.
+    """
+    choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
+    rows_per_shard = job.spec.output.rows_per_shard
+    if rows_per_shard == "auto":
+        rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, estimated_bytes_per_row(job.spec))
+    header = Header(
+        format_version=MANIFEST_VERSION,
+        job_id=job_id or new_job_id(),
+        created_at=_now(),
+        identity=job.identity,
+        fingerprint=job.fingerprint,
+        layout={
+            "rows_per_shard": rows_per_shard,
+            **({} if choice.ordered_by == "input" else {"order": choice.ordered_by}),
+        },
+        spec=job.spec.model_dump(mode="json"),
+    )
+    return header, choice.extent(rows_per_shard, first_shard=0)
+
+
+def new_job_id() -> str:
+    """32 hexadecimal digits, those of no other job."""
+    return uuid.uuid4().hex
+
+
+def begun_at(job: Job, header: Header | None) -> str | None:
+    """When the job was begun, in ISO format, the same for all of its slices; None for one that has yet to begin."""
+    cut = None if job.slice is None else read_cut(job.spec.output.path)
+    return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def estimated_bytes_per_row(spec: JobSpec) -> int:
+    """A guess at a row's size in Parquet: 5 bytes for each stored id with its logprob, 4 for a token's text."""
+    if spec.task == "logits":
+        return bytes_per_row(spec)
+    if spec.is_pooling:
+        return 100 + bytes_per_vectors(spec, LIKELY_TOKENS)
+    if spec.task == "score":
+        tokens = LIKELY_TOKENS if spec.output.include_token_logprobs else 0
+        return 200 + tokens * 9 * (1 + (spec.sampling.prompt_logprobs or 0))
+    stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
+    stored = max(stored, len(spec.sampling.logprob_token_ids) + 1 if spec.sampling.logprob_token_ids else 0)
+    tokens = spec.sampling.max_tokens or LIKELY_TOKENS
+    # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.
+    tokens = min(tokens, 4 * LIKELY_TOKENS) + max(0, tokens - 4 * LIKELY_TOKENS) // 4
+    return spec.num_samples * (100 + tokens * (6 + 5 * stored))
+
+
+def check_drift(job: Job, header: Header) -> None:
+    """Raise DriftError, with each difference on a line, where the folder's job is not this one."""
+    if header.fingerprint == job.fingerprint:
+        return
+    raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
+
+
+def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
+    """Join a slice to the others of its output folder, which run so many rows together.
+
+    Raises DriftError where they began as another job, and OutputError where they run other rows.
+    """
+    assert job.slice is not None
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), _now(), selection))
+    check_cut(job)
+    if (cut.num_rows, cut.selection) != (num_rows, selection):
+        raise OutputError(
+            f"{out}: its slices began with {cut.num_rows:,} rows, and other rows are chosen now, {num_rows:,}; "
+            "put back what chose them, or give the job another output.path"
+        )
+
+
+def check_cut(job: Job) -> None:
+    """Raise DriftError where the other slices of the output folder began as another job."""
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    identity, cut = _identity_of_all(job), read_cut(out)
+    if cut is not None and cut.identity != identity:
+        raise _drift(f"{out} holds slices of a job", cut.identity, identity)
+
+
+def _identity_of_all(job: Job) -> dict[str, Any]:
+    return {name: value for name, value in job.identity.items() if name != "slice"}
+
+
+def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError:
+    lines = [
+        f"  {name}: the job has {_show(before, name)}, now it is {_show(now, name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    return DriftError(
+        f"{what} that began with other settings:\n"
+        + "\n".join(lines)
+        + "\nput these back as they were to go on with it, or give the new job another output.path"
+    )
+
+
+def _show(identity: dict[str, Any], name: str) -> str:
+    if name not in identity or (name == "input.limit" and identity[name] is None):
+        return "nothing"
+    meanings = {"model": "a model with content ", "input": "an input with content ", "lora": "adapters with content "}
+    meaning = meanings.get(name, "")
+    return meaning + json.dumps(identity[name], ensure_ascii=False)

@@ -1,0 +1,352 @@
+"""The order in which a job's rows run: `input.order`, resolved at the start and again for rows that come later."""
+
+import contextlib
+import dataclasses
+import itertools
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.job import choose
+from batchinf.job.open import Job, begun_at
+from batchinf.manifest.state import State
+from batchinf.prompts.builder import Outline, PromptBuilder
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Extent, Int64Array
+from batchinf.schedule.order import Choice, RunOrder
+from batchinf.schedule.selection import RUN_FOLDER, permutation_name, read_permutation, write_permutation
+from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec
+
+# Blocks of so many bytes up to a place: 64 are about 16 tokens of text, and 16 token ids, as many as vLLM's own blocks.
+# Long prompts have longer ones later, where a part of a block more or less is little of the whole.
+_BLOCKS = ((64, 4 << 10), (256, 32 << 10), (1 << 10, 256 << 10))
+_HASH_BYTES = 4
+_ENDS = [
+    *range(_BLOCKS[0][0], _BLOCKS[0][1] + 1, _BLOCKS[0][0]),
+    *(end for (_, begin), (size, stop) in itertools.pairwise(_BLOCKS) for end in range(begin + size, stop + 1, size)),
+]
+_MEMORY = "512MB"
+_FETCH_ROWS = 1 << 16
+
+
+def prefix_key(beginning: bytes) -> bytes:
+    """4 bytes for each block of a prompt's beginning; the last block may be cut short. At most 1.6 KB."""
+    key, start = bytearray(), 0
+    for end in _ENDS:
+        if start >= len(beginning):
+            break
+        key += xxhash.xxh32_digest(beginning[start:end])
+        start = end
+    return bytes(key)
+
+
+def shared_bytes(one: bytes, other: bytes) -> int:
+    """Bytes of prompt that two keys have in common from the beginning: whole blocks alone."""
+    most = min(len(one), len(other)) // _HASH_BYTES
+    num_blocks = next((i for i in range(most) if one[4 * i : 4 * i + 4] != other[4 * i : 4 * i + 4]), most)
+    return _ENDS[num_blocks - 1] if num_blocks else 0
+
+
+def shared_in_order(keys: Sequence[bytes]) -> int:
+    """Bytes that prompts have in common with an earlier one, all of which are held."""
+    seen: set[int] = set()
+    total = 0
+    for key in keys:
+        chain, shared = xxhash.xxh3_64(), 0
+        for i in range(0, len(key), _HASH_BYTES):
+            chain.update(key[i : i + _HASH_BYTES])
+            digest = chain.intdigest()
+            if digest in seen:
+                shared = i // _HASH_BYTES + 1
+            seen.add(digest)
+        total += _ENDS[shared - 1] if shared else 0
+    return total
+
+
+def shared_when_sorted(keys: Iterable[bytes]) -> int:
+    """Bytes that prompts have in common with the one before, when they are sorted by their keys."""
+    ordered = sorted(keys)
+    return sum(shared_bytes(one, other) for one, other in itertools.pairwise(ordered))
+
+
+class KeySort:
+    """Rows sorted by their keys; DuckDB sorts them, and spills to `scratch` what is more than its share of memory.
+
+    With `with`, as it holds a temporary folder.
+    """
+
+    def __init__(self, scratch: pathlib.Path | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix=".order-", dir=scratch)
+        self._connection: Any = None
+
+    def __enter__(self) -> "KeySort":
+        import duckdb
+
+        settings: dict[str, str | bool | int | float | list[str]] = {
+            "memory_limit": _MEMORY,
+            "temp_directory": self._folder.name,
+            "threads": "2",
+            "preserve_insertion_order": "false",
+        }
+        self._connection = duckdb.connect(f"{self._folder.name}/keys", config=settings)
+        self._connection.execute("CREATE TABLE keys (is_last BOOLEAN, key BLOB, row BIGINT)")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._connection.close()
+        self._folder.cleanup()
+
+    def add(self, rows: Int64Array, keys: Sequence[bytes | None]) -> None:
+        """Take rows, by position, with their keys; those without one come last, in their own order."""
+        batch = pa.table(
+            {
+                "is_last": pa.array([key is None for key in keys]),
+                "key": pa.array([key or b"" for key in keys], pa.binary()),
+                "row": pa.array(rows),
+            }
+        )
+        self._connection.register("batch", batch)
+        with self._naming():
+            self._connection.execute("INSERT INTO keys SELECT is_last, key, row FROM batch")
+        self._connection.unregister("batch")
+
+    def rows(self, num_waves: int = 1, num_hands: int = 1) -> Iterator[Int64Array]:
+        """All rows in order, some at a time; those of one key in their own order.
+
+        They may be dealt: the rows in order are cut into waves of one size, and each wave is dealt, row by row, into
+        hands, which follow each other.
+        """
+        query = "SELECT row FROM keys ORDER BY is_last, key, row"
+        with self._naming():
+            if (num_waves, num_hands) != (1, 1):
+                [[num_rows]] = self._connection.execute("SELECT count(*) FROM keys").fetchall()
+                size = max(1, -(-num_rows // num_waves))
+                ranks = "SELECT row, row_number() OVER (ORDER BY is_last, key, row) - 1 AS rank FROM keys"
+                hand = f"rank % {size} % {num_hands}"
+                query = f"SELECT row FROM ({ranks}) ORDER BY rank // {size}, {hand}, rank"
+            found = self._connection.sql(query)
+            # Named otherwise before DuckDB 2.
+            read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
+            batches = iter(read(_FETCH_ROWS))
+        while True:
+            with self._naming():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield np.asarray(batch.column(0).to_numpy(), np.int64)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        import duckdb
+
+        try:
+            yield
+        except (duckdb.InterruptException, RuntimeError) as error:
+            # A signal's KeyboardInterrupt, as DuckDB hands it on.
+            if "interrupted" in str(error).lower():
+                raise KeyboardInterrupt from None
+            raise
+        except duckdb.Error as error:
+            words = " ".join(str(error).split())[:300]
+            raise OutputError(f"{self._folder.name}: the rows cannot be sorted there: {words}") from error
+
+
+# Rows read at once.
+_AT_ONCE = 256
+# `auto` looks at so many rows, in runs of so many: a run stands for what a cache would remember of the input's order.
+SAMPLED_ROWS, RUN_ROWS = 20_000, 500
+# Share of the prompts that must be saved beyond what the input's order saves.
+LEAST_SAVED = 0.1
+_MOST_TOKENS = 2**32 - 1
+# The longer half of the rows runs first, dealt into hands, each from the longest to the shortest, so that all shards of
+# a half are alike. In plain order, or with more waves, whoever is up first has the longest of all, and the others wait
+# for it at the end (`benchmarks/tail.py`).
+WAVES_AND_HANDS = (2, 128)
+
+Say = Callable[[str], None]
+
+
+def begin_or_restore(
+    job: Job, file: SpecFile, state: State | None, say: Say, check_lock: Callable[[], None]
+) -> Choice | None:
+    """The rows of a job that has not begun, chosen and in order; of one that has, the files that say so, made again
+    where they are gone or altered.
+    """
+    if state is None:
+        return begin_order(job, choose.begin_selection(job, file, say, check_lock), say, check_lock)
+    choose.restore_selection(job, file, state, say)
+    restore_order(job, state, say)
+    return None
+
+
+def begin_order(job: Job, choice: Choice, say: Say, check_lock: Callable[[], None] = lambda: None) -> Choice:
+    """The chosen rows of a job that has not begun, with their order, which is written."""
+    ordered_by: str = job.spec.input.order
+    if ordered_by == "auto":
+        ordered_by = _decide(job, choice, say)
+    return extend(job, (), dataclasses.replace(choice, ordered_by=ordered_by), say, check_lock)
+
+
+def extend(
+    job: Job, extents: Sequence[Extent], choice: Choice, say: Say, check_lock: Callable[[], None] = lambda: None
+) -> Choice:
+    """The rows that come after `extents`, with the order that `ordered_by` names, which is written."""
+    if choice.ordered_by == "input" or choice.num_rows < 2:
+        return choice
+    began = time.monotonic()
+    say(f"ordering {choice.num_rows:,} rows by {_WORDS[choice.ordered_by]}")
+    extent = choice.extent(1, 0)
+    digest = _write(job, (*extents, extent), len(extents), choice.ordered_by, None, check_lock)
+    say(f"the rows are in order; that took {time.monotonic() - began:.1f} s")
+    return dataclasses.replace(choice, order=digest)
+
+
+def restore_order(job: Job, state: State, say: Say) -> None:
+    """Order again what a file said that is gone or altered. Raises OutputError if the order is another one now."""
+    for index, extent in enumerate(state.extents):
+        if extent.order is None or read_permutation(job.folder, index + 1, extent.order) is not None:
+            continue
+        name = job.folder.path(permutation_name(index + 1))
+        say(f"warning: {name} is gone or altered; ordering its rows again")
+        ordered_by = str(state.header.layout.get("order", "prefix"))
+        if _write(job, state.extents, index, ordered_by, state) != extent.order:
+            raise OutputError(
+                f"{name} is gone, and the rows come in another order now; put the file back, or give the job another "
+                "output.path"
+            )
+
+
+_WORDS = {"prefix": "what their prompts begin with", "longest": "their max_tokens, the longer half first"}
+
+
+def _write(
+    job: Job,
+    extents: Sequence[Extent],
+    index: int,
+    ordered_by: str,
+    state: State | None,
+    check_lock: Callable[[], None] = lambda: None,
+) -> str:
+    """Order the rows of `extents[index]`; the digest of the file that says so."""
+    extent, order = extents[index], RunOrder(job.folder, extents)
+    outlines = _Outlines(job, state)
+    with KeySort(_scratch(job.folder)) as keys:
+        for start in range(extent.start, extent.start + extent.num_rows, _AT_ONCE):
+            rows = order.rows(start, min(start + _AT_ONCE, extent.start + extent.num_rows))
+            keys.add(rows, [_key(outline, ordered_by) for outline in outlines.of(rows)])
+        rows_in_order = keys.rows(*(WAVES_AND_HANDS if ordered_by == "longest" else ()))
+        check_lock()
+        return write_permutation(
+            job.folder, index + 1, extent.first_row, extent.stop_row, extent.num_rows, rows_in_order
+        )
+
+
+def _scratch(folder: Folder) -> pathlib.Path:
+    """Where rows are sorted; what a killed process has left there is removed."""
+    folder.make(RUN_FOLDER)
+    for leftover in folder.path(RUN_FOLDER).glob(".order-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return folder.path(RUN_FOLDER)
+
+
+def _key(outline: Outline, ordered_by: str) -> bytes | None:
+    if outline.beginning is None:
+        return None
+    if ordered_by == "prefix":
+        return prefix_key(outline.beginning)
+    # What has no limit of its own may be the longest of all.
+    longest = _MOST_TOKENS if outline.max_tokens is None else min(outline.max_tokens, _MOST_TOKENS)
+    return (_MOST_TOKENS - longest).to_bytes(4, "big")
+
+
+class _Outlines:
+    """What rows are ordered by."""
+
+    def __init__(self, job: Job, state: State | None) -> None:
+        tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+        begun = begun_at(job, None if state is None else state.header)
+        self._builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
+        self._source = job.source
+
+    def of(self, rows: Int64Array) -> list[Outline]:
+        """One for each of these positions, ascending."""
+        return [self._builder.outline(row) for row in self._source.read_rows(rows, self._builder.columns)]
+
+
+# -- auto --------------------------------------------------------------------------------------------------------------
+
+
+def _decide(job: Job, choice: Choice, say: Say) -> str:
+    """Which order pays, by a sample; says so in a line."""
+    own_lengths = has_own_lengths(job.spec)
+    otherwise = ("longest", "by max_tokens, the longer half first") if own_lengths else ("input", "as they stand")
+    if (reason := no_cache(job.spec)) is not None:
+        say(f"order: {otherwise[1]}, as {reason}")
+        return otherwise[0]
+    saved, num_rows = saved_share(_runs(job, choice))
+    seen = f"of {num_rows:,} rows' prompts {saved:.0%} would come from the prefix cache that do not as they stand"
+    if saved >= LEAST_SAVED:
+        say(f"order: by what prompts begin with: {seen}")
+        return "prefix"
+    say(f"order: {otherwise[1]}: {seen}; {LEAST_SAVED:.0%} would be worth it")
+    return otherwise[0]
+
+
+def no_cache(spec: JobSpec) -> str | None:
+    """Why a request finds nothing in vLLM's prefix cache; None where it may."""
+    if spec.engine.get("enable_prefix_caching") is False:
+        return "engine.enable_prefix_caching is false"
+    if spec.reads_prompts:
+        return "prompts whose logprobs are asked for are computed whole"
+    return None
+
+
+def has_own_lengths(spec: JobSpec) -> bool:
+    """Whether it is known how long each row's output may be."""
+    return "max_tokens" in spec.sampling.columns
+
+
+def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
+    """Share of the prompts, 0 to 1, that are in a cache if rows are sorted and are not if they run as they stand.
+
+    runs: the beginnings of consecutive rows' prompts; a cache is taken to remember a run. Also the number of rows.
+    What few rows of a large input share is seen too rarely in a sample: it is at least so much.
+    """
+    keys = [[prefix_key(beginning) for beginning in run] for run in runs]
+    total = sum(len(beginning) for run in runs for beginning in run)
+    more = shared_when_sorted(key for run in keys for key in run) - sum(map(shared_in_order, keys))
+    return max(0.0, more / max(1, total)), sum(map(len, runs))
+
+
+def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
+    """Beginnings of the sampled rows' prompts: of all rows where they are few."""
+    order, outlines = RunOrder(job.folder, [choice.extent(1, 0)]), _Outlines(job, None)
+    found = []
+    for start, stop in sampled_runs(choice.num_rows):
+        rows = order.rows(choice.start + start, choice.start + stop)
+        taken = (outline.beginning for some in _pieces(rows) for outline in outlines.of(some))
+        found.append([beginning for beginning in taken if beginning is not None])
+    return found
+
+
+def sampled_runs(num_rows: int) -> list[tuple[int, int]]:
+    """Runs of at most RUN_ROWS rows, as (start, stop), SAMPLED_ROWS together, evenly spread."""
+    starts = range(0, num_rows, RUN_ROWS)
+    most = SAMPLED_ROWS // RUN_ROWS
+    if len(starts) > most:
+        starts = [num_rows * i // most for i in range(most)]  # type: ignore[assignment]
+    return [(start, min(start + RUN_ROWS, num_rows)) for start in starts]
+
+
+def _pieces(rows: Int64Array) -> Iterator[Int64Array]:
+    return iter(np.array_split(rows, range(_AT_ONCE, len(rows), _AT_ONCE)))

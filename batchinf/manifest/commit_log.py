@@ -1,0 +1,156 @@
+"""An append-only file of JSON objects, one a line, in commits that are whole or never were.
+
+Each line ends with its checksum, the last line of a commit with the commit's number too. A commit begins only when
+the one before it is on disk: what a crash tears is the last one. So a byte that has flipped in the last commit cannot
+be told from a torn tail, and the commit counts as never written; anywhere else it is reported as damage.
+"""
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from batchinf.base import faults
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder, disk_error
+
+Fields = dict[str, Any]
+
+_CHECKSUM = b',"crc":"%08x"}\n'
+_CHECKSUM_BYTES = len(_CHECKSUM % 0)
+
+
+def encode_commits(commits: Iterable[Sequence[Fields]], num_before: int = 0) -> bytes:
+    """The bytes of commits, each of one line or more, that come after `num_before` others."""
+    data = []
+    for number, lines in enumerate(commits, num_before + 1):
+        data += [_encode(fields) for fields in lines[:-1]]
+        data.append(_encode({**lines[-1], "commit": number}))
+    return b"".join(data)
+
+
+def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
+    """(line number, fields) of the lines of whole commits, up to a torn tail.
+
+    Raises OutputError for damage, as soon as it is met.
+    """
+    num_commits = 0
+    commit: list[tuple[int, Fields]] = []
+    with folder.path(name).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            fields = _decode(line)
+            if fields is None:
+                # A line without an end is the last, even if the file has grown since.
+                if line.endswith(b"\n") and _has_later_commit(file, num_commits + 1):
+                    raise damage(folder, name, f"line {number} is not as it was written")
+                return
+            commit.append((number, fields))
+            mark = fields.pop("commit", None)
+            if mark is not None:
+                num_commits += 1
+                if mark != num_commits:
+                    raise damage(folder, name, f"line {number} ends commit {mark}, but {num_commits} was to come")
+                yield from commit
+                commit = []
+
+
+def whole_lines(folder: Folder, name: str) -> Iterator[Fields]:
+    """The fields of each line that is as it was written, whatever stands around it; for the repair of damage."""
+    with folder.path(name).open("rb") as file:
+        for line in file:
+            if (fields := _decode(line)) is not None:
+                fields.pop("commit", None)
+                yield fields
+
+
+def _has_later_commit(lines: Iterable[bytes], number: int) -> bool:
+    marks = ((_decode(line) or {}).get("commit") for line in lines)
+    return any(isinstance(mark, int) and mark > number for mark in marks)
+
+
+def damage(folder: Folder, name: str, what: str) -> OutputError:
+    """The error for a file that is not as it was written."""
+    remedy = "put back a whole copy of it, or give the job another output.path"
+    return OutputError(f"{folder.path(name)} is damaged: {what}; {remedy}")
+
+
+def _encode(fields: Fields) -> bytes:
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    return body[:-1] + _CHECKSUM % zlib.crc32(body)
+
+
+def _decode(line: bytes) -> Fields | None:
+    """A line's fields without the checksum, which is over the line as if it had none; None if they disagree."""
+    body = line[:-_CHECKSUM_BYTES]
+    if line[-_CHECKSUM_BYTES:] != _CHECKSUM % zlib.crc32(b"}", zlib.crc32(body)):
+        return None
+    try:
+        fields: Fields = json.loads(body.decode() + "}")
+    except (ValueError, RecursionError):  # a checksum says nothing of who wrote the line
+        return None
+    return fields
+
+
+class CommitLog:
+    """The writing end of one such file, which exists and which no other process writes."""
+
+    def __init__(self, folder: Folder, name: str, num_commits: int = 0, fault: str = "commit_log") -> None:
+        """num_commits: those that the file has. fault: the prefix of its fault points."""
+        self._path = folder.path(name)
+        self._fault = fault
+        self._num_commits = num_commits
+        self._is_torn = False
+        try:
+            self._file: BinaryIO = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._not_written(error) from error
+        self._num_bytes = self._file.seek(0, os.SEEK_END)
+
+    def commit(self, lines: Sequence[Fields]) -> None:
+        """Append lines as one commit, durable when this returns.
+
+        Raises OutputError if that fails; the file is then, or before the next commit, as if it had not been tried.
+        """
+        data = encode_commits([lines], self._num_commits)
+        try:
+            self._append(data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._mend()
+            raise self._not_written(error) from error
+        self._num_bytes += len(data)
+        self._num_commits += 1
+        faults.point(f"{self._fault}.after_fsync")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _append(self, data: bytes) -> None:
+        self._mend()
+        faults.point(f"{self._fault}.before_write")
+        self._is_torn = True
+        # Two writes, for the fault between them: 5 µs more, beside an fsync of hundreds.
+        half = len(data) // 2
+        self._write(data[:half])
+        faults.point(f"{self._fault}.mid_line")
+        self._write(data[half:])
+        faults.point(f"{self._fault}.after_write")
+        os.fsync(self._file.fileno())
+        self._is_torn = False
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+
+    def _mend(self) -> None:
+        """Cut off what a failed commit left behind."""
+        if self._is_torn:
+            os.ftruncate(self._file.fileno(), self._num_bytes)
+            self._is_torn = False
+
+    def _not_written(self, error: OSError) -> OutputError:
+        return OutputError(f"cannot write {disk_error(error, self._path)}")

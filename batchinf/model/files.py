@@ -1,0 +1,173 @@
+"""What lies in a model's folder: its JSON files, its weight files and whether they are whole, a digest of its content.
+
+Of the weights only safetensors headers are read, and a few bytes of the tensors.
+"""
+
+import hashlib
+import json
+import pathlib
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from batchinf.base.errors import ModelError
+
+# What tells one checkpoint from the next of the same shapes: a few bytes from this many tensors, not all of them.
+_SAMPLED_TENSORS = 512
+_SAMPLE_BYTES = 64
+_LONGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own bound
+_LFS_POINTER = b"version https://git-lfs"
+
+CONFIG_FILES = (
+    "config.json", "generation_config.json", "*quant*_config.json", "quantize_config.json",
+    "modules.json", "*_Pooling/config.json", "*_Dense/config.json",  # of which positions vectors are made, and of what
+)  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+# Tokenizers of the plain class are made from one of these.
+PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+
+# No load format: what stands for one in the folder of a LoRA adapter, whose files are found in vLLM's order.
+ADAPTER = "LoRA adapter"
+
+# Pattern of the weight files, and the index that names them where they are several.
+_SAFETENSORS = ("*.safetensors", "model.safetensors.index.json")
+_CONSOLIDATED = ("consolidated*.safetensors", "consolidated.safetensors.index.json")
+_BIN = ("*.bin", "pytorch_model.bin.index.json")
+_PT = ("*.pt", "")
+# By load format, in the order in which vLLM's default loader looks. Formats not named here keep files of other kinds.
+_WEIGHTS = {
+    "auto": (_CONSOLIDATED, _SAFETENSORS, _BIN, _PT),
+    "hf": (_SAFETENSORS, _BIN, _PT),
+    "bitsandbytes": (_SAFETENSORS, _BIN, _PT),
+    "safetensors": (_SAFETENSORS,),
+    "fastsafetensors": (_SAFETENSORS,),
+    "instanttensor": (_SAFETENSORS,),
+    "mistral": (_CONSOLIDATED,),
+    "npcache": (_BIN,),
+    "pt": (_PT,),
+    ADAPTER: (("adapter_model.safetensors", ""), ("adapter_model.bin", ""), ("adapter_model.pt", "")),
+}
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object from a file that exists. Raises ModelError in one line if it is anything else."""
+    data = path.read_bytes()
+    if data.startswith(_LFS_POINTER):
+        raise ModelError(f"{path} is a git-lfs pointer in place of the file; run `git lfs pull` in {path.parent}")
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({error}); get the file again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}, not a JSON object; get the file again")
+    return value
+
+
+def weight_files(folder: pathlib.Path, load_format: str) -> list[str]:
+    """Names of the weight files that vLLM loads from a folder, sorted: those of the index where there is one."""
+    found = [(index, _glob(folder, pattern)) for pattern, index in _WEIGHTS.get(load_format, ())]
+    present = [(index, names) for index, names in found if names]
+    promised = [(index, names) for index, names in found if index and (folder / index).is_file()]
+    for index, names in (present or promised)[:1]:
+        return _indexed(folder / index) if (index and (folder / index).is_file()) else names
+    return []
+
+
+def _glob(folder: pathlib.Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern) if path.name not in _NOT_WEIGHTS)
+
+
+def _indexed(index: pathlib.Path) -> list[str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index} has no weight_map; get the file again")
+    return sorted(set(weight_map.values()))
+
+
+def read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's tensors by name (`dtype`, `shape`, `data_offsets`), and the byte at which its data starts.
+
+    Raises ValueError if the file does not begin with one: 8 bytes of length, little-endian, and that much JSON.
+    """
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if not 2 <= length <= min(path.stat().st_size - 8, _LONGEST_HEADER_BYTES):
+            raise ValueError("no header, or half of one")
+        header = json.loads(file.read(length))
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    if not all(tensor.keys() >= {"dtype", "shape", "data_offsets"} for tensor in tensors.values()):
+        raise ValueError("a header of another format")
+    return tensors, 8 + length
+
+
+def weight_problems(folder: pathlib.Path, load_format: str) -> list[str]:
+    """What is wrong with the weights of a folder, a line for each file; empty if they are whole."""
+    if load_format not in _WEIGHTS:
+        return []
+    names = weight_files(folder, load_format)
+    if not names:
+        wanted = ", ".join(pattern for pattern, _ in _WEIGHTS[load_format])
+        return [f"the folder has no weights ({wanted})"]
+    return [f"{name} {problem}" for name in names if (problem := _problem(folder / name))]
+
+
+def _problem(path: pathlib.Path) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return "is a git-lfs pointer in place of the weights"
+    if path.suffix != ".safetensors":
+        return None if size else "is empty"
+    try:
+        tensors, start = read_header(path)
+    except (ValueError, AttributeError):
+        return f"is cut short, or no safetensors file ({size:,} bytes)"
+    whole = start + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    return None if size >= whole else f"is cut short ({size:,} of {whole:,} bytes)"
+
+
+def digest(lines: Iterable[str]) -> str:
+    """32 hexadecimal digits over lines of text."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def describe_files(folder: pathlib.Path, patterns: tuple[str, ...]) -> Iterator[str]:
+    """A line with name and digest for each file that matches, sorted by name."""
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
+        yield f"{path.relative_to(folder).as_posix()} {hashlib.blake2b(path.read_bytes()).hexdigest()}"
+
+
+def describe_weights(folder: pathlib.Path, load_format: str) -> Iterator[str]:
+    """A line with name and digest for each weight file: of its header, and of a few bytes amid its tensors.
+
+    Headers alone would not tell one checkpoint of a training run from the next.
+    """
+    names = [name for name in weight_files(folder, load_format) if (folder / name).is_file()]
+    for name in names:
+        yield f"{name} {_sample(folder / name, max(1, _SAMPLED_TENSORS // len(names)))}"
+
+
+def _sample(path: pathlib.Path, num_samples: int) -> str:
+    try:
+        header, start = read_header(path)
+    except (ValueError, AttributeError):
+        # No safetensors: as one tensor, sampled in its middle.
+        size = path.stat().st_size
+        header, start = {"": {"dtype": "", "shape": [size], "data_offsets": [0, size]}}, 0
+    tensors = sorted(header.items())
+    shapes = [(name, tensor["dtype"], tensor["shape"]) for name, tensor in tensors]
+    result = hashlib.blake2b(json.dumps(shapes).encode())
+    with path.open("rb") as file:
+        for _, tensor in tensors[:: max(1, len(tensors) // num_samples)]:
+            begin, end = tensor["data_offsets"]
+            file.seek(start + (begin + end) // 2)
+            result.update(file.read(min(_SAMPLE_BYTES, end - begin)))
+    return result.hexdigest()

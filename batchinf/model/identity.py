@@ -1,0 +1,281 @@
+"""Who the model is: where it lies, a fingerprint of its content, what its config says, the sampling that it asks for.
+
+A folder is known by its content, a hub id by its commit. Imports neither torch nor vllm nor transformers. What a model
+needs in memory is left to `memory`; the length that counts in the end is the engine's.
+"""
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from batchinf.base.errors import ModelError, SpecError
+from batchinf.model import files as model_files
+from batchinf.model import hub
+from batchinf.spec.job import ModelSpec
+from batchinf.spec.sampling import SamplingSpec
+
+# vLLM's defaults; max_tokens has none here: what fits `max_model_len`.
+_SAMPLING_DEFAULTS: dict[str, float | int | None] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "max_tokens": None,
+}  # fmt: skip
+
+_TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "generator")
+_LENGTH_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
+    "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+# Kinds of rotary scaling after which the config's length is the scaled one already.
+_ROPE_ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+_TOKENIZER = ", tokenizer "  # in a fingerprint, before that of a tokenizer of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model, found.
+
+    name: as the user wrote it. path: what the engine is given: a folder or, where the weights are still to be fetched,
+    the hub id, of which `commit` is the revision. tokenizer: a folder.
+    max_model_len, vocab_size: what the config says, as vLLM reads it; None where it does not say.
+    """
+
+    name: str
+    path: str
+    commit: str | None
+    fingerprint: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    has_chat_template: bool
+    max_model_len: int | None
+    vocab_size: int | None
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a model or a tokenizer is. `is_online`: the hub can give what the folder lacks."""
+
+    name: str
+    folder: pathlib.Path
+    commit: str | None = None
+    is_online: bool = False
+
+
+def resolve(spec: ModelSpec, began_as: str = "") -> Model:
+    """Find the model and its tokenizer and read what they say of themselves; the weights are left to `check_weights`.
+
+    Asks the hub for the commit of a hub id and gets its small files; without a network the cache serves.
+    began_as: the fingerprint that a job began with; the commits in it are gone on with, wherever branches are by now.
+    Raises ModelError, in one line.
+    """
+    model_commit, tokenizer_commit = _commits(began_as, spec)
+    place = _locate("model.name", spec.name, spec.revision, spec.load_format, model_commit)
+    tokenizer = place
+    if spec.tokenizer is not None:
+        tokenizer = _locate("model.tokenizer", spec.tokenizer, None, "dummy", tokenizer_commit)
+    _check_tokenizer(tokenizer)
+    config = _read_config(place)
+    generation_config = place.folder / "generation_config.json"
+    is_to_be_fetched = place.is_online and bool(model_files.weight_problems(place.folder, spec.load_format))
+    return Model(
+        name=spec.name,
+        path=place.name if is_to_be_fetched else str(place.folder),
+        commit=place.commit,
+        fingerprint=_fingerprint(place, tokenizer, spec),
+        config=config,
+        generation_config=model_files.read_json(generation_config) if generation_config.is_file() else {},
+        has_chat_template=_has_chat_template(tokenizer.folder),
+        max_model_len=derive_max_model_len(config),
+        vocab_size=next((section["vocab_size"] for section in _sections(config) if section.get("vocab_size")), None),
+        tokenizer=str(tokenizer.folder),
+    )
+
+
+def check_weights(model: Model, load_format: str) -> None:
+    """Raise ModelError, naming the files and the command that gets them, unless the weights at `path` are whole.
+
+    Reads sizes and headers only. Weights that the engine will fetch from the hub are not looked at.
+    """
+    folder = pathlib.Path(model.path)
+    problems = model_files.weight_problems(folder, load_format) if folder.is_dir() else []
+    if problems:
+        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3:,} more" if len(problems) > 3 else "")
+        raise ModelError(f"the weights of '{model.name}' are not whole: {shown}. {_remedy(model, shown)}")
+
+
+def _remedy(model: Model, problems: str) -> str:
+    if model.commit is not None:
+        again = " --force-download" if "cut short" in problems else ""
+        return f"Get them with `hf download {model.name} --revision {model.commit}{again}`"
+    if "git-lfs" in problems:
+        return f"Get them with `git lfs pull` in {model.path}"
+    return f"Copy them again, or get them with `hf download ORG/MODEL --local-dir {model.path}`"
+
+
+def _locate(field: str, name: str, revision: str | None, load_format: str, commit: str | None) -> _Place:
+    folder = pathlib.Path(name)
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelError(f"model.revision: got '{revision}', but '{name}' is a folder here and has no revisions")
+        return _Place(name, folder.absolute())
+    if folder.is_file():
+        raise ModelError(f"{field}: '{name}' is a file; give the folder that holds config.json and the weights")
+    if name.startswith(("/", ".")) or name.count("/") > 1:
+        raise ModelError(f"{field}: there is no folder '{name}'; a Hugging Face id would be 'org/name'")
+    try:
+        snapshot = hub.find(
+            field, name, commit or revision, lambda it: not model_files.weight_problems(it, load_format)
+        )
+    except ModelError as error:
+        if commit is None:
+            raise
+        raise ModelError(f"{error}. The job began with this commit: get it back, or begin a new job") from error
+    return _Place(name, snapshot.folder, snapshot.commit, snapshot.is_online)
+
+
+def _fingerprint(place: _Place, tokenizer: _Place, spec: ModelSpec) -> str:
+    """Of a hub id: `id@commit`. Of a folder: 32 hexadecimal digits over the files that decide what comes out."""
+    code = ("*.py",) if spec.trust_remote_code else ()
+    names = model_files.CONFIG_FILES + model_files.TOKENIZER_FILES + code
+    fingerprint = _identify(place, names, spec.load_format)
+    if tokenizer is place:
+        return fingerprint
+    return f"{fingerprint}{_TOKENIZER}{_identify(tokenizer, model_files.TOKENIZER_FILES + code, 'dummy')}"
+
+
+def _commits(fingerprint: str, spec: ModelSpec) -> tuple[str | None, str | None]:
+    """The commits of model and tokenizer in a fingerprint, where it names the hub ids of the spec."""
+    model, _, tokenizer = fingerprint.partition(_TOKENIZER)
+    named = [text.rpartition("@") for text in (model, tokenizer)]
+    wanted = [spec.name, spec.tokenizer]
+    commits = [commit if name == want else None for (name, _, commit), want in zip(named, wanted, strict=True)]
+    return commits[0], commits[1]
+
+
+def _identify(place: _Place, names: tuple[str, ...], load_format: str) -> str:
+    if place.commit is not None:
+        return f"{place.name}@{place.commit}"
+    files = model_files.describe_files(place.folder, names)
+    return model_files.digest([*files, *model_files.describe_weights(place.folder, load_format)])
+
+
+def _read_config(place: _Place) -> dict[str, Any]:
+    path = place.folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"model.name: '{place.name}' has no config.json; give a model in the Hugging Face format")
+    return model_files.read_json(path)
+
+
+def _check_tokenizer(place: _Place) -> None:
+    """Where it is plain that there is none: transformers would take 10 s, and three lines, to say so."""
+    config = place.folder / "tokenizer_config.json"
+    if not config.is_file():
+        return
+    is_plain = model_files.read_json(config).get("tokenizer_class") in model_files.PLAIN_TOKENIZERS
+    if is_plain and not any(next(place.folder.glob(it), None) for it in model_files.VOCABULARY_FILES):
+        raise ModelError(f"'{place.name}' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer")
+
+
+def _has_chat_template(folder: pathlib.Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    return config.is_file() and bool(model_files.read_json(config).get("chat_template"))
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The sections of a config that may speak of the text model, the innermost first."""
+    for name in _TEXT_SECTIONS:
+        if isinstance(config.get(name), dict):
+            yield from _sections(config[name])
+    yield config
+
+
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of a config that speaks of the text model's layers; the config itself where none does."""
+    layered = (section for section in _sections(config) if {"num_hidden_layers", "n_layer"} & section.keys())
+    return next(layered, config)
+
+
+def derive_max_model_len(config: Mapping[str, Any]) -> int | None:
+    """The model's longest sequence in tokens, as vLLM 0.32 derives it from config.json; None if it does not say.
+
+    The smallest of several keys (`model_max_length` before all), times the rotary scaling that is not in it yet.
+    """
+    for section in _sections(config):
+        lengths = [section[key] for key in _LENGTH_KEYS if isinstance(section.get(key), int)]
+        if lengths:
+            return _scaled(section, section.get("model_max_length") or min(lengths))
+    return None
+
+
+def _scaled(section: Mapping[str, Any], length: int) -> int:
+    rope = section.get("rope_parameters") or section.get("rope_scaling") or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    scalings = [(scaling.get("rope_type", scaling.get("type")), scaling) for scaling in by_layer_type or [rope]]
+    if any(kind in ("longrope", "su") for kind, _ in scalings):
+        return int(section.get("original_max_position_embeddings") or length)
+    if "gemma3" in section.get("model_type", ""):
+        return length
+    factors = [s["factor"] for kind, s in scalings if kind not in _ROPE_ALREADY_SCALED and "factor" in s]
+    return int(length * (factors[-1] or 1.0)) if factors else length
+
+
+def sampling_defaults(model: Model, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation config that counts, given vLLM's arguments `generation_config` and `override_generation_config`.
+
+    For `resolve_sampling`. Raises ModelError if the argument names a folder without a generation_config.json.
+    """
+    source = engine.get("generation_config", "auto")
+    defaults = model.generation_config if source == "auto" else {}
+    if source not in ("auto", "vllm"):
+        path = pathlib.Path(source) / "generation_config.json"
+        if not path.is_file():
+            raise ModelError(f"engine.generation_config: got '{source}', where there is no generation_config.json")
+        defaults = model_files.read_json(path)
+    return {**defaults, **engine.get("override_generation_config", {})}
+
+
+def resolve_sampling(
+    sampling: SamplingSpec, generation_config: Mapping[str, Any]
+) -> tuple[SamplingSpec, dict[str, str]]:
+    """Fill what the spec leaves open from the model's generation config, else with vLLM's defaults.
+
+    As vLLM's `get_diff_sampling_param` does: `max_new_tokens` is `max_tokens`; `do_sample` and the rest do not count.
+    Returns the origin of each field too: `spec`, `generation_config` or `default`. Raises SpecError where a value of
+    the generation config cannot be used.
+    """
+    filled: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for field, default in _SAMPLING_DEFAULTS.items():
+        suggested = generation_config.get("max_new_tokens" if field == "max_tokens" else field)
+        if getattr(sampling, field) is not None:
+            origins[field] = "spec"
+        elif suggested is not None:
+            # vLLM once wrote "all" as -1.
+            filled[field] = 0 if (field, suggested) == ("top_k", -1) else suggested
+            origins[field] = "generation_config"
+        else:
+            filled[field] = default
+            origins[field] = "default"
+    return _with(sampling, filled), origins
+
+
+def _with(sampling: SamplingSpec, filled: Mapping[str, Any]) -> SamplingSpec:
+    try:
+        return SamplingSpec.model_validate({**sampling.model_dump(), **filled})
+    except ValidationError as error:
+        first = error.errors()[0]
+    reason = first["msg"][0].lower() + first["msg"][1:]
+    if first["loc"]:
+        field = first["loc"][0]
+        reason = f"{reason}, but the model's generation_config has {first['input']!r}; set it in the spec"
+    else:
+        # One field of the spec against one that was filled in.
+        field = first.get("ctx", {}).get("field", "")
+        others = ", ".join(f"{name}={value!r}" for name, value in filled.items() if value != _SAMPLING_DEFAULTS[name])
+        reason = f"{reason} (from the model's generation_config: {others})"
+    raise SpecError(f"sampling.{field}: {reason}")

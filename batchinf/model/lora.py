@@ -1,0 +1,219 @@
+"""LoRA adapters of a job: the folder, rank and fingerprint of each, and the check that it fits the model."""
+
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchinf.base.errors import ModelError, SpecError
+from batchinf.model import files as model_files
+from batchinf.model import hub
+from batchinf.model.files import ADAPTER
+from batchinf.model.identity import Model, text_section
+from batchinf.spec.job import JobSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter, found: the name that rows call it by, its folder, its rank, a fingerprint of its content.
+
+    modules: the last names of the modules that it changes, such as `q_proj`; empty where its file does not tell.
+    """
+
+    name: str
+    path: str
+    rank: int
+    fingerprint: str
+    modules: tuple[str, ...] = ()
+
+
+FIELD = "model.lora"
+ADAPTER_CONFIG = "adapter_config.json"
+# What the adapter of a job that has one for all rows is called, where the spec gives it no name.
+UNNAMED = "lora"
+# vLLM's MaxLoRARanks from 0.26 to 0.33: what `max_lora_rank` may be.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+# What vLLM does not apply, or takes for something else, by the key of the config and what it says where all is well.
+_PLAIN = {
+    "use_dora": (None, False), "lora_bias": (None, False), "bias": (None, "none"), "layer_replication": (None, []),
+    "modules_to_save": (None, [], ["classifier"], ["score"]), "alora_invocation_tokens": (None, []),
+    "use_qalora": (None, False), "use_bdlora": (None, {}), "trainable_token_indices": (None, [], {}),
+}  # fmt: skip
+# `init_lora_weights` that say how training began, and nothing of how the weights are to be read.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One of the two matrices that an adapter adds to a module: `A` [rank, in] or `B` [out, rank]."""
+
+    tensor: str
+    module: str
+    half: str
+    shape: tuple[int, ...]
+
+
+def adapter_places(model: ModelSpec) -> dict[str, str]:
+    """The adapters' places (folders or hub ids) by the names that rows call them by; empty where there are none."""
+    if model.lora is None:
+        return {}
+    return {UNNAMED: model.lora} if isinstance(model.lora, str) else dict(model.lora)
+
+
+def resolve_adapters(spec: JobSpec, model: Model, began_as: Any = None) -> tuple[Adapter, ...]:
+    """Find the job's adapters, in the order of the spec; a hub id's are fetched, as they are small.
+
+    began_as: what a job that is gone on with said of them (`lora_identity`): its commits are gone on with.
+    Raises ModelError or SpecError, in one line that begins with the field.
+    """
+    lora = spec.model.lora
+    if lora is None:
+        return ()
+    places = adapter_places(spec.model)
+    adapters = []
+    for name, place in places.items():
+        what = f"{FIELD}: " if isinstance(lora, str) else f"{FIELD}: adapter '{name}': "
+        began = began_as.get(name) if isinstance(began_as, Mapping) else began_as
+        folder, fingerprint = _locate(what, place, began if isinstance(began, str) else "")
+        rank = _check(what, folder, model)
+        modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(folder)}))
+        if "lm_head" in modules and spec.reads_prompts:
+            raise ModelError(f"{what}it changes lm_head, and vLLM then gives no logprobs of prompts")
+        adapters.append(Adapter(name, str(folder), rank, fingerprint or _fingerprint(folder), modules))
+    most, given = max(adapters, key=lambda it: it.rank), spec.engine.get("max_lora_rank")
+    if isinstance(given, int) and given < most.rank:
+        raise SpecError(
+            f"engine.max_lora_rank: got {given}, but the adapter '{most.name}' has rank {most.rank}; leave it out"
+        )
+    return tuple(adapters)
+
+
+def lora_identity(spec: JobSpec, adapters: tuple[Adapter, ...]) -> Any:
+    """What a resume must find unchanged: fingerprints by name, or that of the one that all rows have."""
+    if isinstance(spec.model.lora, str):
+        return adapters[0].fingerprint
+    return {adapter.name: adapter.fingerprint for adapter in adapters}
+
+
+def rank_for(adapters: tuple[Adapter, ...]) -> int:
+    """The least `max_lora_rank` that vLLM allows for these adapters."""
+    return next(rank for rank in RANKS if rank >= max(adapter.rank for adapter in adapters))
+
+
+def halves(folder: pathlib.Path) -> Iterator[Half]:
+    """The matrices of an adapter's safetensors file, from its header; none where it has none. Raises ModelError."""
+    for name in model_files.weight_files(folder, ADAPTER):
+        if not name.endswith(".safetensors"):
+            return
+        tensors, _ = model_files.read_header(folder / name)
+        for tensor, described in tensors.items():
+            found = _TENSOR.fullmatch(tensor)
+            if found is not None:
+                yield Half(tensor, found["module"], found["half"], tuple(described["shape"]))
+
+
+def _locate(what: str, place: str, began_as: str) -> tuple[pathlib.Path, str]:
+    """The adapter's folder, and `id@commit` of a hub id."""
+    folder = pathlib.Path(place)
+    if folder.is_dir():
+        return folder.absolute(), ""
+    if folder.is_file():
+        raise ModelError(f"{what}'{place}' is a file; give the folder that holds {ADAPTER_CONFIG} and the weights")
+    if place.startswith(("/", ".")) or place.count("/") > 1:
+        raise ModelError(f"{what}there is no folder '{place}'; a Hugging Face id would be 'org/name'")
+    name, _, commit = began_as.rpartition("@")
+    field, revision = what.removesuffix(": "), commit if name == place else None
+    snapshot = hub.find(field, place, revision, lambda it: not model_files.weight_problems(it, ADAPTER))
+    if model_files.weight_problems(snapshot.folder, ADAPTER):
+        hub.fetch(field, place, snapshot.commit, ("adapter_config.json", "adapter_model.*"))
+    return snapshot.folder, f"{place}@{snapshot.commit}"
+
+
+def _fingerprint(folder: pathlib.Path) -> str:
+    files = model_files.describe_files(folder, (ADAPTER_CONFIG,))
+    return model_files.digest([*files, *model_files.describe_weights(folder, ADAPTER)])
+
+
+def _check(what: str, folder: pathlib.Path, model: Model) -> int:
+    """The adapter's rank. Raises ModelError where its config or its weights cannot be those of this model's adapter."""
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise ModelError(f"{what}{folder} has no {ADAPTER_CONFIG}; give the folder of a LoRA adapter as PEFT saves it")
+    config = model_files.read_json(path)
+    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+        raise ModelError(f"{what}{path} is of type {config['peft_type']}; vLLM takes LORA")
+    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 for rank in ranks):
+        raise ModelError(f"{what}{path} has no rank: `r` is {config.get('r')!r}; it must be a whole number from 1 on")
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in plain:
+            raise ModelError(f"{what}{path} has {key} {config[key]!r}, which vLLM cannot apply; train it without")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+        # 0.26 would add the adapter to the model as it was before the start changed it; 0.32 refuses it.
+        raise ModelError(
+            f"{what}{path} has init_lora_weights {start}, which changes the base model's weights too; make a plain "
+            "adapter of it with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
+    if problems := model_files.weight_problems(folder, ADAPTER):
+        raise ModelError(f"{what}the weights are not whole: {problems[0]}; get them again")
+    if max(ranks) > RANKS[-1]:
+        raise ModelError(f"{what}its rank is {max(ranks)}; vLLM takes at most {RANKS[-1]}")
+    if problem := _misfit(folder, model, ranks):
+        raise ModelError(f"{what}{problem}; is it an adapter of another base model?{_base(config)}")
+    return int(max(ranks))
+
+
+def _base(config: Mapping[str, Any]) -> str:
+    base = config.get("base_model_name_or_path")
+    return f" Its {ADAPTER_CONFIG} names '{base}'" if base else ""
+
+
+def _misfit(folder: pathlib.Path, model: Model, ranks: list[int]) -> str | None:
+    """Why the weights cannot be added to this model's, as far as their shapes and the model's config tell."""
+    widths = _widths(text_section(model.config))
+    num_layers = text_section(model.config).get("num_hidden_layers")
+    found = list(halves(folder))
+    if not found and any(name.endswith(".safetensors") for name in model_files.weight_files(folder, ADAPTER)):
+        return "its weights have no lora_A and lora_B"
+    for half in found:
+        layer = _LAYER.search(half.module)
+        if layer is not None and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
+            return f"it has {half.module}, but the model has {num_layers} layers"
+        if len(half.shape) != 2:
+            continue
+        rank, width = half.shape if half.half == "A" else half.shape[::-1]
+        if rank not in ranks:
+            return f"{half.tensor} has rank {rank}, but {ADAPTER_CONFIG} says {', '.join(map(str, ranks))}"
+        wanted = widths.get(half.module.rpartition(".")[2], {}).get(half.half)
+        if wanted is not None and width != wanted:
+            end = "takes" if half.half == "A" else "gives"
+            return f"{half.module} {end} {wanted:,} values in '{model.name}', and {width:,} in the adapter"
+    return None
+
+
+def _widths(config: Mapping[str, Any]) -> dict[str, dict[str, int | None]]:
+    """How many values the usual modules take (A) and give (B); None where the config does not say."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or config.get("q_lora_rank"):
+        return {}
+    head = config.get("head_dim") or hidden // heads
+    inner = config.get("intermediate_size")
+    # Models with experts, or layers of several kinds, have more than one such width.
+    has_one = not any(key for key in config if "expert" in key or "layer_types" in key or "block_types" in key)
+    queries = {"A": hidden, "B": heads * head if has_one else None}
+    keys = {"A": hidden, "B": (config.get("num_key_value_heads") or heads) * head if has_one else None}
+    gates = {"A": hidden, "B": inner if has_one else None}
+    return {
+        "q_proj": {"A": hidden, "B": None if _has_gate(config) else queries["B"]}, "k_proj": keys, "v_proj": keys,
+        "o_proj": {"A": queries["B"], "B": hidden}, "gate_proj": gates, "up_proj": gates,
+        "down_proj": {"A": inner if has_one else None, "B": hidden},
+    }  # fmt: skip
+
+
+def _has_gate(config: Mapping[str, Any]) -> bool:
+    """Whether queries come with a gate for the attention's output, in one matrix of twice the width."""
+    return bool(config.get("attn_output_gate"))

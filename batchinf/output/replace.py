@@ -1,0 +1,199 @@
+"""A part in the place of another: the rows of the old one that were not chosen, and new rows for those that were.
+
+Works on output rows, whatever the task: they are told apart by `row_index` alone.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.manifest.names import Retry, part_name
+from batchinf.output.journal import is_sealed
+from batchinf.output.parts import PIECE_BYTES, write_part
+from batchinf.output.shard import OpenShard
+from batchinf.records import Part
+from batchinf.schedule.selection import ShardRows
+from batchinf.source.rows import Source
+
+Int32Array = npt.NDArray[np.int32]
+
+RETRY_KEY = "batchinf.retry"  # the last retry that a part has been through
+_REPLACES_KEY = "batchinf.replaces"
+_SEAL_KEY = "batchinf.seal"
+_SECOND_BOS_KEY = "batchinf.num_second_bos"
+_FEW_ROWS = 4096
+
+
+def retry_metadata(retry: Retry) -> dict[str, str]:
+    """What a part that has been through a retry says of it in its Parquet metadata."""
+    said = {"predicate": retry.predicate, "set": retry.overrides, "num_rows": retry.num_rows}
+    return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(said, ensure_ascii=False)}
+
+
+def write_replacement(
+    folder: Folder,
+    shard: OpenShard,
+    source: Source,
+    id_column: str | None,
+    keep_columns: Sequence[str],
+    metadata: Mapping[str, str],
+    incarnation: str,
+) -> Part:
+    """Write to `staging/` what is to replace a shard's part: see `write_part`. The shard has its chosen rows only.
+
+    metadata: with what `retry_metadata` gives. Raises OutputError if the old part is not whole.
+    """
+    old = OldPart(folder, shard.index, shard.rows, shard.chosen)
+    stored = {**old.retries, **metadata, _REPLACES_KEY: old.seal}
+    part = write_part(
+        folder, shard, source, id_column, keep_columns, stored, incarnation, old.merge, old.num_second_bos
+    )
+    retry, num_kept, num_kept_errors = int(metadata[RETRY_KEY]), old.num_kept, old.num_kept_errors
+    return dataclasses.replace(part, retry=retry, num_kept=num_kept, num_kept_errors=num_kept_errors)
+
+
+def with_retry(folder: Folder, name: str, part: Part) -> Part:
+    """The record of a verified part, with the last retry that the file at `name` says it has been through."""
+    return dataclasses.replace(part, retry=int(_metadata(folder, name).get(RETRY_KEY, 0)))
+
+
+def replaces(folder: Folder, staged: str, part: str) -> bool:
+    """Whether a staged file was made of the part that lies at `part` now."""
+    return _metadata(folder, staged).get(_REPLACES_KEY) == _metadata(folder, part).get(_SEAL_KEY, "")
+
+
+def _metadata(folder: Folder, name: str) -> dict[str, str]:
+    stored = pq.read_metadata(folder.path(name)).metadata or {}
+    return {key.decode(): value.decode() for key, value in stored.items()}
+
+
+class OldPart:
+    """A part that is to be replaced, whole. retries, num_second_bos: what its metadata says."""
+
+    def __init__(self, folder: Folder, shard: int, rows: ShardRows, chosen: npt.NDArray[np.bool_]) -> None:
+        """chosen: bool [len(rows)], the rows that come anew. Raises OutputError if the part is not whole."""
+        name = f"parts/{part_name(shard)}"
+        self._path = folder.path(name)
+        self._rows = rows
+        self._chosen = chosen
+        self.num_kept = self.num_kept_errors = 0
+        try:
+            with pa.memory_map(str(self._path)) as file:
+                is_whole = is_sealed(memoryview(file.read_buffer()))
+            stored = _metadata(folder, name)
+        except (pa.ArrowException, ValueError):
+            is_whole, stored = False, {}
+        if not is_whole:
+            raise OutputError(
+                f"{self._path} is damaged, and its other rows cannot be kept: move it away and run the same command "
+                "again, which makes it anew"
+            )
+        self.seal = stored[_SEAL_KEY]
+        self.num_second_bos = int(stored.get(_SECOND_BOS_KEY, 0))
+        self.retries = {key: value for key, value in stored.items() if key.startswith(f"{RETRY_KEY}.")}
+
+    def merge(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """Rows in order: the old ones that were not chosen, and all of `tables`, whose `attempts` count on.
+
+        `tables` have chosen rows only, sorted. A few pieces are held at a time. Counts the old rows as they pass.
+        """
+        old, new = _Rows(self._kept()), _Rows(self._counted_on(tables))
+        while old.has_more and new.has_more:
+            # No row is in both: all up to the lesser of the two ends is complete.
+            last = min(old.last_row, new.last_row)
+            yield _in_order(old.take(last), new.take(last))
+        yield from old.rest()
+        yield from new.rest()
+
+    def _read(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        with pq.ParquetFile(self._path, page_checksum_verification=True, memory_map=True) as file:
+            for batch in file.iter_batches(min(_FEW_ROWS, piece_rows(file.metadata, columns)), columns=columns):
+                yield pa.Table.from_batches([batch])
+
+    def _kept(self) -> Iterator[pa.Table]:
+        for table in self._read():
+            is_kept = ~self._chosen[self._rows.locals(table.column("row_index").to_numpy())]
+            kept = table.filter(pa.array(is_kept))
+            self.num_kept += kept.num_rows
+            self.num_kept_errors += kept.num_rows - kept.column("error_type").null_count
+            yield kept
+
+    def _counted_on(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        before = np.zeros(len(self._chosen), np.int32)
+        for table in self._read(["row_index", "attempts"]):
+            rows = self._rows.locals(table.column("row_index").to_numpy())
+            np.maximum.at(before, rows, table.column("attempts").to_numpy())
+        for table in tables:
+            rows = self._rows.locals(table.column("row_index").to_numpy())
+            place = table.schema.get_field_index("attempts")
+            attempts: Int32Array = table.column("attempts").to_numpy() + before[rows]
+            yield table.set_column(place, table.schema.field(place), pa.array(attempts, pa.int32()))
+
+
+def piece_rows(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> int:
+    """How many rows of these columns (None: all) make PIECE_BYTES as they are stored; in memory they can be more."""
+    num_bytes = 0
+    for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
+        for leaf in (group.column(index) for index in range(group.num_columns)):
+            if columns is None or leaf.path_in_schema.partition(".")[0] in columns:
+                num_bytes += leaf.total_uncompressed_size
+    return max(1, int(PIECE_BYTES * metadata.num_rows / max(1, num_bytes)))
+
+
+class _Rows:
+    """A stream of tables that are sorted by `row_index`; a row's output rows may be in several."""
+
+    def __init__(self, tables: Iterator[pa.Table]) -> None:
+        self._tables = tables
+        self._table: pa.Table | None = None
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._table is None or self._table.num_rows == 0:
+            self._table = next(self._tables, None)
+            if self._table is None:
+                return
+
+    @property
+    def has_more(self) -> bool:
+        return self._table is not None
+
+    @property
+    def last_row(self) -> int:
+        """Of the table at hand."""
+        return int(self._rows[-1])
+
+    @property
+    def _rows(self) -> npt.NDArray[np.int64]:
+        assert self._table is not None
+        rows: npt.NDArray[np.int64] = self._table.column("row_index").to_numpy()
+        return rows
+
+    def take(self, last: int) -> pa.Table:
+        """What is at hand of the rows up to `last`."""
+        assert self._table is not None
+        place = int(np.searchsorted(self._rows, last, side="right"))
+        taken, self._table = self._table.slice(0, place), self._table.slice(place)
+        self._fill()
+        return taken
+
+    def rest(self) -> Iterator[pa.Table]:
+        while self._table is not None:
+            yield self._table
+            self._table = None
+            self._fill()
+
+
+def _in_order(old: pa.Table, new: pa.Table) -> pa.Table:
+    if not (old.num_rows and new.num_rows):
+        return old if old.num_rows else new
+    both = pa.concat_tables([old, new])
+    order = np.argsort(both.column("row_index").to_numpy(), kind="stable")
+    return both.take(pa.array(order))

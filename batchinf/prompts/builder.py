@@ -1,0 +1,385 @@
+"""Row → text → token ids, in batches, in each of the ways to say what a prompt is; and every reason why a row has none.
+
+Token ids are those that vLLM's `LLM.generate` makes of the same text, or `LLM.chat` of the same messages. Reading rows
+is left to `source`, templates to `templates`, conversations to `chat`.
+"""
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchinf.base.errors import RowError, SpecError
+from batchinf.base.text import list_names, name_type
+from batchinf.prompts.chat import ChatTemplate, Message, read_messages
+from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
+from batchinf.prompts.openai import COLUMNS, BatchPrompts
+from batchinf.prompts.row_values import RowAdapter, RowPositions, RowSampling, wanted_columns
+from batchinf.prompts.templates import RowTemplate
+from batchinf.records import Prompt
+from batchinf.source.rows import Row
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
+from batchinf.spec.score import scored_columns
+
+
+def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:
+    """Raise SpecError if the spec names a column that the input does not have."""
+    names = list(schema_names)
+    wanted = list(Renderer(spec).named_columns)
+    wanted += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
+    wanted += [("input.adapter_column", spec.input.adapter_column)] if spec.input.adapter_column is not None else []
+    wanted += [("output.keep_columns", name) for name in spec.output.keep_columns]
+    wanted += wanted_columns(spec.sampling)
+    wanted += [("logits.positions", name) for name in RowPositions(spec).columns]
+    wanted += scored_columns(spec.input)
+    for field, name in wanted:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            guess = f"; did you mean '{close[0]}'?" if close else ";"
+            raise SpecError(f"{field}: the input has no column '{name}'{guess} it has: {list_names(names)}")
+
+
+class Renderer:
+    """Row → text, or token ids where a column holds them.
+
+    named_columns: the input columns that a prompt is made of, each behind the field of the spec that names it.
+    """
+
+    def __init__(self, spec: JobSpec, tokenizer: Any = None, begun_at: str | None = None) -> None:
+        """Compile the templates. Raises SpecError, with its line, if that cannot be done.
+
+        tokenizer: applies the chat template, and counts tokens for `truncate_tokens`; without one, conversations and
+        cut texts are not rendered, but columns are known. begun_at: see `ChatTemplate`.
+        """
+        self._input = where = spec.input
+        self._column = spec.prompt_column
+        self._template: RowTemplate | None = None
+        self._turns: list[tuple[str, RowTemplate]] = []
+        cut = None if tokenizer is None else TextCutter(tokenizer).cut
+        if where.messages is not None:
+            self._turns = [
+                (message.role, RowTemplate(message.content, f"input.messages[{number}].content", cut))
+                for number, message in enumerate(where.messages)
+            ]
+        elif where.prompt_template is not None:
+            self._template = RowTemplate(where.prompt_template, "input.prompt_template", cut)
+        self.named_columns = self._named_columns()
+        self._chat = None if tokenizer is None or not where.is_chat else ChatTemplate(where, tokenizer, begun_at)
+
+    def _named_columns(self) -> tuple[tuple[str, str], ...]:
+        if self._input.format == "openai":
+            return tuple(("input.format openai", column) for column in COLUMNS)
+        if self._turns:
+            fields = [(f"input.messages[{number}].content", turn) for number, (_, turn) in enumerate(self._turns)]
+            named = tuple((field, column) for field, template in fields for column in template.columns)
+            if not named:
+                raise SpecError("input.messages: they name no column; write {{ column }} where a row's value goes")
+            return named
+        if self._template is not None:
+            if not self._template.columns:
+                text = str(self._input.prompt_template)
+                is_path = "\n" not in text and re.search(r"\.[a-z0-9]{2,5}$", text) is not None
+                raise SpecError(
+                    "input.prompt_template: it names no column; write {{ column }} where a row's value goes"
+                    + (f"; for a template in a file write {{file: {text}}}" if is_path else "")
+                )
+            return tuple(("input.prompt_template", column) for column in self._template.columns)
+        for field in ("messages_column", "token_ids_column"):
+            if (column := getattr(self._input, field)) is not None:
+                return ((f"input.{field}", column),)
+        for field in ("context_column", "text_column"):
+            if getattr(self._input, field) is not None:
+                return ((f"input.{field}", self._column),)
+        return (("input.prompt_column", self._column),)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that a prompt is made of, each once."""
+        return tuple(dict.fromkeys(column for _, column in self.named_columns))
+
+    def render(self, row: Row) -> str | RowError:
+        """The prompt's text, never empty, always encodable as UTF-8; or why there is none."""
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        if not self._input.is_chat:
+            text = self._text(row.values)
+            return text if isinstance(text, RowError) else _check_text(text)
+        messages = self.messages(row)
+        if isinstance(messages, RowError):
+            return messages
+        assert self._chat is not None, "a conversation needs the tokenizer's chat template"
+        text = self._chat.render(messages)
+        return text if isinstance(text, RowError) else _check_text(text)
+
+    def messages(self, row: Row) -> list[Message] | RowError:
+        """The row's conversation, before the chat template, or why there is none."""
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        found = self._messages(row.values)
+        system = self._input.system_prompt
+        if isinstance(found, RowError) or system is None:
+            return found
+        if found[0]["role"] == "system":
+            message = "the conversation begins with a system message of its own, beside input.system_prompt"
+            return RowError("invalid_messages", message)
+        return [{"role": "system", "content": system}, *found]
+
+    def _messages(self, values: Mapping[str, object]) -> list[Message] | RowError:
+        if (column := self._input.messages_column) is not None:
+            value = take(values, column)
+            return value if isinstance(value, RowError) else read_messages(value, f"column '{column}'")
+        if not self._turns:
+            text = self._text(values)
+            wrong = text if isinstance(text, RowError) or text else _check_text(text)
+            return wrong if isinstance(wrong, RowError) else [{"role": "user", "content": text}]
+        messages: list[Message] = []
+        for role, template in self._turns:
+            content = template.fill(values)
+            if isinstance(content, RowError):
+                return content
+            messages.append({"role": role, "content": content})
+        return messages
+
+    def _text(self, values: Mapping[str, object]) -> str | RowError:
+        if self._template is not None:
+            return self._template.fill(values)
+        value = take(values, self._column)
+        if isinstance(value, RowError | str):
+            return value
+        return RowError("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
+
+    def token_ids(self, row: Row) -> list[int] | RowError:
+        """The ids in the column that holds them, as they are, not checked against a vocabulary."""
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        column = self._input.token_ids_column
+        assert column is not None
+        value = take(row.values, column)
+        if isinstance(value, RowError):
+            return value
+        value, got = read_list(value)
+        if isinstance(value, list):
+            for place, item in enumerate(value):
+                if isinstance(item, bool) or not isinstance(item, int):
+                    got = f"a list with {name_type(item)} at place {place}"
+                    break
+            else:
+                return value
+        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of token ids")
+
+
+class PromptBuilder:
+    """Rows → prompts. vocab_size: the model's; ids at or above it would crash the engine (None: not known)."""
+
+    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
+        """begun_at: when the job was begun, in ISO format; see `ChatTemplate`."""
+        self._renderer = Renderer(spec, tokenizer, begun_at)
+        self._sampling = RowSampling(spec.sampling)
+        self._positions = RowPositions(spec)
+        self._adapter = RowAdapter(spec)
+        self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.format == "openai" else None
+        # A chat template writes them all; the tokenizer's own would come a second time.
+        self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
+        self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
+        self._tokenizer = tokenizer
+        self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
+        self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
+        self._keeps_text = spec.output.include_prompt
+        self._side: Side | None = None
+        if spec.input.on_overlong != "error":
+            self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
+        self._max_tokens = spec.sampling.max_tokens
+        self._least_room = 0 if spec.is_pooling else 1  # tokens that must fit after a prompt
+        self._vocab_size = vocab_size
+        self._may_exceed_vocab = vocab_size is not None and (self._takes_ids or _highest_id(tokenizer) >= vocab_size)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that a prompt is made of, and those of the row's own sampling, positions and adapter."""
+        own = (self._sampling.columns, self._positions.columns, self._adapter.columns)
+        return tuple(dict.fromkeys([*self._renderer.columns, *itertools.chain(*own)]))
+
+    def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
+        """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it,
+        unless the task makes vectors.
+
+        With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
+        """
+        drafts = [self._draft(row, max_model_len) for row in rows]
+        encoded = {
+            encoder: encoder.encode([draft.text or "" for draft in drafts if draft.encoder is encoder])
+            for encoder in (self._encoder, self._chat_encoder)
+        }
+        prompts = []
+        for row, draft in zip(rows, drafts, strict=True):
+            ids = draft.ids if draft.encoder is None else next(encoded[draft.encoder])
+            assert ids is not None
+            prompts.append(self._finish(row, draft, ids, max_model_len))
+        prompts = self._adapter.apply(rows, self._positions.apply(rows, prompts))
+        return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
+
+    def outline(self, row: Row) -> "Outline":
+        """What is known of a row before its prompt is tokenised."""
+        draft = self._draft(row, None)
+        own = draft.sampling or self._sampling.of(row.values)
+        most = own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens
+        if isinstance(draft.ids, RowError) or isinstance(own, RowError):
+            return Outline(None, most)
+        if draft.ids is None:
+            return Outline((draft.text or "").encode(), most)
+        # Ids that no vocabulary has become an error later.
+        return Outline(b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in draft.ids), most)
+
+    def preview(self, row: Row, num_chars: int) -> str | RowError:
+        """The beginning of a row's text as the model sees it, special tokens and all, for people to read."""
+        draft = self._draft(row, None)
+        if isinstance(draft.ids, RowError):
+            return draft.ids
+        if draft.encoder is None or draft.text is None:
+            return show(self._tokenizer, (draft.ids or [])[:num_chars])[:num_chars]
+        beginning = draft.text[:num_chars]
+        ids = draft.encoder.encode_one(beginning)
+        shown = beginning if isinstance(ids, RowError) else show(self._tokenizer, ids)
+        return shown if len(draft.text) <= num_chars else f"{shown}… ({len(draft.text):,} characters)"
+
+    def _draft(self, row: Row, max_model_len: int | None) -> "_Draft":
+        """What a row comes to before its batch is encoded."""
+        if self._batch is not None:
+            return self._batch_draft(self._batch, row, max_model_len)
+        if self._takes_ids:
+            return _Draft(None, self._renderer.token_ids(row))
+        return self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
+
+    def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "_Draft":
+        found = batch.read(row)
+        if isinstance(found, RowError):
+            return _Draft(None, found)
+        sampling = self._sampling.with_values(found.sampling)
+        if isinstance(sampling, RowError):
+            return _Draft(found.text, sampling)
+        if found.text is None:
+            return _Draft(None, found.token_ids, sampling=sampling)
+        encoder = self._chat_encoder if found.is_chat else self._encoder
+        draft = self._text_draft(_check_text(found.text), encoder, max_model_len)
+        return replace(draft, sampling=sampling, is_chat=found.is_chat)
+
+    def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "_Draft":
+        """A text whose beginning alone has far too many tokens is refused, or cut, before the whole of it costs time
+        and memory.
+        """
+        if isinstance(text, RowError):
+            return _Draft(None, text)
+        if max_model_len is None:
+            return _Draft(text, None, encoder)
+        found = encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
+        if found is None:
+            return _Draft(text, None, encoder)
+        ids, num_chars = found
+        if isinstance(ids, RowError):
+            return _Draft(None, ids)
+        if self._side is None:
+            got = f"{len(text):,} characters, of which the first {num_chars:,} are {len(ids):,} tokens"
+            return _Draft(None, self._too_long(got, max_model_len))
+        return _Draft(text, ids)
+
+    def _finish(self, row: Row, draft: "_Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
+        cut = ids
+        # A conversation is not cut: its instructions, or the assistant's header, would go.
+        if isinstance(ids, list) and max_model_len is not None and self._side is not None and not draft.is_chat:
+            cut = self._cut(row, draft, ids, max_model_len, self._side)
+        outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
+        kept = draft.text if self._keeps_text else None
+        if isinstance(outcome, RowError):
+            return Prompt(row.row_index, [], kept, outcome)
+        is_cut, is_doubled = outcome is not ids, begins_with_two(outcome, self._bos)
+        return Prompt(row.row_index, outcome, kept, None, draft.sampling, is_cut, has_second_bos=is_doubled)
+
+    def _cut(self, row: Row, draft: "_Draft", ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
+        own = draft.sampling or self._sampling.of(row.values)
+        # Tokens that must fit after the prompt.
+        room = (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or self._least_room
+        cut = self._encoder.cut(ids, max_model_len - room, side)
+        if cut is not None:
+            return cut
+        message = f"max_tokens {room:,} leaves no room for a prompt in max_model_len={max_model_len}"
+        return RowError("prompt_too_long", message)
+
+    def _check_ids(self, ids: list[int], max_model_len: int | None) -> list[int] | RowError:
+        if not ids:
+            return RowError("empty_prompt", "the prompt has no tokens")
+        if max_model_len is not None and len(ids) + self._least_room > max_model_len:
+            return self._too_long(f"{len(ids):,} tokens", max_model_len)
+        if self._takes_ids and min(ids) < 0:
+            return RowError("invalid_token_id", f"got token id {min(ids)}; must not be negative")
+        if self._may_exceed_vocab and max(ids) >= (self._vocab_size or 0):
+            shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [max(ids)])}')"
+            return RowError(
+                "invalid_token_id",
+                f"token id {max(ids)}{shown} is outside the model's vocabulary of {self._vocab_size:,}",
+            )
+        return ids
+
+    def _too_long(self, got: str, max_model_len: int) -> RowError:
+        most = f"at most {max_model_len - self._least_room:,} fit max_model_len={max_model_len}"
+        return RowError("prompt_too_long", f"got {got}; {most}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """beginning: the prompt's text in UTF-8, or 4 bytes for each token id; None where there is none. max_tokens: of its
+    output; None is what fits.
+    """
+
+    beginning: bytes | None
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A row's text, to be encoded by `encoder`; else its ids already, or of an endless text enough of them.
+
+    sampling: the row's own, where its prompt comes with it.
+    """
+
+    text: str | None
+    ids: list[int] | RowError | None
+    encoder: Encoder | None = None
+    sampling: SamplingSpec | None = None
+    is_chat: bool = False
+
+
+def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:
+    """The value of a column, never None; or a RowError, of the type `null` where it is None."""
+    if column not in values:
+        return RowError("missing_column", f"row has no column '{column}'")  # of others only what is asked for is read
+    value = values[column]
+    return RowError(null, f"column '{column}' is null") if value is None else value
+
+
+def read_list(value: object) -> tuple[object, str]:
+    """A list as it is, or JSON text of one; and what it is called where it is no list."""
+    if not isinstance(value, str):
+        return value, name_type(value)
+    try:
+        return json.loads(value), "text that is not a list in JSON"
+    except (ValueError, RecursionError):
+        return value, "text that is not JSON"
+
+
+def _check_text(text: str) -> str | RowError:
+    if not text:
+        return RowError("empty_prompt", "the prompt is an empty string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
+        return RowError("invalid_unicode", f"the prompt is not valid Unicode: lone surrogate {found}")
+    return text
+
+
+def _highest_id(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values(), default=-1)

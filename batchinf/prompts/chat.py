@@ -1,0 +1,269 @@
+"""Conversations: a row's messages, the model's chat template, and the text as vLLM's `LLM.chat` renders it."""
+
+import datetime
+import functools
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.parser import Parser
+
+from batchinf.base.errors import RowError
+from batchinf.base.text import describe_error, name_type, shorten
+from batchinf.prompts.templates import line_of
+from batchinf.spec.input import InputSpec
+
+# What transformers gives to every chat template, beside the special tokens.
+GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+
+
+def own_templates(folder: pathlib.Path) -> dict[str, str]:
+    """The chat templates in a tokenizer's folder by name: `default`, and others where there are several.
+
+    As transformers has it: chat_template.jinja counts before what tokenizer_config.json says, and that before the
+    chat_template.json of older processors.
+    """
+    found: dict[str, str] = {}
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found |= _named(_read_json(folder / name))
+    if (folder / "chat_template.jinja").is_file():
+        found = {"default": _read(folder / "chat_template.jinja")}
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return found | {path.stem: _read(path) for path in more}
+
+
+def _named(value: object) -> dict[str, str]:
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        named = [one for one in value if isinstance(one, dict) and {"name", "template"} <= {*one}]
+        return {one["name"]: one["template"] for one in named}
+    return {}
+
+
+def _read_json(path: pathlib.Path) -> object:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value.get("chat_template") if isinstance(value, dict) else None
+
+
+def _read(path: pathlib.Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+@functools.lru_cache(8)
+def variables(template: str) -> frozenset[str]:
+    """The names that a chat template takes from outside. Raises jinja2.TemplateSyntaxError."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters.setdefault("tojson", str)
+    environment.from_string(template)  # unknown filters show here alone
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+
+
+class _Generation(jinja2.ext.Extension):
+    """transformers' own tag, around what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+Message = dict[str, Any]
+
+_PROBE = "a part of a text"
+
+
+def read_messages(value: object, what: str) -> list[Message] | RowError:
+    """A conversation as a row holds it, a list of messages or JSON text of one, made plain, or what is wrong with it.
+
+    Keys whose value is null are left out: Arrow fills a message with the keys of all others. `content` is text or a
+    list of parts of text, and may be missing beside `tool_calls`; arguments of these become mappings, as chat templates
+    expect them and OpenAI's format does not have them. what: the value in words, such as `column 'chat'`.
+    """
+    if value is None:
+        return RowError("null_prompt", f"{what} is null")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            return _wrong(what, f"text that is not JSON ({describe_error(error)})")
+    elif isinstance(value, list):
+        value = _without_nulls(value)
+    if not isinstance(value, list):
+        return _wrong(what, name_type(value))
+    if not value:
+        return RowError("empty_prompt", f"{what} has no messages")
+    messages: list[Message] = []
+    for number, item in enumerate(value):
+        message = _read_message(item)
+        if isinstance(message, str):
+            return RowError("invalid_messages", f"{what}, message {number}: {message}")
+        messages.append(message)
+    return messages
+
+
+def _wrong(what: str, got: str) -> RowError:
+    return RowError("invalid_messages", f"got {got} in {what}; expected a list of messages, or JSON text of one")
+
+
+def _read_message(item: object) -> Message | str:
+    """The message, or what is wrong with it."""
+    if not isinstance(item, dict):
+        return f"got {name_type(item)}; expected a mapping with role and content"
+    message = {key: value for key, value in item.items() if value is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        keys = ", ".join(map(str, item)) or "nothing"
+        got = f"{name_type(role)} for role" if "role" in message else f"no role, but {keys}"
+        return shorten(f"got {got}; expected text such as 'user'", 300)
+    if "content" not in message:
+        if "tool_calls" not in message:
+            return f"got no content from '{shorten(role, 60)}'"
+        message["content"] = ""
+    content = message["content"]
+    if not isinstance(content, str | list):
+        return f"got {name_type(content)} for content; expected text, or a list of parts of text"
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, str) and (wrong := _wrong_part(part)) is not None:
+                return wrong
+        message["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if "tool_calls" in message:
+        message["tool_calls"] = [_with_arguments(call) for call in _as_list(message["tool_calls"])]
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    return message
+
+
+def _wrong_part(part: object) -> str | None:
+    if not isinstance(part, dict):
+        return f"got {name_type(part)} for a part of content; expected {{type: text, text: …}}"
+    if part.get("type") != "text":
+        return shorten(f"got a part of type {part.get('type')!r}; only parts of type 'text' are supported", 200)
+    if not isinstance(part.get("text"), str):
+        return f"got {name_type(part.get('text'))} for the text of a part; expected text"
+    return None
+
+
+def _as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _with_arguments(call: object) -> object:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return call
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+class ChatTemplate:
+    """Messages → text, by `input.chat_template` or else the tokenizer's own."""
+
+    def __init__(self, spec: InputSpec, tokenizer: Any, begun_at: str | None) -> None:
+        """begun_at: when the job was begun, in ISO format with its offset, for templates that print the date; default:
+        now. A resume renders the same so, and it is UTC everywhere.
+        """
+        self._tokenizer = tokenizer
+        self._source = _source(spec.chat_template, tokenizer)
+        self._options: dict[str, Any] = {**(spec.chat_template_kwargs or {})}
+        continues = bool(spec.continue_final_message)
+        adds_header = not continues if spec.add_generation_prompt is None else spec.add_generation_prompt
+        self._options |= {"add_generation_prompt": adds_header, "continue_final_message": continues}
+        moment = datetime.datetime.now(datetime.UTC) if begun_at is None else datetime.datetime.fromisoformat(begun_at)
+        if "strftime_now" in self._source:
+            # transformers' own takes the clock; what is passed to a template comes before what its environment has.
+            self._options["strftime_now"] = moment.astimezone(datetime.UTC).strftime
+        self._takes_parts = self._renders_parts()
+        self._knows_developer = "'developer'" in self._source or '"developer"' in self._source
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str | RowError:
+        """The prompt's text, whose special tokens are all written out. options: over `chat_template_kwargs`.
+
+        Raises nothing: what a template raises is the row's error.
+        """
+        try:
+            return self._apply(self._fit(messages), options)
+        except Exception as error:
+            # A template, like a tokenizer's own code, may raise anything at all.
+            return RowError("template_error", f"the chat template failed{line_of(error)}: {describe_error(error)}")
+
+    def _apply(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages), chat_template=self._source, tokenize=False, **{**self._options, **options}
+            )
+        )
+
+    def _fit(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template takes them: what vLLM does before it applies one.
+
+        Text in one piece stays so, as transformers has it: `LLM.chat` makes it a part where a template takes parts,
+        which is the same unless the template treats the two unlike.
+        """
+        fitted = [dict(message) for message in messages]
+        if not self._takes_parts:
+            for message in fitted:
+                if isinstance(message["content"], list):
+                    message["content"] = _joined(message["content"])
+        if not self._knows_developer and any(message["role"] == "developer" for message in fitted):
+            fitted = _as_system(fitted)
+        return fitted
+
+    def _renders_parts(self) -> bool:
+        """Whether the template takes a list of parts; else it would print one as Python or JSON writes it."""
+        options = {"add_generation_prompt": False, "continue_final_message": False}
+        try:
+            text = self._apply([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}], options)
+        except Exception:
+            return False
+        return _PROBE in text and not any(sign in text for sign in ("{'type': 'text'", '{"type": "text"'))
+
+
+def _source(given: str | None, tokenizer: Any) -> str:
+    try:
+        return str(tokenizer.get_chat_template(given))
+    except ValueError:
+        # Older processors keep it in a file that a tokenizer does not look into.
+        found = own_templates(pathlib.Path(str(tokenizer.name_or_path)))
+        if "default" not in found:
+            raise
+        return found["default"]
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(part["text"] for part in parts)
+
+
+def _as_system(messages: Sequence[Message]) -> list[Message]:
+    """Developers' messages as the system's, and all of the system's as one at the beginning."""
+    is_system = [message["role"] in ("developer", "system") for message in messages]
+    texts = [
+        message["content"] if isinstance(message["content"], str) else _joined(message["content"])
+        for message, flag in zip(messages, is_system, strict=True)
+        if flag
+    ]
+    others = [message for message, flag in zip(messages, is_system, strict=True) if not flag]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]

@@ -1,0 +1,157 @@
+"""What can be wrong, or not meant, with prompts and shows before any work: chat templates, a second BOS."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import jinja2
+
+from batchinf.base.errors import SpecError
+from batchinf.base.text import describe_error, list_names
+from batchinf.model.identity import Model
+from batchinf.prompts.builder import Renderer
+from batchinf.prompts.chat import GIVEN, own_templates, variables
+from batchinf.prompts.encoder import Encoder, load_tokenizer
+from batchinf.prompts.scoring import NUM_RESERVED
+from batchinf.source.rows import Source
+from batchinf.spec.input import CHAT_FIELDS, InputSpec
+from batchinf.spec.job import JobSpec
+
+# Rows that are looked at for a second BOS: those with one mostly come out of one template.
+_LOOKED_AT = 256
+
+
+def check_prompts(spec: JobSpec, model: Model) -> None:
+    """Raise SpecError, in one line, for a chat template that is not there or cannot be, and for truncation that cannot.
+
+    spec: the resolved one. Loads no tokenizer. The line begins with the field.
+    """
+    if spec.input.is_chat:
+        _check_chat(spec.input, model)
+    most, length = spec.sampling.max_tokens, spec.engine.get("max_model_len") or model.max_model_len
+    if spec.scripted is not None:
+        length = spec.scripted.max_model_len
+    if spec.task == "score" and isinstance(length, int) and spec.score.window_overlap >= length - NUM_RESERVED:
+        raise SpecError(f"score.window_overlap: got {spec.score.window_overlap:,}; must be below max_model_len - "
+                        f"{NUM_RESERVED} = {length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
+    if spec.input.on_overlong != "error" and isinstance(length, int) and (most or 1) >= length:
+        raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}")
+
+
+def _check_chat(where: InputSpec, model: Model) -> None:
+    given, own = where.chat_template, own_templates(pathlib.Path(model.tokenizer))
+    if given is None and "default" not in own:
+        asked = next(field for field in CHAT_FIELDS if getattr(where, field) is not None)
+        others = f"; it has others, whose names input.chat_template takes: {list_names(own)}" if own else ""
+        raise SpecError(
+            f"input.{asked}: it needs a chat template, and the model '{model.name}' has none{others}; give one as "
+            "input.chat_template: {file: template.jinja}",
+        )
+    text = own["default"] if given is None else own.get(given, given)
+    field = "input.chat_template"
+    try:
+        names = variables(text)
+    except jinja2.TemplateSyntaxError as error:
+        whose = "" if given is not None else f"the chat template of '{model.name}' is broken: "
+        raise SpecError(f"{field}: {whose}line {error.lineno}: {describe_error(error)}") from error
+    if given is not None and "messages" not in names:
+        words = "it has nothing of `messages` in it, so that all prompts would be the same; is it a file's path? "
+        raise SpecError(f"{field}: {words}" + "Write input.chat_template: {file: path}")
+    for name in where.chat_template_kwargs or {}:
+        if name not in names:
+            free = sorted(names - GIVEN - {"bos_token", "eos_token", "pad_token", "unk_token"})
+            words = f"the chat template has no variable '{name}'; it has: {list_names(free) or 'none'}"
+            raise SpecError(f"input.chat_template_kwargs: {words}")
+
+
+def check_order(spec: JobSpec) -> None:
+    """Raise SpecError where rows are to be ordered by what they have not, or for what is switched off."""
+    order = spec.input.order
+    if order == "prefix" and spec.engine.get("enable_prefix_caching") is False:
+        raise SpecError(
+            "input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching is false: "
+            "leave one of them out"
+        )
+    if order == "longest" and spec.input.format != "openai" and "max_tokens" not in spec.sampling.columns:
+        raise SpecError(
+            "input.order: got longest, but all rows have the same max_tokens; name the column of each row's own, as in "
+            "sampling.max_tokens: {column: budget}, or leave it out"
+        )
+
+
+def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str]:
+    """What runs, but may not be meant, in a line each."""
+    where = spec.input
+    form = "prompt_template" if where.prompt_template is not None else "prompt_column"
+    is_text = not where.is_chat and where.token_ids_column is None and where.format != "openai"
+    is_text &= spec.task != "score"  # which scores texts as they are, and begins them as `Boundary` says
+    if is_text and model.has_chat_template:
+        yield (
+            f"warning: the model has a chat template, which input.{form} alone does not apply; "
+            "input.add_generation_prompt: true makes each prompt a user's message"
+        )
+    if where.order == "prefix" and spec.reads_prompts:
+        yield (
+            "warning: input.order is prefix, but prompts whose logprobs are asked for are computed whole, whatever the "
+            "prefix cache holds"
+        )
+    says_how = where.continue_final_message is not None or where.add_generation_prompt is not None
+    if where.messages is not None and where.messages[-1].role == "assistant" and not says_how:
+        yield (
+            "warning: input.messages end with what the assistant says, and a new turn begins after it; "
+            "input.continue_final_message: true lets the model go on with it"
+        )
+    if where.system_prompt is not None and any(mark in where.system_prompt for mark in ("{{", "{%")):
+        yield (
+            "warning: input.system_prompt is plain text, in which {{ … }} stays as it is; "
+            "write a message of the role system under input.messages for a template"
+        )
+    if is_text and (found := _second_bos(spec, model, source)) is not None:
+        yield found
+    if where.text_column is not None and spec.score.add_bos_token is None and (found := _scored_bos(spec, model)):
+        yield found
+
+
+def _scored_bos(spec: JobSpec, model: Model) -> str | None:
+    tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
+    ids, bos = Encoder(tokenizer, adds_special_tokens=True).encode_one("a"), tokenizer.bos_token_id
+    if not isinstance(ids, list) or bos is None or ids[0] != bos:
+        return None
+    return (
+        f"warning: each text is scored behind {tokenizer.bos_token}, and the tokenizer puts another before it, which "
+        "is scored too, as in lm-evaluation-harness; score.add_bos_token: false leaves it out, true means it"
+    )
+
+
+def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
+    bos = _bos(pathlib.Path(model.tokenizer))
+    renderer = Renderer(spec)
+    if bos is None:
+        return None
+    looked_at = source.read(0, min(source.num_rows, _LOOKED_AT), renderer.columns)
+    texts = [renderer.render(row) for row in looked_at]
+    doubled = [number for number, text in enumerate(texts) if isinstance(text, str) and text.startswith(bos)]
+    if not doubled:
+        return None
+    # Only now: loading it takes seconds.
+    encoder = Encoder(load_tokenizer(model.tokenizer, spec.model.trust_remote_code), adds_special_tokens=True)
+    ids = encoder.encode_one(bos)
+    if not isinstance(ids, list) or len(ids) < 2 or ids[0] != ids[1]:
+        return None
+    return (
+        f"warning: of the first {len(texts):,} prompts {len(doubled):,} (row {doubled[0]} first) begin with {bos}, "
+        f"and the tokenizer puts another {bos} before it; leave it out of the text"
+    )
+
+
+def _bos(folder: pathlib.Path) -> str | None:
+    """The token that begins a text, as the tokenizer's files name it."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            token = json.loads((folder / name).read_bytes()).get("bos_token")
+        except (OSError, ValueError, AttributeError):
+            continue
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            return token
+    return None

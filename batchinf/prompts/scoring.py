@@ -1,0 +1,333 @@
+"""Scored rows as token ids: continuations, choices or windows, cut as lm-evaluation-harness does."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchinf.base.errors import RowError
+from batchinf.base.text import name_type
+from batchinf.prompts.builder import PromptBuilder, read_list, take
+from batchinf.prompts.encoder import Encoder, begins_with_two, show
+from batchinf.records import Prompt, Scoring, Span
+from batchinf.source.rows import Row
+from batchinf.spec.job import JobSpec
+from batchinf.spec.score import scored_columns
+
+# vLLM runs a prompt only if one more token fits after it, and gives no logprob for a prompt's first token: so much of
+# `max_model_len` is not for tokens that others are predicted from.
+NUM_RESERVED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """How a tokenizer begins texts. prefix: the token that the first token of a text is scored by; None: it has none.
+
+    prefix_text: that token as text; a text that begins with it gets no special tokens. adds: whether others do.
+    """
+
+    prefix: int | None
+    prefix_text: str
+    adds: bool
+
+    @classmethod
+    def of(cls, tokenizer: Any, *, is_chat: bool = False, add_bos_token: bool | None = None) -> "Boundary":
+        """As lm-evaluation-harness's `hf` model has it. is_chat: a chat template has written the special tokens."""
+        prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        text = "" if prefix is None else str(tokenizer.decode([prefix]))
+        return cls(prefix, text, not is_chat and add_bos_token is not False)
+
+    def adds_to(self, text: str) -> bool:
+        """Whether this text is encoded with the tokenizer's special tokens."""
+        return self.adds and not (self.prefix_text and text.startswith(self.prefix_text))
+
+
+def split_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """White space at the end of the context goes to the continuation, as tokens begin with it and do not end so."""
+    bare = context.rstrip()
+    return bare, context[len(bare) :] + continuation
+
+
+def pair(context_ids: list[int], whole_ids: list[int]) -> tuple[list[int], list[int]]:
+    """`TemplateLM._encode_pair` after encoding: the tokens of the whole behind as many as the context alone has."""
+    return context_ids, whole_ids[len(context_ids) :]
+
+
+def prefixed(prefix: int, continuation_ids: list[int]) -> tuple[list[int], list[int]]:
+    """What stands for an empty context: the prefix, unless the continuation begins with it."""
+    if continuation_ids[:1] == [prefix]:
+        return continuation_ids[:1], continuation_ids[1:]
+    return [prefix], continuation_ids
+
+
+def windows(token_ids: Sequence[int], prefix: int, max_seq_len: int, overlap: int) -> Iterator[tuple[list[int], int]]:
+    """A text's windows, in each the context and then what is scored, and where that begins.
+
+    `make_disjoint_window` of `get_rolling_token_windows` with `context_len = overlap + 1`: each token is scored once,
+    the first given the prefix; the last window is filled up with context. max_seq_len: most tokens of a window that
+    others are predicted from; it has one more.
+    """
+    if not 0 <= overlap < max_seq_len:
+        raise ValueError(f"got an overlap of {overlap} for windows of {max_seq_len} tokens")
+    ids = list(token_ids)
+    stop = min(max_seq_len, len(ids))
+    if stop:
+        yield [prefix, *ids[:stop]], 1
+    while stop < len(ids):
+        num_scored = min(len(ids) - stop, max_seq_len - overlap)
+        stop += num_scored
+        start = stop - max_seq_len - 1
+        yield ids[start:stop], stop - num_scored - start
+
+
+def span_of(context_ids: list[int], continuation_ids: list[int], num_bytes: int, most: int | None) -> Span:
+    """A continuation after its context, of which at least the last token stays where both are over `most` tokens."""
+    ids = context_ids + continuation_ids
+    ids = ids if most is None else ids[-most:]
+    return Span(ids, len(ids) - len(continuation_ids), num_bytes)
+
+
+def prompt_builder(spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
+    """What makes a job's rows into prompts; see `PromptBuilder`."""
+    kind = ScorePrompts if spec.task == "score" else PromptBuilder
+    return kind(spec, tokenizer, vocab_size, begun_at)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A row before its batch is encoded.
+
+    context: as text, or ids; None for a text without one. targets: what is scored. num_bytes: of each target.
+    asks: texts to be encoded, each with whether the tokenizer adds its special tokens.
+    """
+
+    row: Row
+    context: str | list[int] | None
+    targets: list[str]
+    num_bytes: list[int]
+    answer: int | None
+    asks: list[tuple[str, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """The tokens of a row's context and of all that is scored, the spans, and whether a context was cut to fit."""
+
+    token_ids: list[int]
+    spans: tuple[Span, ...]
+    is_cut: bool = False
+
+
+class ScorePrompts(PromptBuilder):
+    """Rows → prompts with a `scoring`."""
+
+    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
+        super().__init__(spec, tokenizer, vocab_size, begun_at)
+        self._where, self._score = spec.input, spec.score
+        self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=spec.score.add_bos_token)
+        self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
+        # Where the tokenizer puts one before each text, a text is scored behind two: said before the job, see
+        # `prompt_checks`, or meant.
+        adds = spec.input.text_column is not None and self._boundary.adds
+        self._counts_bos = not (adds and self._dressed.begins_with(self._bos))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that a context is made of, and those of what is scored."""
+        return tuple(dict.fromkeys([*super().columns, *(name for _, name in scored_columns(self._where))]))
+
+    def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
+        """One prompt for each row, in order: each of its spans has fewer tokens than `max_model_len`."""
+        drafts = [self._read(row) for row in rows]
+        asks = [ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks]
+        encoded = {
+            adds: encoder.encode([text for text, wanted in asks if wanted == adds])
+            for adds, encoder in ((False, self._plain), (True, self._dressed))
+        }
+        prompts = []
+        for row, draft in zip(rows, drafts, strict=True):
+            if isinstance(draft, RowError):
+                prompts.append(Prompt(row.row_index, [], None, draft))
+                continue
+            found = [next(encoded[adds]) for _, adds in draft.asks]
+            failed = next((ids for ids in found if isinstance(ids, RowError)), None)
+            ids = [ids for ids in found if isinstance(ids, list)]
+            prompts.append(self._made(draft, failed or self._scored(draft, ids, max_model_len)))
+        return self._adapter.apply(rows, prompts)
+
+    # -- what a row holds ----------------------------------------------------------------------------------------------
+
+    def _read(self, row: Row) -> _Draft | RowError:
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        if self._where.text_column is not None:
+            text = self._renderer.render(row)
+            if isinstance(text, RowError):
+                return text
+            return _Draft(row, None, [text], [len(text.encode())], None, [(text, self._boundary.adds_to(text))])
+        context = self._context(row)
+        if isinstance(context, RowError):
+            return context
+        targets = self._targets(row)
+        if isinstance(targets, RowError):
+            return targets
+        answer = self._answer(row, len(targets))
+        if isinstance(answer, RowError):
+            return answer
+        num_bytes = [len(target.encode()) for target in targets]
+        targets = [self._score.target_delimiter + target for target in targets]
+        return _Draft(row, context, targets, num_bytes, answer, list(self._asks(context, targets)))
+
+    def _context(self, row: Row) -> str | list[int] | RowError:
+        if self._where.token_ids_column is not None:
+            return self._renderer.token_ids(row)
+        text = self._renderer.render(row)
+        # An empty context is a context: see `prefixed`.
+        is_empty = isinstance(text, RowError) and text.error_type == "empty_prompt" and not self._where.is_chat
+        return "" if is_empty else text
+
+    def _asks(self, context: str | list[int], targets: Sequence[str]) -> Iterator[tuple[str, bool]]:
+        """The context first, where it is a text, then what follows it, with it where it is one."""
+        if not isinstance(context, str) or not context:
+            yield from ((target, False) for target in targets)
+            return
+        bare = context.rstrip()
+        yield bare, self._boundary.adds_to(bare)
+        for target in targets:
+            whole = "".join(split_spaces(context, target))
+            yield whole, self._boundary.adds_to(whole)
+
+    def _targets(self, row: Row) -> list[str] | RowError:
+        if self._where.continuation_column is not None:
+            value = take(row.values, self._where.continuation_column, "null_continuation")
+            if isinstance(value, RowError):
+                return value
+            texts: list[Any] = [value]
+            names = [f"column '{self._where.continuation_column}'"]
+        else:
+            column = self._where.choices_column or ""
+            choices = _choices(row, column)
+            if isinstance(choices, RowError):
+                return choices
+            texts, names = choices, [f"choice {place} of column '{column}'" for place in range(len(choices))]
+        for text, name in zip(texts, names, strict=True):
+            if (wrong := _wrong_text(text, name)) is not None:
+                return wrong
+        return texts
+
+    def _answer(self, row: Row, num_choices: int) -> int | RowError | None:
+        column = self._where.answer_column
+        if column is None or (column in row.values and row.values[column] is None):
+            return None
+        value = take(row.values, column, "")
+        if isinstance(value, RowError):
+            return value
+        if isinstance(value, str) and value.strip().isdecimal() and value.isascii() and len(value) < 10:
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            got = f"'{value[:40]}'" if isinstance(value, str) else name_type(value)
+            return RowError("wrong_type", f"got {got} in column '{column}'; expected a choice's place, from 0")
+        if not 0 <= value < num_choices:
+            return RowError("invalid_answer", f"got {value} in column '{column}'; the row's choices are 0 to "
+                            f"{num_choices - 1}")  # fmt: skip
+        return value
+
+    # -- and its tokens ------------------------------------------------------------------------------------------------
+
+    def _scored(self, draft: _Draft, ids: list[list[int]], max_model_len: int | None) -> _Scored | RowError:
+        """All tokens, and the spans; or why they cannot be scored."""
+        if draft.context is None:
+            return self._windows(ids[0], draft.num_bytes[0], max_model_len)
+        spans: list[Span] = []
+        everything: list[int] = []
+        is_cut = False
+        most = None if max_model_len is None else max_model_len - NUM_RESERVED
+        for place, num_bytes in enumerate(draft.num_bytes):
+            name = "the continuation" if self._where.choices_column is None else f"choice {place}"
+            parts = self._pair(draft.context, ids, place)
+            if isinstance(parts, RowError):
+                return parts
+            context_ids, continuation_ids = parts
+            if not continuation_ids:
+                return RowError("empty_continuation", f"{name} has no tokens of its own behind the context")
+            if most is not None and len(continuation_ids) > most:
+                return RowError("prompt_too_long", f"{name} alone has {len(continuation_ids):,} tokens; at most "
+                                f"{most:,} fit max_model_len={max_model_len} behind one of context")  # fmt: skip
+            spans.append(span_of(context_ids, continuation_ids, num_bytes, None if most is None else most + 1))
+            everything += continuation_ids if place else context_ids + continuation_ids
+            is_cut |= len(spans[-1].token_ids) < len(context_ids) + len(continuation_ids)
+        return _Scored(everything, tuple(spans), is_cut)
+
+    def _pair(
+        self, context: str | list[int], ids: list[list[int]], place: int
+    ) -> tuple[list[int], list[int]] | RowError:
+        context_ids, continuation_ids = context, ids[place]
+        if isinstance(context, str):
+            context_ids, continuation_ids = pair(ids[0], ids[place + 1]) if context else ([], ids[place])
+        assert isinstance(context_ids, list)
+        if context_ids:
+            return context_ids, continuation_ids
+        if self._boundary.prefix is None:
+            message = "the context is empty, and the tokenizer has neither BOS nor EOS to score a first token by"
+            return RowError("empty_context", message)
+        return prefixed(self._boundary.prefix, continuation_ids)
+
+    def _windows(self, ids: list[int], num_bytes: int, max_model_len: int | None) -> _Scored | RowError:
+        if not ids:
+            return RowError("empty_prompt", "the text has no tokens")
+        most, prefix = len(ids) + 1 if max_model_len is None else max_model_len - NUM_RESERVED, self._boundary.prefix
+        if prefix is None:
+            return RowError("empty_context", "the tokenizer has neither BOS nor EOS to score a first token by")
+        overlap = self._score.window_overlap if len(ids) > most else 0
+        if overlap >= most:
+            message = f"score.window_overlap {overlap:,} leaves nothing of a window: max_model_len - 2 = {most:,}"
+            return RowError("prompt_too_long", message)
+        pieces = enumerate(windows(ids, prefix, most, overlap))
+        return _Scored(ids, tuple(Span(piece, start, 0 if place else num_bytes) for place, (piece, start) in pieces))
+
+    def _made(self, draft: _Draft, scored: _Scored | RowError) -> Prompt:
+        index, text = draft.row.row_index, draft.context if draft.context is not None else draft.targets[0]
+        kept = text if self._keeps_text and isinstance(text, str) else None
+        if isinstance(scored, RowError):
+            return Prompt(index, [], kept, scored)
+        if (wrong := self._outside(scored.spans)) is not None:
+            return Prompt(index, [], kept, wrong)
+        scoring = Scoring(scored.spans, draft.answer)
+        is_doubled = self._counts_bos and begins_with_two(scored.spans[0].token_ids, self._bos)
+        return Prompt(
+            index, scored.token_ids, kept, None, is_truncated=scored.is_cut, scoring=scoring, has_second_bos=is_doubled
+        )
+
+    def _outside(self, spans: Sequence[Span]) -> RowError | None:
+        """Ids that the model does not have would crash the engine."""
+        low = min(min(span.token_ids) for span in spans)
+        high = max(max(span.token_ids) for span in spans)
+        if low >= 0 and (self._vocab_size is None or high < self._vocab_size):
+            return None
+        if low < 0:
+            return RowError("invalid_token_id", f"got token id {low}; must not be negative")
+        shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [high])}')"
+        return RowError("invalid_token_id", f"token id {high}{shown} is outside the model's vocabulary of "
+                        f"{self._vocab_size:,}")  # fmt: skip
+
+
+def _choices(row: Row, column: str) -> list[Any] | RowError:
+    value = take(row.values, column, "null_choices")
+    if isinstance(value, RowError):
+        return value
+    value, got = read_list(value)
+    if not isinstance(value, list):
+        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of texts")
+    return value or RowError("no_choices", f"the list in column '{column}' is empty; nothing can be scored")
+
+
+def _wrong_text(text: object, name: str) -> RowError | None:
+    if not isinstance(text, str):
+        return RowError("wrong_type", f"got {name_type(text)} in {name}; expected text")
+    if not text:
+        return RowError("empty_continuation", f"{name} is an empty string; nothing can be scored")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
+        return RowError("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {found}")
+    return None

@@ -1,0 +1,304 @@
+"""From assigned shards to requests that are ready for the engine: reading, templates and tokenising, on its own thread.
+
+It runs ahead of the engine by the ready queue's bound and no more, so that a shard that has not begun can still be
+given to an idle replica. It may start before the engine is up: no shard has begun until then, whatever was made of it.
+"""
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from batchinf.base import faults
+from batchinf.base.errors import RowError
+from batchinf.output.shard import OpenShard
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.records import Int64Array, Prompt, Request, Result, Shard
+from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, Trial, Tried
+from batchinf.replica.start import UNFORKED
+from batchinf.source.rows import Row, Source
+from batchinf.tasks.registry import Task
+
+# Rows read and tokenised at once: enough to keep a tokenizer's threads busy, few enough to stay small in memory.
+ROWS_AT_ONCE = 256
+_BYTES_A_TOKEN = 36
+# Requests handed over at once, or a little more: the engine's thread is woken once for them.
+_PUT_ITEMS = 64
+_TRIAL_POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRequest:
+    """A request on its way, and what is needed to store what becomes of it.
+
+    probe: set once it has come out; what came out is not stored.
+    """
+
+    request: Request
+    prompt: Prompt
+    num_requests: int
+    shard: OpenShard
+    attempts: int
+    probe: threading.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """The results of a row that never reaches the engine."""
+
+    shard: OpenShard
+    results: tuple[Result, ...]
+
+
+class Feeder(threading.Thread):
+    """Begins shards in the order in which they were assigned."""
+
+    def __init__(
+        self,
+        source: Source,
+        task: Task,
+        open_shard: Callable[[Shard], OpenShard],
+        ready: ByteQueue[PendingRequest],
+        fail: Callable[[FailedRow], None],
+        emit: Callable[[Event], None],
+    ) -> None:
+        """To be told of limits, by `expect` or `settle`, before it starts."""
+        super().__init__(name="feeder", daemon=True)
+        self._source = source
+        self._task = task
+        self._open_shard = open_shard
+        self._ready = ready
+        self._fail = fail
+        self._emit = emit
+        self._limits: tuple[Callable[[], PromptBuilder], int] | None = None
+        self._assigned: deque[tuple[Shard, int]] = deque()
+        self._opening: int | None = None
+        self._prepared: dict[int, tuple[OpenShard, int]] = {}  # open before `begin`, in their order, with the attempt
+        self._track: Callable[[OpenShard], None] | None = None
+        self._trials: deque[Trial] = deque()
+        self._opened: dict[int, OpenShard] = {}  # those of trials
+        self._condemned: dict[int, str] = {}
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self.error: BaseException | None = None
+
+    def assign(self, message: Assign) -> None:
+        """Add shards to the end of the line."""
+        with self._changed:
+            self._condemned.update(message.condemned)
+            self._assigned.extend((shard, message.attempts) for shard in message.shards)
+            self._changed.notify_all()
+
+    def try_rows(self, message: Trial) -> None:
+        """Run a trial's rows before anything else."""
+        with self._changed:
+            self._trials.append(message)
+            self._changed.notify_all()
+
+    def revoke(self, shards: Iterable[int]) -> None:
+        """Give back those of these shards that have not begun: before `begin` all, and nothing is said of it."""
+        wanted = set(shards)
+        with self._changed:
+            back = tuple(shard.index for shard, _ in self._assigned if shard.index in wanted)
+            self._assigned = deque(item for item in self._assigned if item[0].index not in wanted)
+            has_begun = self._track is not None
+            if not has_begun:
+                self._opening = None if self._opening in wanted else self._opening
+                self._drop([index for index in self._prepared if index in wanted])
+        if has_begun:
+            self._emit(Revoked(back))
+
+    def _drop(self, indices: Iterable[int]) -> list[tuple[Shard, int]]:
+        """What was made of these shards counts no more; the shards, each with its attempt."""
+        dropped = [self._prepared.pop(index) for index in indices]
+        for opened, _ in dropped:
+            opened.is_given_back = True
+        self._ready.drop(lambda pending: pending.shard.is_given_back)
+        return [(opened.shard, attempts) for opened, attempts in dropped]
+
+    def expect(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
+        """Go by these limits until `settle`. prompts: called once, on the feeder's thread."""
+        self._limits = functools.cache(prompts), max_model_len
+
+    def settle(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
+        """The engine has other limits than were expected: what was made by those is made again."""
+        with self._changed:
+            self.expect(prompts, max_model_len)
+            self._assigned.extendleft(reversed(self._drop(list(self._prepared))))
+            self._changed.notify_all()
+
+    def begin(self, track: Callable[[OpenShard], None]) -> None:
+        """The engine is up, and `track` is to be told of each shard: they begin from now on, those that are open first.
+
+        To be called once, on the thread that calls `revoke`, which has nobody to ask before.
+        """
+        with self._changed:
+            self._track = track
+            prepared, self._prepared = self._prepared, {}
+        for opened, _ in prepared.values():
+            self._note_begun(opened, track)
+
+    def _note_begun(self, opened: OpenShard, track: Callable[[OpenShard], None]) -> None:
+        track(opened)
+        self._emit(ShardBegun(opened.index, opened.num_results))
+
+    def start_once(self) -> None:
+        """Start the thread, unless it has been started."""
+        with self._changed:
+            if self.ident is None:
+                self.start()
+
+    def stop(self) -> None:
+        """Begin nothing more, and end."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        self._ready.close()
+
+    def run(self) -> None:
+        """Feed until stopped. An exception is kept for the worker to raise."""
+        try:
+            while (item := self._next()) is not None:
+                if isinstance(item, Trial):
+                    self._try(item)
+                else:
+                    self._feed(*item)
+        except BaseException as error:
+            self.error = error
+
+    def _next(self) -> tuple[Shard, int] | Trial | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopping or self._trials or self._assigned)
+            if self._is_stopping:
+                return None
+            if self._trials:
+                return self._trials.popleft()
+            self._opening = self._assigned[0][0].index
+            return self._assigned.popleft()
+
+    def _open(self, shard: Shard, attempts: int) -> OpenShard | None:
+        """Open a shard, which begins unless the engine is not up; None where it was given back meanwhile."""
+        faults.point("feeder.begin")
+        with UNFORKED:
+            opened = self._open_shard(shard)
+        with self._changed:
+            if self._opening is None:
+                return None
+            self._opening, track = None, self._track
+            if track is None:
+                self._prepared[shard.index] = opened, attempts
+        if track is not None:
+            self._note_begun(opened, track)
+        return opened
+
+    def _try(self, trial: Trial) -> None:
+        for shard in trial.shards:
+            if shard.index not in self._opened:
+                self._opening = shard.index
+                opened = self._open(shard, trial.attempts)
+                assert opened is not None, "trials come when the engine is up"
+                self._opened[shard.index] = opened
+        for rows in trial.groups:
+            probes = [probe for row in rows for probe in self._try_row(row, trial)]
+            while not (all(probe.is_set() for probe in probes) and (trial.is_probe or self._are_stored(rows))):
+                if self._is_stopping:
+                    return
+                time.sleep(_TRIAL_POLL_S)
+            self._emit(Tried(rows))
+
+    def _try_row(self, row: int, trial: Trial) -> list[threading.Event]:
+        """Feed one row of a trial; where it is a probe, what is set once its requests have come out."""
+        opened = self._holder(row)
+        if opened is None or opened.is_finished(row):
+            return []
+        if not trial.is_probe:
+            place = opened.rows.local(row)
+            self._feed_rows(opened, np.array([place]), trial.attempts)
+            return []
+        probes = []
+        builder, max_model_len = self._known_limits()
+        for prompt in builder.build(self._source.read(row, row + 1, builder.columns), max_model_len):
+            for pending, num_bytes in self._expand(opened, prompt, trial.attempts, max_model_len):
+                probes.append(threading.Event())
+                self._ready.put(replace(pending, request=_probe(pending.request), probe=probes[-1]), num_bytes)
+        return probes
+
+    def _holder(self, row: int) -> OpenShard | None:
+        """The open shard of a row; None where it has been committed meanwhile."""
+        return next((o for o in self._opened.values() if row in o.rows), None)
+
+    def _are_stored(self, rows: Iterable[int]) -> bool:
+        return all(holder is None or holder.is_finished(row) for row in rows for holder in [self._holder(row)])
+
+    def _feed(self, shard: Shard, attempts: int) -> None:
+        opened = self._opened.pop(shard.index, None) or self._open(shard, attempts)
+        for first in range(0, shard.num_rows, ROWS_AT_ONCE):
+            if self._is_stopping or opened is None or opened.is_given_back:
+                return
+            self._feed_rows(opened, opened.rows.to_run(first, min(first + ROWS_AT_ONCE, shard.num_rows)), attempts)
+
+    def _feed_rows(self, opened: OpenShard, numbers: Int64Array, attempts: int) -> None:
+        """Feed these rows of a shard, by their numbers among its own, in this order."""
+        left = opened.unfinished(numbers)
+        if not len(left):
+            return
+        faults.point("feeder.read")
+        with UNFORKED:
+            builder, max_model_len = self._known_limits()
+            rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else numbers), builder.columns)
+            prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
+        ready: list[tuple[PendingRequest, int]] = []
+        for prompt in prompts:
+            ready += self._expand(opened, prompt, attempts, max_model_len)
+            if len(ready) >= _PUT_ITEMS:
+                if not self._ready.put_all(ready):
+                    return
+                ready = []
+        self._ready.put_all(ready)
+
+    def _known_limits(self) -> tuple[PromptBuilder, int]:
+        assert self._limits is not None
+        prompts, max_model_len = self._limits
+        return prompts(), max_model_len
+
+    def _read(self, positions: Int64Array, columns: Sequence[str]) -> list[Row]:
+        """Rows at these positions, in this order; they are read in the source's own."""
+        by_position = np.argsort(positions, kind="stable")
+        read = self._source.read_rows(positions[by_position], columns)
+        places = dict(zip(by_position.tolist(), read, strict=True))
+        return [places[place] for place in range(len(positions))]
+
+    def _expand(
+        self, opened: OpenShard, prompt: Prompt, attempts: int, max_model_len: int
+    ) -> Iterator[tuple[PendingRequest, int]]:
+        """What a row still has to run, with sizes."""
+        requests = self._task.expand(prompt, max_model_len)
+        if prompt.adapter is not None:
+            requests = [replace(request, adapter=prompt.adapter) for request in requests]
+        error = prompt.error
+        if error is None and prompt.row_index in self._condemned:
+            error = RowError("engine_death", self._condemned[prompt.row_index])
+        if error is not None:
+            self._fail(FailedRow(opened, failed(prompt, len(requests), error, attempts)))
+            return
+        num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // len(requests)
+        for request in requests:
+            if not opened.is_done(request.row_index, request.request_index):
+                yield PendingRequest(request, prompt, len(requests), opened, attempts), num_bytes
+
+
+def _probe(request: Request) -> Request:
+    """The same prompt for one token."""
+    sampling = request.sampling
+    sampling = sampling.model_copy(update={"min_tokens": 0}) if sampling.min_tokens else sampling
+    return replace(request, max_tokens=1, sampling=sampling)
+
+
+def failed(prompt: Prompt, num_requests: int, error: RowError, attempts: int) -> tuple[Result, ...]:
+    """A row's error results: one for each that was expected."""
+    return tuple(Result(prompt, index, num_requests, None, None, error, attempts) for index in range(num_requests))

@@ -1,0 +1,341 @@
+"""The text of completions: decoded in batches as vLLM does, its reasoning split off, its structure checked."""
+
+import copy
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress, groupby
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from batchinf.base.errors import RowError
+from batchinf.records import Completion
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Tokens at a prompt's end among which a safe place to begin decoding is looked for.
+_TAIL_TOKENS = 16
+# vLLM's INITIAL_INCREMENTAL_DETOKENIZATION_OFFSET, for tokenizers written in Python.
+_SLOW_OFFSET = 5
+
+
+class Detokenizer:
+    """Decodes with one tokenizer of transformers, fast (Rust) or slow (Python)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Tokenizer | None = None
+        self._anchors: frozenset[int] | None = None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if isinstance(backend, Tokenizer):
+            # A copy: a tokenizer that encodes on another thread meanwhile fails with "Already borrowed".
+            self._backend = copy.deepcopy(backend)
+            self._anchors = _anchors(self._backend) if _decodes_locally(self._backend) else None
+
+    def decode(self, completions: Sequence[Completion], sampling: SamplingSpec) -> list[str]:
+        """Text of each completion. Those that the engine decoded itself (stop strings) keep their text."""
+        texts = [completion.text for completion in completions]
+        missing = [text is None for text in texts]
+        left = list(compress(completions, missing))
+        prompts = [completion.request.prompt_token_ids for completion in left]
+        outputs = [_text_token_ids(completion, sampling) for completion in left]
+        decoded = iter(self._decode(prompts, outputs, sampling.skip_special_tokens))
+        return [next(decoded) if text is None else text for text in texts]
+
+    def _decode(self, prompts: list[list[int]], outputs: list[list[int]], skip_special: bool) -> list[str]:
+        pairs = list(zip(prompts, outputs, strict=True))
+        if self._backend is None:
+            return [_replay_slow(self._tokenizer, prompt, output, skip_special) for prompt, output in pairs]
+        if self._anchors is None:
+            return [_replay(self._backend, prompt, output, skip_special) for prompt, output in pairs]
+        return self._decode_batch(self._backend, pairs, self._anchors, skip_special)
+
+    def _decode_batch(
+        self, backend: Tokenizer, pairs: list[tuple[list[int], list[int]]], anchors: frozenset[int], skip_special: bool
+    ) -> list[str]:
+        """What follows the context's text in the text of context and output, where that is what the stream gives.
+
+        With a decoder of `_decodes_locally`, a token's text depends on its neighbours only where it is (a) the first
+        that is decoded or (b) a byte of a character. (a) The context begins with an ordinary token, so no output
+        token is the first. (b) Without U+FFFD every run of bytes makes whole characters; the stream then cuts it
+        nowhere else, and holds nothing back at the end. A context without U+FFFD at its end shows that the prompt
+        ends with a whole character too: otherwise the stream gives the prompt's text as well, or starts anew.
+        """
+        contexts = [_context(prompt, anchors) for prompt, _ in pairs]
+        before = backend.decode_batch(contexts, skip_special)
+        whole = backend.decode_batch(
+            [context + output for context, (_, output) in zip(contexts, pairs, strict=True)], skip_special
+        )
+        texts = []
+        for (prompt, output), prefix, text in zip(pairs, before, whole, strict=True):
+            is_same = text.startswith(prefix) and not prefix.endswith(_REPLACEMENT)
+            is_same = is_same and _REPLACEMENT not in text[len(prefix) :]
+            texts.append(text[len(prefix) :] if is_same else _replay(backend, prompt, output, skip_special))
+        return texts
+
+
+def _text_token_ids(completion: Completion, sampling: SamplingSpec) -> list[int]:
+    """The output tokens that make text: all but the token that stopped it (the end of the sequence, for one)."""
+    token_ids: list[int] = completion.token_ids.tolist()
+    if completion.finish_reason == "stop" and not sampling.include_stop_str_in_output:
+        token_ids.pop()
+    return token_ids
+
+
+def _context(prompt: list[int], anchors: frozenset[int]) -> list[int]:
+    """The prompt's end from an ordinary token on; the whole prompt where its end has none."""
+    tail = prompt[-_TAIL_TOKENS:]
+    for index, token_id in enumerate(tail):
+        if token_id in anchors:
+            return tail[index:]
+    return prompt
+
+
+def _anchors(backend: Tokenizer) -> frozenset[int]:
+    """Ids of ordinary tokens: never skipped, and no byte of a run that may have begun before."""
+    added = backend.get_added_tokens_decoder()
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    return frozenset(
+        token_id
+        for token, token_id in vocabulary.items()
+        if token_id not in added and token and not (len(token) == 6 and token.startswith("<0x"))
+    )
+
+
+def _decodes_locally(backend: Tokenizer) -> bool:
+    """Whether a token's text depends only on being the first, and on the bytes of its own run: see `_decode_batch`.
+
+    So do the decoders of Llama 3, Qwen and GPT (ByteLevel), of Llama 2, Mistral and Gemma (spaces, bytes, and at
+    most one leading space stripped), of T5 (Metaspace) and of BERT (WordPiece).
+    """
+    decoder = json.loads(backend.to_str())["decoder"]
+    if decoder is None or decoder["type"] in ("ByteLevel", "Metaspace", "WordPiece"):
+        return decoder is not None
+    if decoder["type"] != "Sequence":
+        return False
+    parts = decoder["decoders"]
+    names = [part["type"] for part in parts]
+    if names not in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        return False
+    puts_spaces = parts[0]["pattern"] == {"String": "▁"} and parts[0]["content"] == " "
+    strip = parts[-1] if names[-1] == "Strip" else {"start": 0, "stop": 0}
+    return puts_spaces and strip["start"] <= 1 and strip["stop"] == 0
+
+
+def _replay(backend: Tokenizer, prompt: list[int], output: list[int], skip_special: bool) -> str:
+    """As vLLM's FastIncrementalDetokenizer does it, from 0.26 to 0.33."""
+    stream = DecodeStream(ids=prompt, skip_special_tokens=skip_special)
+    pieces = []
+    for token_id in output:
+        try:
+            piece = stream.step(backend, token_id)
+        except Exception as error:  # tokenizers raises a bare Exception
+            if not str(error).startswith("Invalid prefix encountered"):
+                raise
+            stream = DecodeStream(skip_special_tokens=skip_special)
+            piece = stream.step(backend, token_id)
+        pieces.append(piece or "")
+    return "".join(pieces)
+
+
+def _replay_slow(tokenizer: Any, prompt: list[int], output: list[int], skip_special: bool) -> str:
+    """As vLLM's SlowIncrementalDetokenizer does it, for tokenizers written in Python, from 0.26 to 0.33."""
+    added = frozenset(tokenizer.get_added_vocab())
+    skipped = frozenset(tokenizer.all_special_tokens if skip_special else ())
+    tokens = _tokens(tokenizer, prompt[-_SLOW_OFFSET - 2 :], skip_special)
+    read = len(tokens)
+    prefix = max(read - _SLOW_OFFSET, 0)
+    size, pieces = len(tokenizer), []
+    for token_id in output:
+        tokens += _tokens(tokenizer, [token_id], skip_special) if token_id < size else [""]
+        before = _slow_text(tokenizer, tokens[prefix:read], added, skipped)
+        text = _slow_text(tokenizer, tokens[prefix:], added, skipped)
+        if len(text) > len(before) and not text.endswith(_REPLACEMENT):
+            pieces.append(text[len(before) :])
+            prefix, read = read, len(tokens)
+    return "".join(pieces)
+
+
+def _tokens(tokenizer: Any, token_ids: list[int], skip_special: bool) -> list[str]:
+    tokens = tokenizer.convert_ids_to_tokens(token_ids, skip_special_tokens=skip_special)
+    return ["" if token is None else token for token in tokens]
+
+
+def _slow_text(tokenizer: Any, tokens: list[str], added: frozenset[str], skipped: frozenset[str]) -> str:
+    """Added tokens stand as they are, with spaces between them and the runs of others."""
+    if not added:
+        return str(tokenizer.convert_tokens_to_string(tokens))
+    kept = [token for token in tokens if token not in skipped]
+    texts: list[str] = []
+    for is_added, group in groupby(kept, added.__contains__):
+        run = list(group)
+        texts += run if is_added else [tokenizer.convert_tokens_to_string(run)]
+    return " ".join(texts)
+
+
+# Text and the prompt's token ids → what was thought, and the answer; either may be None.
+Split = Callable[[str, Sequence[int]], tuple[str | None, str | None]]
+# Whether a text is whole by the grammar or regex.
+Matches = Callable[[str], bool]
+# A structure → that; None where it cannot be told.
+Matcher = Callable[[dict[str, Any]], Matches | None]
+
+_SHOWN_CHARS = 60
+_MOST_JUDGES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is stored of a completion's text. The text stays beside an error; None is none at all."""
+
+    text: str | None
+    reasoning: str | None = None
+    error: RowError | None = None
+
+
+class NoAnswers:
+    """For tasks that are not after a text."""
+
+    def read(self, completions: Sequence[Completion]) -> list[Answer]:
+        """See `Answers.read`."""
+        return [Answer(None)] * len(completions)
+
+
+class Answers:
+    """Completions → answers, by one job's rules. For one thread."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        tokenizer: Any,
+        detokenizer: Detokenizer,
+        split: Split | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
+        """split: for a job with a reasoning parser. matcher: for regex and grammar; None judges by the end alone."""
+        self._detokenizer = detokenizer
+        self._sampling = spec.sampling
+        self._split = split
+        self._special: re.Pattern[str] | None = None
+        self._special_ids: frozenset[int] = frozenset()
+        if split is not None and spec.sampling.skip_special_tokens:
+            # The parser must see them: the marks around what was thought may be among them.
+            self._sampling = spec.sampling.model_copy(update={"skip_special_tokens": False})
+            tokens = _special_tokens(tokenizer)
+            self._special_ids = frozenset(tokens)
+            longest_first = sorted(tokens.values(), key=len, reverse=True)
+            self._special = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+        self._matcher = matcher
+        self._judges: dict[str, Judge] = {}
+
+    def read(self, completions: Sequence[Completion]) -> list[Answer]:
+        """One answer for each completion, in order."""
+        texts = self._detokenizer.decode(completions, self._sampling)
+        return [self._read(completion, text) for completion, text in zip(completions, texts, strict=True)]
+
+    def _read(self, completion: Completion, whole: str) -> Answer:
+        structure = completion.request.sampling.structured_outputs
+        if self._split is None and structure is None:
+            return Answer(whole)
+        text: str | None = whole
+        reasoning = None
+        if self._split is not None:
+            try:
+                reasoning, text = self._split(whole, completion.request.prompt_token_ids)
+            except Exception as error:
+                # The parser is vLLM's, or a plugin, and the text a model's.
+                words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                return Answer(whole, None, RowError("reasoning_error", f"the reasoning parser failed: {words}"))
+            reasoning, text = self._stripped(reasoning, completion), self._stripped(text, completion)
+        return Answer(text, reasoning, None if structure is None else self._judge(structure)(text, completion))
+
+    def _judge(self, structure: dict[str, Any]) -> "Judge":
+        """Made once for each structure; rows of a batch file may have their own."""
+        key = json.dumps(structure)
+        if key not in self._judges:
+            if len(self._judges) >= _MOST_JUDGES:
+                self._judges.clear()
+            self._judges[key] = _judge(structure, self._matcher)
+        return self._judges[key]
+
+    def _stripped(self, text: str | None, completion: Completion) -> str | None:
+        if not text or self._special is None or self._special_ids.isdisjoint(completion.token_ids.tolist()):
+            return text
+        return self._special.sub("", text)
+
+
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Those that are left out of a text, by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    tokens = {token_id: str(token.content) for token_id, token in added.items() if token.special}
+    tokens |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
+    return {token_id: token for token_id, token in tokens.items() if token}
+
+
+# -- structures ------------------------------------------------------------------------------------------------------
+
+Judge = Callable[[str | None, Completion], RowError | None]
+
+
+def _judge(structure: dict[str, Any], matcher: Matcher | None) -> Judge:
+    """What holds a text against a structure."""
+    [(kind, value)] = structure.items()
+    if kind == "json":
+        return _json_error
+    if kind == "choice":
+        choices = frozenset(value)
+        return lambda text, completion: _choice_error(choices, text, completion)
+    matches = None if matcher is None else matcher(structure)
+    return lambda text, completion: _structure_error(kind, matches, text, completion)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+# Numbers are not made of digits that nobody looks at; nor would Python read one of more than 4,300.
+_JSON = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=_no_constant)
+
+
+def _json_error(text: str | None, completion: Completion) -> RowError | None:
+    if text is None:
+        return _nothing("invalid_json", completion)
+    try:
+        _JSON.decode(text)
+    except (ValueError, RecursionError) as error:
+        words = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        return RowError("invalid_json", f"the text does not parse as JSON{_end(completion)}: {words}")
+    return None
+
+
+def _choice_error(choices: frozenset[str], text: str | None, completion: Completion) -> RowError | None:
+    if text is None:
+        return _nothing("invalid_choice", completion)
+    # A tokenizer may put a space before the first word of an output.
+    if text in choices or text.strip() in choices:
+        return None
+    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return RowError("invalid_choice", f"the text is none of the choices{_end(completion)}: got '{shown}'")
+
+
+def _structure_error(kind: str, matches: Matches | None, text: str | None, completion: Completion) -> RowError | None:
+    if text is None:
+        return _nothing("invalid_structure", completion)
+    if completion.finish_reason == "stop" and completion.stop_reason is None:
+        return None  # the end-of-sequence token, which the engine lets through where the structure is whole
+    by_end = completion.finish_reason == "stop"
+    is_whole = by_end if matches is None else matches(text) or matches(text.strip())
+    return None if is_whole else RowError("invalid_structure", f"the text does not match the {kind}{_end(completion)}")
+
+
+def _nothing(error_type: str, completion: Completion) -> RowError:
+    return RowError(error_type, f"no text came after the reasoning{_end(completion)}")
+
+
+def _end(completion: Completion) -> str:
+    stop = "" if completion.stop_reason is None else f", stop_reason {completion.stop_reason}"
+    return f" (finish_reason {completion.finish_reason}{stop})"

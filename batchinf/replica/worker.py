@@ -1,0 +1,180 @@
+"""Keeps one engine full across shard edges, from the first assigned row to the last.
+
+Its thread does `add` and `step` and nothing else: the feeder makes requests ready, the writer stores what finishes.
+"""
+
+import time
+from collections.abc import Sequence
+
+from batchinf.base import faults
+from batchinf.base.errors import EngineDeadError, RequestRefused
+from batchinf.engines.protocol import Engine
+from batchinf.records import Completion, Result
+from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
+from batchinf.replica.flight import FlightRecord
+from batchinf.replica.messages import Progress
+from batchinf.replica.writer import Finished, Writer
+
+# Requests kept in the engine for each that it can run at once: 1.2 was measured best; twice as many lets the first
+# replica that is up take all of a small job.
+_WINDOW = 1.2
+_IDLE_S = 0.05
+
+
+class Worker:
+    """Drives an engine until it is stopped. `run` blocks; everything else may be called from other threads."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ready: ByteQueue[PendingRequest],
+        finished: ByteQueue[Finished | FailedRow],
+        feeder: Feeder,
+        writer: Writer,
+        flight: FlightRecord,
+    ) -> None:
+        """flight: where to note which rows are in the engine."""
+        self._engine = engine
+        self._ready = ready
+        self._finished = finished
+        self._feeder = feeder
+        self._writer = writer
+        self._flight = flight
+        self._slots: dict[tuple[int, int], int] = {}
+        self._window = window(engine.info.max_num_seqs)
+        self._pending: dict[tuple[int, int], PendingRequest] = {}
+        self._deadline: float | None = None
+        self._steps = 0
+        self._stalled_by_disk_s = 0.0
+        self._stalled_since: float | None = None
+
+    def stop(self, drain_s: float) -> None:
+        """Journal, admit nothing more, finish what can be finished in `drain_s` seconds, and let `run` return."""
+        deadline = time.monotonic() + drain_s
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+        self._writer.tick_soon()
+        self._feeder.stop()
+
+    def progress(self) -> Progress:
+        """Totals up to now."""
+        totals = self._writer.totals
+        return Progress(
+            num_rows=totals.num_rows,
+            num_errors=totals.num_errors,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_output_tokens=totals.num_output_tokens,
+            steps=self._steps,
+            in_flight=len(self._pending),
+            stalled_by_disk_s=round(self._stalled_by_disk_s, 3),
+            engine=self._engine.stats(),
+            num_waiting=len(self._ready),
+        )
+
+    def begin(self) -> None:
+        """Shards begin from now on. Before `run`, on the thread that takes back shards."""
+        self._feeder.begin(self._writer.track)
+
+    def run(self) -> None:
+        """Work until stopped. Raises EngineDeadError after what had finished is stored; what was live is not."""
+        self._feeder.start_once()
+        self._writer.start()
+        try:
+            while not self._is_over():
+                self._turn()
+        except EngineDeadError:
+            if self._deadline is None:
+                raise
+            # A signal to the whole process tree ends the engine's own processes too: nothing is left to drain.
+        finally:
+            self._feeder.stop()
+            self._writer.finish()
+        self._raise_from_threads()
+
+    def _is_over(self) -> bool:
+        if self._deadline is None:
+            return False
+        return time.monotonic() >= self._deadline or self._engine.num_unfinished() == 0
+
+    def _turn(self) -> None:
+        self._raise_from_threads()
+        if self._deadline is None:
+            self._admit()
+        if self._engine.num_unfinished():
+            self._store(self._engine.step())
+            self._steps += 1
+            for request in self._engine.begun():
+                self._flight.note_output(self._slots.get(request.key, -1))
+
+    def _admit(self) -> None:
+        num_unfinished = self._engine.num_unfinished()
+        if self._finished.is_full:
+            self._note_stall(num_unfinished < self._window)
+            if not num_unfinished:
+                self._finished.wait_until_room(_IDLE_S)
+            return
+        self._note_stall(False)
+        idle_s = 0.0 if num_unfinished else _IDLE_S
+        # Beside a feeder that is awake the first filling took 0.6 s, while the engine ran a few requests alone.
+        for pending in self._ready.take(max(0, self._window - num_unfinished), idle_s, shuts=True):
+            if not pending.shard.is_given_back:
+                self._add(pending)
+        self._ready.open()
+
+    def _note_stall(self, is_stalled: bool) -> None:
+        """Count the time in which the engine has room for more, but the disk lags behind."""
+        now = time.monotonic()
+        if self._stalled_since is not None:
+            self._stalled_by_disk_s += now - self._stalled_since
+        self._stalled_since = now if is_stalled else None
+
+    def _add(self, pending: PendingRequest) -> None:
+        request = pending.request
+        # Before it goes in: that may kill the engine already.
+        self._slots[request.key] = self._flight.enter(request.row_index)
+        try:
+            self._engine.add(request)
+        except RequestRefused as refusal:
+            self._flight.leave(self._slots.pop(request.key))
+            if pending.probe is not None:
+                pending.probe.set()
+                return
+            index, num_requests = request.request_index, pending.num_requests
+            result = Result(pending.prompt, index, num_requests, None, None, refusal.error, pending.attempts)
+            self._finished.offer_all([(FailedRow(pending.shard, (result,)), 0)])
+            return
+        self._pending[request.key] = pending
+
+    def _store(self, completions: Sequence[Completion]) -> None:
+        if not completions:
+            return
+        faults.point("worker.store")
+        items = []
+        for completion in completions:
+            key = completion.request.key
+            pending = self._pending.pop(key)
+            self._flight.leave(self._slots.pop(key))
+            if pending.probe is None:
+                items.append((Finished(pending, completion), num_bytes(completion)))
+            else:
+                pending.probe.set()
+        self._finished.offer_all(items)
+
+    def _raise_from_threads(self) -> None:
+        error = self._feeder.error or self._writer.error
+        if error is not None:
+            raise error
+
+
+def window(max_num_seqs: int) -> int:
+    """Requests to keep in an engine."""
+    return max(2, round(_WINDOW * max_num_seqs))
+
+
+def num_bytes(completion: Completion) -> int:
+    """Memory that a completion holds, near enough to bound a queue."""
+    total = 200 + completion.token_ids.nbytes + (0 if completion.values is None else completion.values.nbytes)
+    for logprobs in (completion.logprobs, completion.prompt_logprobs):
+        if logprobs is not None:
+            total += logprobs.token_ids.nbytes + logprobs.logprobs.nbytes + logprobs.ranks.nbytes
+    return total

@@ -1,0 +1,243 @@
+"""From completions to journal and parts: decoding, encoding, ticking and closing shards, off the engine's thread."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinf.base import faults
+from batchinf.output.shard import OpenShard
+from batchinf.records import Completion, Part, Result
+from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.feeder import FailedRow, PendingRequest
+from batchinf.replica.messages import Event, ShardClosed
+from batchinf.replica.text import Answers, NoAnswers
+from batchinf.tasks.registry import Task
+
+# Results wait up to this long for company: encoding and decoding cost far less in batches.
+_GATHER_S = 0.1
+_GATHER_ITEMS = 256
+_GATHER_BYTES = 32 << 20
+
+
+# What is finished and in no segment yet is journalled early beyond this, so that memory stays bounded.
+_MAX_UNJOURNALLED_BYTES = 96 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """In the place of _MAX_UNJOURNALLED_BYTES; num_closers: parts that are written at once."""
+
+    max_bytes: int
+    num_closers: int
+
+
+# Rows of 256 KB: their shards are a few hundred of them, two or three of which are open at once, and are not to be
+# written twice. Parquet takes 200 MB/s of float16 from one thread.
+_WIDE_CLOSERS = max(1, min(4, (os.cpu_count() or 1) // 4))
+WIDE = Room((128 << 20) * (1 + _WIDE_CLOSERS), _WIDE_CLOSERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A completion, with what its request was pending with."""
+
+    pending: PendingRequest
+    completion: Completion
+
+
+@dataclass(slots=True, eq=False)
+class Closing:
+    """A whole shard whose part is being written. num_bytes: held in memory meanwhile. is_kept: journalled wholly."""
+
+    shard: OpenShard
+    future: Future[None]
+    num_bytes: int
+    is_kept: bool = False
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has been stored since the worker started. Of results and errors, those from the journal count too."""
+
+    num_rows: int = 0
+    num_errors: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class Writer(threading.Thread):
+    """Takes finished requests from a queue; each shard that is whole becomes a staged part."""
+
+    def __init__(
+        self,
+        finished: ByteQueue[Finished | FailedRow],
+        task: Task,
+        answers: Answers | NoAnswers,
+        write_part: Callable[[OpenShard], Part],
+        emit: Callable[[Event], None],
+        checkpoint_interval_s: float,
+        room: Room | None = None,
+    ) -> None:
+        super().__init__(name="writer", daemon=True)
+        self._finished = finished
+        self._task = task
+        self._answers = answers
+        self._write_part = write_part
+        self._emit = emit
+        self._interval_s = checkpoint_interval_s
+        self._next_tick = time.monotonic() + checkpoint_interval_s
+        self._open: dict[int, OpenShard] = {}
+        self._lock = threading.Lock()
+        self._room = room
+        self._closer = ThreadPoolExecutor(1 if room is None else room.num_closers, thread_name_prefix="closer")
+        self._closing: list[Closing] = []
+        self._is_stopping = False
+        self.totals = Totals()
+        self.error: BaseException | None = None
+
+    def track(self, shard: OpenShard) -> None:
+        """Know a shard that has begun; one that the journal held whole is closed at once."""
+        with self._lock:
+            self._open[shard.index] = shard
+            self.totals.num_rows += shard.num_results
+            self.totals.num_errors += shard.num_recovered_errors
+
+    def tick_soon(self) -> None:
+        """Journal what is finished without waiting for the interval."""
+        self._next_tick = time.monotonic()
+
+    def finish(self) -> None:
+        """Store all that is in the queue, close what is whole, journal the rest, and end."""
+        self._is_stopping = True
+        self._finished.close()
+        self.join()
+        self._closer.shutdown(wait=True)
+        self._raise_closing()
+
+    def run(self) -> None:
+        """Write until told to finish. An exception is kept for the worker to raise."""
+        try:
+            while self._turn():
+                pass
+            self._tick()
+            self._keep_closing()
+        except BaseException as error:
+            self.error = error
+
+    def _turn(self) -> bool:
+        # Asked first: all that is in the queue by then is stored before the end.
+        is_last = self._is_stopping
+        wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
+        is_behind = self._closing_bytes() > self._max_bytes()
+        if is_behind:
+            # The queue fills meanwhile, and admission waits.
+            items = []
+            wait([closing.future for closing in self._closing], wait_s, FIRST_COMPLETED)
+        else:
+            items = self._finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
+        if items:
+            self._store(items)
+        if time.monotonic() >= self._next_tick:
+            started = time.monotonic()
+            self._tick()
+            self._keep_closing()
+            self._next_tick = started + self._interval_s - self._spare_s(time.monotonic() - started)
+        elif self._unjournalled_bytes() > self._max_bytes():
+            self._tick()
+        self._close_whole()
+        self._raise_closing()
+        return bool(items) or is_behind or not is_last
+
+    def _store(self, items: Sequence[Finished | FailedRow]) -> None:
+        faults.point("writer.store")
+        items = [item for item in items if isinstance(item, Finished) or not item.shard.is_given_back]
+        finished = [item for item in items if isinstance(item, Finished)]
+        answers = self._answers.read([item.completion for item in finished])
+        by_shard: dict[int, tuple[OpenShard, list[Result]]] = {}
+        for item, answer in zip(finished, answers, strict=True):
+            pending = item.pending
+            result = Result(
+                pending.prompt,
+                pending.request.request_index,
+                pending.num_requests,
+                item.completion,
+                answer.text,
+                answer.error,
+                pending.attempts,
+                answer.reasoning,
+            )
+            by_shard.setdefault(pending.shard.index, (pending.shard, []))[1].append(result)
+        for row in (item for item in items if isinstance(item, FailedRow)):
+            by_shard.setdefault(row.shard.index, (row.shard, []))[1].extend(row.results)
+        for shard, results in by_shard.values():
+            batch = self._task.encode(results)
+            self.totals.num_rows += shard.add(batch)
+            self._count(batch)
+
+    def _count(self, results: pa.RecordBatch) -> None:
+        # As they are stored: what an engine must generate to score a text is no output.
+        output = results.column("num_output_tokens")
+        self.totals.num_output_tokens += pc.sum(output, min_count=0).as_py()
+        self.totals.num_prompt_tokens += pc.sum(
+            results.column("num_prompt_tokens").filter(output.is_valid()), min_count=0
+        ).as_py()
+        self.totals.num_errors += results.num_rows - results.column("error_type").null_count
+
+    def _unjournalled_bytes(self) -> int:
+        with self._lock:
+            return sum(shard.unjournalled_bytes for shard in self._open.values())
+
+    def _tick(self) -> None:
+        with self._lock:
+            shards = list(self._open.values())
+        faults.point("writer.tick")
+        for shard in shards:
+            shard.tick()
+
+    def _spare_s(self, tick_s: float) -> float:
+        """How much earlier the next tick begins: what finishes meanwhile is to be durable when the interval is over."""
+        return min(2 * tick_s, self._interval_s / 2) + min(_GATHER_S, self._interval_s / 10)
+
+    def _keep_closing(self) -> None:
+        """Journal what waits for its part too: on a slow disk that may take longer than a crash may cost."""
+        for closing in self._closing:
+            if closing.is_kept or closing.future.done():
+                continue
+            segment = closing.shard.keep()
+            closing.is_kept = True
+            if segment is not None and closing.future.done() and closing.future.exception() is None:
+                # The coordinator may have dropped the shard's segments before this one was there.
+                closing.shard.forget(segment)
+
+    def _close_whole(self) -> None:
+        with self._lock:
+            whole = [index for index, shard in self._open.items() if shard.is_complete]
+            shards = [self._open.pop(index) for index in whole]
+        for shard in shards:
+            num_bytes = shard.unjournalled_bytes
+            self._closing.append(Closing(shard, self._closer.submit(self._close, shard), num_bytes))
+
+    def _close(self, shard: OpenShard) -> None:
+        faults.point("writer.close")
+        part = self._write_part(shard)
+        shard.close()
+        faults.point("writer.closed")
+        self._emit(ShardClosed(part))
+
+    def _raise_closing(self) -> None:
+        done = [closing for closing in self._closing if closing.future.done()]
+        self._closing = [closing for closing in self._closing if closing not in done]
+        for closing in done:
+            closing.future.result()
+
+    def _max_bytes(self) -> int:
+        return _MAX_UNJOURNALLED_BYTES if self._room is None else self._room.max_bytes
+
+    def _closing_bytes(self) -> int:
+        return sum(closing.num_bytes for closing in self._closing)

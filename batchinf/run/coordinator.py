@@ -1,0 +1,343 @@
+"""The process that the user started: assigns shards, supervises replicas, publishes and commits parts, finishes.
+
+One thread. What a replica says of a shard counts only while it holds it; what it wrote means nothing until it is
+published and the manifest says so.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+
+from batchinf.base import faults
+from batchinf.base.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted, OutputError
+from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
+from batchinf.fleet.assignment import Assignment
+from batchinf.fleet.fleet import Ended, Fleet, Member
+from batchinf.fleet.launcher import note_end, note_started
+from batchinf.fleet.platforms import Platforms, kept_as
+from batchinf.fleet.status import JobStatus, Rates, write_status
+from batchinf.fleet.telemetry import ReplicaLook, Telemetry
+from batchinf.fleet.trials import Trials
+from batchinf.job.open import Job
+from batchinf.manifest.lock import JobLock
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import part_name
+from batchinf.manifest.state import Committed
+from batchinf.output.journal import drop
+from batchinf.records import Part
+from batchinf.replica.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Tried
+from batchinf.run.closing import FIRST_ROWS, HOPELESS_RATE, is_hopeless
+from batchinf.run.progress import ProgressDisplay
+from batchinf.schedule.shards import PendingShards
+
+_POLL_S = 0.2
+_STATUS_EVERY_S = 1.0
+
+
+class Coordinator:
+    """Runs what is left of a job. The manifest is open, the folder locked, earlier leftovers are recovered."""
+
+    def __init__(
+        self,
+        job: Job,
+        manifest: Manifest,
+        lock: JobLock,
+        fleet: Fleet,
+        pending: PendingShards,
+        display: ProgressDisplay,
+        num_rows: int,
+        num_shards: int,
+        committed: Committed,
+        platforms: Platforms,
+        trials: Trials,
+        telemetry: Telemetry,
+    ) -> None:
+        self._job = job
+        self._manifest = manifest
+        self._lock = lock
+        self._fleet = fleet
+        self._assignment = Assignment(fleet, pending, trials)
+        self._display = display
+        self._num_rows = num_rows
+        self._num_shards = num_shards
+        self._committed = committed
+        self._trials = trials
+        self._telemetry = telemetry
+        self._rates = Rates()
+        self._next_status = 0.0
+        self._requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
+        self._platforms = platforms
+        self._has_begun = False
+        self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
+        # What the first replica that found the disk full said; the others would find it so in turn.
+        self._disk_error = ""
+
+    def run(self) -> None:
+        """Until every shard is committed.
+
+        Raises Interrupted, HopelessJob, EngineStartError, or what ended the last replica.
+        """
+        with on_stop_signals(self._requests.note):
+            try:
+                self._work()
+            except BaseException as error:
+                # What fails in consequence, as on a full disk or with the lock lost, must not hide what came first.
+                with contextlib.suppress(BatchinfError, OSError):
+                    self._end_now()
+                with contextlib.suppress(BatchinfError, OSError):
+                    self._sweep()
+                with contextlib.suppress(BatchinfError, OSError):
+                    self._show("stopped" if isinstance(error, Interrupted) else "failed", force=True)
+                raise
+            self._end_now()
+            self._show("done", force=True)
+
+    def _work(self) -> None:
+        while not self._is_finished and not self._requests and not self._disk_error:
+            self._turn()
+        is_asked = bool(self._requests)
+        if is_asked and not self._is_finished:
+            drain_s = max(0.0, self._requests.drain_until - time.monotonic())
+            self._display.say(
+                f"{self._requests.name}: finishing what can be finished in {drain_s:.0f} s; Ctrl-C to stop at once"
+            )
+        self._end_replicas(drains=is_asked)
+        if not self._is_finished and self._disk_error:
+            raise OutputError(self._disk_error)
+        if not self._is_finished:
+            raise Interrupted(f"stopped on {self._requests.name}")
+
+    @property
+    def _is_finished(self) -> bool:
+        return self._committed.num_shards == self._num_shards
+
+    def _end_now(self) -> None:
+        self._note_ended(self._fleet.kill())
+        self._commit(())
+
+    def _sweep(self) -> None:
+        """Delete what replicas that were killed have half written: on a full disk nobody may come back soon."""
+        self._lock.check()
+        for name in ("staging", "journal"):
+            self._job.folder.sweep(name)
+
+    def _turn(self) -> None:
+        note_started(self._manifest, self._fleet.start_due())
+        self._handle(self._fleet.poll(_POLL_S))
+        if self._requests:
+            # A signal to the whole tree ends engines too: that is none of their failures.
+            return
+        self._note_ended(self._fleet.reap())
+        self._judge()
+        if self._fleet.is_spent and not self._is_finished and not self._disk_error:
+            self._give_up()
+        self._assignment.assign()
+        self._show(self._state())
+
+    def _state(self) -> str:
+        return "running" if any(member.is_running for member in self._fleet.members) else "starting"
+
+    def _handle(self, events: list[tuple[Member, Event]]) -> None:
+        parts: list[tuple[int, str, Part]] = []
+        for member, event in events:
+            match event:
+                case ShardClosed(part) if part.shard in member.shards and member.replica is not None:
+                    member.shards.pop(part.shard)
+                    member.closed_rows += part.num_rows - part.num_kept
+                    member.closed_errors += part.num_errors - part.num_kept_errors
+                    member.begun.discard(part.shard)
+                    parts.append((member.slot.replica, member.replica.launch.incarnation, part))
+                case Revoked(shards):
+                    self._assignment.take_back(member, shards)
+                case ShardBegun(shard, num_recovered):
+                    self._note_begun(shard, num_recovered)
+                case Ready():
+                    self._note_ready(member, event)
+                    self._assignment.begin(member)
+                case Tried(rows):
+                    self._trials.survived(member, rows)
+                case _:
+                    pass
+        if parts:
+            self._commit(parts)
+
+    def _note_begun(self, shard: int, num_recovered: int) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._manifest.event("first_request", shard=shard)
+        if num_recovered:
+            self._manifest.event("recovered", shard=shard, num_requests=num_recovered)
+
+    def _commit(self, parts: Sequence[tuple[int, str, Part]]) -> None:
+        """Publish and commit parts, each with the replica and the incarnation that it is from."""
+        folder = self._job.folder
+        self._lock.check()
+        self._announce([part for _, _, part in parts if part.retry])
+        for replica, incarnation, part in parts:
+            faults.point("coordinator.before_publish")
+            self._publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}")
+            faults.point("coordinator.after_publish")
+            self._manifest.part(part, replica, incarnation)
+            self._committed.add(part)
+            self._trials.forget(part.shard)
+        if parts and self._committed.num_shards == self._num_shards:
+            self._manifest.event("all_committed")
+        self._manifest.commit()
+        faults.point("coordinator.before_drop")
+        for _, _, part in parts:
+            drop(folder, part.shard)
+
+    def _announce(self, parts: Sequence[Part]) -> None:
+        """Say which parts are about to come in the place of committed ones, so that a crash leaves no doubt."""
+        for part in parts:
+            self._manifest.replacing(part)
+        if parts:
+            faults.point("coordinator.before_replacing")
+            self._manifest.commit()
+            faults.point("coordinator.after_replacing")
+
+    def _publish(self, staged: str, published: str) -> None:
+        """Only the job's holder puts a file in the place of another.
+
+        A holder that stood still for long, as a suspended machine does, may find that it lost the job after it looked.
+        """
+        folder = self._job.folder
+        self._lock.check()
+        try:
+            is_new = folder.publish_new(staged, published)
+        except FileNotFoundError:
+            self._lock.check()
+            raise
+        if not is_new:
+            self._lock.check()
+            folder.publish(staged, published)
+
+    def _note_ready(self, member: Member, event: Ready) -> None:
+        if (warning := self._platforms.admit(member.slot.replica, event.engine)) is not None:
+            self._display.say(warning)
+        self._manifest.event(
+            "ready",
+            kept_as=kept_as(event.engine),
+            replica=member.slot.replica,
+            start_s=event.start_s,
+            device=event.engine.device,
+            versions=event.engine.versions,
+            settings=event.engine.settings,
+        )
+
+    def _note_ended(self, ended: list[Ended]) -> None:
+        for end in ended:
+            closed = self._close_last(end)
+            note_end(self._manifest, end)
+            suspicion = self._trials.note_death(end)
+            self._assignment.note_ended(end, self._trials.shards | closed)
+            if (step := end.lowered) is not None:
+                replica, kept_as = end.member.slot.replica, "oom_step_down"
+                self._manifest.event(
+                    kept_as, kept_as=kept_as, replica=replica, incarnation=end.incarnation, **step.fields()
+                )
+            if end.member.failed is not None and end.member.failed.error_type == DISK_ERROR:
+                self._disk_error = self._disk_error or end.cause
+            elif not end.was_asked:
+                cause = end.cause if end.out_of_memory is None else end.out_of_memory.words
+                more = f"; {suspicion}" if suspicion else ""
+                self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {cause}{more}")
+        if ended:
+            self._manifest.commit()
+
+    def _close_last(self, end: Ended) -> set[int]:
+        """Commit what an incarnation had staged and said so with its last breath; the shards."""
+        held = {shard.index for shard in end.shards}
+        parts = [event.part for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
+        if parts:
+            self._commit([(end.member.slot.replica, end.incarnation, part) for part in parts])
+        return {part.shard for part in parts}
+
+    def _give_up(self) -> None:
+        causes = list(dict.fromkeys(member.cause for member in self._fleet.members))
+        raise EngineStartError(
+            f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); "
+            "mend that and run the same command again"
+        )
+
+    def _judge(self) -> None:
+        """Once, when the first rows are finished. Raises HopelessJob, with what has finished journalled."""
+        num_rows, num_errors = self._num_finished()
+        if self._is_judged or self._is_finished or num_rows < FIRST_ROWS:
+            return
+        self._is_judged = True
+        under_way = [member.progress.in_flight + member.progress.num_waiting for member in self._fleet.members]
+        if is_hopeless(num_errors, num_rows + sum(under_way)):
+            self._display.say("half of the first rows have failed: stopping")
+            self._end_replicas(drains=False)
+            if not self._is_finished:
+                raise HopelessJob(f"{num_errors:,} of the first {num_rows:,} rows have failed; the job was ended early")
+
+    def _num_finished(self) -> tuple[int, int]:
+        """Output rows that are finished, and how many of them are errors: committed, and what replicas say."""
+        members = self._fleet.members
+        rows = sum(max(0, member.progress.num_rows - member.closed_rows) for member in members)
+        errors = sum(max(0, member.progress.num_errors - member.closed_errors) for member in members)
+        return min(self._num_rows, self._committed.num_rows + rows), self._committed.num_errors + errors
+
+    def _end_replicas(self, *, drains: bool) -> None:
+        """Let replicas finish what requests to stop leave time for, if at all; a later one may leave less."""
+        begun, told = time.monotonic(), math.inf
+        while True:
+            until, end_by = self._requests.drain_until, self._requests.end_by
+            if self._is_finished or not drains:
+                until, end_by = begun, begun + ENDING_S
+            if until < told:
+                told = until
+                self._note_ended(self._fleet.stop(Stop(max(0.0, until - time.monotonic()))))
+            if not self._fleet.num_live or time.monotonic() >= end_by or self._requests.is_at_once:
+                break
+            self._handle(self._fleet.poll(_POLL_S))
+            self._note_ended(self._fleet.reap())
+            self._show("stopping")
+        # What was said last may have come together with the end.
+        self._handle(self._fleet.poll(0))
+
+    def _show(self, state: str, *, force: bool = False) -> None:
+        if not force and time.monotonic() < self._next_status:
+            return
+        self._next_status = time.monotonic() + _STATUS_EVERY_S
+        # Here, too: who has nothing to commit for minutes should hear soon that another runs the job.
+        self._lock.watch()
+        status = self._status(state)
+        with contextlib.suppress(OSError):
+            write_status(self._job.folder, status)
+        self._display.show(status)
+        if self._telemetry.is_due:
+            self._telemetry.look(
+                [
+                    ReplicaLook.of(m.slot.replica, m.replica.launch.incarnation, m.state, m.progress)
+                    for m in self._fleet.members
+                    if m.replica is not None
+                ]
+            )
+
+    def _status(self, state: str) -> JobStatus:
+        members = self._fleet.members
+        num_done, num_errors = self._num_finished()
+        tokens = self._fleet.num_tokens()
+        self._rates.look(num_done, *tokens)
+        rows_per_s, prompt_per_s, output_per_s = self._rates.per_s()
+        return JobStatus(
+            state=state,
+            num_rows=self._num_rows,
+            num_rows_done=num_done,
+            num_errors=num_errors,
+            num_shards=self._num_shards,
+            num_shards_done=self._committed.num_shards,
+            num_prompt_tokens=tokens[0],
+            num_output_tokens=tokens[1],
+            prompt_tokens_per_s=round(prompt_per_s, 1),
+            output_tokens_per_s=round(output_per_s, 1),
+            left_s=round((self._num_rows - num_done) / rows_per_s, 1) if rows_per_s > 0 else None,
+            stalled_by_disk_s=self._fleet.stalled_by_disk_s,
+            replicas=tuple(member.status() for member in members),
+            updated_at=round(time.time(), 3),
+            message="" if state != "starting" else "; ".join(f"replica {m.slot.replica} {m.state}" for m in members),
+        )

@@ -1,0 +1,323 @@
+"""One life of a coordinator, from the lock to the last line: open, recover, run what is left, finish."""
+
+import os
+import shutil
+from dataclasses import dataclass
+
+from batchinf.base.errors import ErrorRateExceeded, HopelessJob, OutputError
+from batchinf.base.slices import check_place, job_folder
+from batchinf.base.stop_signals import ahead_of_time_limit
+from batchinf.base.storage import Folder
+from batchinf.engines.installed import check_structures
+from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.launcher import Launcher, work_of
+from batchinf.fleet.platforms import Platforms
+from batchinf.fleet.status import duration, read_status, short_count
+from batchinf.fleet.telemetry import Telemetry
+from batchinf.fleet.trials import Trials
+from batchinf.job import ordering
+from batchinf.job.disk_space import check_size, room_warning
+from batchinf.job.open import Job, check_drift, new_header, open_job
+from batchinf.manifest.lock import JobLock
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.state import Committed, State, last_epoch, read_state
+from batchinf.model.vectors import vectors_line
+from batchinf.output import journal
+from batchinf.output.counts import remarks
+from batchinf.output.proof import changed_parts
+from batchinf.prompts.checks import prompt_warnings
+from batchinf.prompts.row_values import setting
+from batchinf.run import closing
+from batchinf.run.closing import CHOSEN, forecast
+from batchinf.run.coordinator import Coordinator
+from batchinf.run.extend import add_extent, has_more, open_extended, said
+from batchinf.run.head_start import HeadStart
+from batchinf.run.progress import ProgressDisplay
+from batchinf.run.recovery import end_process_groups, note_ended, recover
+from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
+from batchinf.schedule.order import Choice, RunOrder
+from batchinf.schedule.shards import PendingShards, total_rows, total_shards
+from batchinf.spec.file import SpecFile, dump_spec
+
+FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
+_LOST_TO_NAME = 20
+NOTHING_NEW = "--extend: the input has nothing that the job has not taken in"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a finished job comes to; the closing lines."""
+
+    folder: str
+    num_rows: int
+    num_errors: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_parts: int
+    num_bytes: int
+    device_s: float
+    was_done: bool
+    remarks: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For people."""
+        verb = "was already done" if self.was_done else "done"
+        return [
+            f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
+            f"{short_count(self.num_prompt_tokens)} prompt and {short_count(self.num_output_tokens)} output tokens",
+            f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
+            f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
+            *self.remarks,
+        ]
+
+
+def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False) -> Summary:
+    """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
+
+    extends: what has come to its input since is taken in first.
+
+    To be called within `interruptible`: only the coordinator drains.
+
+    Raises UserError, Interrupted, or ErrorRateExceeded once all is done but too much of it errors.
+    """
+    check_place(file.spec.output.path, file.slice)
+    folder = job_folder(file.spec.output.path, file.slice)
+    state = read_state(folder) if folder.exists("manifest") else None
+    if state is None and retry is not None:
+        raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
+    if state is not None and state.is_done and retry is None and _is_whole(folder, state):
+        job = open_extended(file, state) if extends else open_job(file, state=state)
+        check_drift(job, state.header)
+        if not extends or not has_more(job, state):
+            if extends:
+                display.say(NOTHING_NEW)
+            return _finished(file, state, was_done=True)
+    folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
+    with ahead_of_time_limit(file.spec.stop_before_s, display.say):
+        _hold_and_run(file, folder, state, display, retry, extends)
+    done = read_state(folder)
+    assert done is not None
+    return _finished(file, done, was_done=False)
+
+
+def _is_whole(folder: Folder, state: State) -> bool:
+    return RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)
+
+
+def _hold_and_run(
+    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None, extends: bool
+) -> None:
+    lock = JobLock(folder)
+    try:
+        with lock.held(lambda: last_epoch(folder), display.say) as epoch:
+            _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry, extends)
+    finally:
+        display.close()
+
+
+def _run_epoch(
+    file: SpecFile,
+    folder: Folder,
+    state: State | None,
+    lock: JobLock,
+    epoch: int,
+    display: ProgressDisplay,
+    retry: str | None,
+    extends: bool,
+) -> None:
+    display.say("opening model and input")
+    with HeadStart(folder, epoch, lock, state, display.say) as ahead:
+        if extends and state is not None:
+            job = open_extended(file, state)
+        else:
+            job = open_job(file, state=state, found=ahead.found)
+        request = None
+        if state is not None:
+            if retry is None:
+                check_drift(job, state.header)
+            else:
+                job, request = take_request(job, state, retry)
+            end_process_groups(state)
+        if job.spec.scripted is None and (state is None or request is not None):
+            for line in check_structures(file, job.model.tokenizer):
+                display.say(line)
+        launcher = ahead.launcher or Launcher.of(job.spec, job.model, job.adapters, folder, epoch, state, display.say)
+        num_replicas = len(launcher.slots)
+        choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
+        check_size(file, job, None if choice is None else choice.num_rows)
+        manifest = ahead.open_manifest()
+        if state is None:
+            state = _begin(job, manifest, num_replicas, choice, ahead.job_id)
+        else:
+            note_ended(state, read_status(folder), manifest)
+            if extends:
+                state = _extend(job, file, state, manifest, num_replicas, display)
+        _recover(job, state, manifest, epoch, display)
+        _say_what(job, state, launcher, display)
+        if (warning := room_warning(job, state, num_replicas)) is not None:
+            display.say(warning)
+        if not state.committed.all():
+            for line in prompt_warnings(job.spec, job.model, job.source):
+                display.say(line)
+            _run_rest(job, state, manifest, lock, launcher, display, fleet=ahead.fleet)
+        ahead.end()
+        _run_retries(job, manifest, lock, launcher, display, request)
+        manifest.done()
+        manifest.commit()
+        manifest.close()
+    _tidy(folder)
+
+
+def _recover(job: Job, state: State, manifest: Manifest, epoch: int, display: ProgressDisplay) -> None:
+    found = recover(job, state.extents, state, manifest)
+    manifest.event("epoch", epoch=epoch, job_id=state.header.job_id, adopted=len(found.adopted), lost=list(found.lost))
+    manifest.commit()
+    for shard in found.lost[:_LOST_TO_NAME]:
+        display.say(f"warning: part {shard} is gone or altered; its rows run again")
+    if len(found.lost) > _LOST_TO_NAME:
+        display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
+
+
+def _extend(
+    job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, display: ProgressDisplay
+) -> State:
+    if not has_more(job, state):
+        display.say(NOTHING_NEW)
+        return state
+    num_rows = add_extent(job, file, state, manifest, num_replicas, display.say)
+    display.say(said(job, state, num_rows))
+    extended = read_state(job.folder)
+    assert extended is not None
+    return extended
+
+
+def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | None, job_id: str) -> State:
+    if job.folder.list("parts"):
+        raise OutputError(
+            f"{job.folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
+            "delete them yourself"
+        )
+    # Results of a job that no manifest describes are nobody's.
+    for shard in journal.list_shards(job.folder):
+        journal.drop(job.folder, shard)
+    header, extent = new_header(job, num_replicas, choice, job_id)
+    job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
+    manifest.header(header)
+    manifest.extent(extent, job.source.fingerprint)
+    if job.spec.input.selects:
+        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=extent.num_rows, num_input_rows=job.source.num_rows)
+    manifest.commit()
+    state = read_state(job.folder)
+    assert state is not None
+    return state
+
+
+def _run_rest(
+    job: Job,
+    state: State,
+    manifest: Manifest,
+    lock: JobLock,
+    launcher: Launcher,
+    display: ProgressDisplay,
+    phase: RetryPhase | None = None,
+    fleet: Fleet | None = None,
+) -> None:
+    """Run what is not committed, or what is left of a retry. fleet: of replicas that have been started already."""
+    retry = None if phase is None else phase.retry
+    fleet = fleet or launcher.fleet(state.header.job_id, job.spec, 0 if retry is None else retry.number)
+    fleet.give_work(work_of(job, state, retry))
+    committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
+    num_shards = total_shards(state.extents)
+    num_rows = total_rows(state.extents) * job.spec.num_samples
+    is_done = state.committed
+    pending = PendingShards(state.extents, is_done)
+    if phase is not None:
+        num_rows = int(phase.num_chosen.sum()) * job.spec.num_samples
+        is_done = phase.num_chosen == 0
+        committed = Committed(int(is_done.sum()), 0, 0)
+        pending = PendingShards(state.extents, is_done, phase.num_chosen)
+    trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
+    pending.withhold(trials.shards)
+    platforms = Platforms(state, job.spec.same_device)
+    telemetry = Telemetry(job.folder, launcher.epoch, launcher.devices)
+    try:
+        Coordinator(
+            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
+        ).run()
+    except HopelessJob as error:
+        found = read_state(job.folder)
+        assert found is not None
+        raise HopelessJob("\n".join([str(error), *closing.report(job, found)])) from None
+    finally:
+        telemetry.close()
+    launcher.note_warm(fleet)
+
+
+def _run_retries(
+    job: Job,
+    manifest: Manifest,
+    lock: JobLock,
+    launcher: Launcher,
+    display: ProgressDisplay,
+    request: RetryRequest | None,
+) -> None:
+    """Begin the retry that is asked for, unless it is under way, and finish all that have begun."""
+    state = read_state(job.folder)
+    assert state is not None
+    if request is not None and not request.is_under_way:
+        display.say(f"looking for rows where {request.predicate.text}")
+        if begin_retry(job, state, manifest, request) is None:
+            display.say(f"no row matches {request.predicate.text}: nothing is run again")
+    while (phase := next_phase(job, state, manifest)) is not None:
+        num_rows, num_shards = int(phase.num_chosen.sum()), int((phase.num_chosen > 0).sum())
+        display.say(f"{phase.retry}: {num_rows:,} rows in {num_shards:,} shards run again")
+        _run_rest(phase.job, state, manifest, lock, launcher, display, phase)
+        state = read_state(job.folder)
+        assert state is not None
+
+
+def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDisplay) -> None:
+    slots = launcher.slots
+    sampling = ", ".join(
+        setting(name, getattr(job.spec.sampling, name)) + ("" if origin == "spec" else f" ({origin})")
+        for name, origin in job.origins.items()
+    )
+    vectors = vectors_line(job.spec) if job.spec.is_pooling else ""
+    display.say(vectors or (f"sampling: {sampling}" if job.spec.generates else f"task: {job.spec.task}"))
+    done, shards = int(state.committed.sum()), len(state.committed)
+    display.say(
+        ("" if job.slice is None else f"slice {job.slice}: ")
+        + f"{total_rows(state.extents):,} rows in {shards:,} shards, {done:,} of them done; {len(slots)} replica(s) on "
+        + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else "this machine's processor")
+    )
+
+
+def _tidy(folder: Folder) -> None:
+    """Work in progress is empty once the job is done."""
+    for name in ("staging", "journal"):
+        shutil.rmtree(folder.path(name), ignore_errors=True)
+        folder.make(name)
+
+
+def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
+    folder = job_folder(file.spec.output.path, file.slice)
+    summary = Summary(
+        folder=os.fspath(folder.root),
+        num_rows=state.num_rows,
+        num_errors=state.num_errors,
+        num_prompt_tokens=state.num_prompt_tokens,
+        num_output_tokens=state.num_output_tokens,
+        num_parts=len(state.parts),
+        num_bytes=state.num_bytes,
+        device_s=state.device_s,
+        was_done=was_done,
+        remarks=(*remarks([(folder, state)]), *forecast(state)),
+    )
+    rate = summary.num_errors / max(1, summary.num_rows)
+    if rate > file.spec.max_error_rate:
+        raise ErrorRateExceeded(
+            f"{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
+            "see the columns error_type and error_message\n"
+            + "\n".join([*closing.failure_lines(closing.commonest(folder, state)), *summary.lines()])
+        )
+    return summary

@@ -1,0 +1,111 @@
+"""`--extend`: files and rows that came since, and a raised limit, as a new extent of a job; `epoch` has it run.
+
+What was taken in keeps its positions and its cuts. An extent counts once its line does, in one commit; what a crash
+before that leaves behind, a record of the input and a bitmap, means nothing, and is made again.
+"""
+
+from dataclasses import replace
+
+import pyarrow as pa
+
+from batchinf.base import faults
+from batchinf.base.errors import InputError
+from batchinf.job import ordering
+from batchinf.job.choose import Chosen, Say, choose
+from batchinf.job.open import Job, carried_columns, estimated_bytes_per_row, open_job
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.state import State
+from batchinf.run.closing import CHOSEN
+from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
+from batchinf.source.formats.huggingface import is_dataset
+from batchinf.source.types import is_json_column
+from batchinf.spec.file import SpecFile, dump_spec
+from batchinf.spec.job import JobSpec
+
+
+def open_extended(file: SpecFile, state: State) -> Job:
+    """The job with all that its input has by now.
+
+    Raises DriftError where what was taken in before is changed or gone, or the limit is lowered; InputError where what
+    is new cannot be the job's.
+    """
+    job = open_job(file, state=state, new="take")
+    if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(job.location):
+        raise InputError(
+            f"{file.spec.input.path} is a Hugging Face dataset that has changed: --extend takes files, as which rows "
+            "of a dataset are new cannot be known; give the new rows as files, or a new job with input.exclude"
+        )
+    if has_more(job, state):
+        _check_types(job)
+    return job
+
+
+def has_more(job: Job, state: State) -> bool:
+    """Whether there is something that the job has not taken in: files, rows, or a higher limit."""
+    return job.source.fingerprint != state.source_fingerprints[-1] or job.spec.input.limit != state.limit
+
+
+def _check_types(job: Job) -> None:
+    """What goes from the input to the output keeps its type: readers take all parts as one table."""
+    before, now = job.source.schemas[0], job.source.schema
+    for name in carried_columns(job.spec):
+        if not before.field(name).equals(now.field(name), check_metadata=True):
+            was, is_now = (_type_of(schema.field(name)) for schema in (before, now))
+            raise InputError(
+                f"column {name!r} is {was} in the job's output, and is {is_now} with what is new in "
+                f"{job.spec.input.path}; write it as {was} there, or give the new rows a job of their own"
+            )
+
+
+def _type_of(field: pa.Field) -> str:
+    return "of mixed types" if is_json_column(field) else str(field.type)
+
+
+def add_extent(
+    job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say = lambda line: None
+) -> int:
+    """Take in what is new, durably; the number of rows to run that came so."""
+    chosen = _chosen(job, file, state, say)
+    manifest.check_lock()
+    choice = chosen.write(job.folder, len(state.extents) + 1, total_rows(state.extents))
+    choice = replace(choice, ordered_by=state.header.layout.get("order", "input"))
+    choice = ordering.extend(job, state.extents, choice, say, manifest.check_lock)
+    extent = choice.extent(_rows_per_shard(job, state, choice.num_rows, num_replicas), total_shards(state.extents))
+    if job.spec.input.selects:
+        num_rows = total_rows(state.extents) + choice.num_rows
+        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=num_rows, num_input_rows=job.source.num_rows)
+    faults.point("extend.before_line")
+    manifest.extent(extent, job.source.fingerprint, {"limit": job.spec.input.limit})
+    manifest.commit()
+    faults.point("extend.after_line")
+    if job.spec.input.limit != state.limit:
+        job.folder.write_atomic("job.yaml", spec_text(state, job.spec.input.limit).encode())
+    return choice.num_rows
+
+
+def spec_text(state: State, limit: int | None) -> str:
+    """What `job.yaml` says: the spec that the job began with, but for a limit that was raised since."""
+    spec = state.header.spec
+    return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
+
+
+def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:
+    """Of the rows behind those that were looked at, what the job's own words choose, as far as its limit goes."""
+    first_row, limit = state.extents[-1].stop_row, job.spec.input.limit
+    left = None if limit is None else limit - total_rows(state.extents)
+    if left == 0 or first_row == job.source.num_rows:
+        return Chosen(0, first_row, first_row, None)
+    return choose(job, file, first_row, left, say, job.folder.root, may_be_none=True, state=state)
+
+
+def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) -> int:
+    """As the user said, or what fits these rows: the first may have been few, and these many."""
+    if state.header.spec.get("output", {}).get("rows_per_shard", "auto") != "auto":
+        return int(state.header.layout["rows_per_shard"])
+    return choose_rows_per_shard(num_rows, num_replicas, estimated_bytes_per_row(job.spec))
+
+
+def said(job: Job, state: State, num_rows: int) -> str:
+    """A line for the user on what has been taken in."""
+    num_new = job.source.num_rows - state.extents[-1].stop_row
+    return f"extended: {num_rows:,} rows to run, of {num_new:,} that were not looked at before"

@@ -1,0 +1,197 @@
+"""`--retry`: which rows run again, under which changed sampling, and what is left of that; `epoch` has them run."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinf.base import faults
+from batchinf.base.errors import DriftError, OutputError
+from batchinf.job.open import Job, carried_columns, check_drift
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import Retry, part_name
+from batchinf.manifest.state import Header, State
+from batchinf.output.replace import piece_rows
+from batchinf.schedule.order import RunOrder
+from batchinf.schedule.predicate import Predicate
+from batchinf.schedule.selection import Selection, read_selection, write_selection
+from batchinf.schedule.shards import total_shards
+from batchinf.spec.job import fingerprint
+from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.registry import get_task
+
+_SAMPLING = "sampling."
+# These make the output's columns, what they mean, or its number of rows, other ones.
+_FIXED = frozenset(
+    f"sampling.{name}" for name in ("n", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode")
+)
+_ROWS_AT_ONCE = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class RetryRequest:
+    """What the user asks for. is_under_way: an unfinished retry is just that, and is gone on with."""
+
+    predicate: Predicate
+    overrides: dict[str, Any]
+    is_under_way: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPhase:
+    """What is left of a retry. job: with its sampling. num_chosen: int64 [total_shards], rows to be run of each."""
+
+    retry: Retry
+    job: Job
+    num_chosen: npt.NDArray[np.int64]
+
+
+def take_request(job: Job, state: State, text: str) -> tuple[Job, RetryRequest]:
+    """The job as it began, and what is asked of it.
+
+    Raises DriftError where more is other than sampling may be, PredicateError, and OutputError where another retry is
+    unfinished.
+    """
+    overrides = _overrides(job, state.header)
+    own = _as_begun(job, state.header)
+    predicate = Predicate(text, _output_schema(own))
+    last = state.retries[max(state.retries)] if state.retries and not state.is_done else None
+    is_same = last is not None and (last.predicate, last.overrides) == (predicate.text, overrides)
+    if last is not None and not is_same and _is_unfinished(own, state, last):
+        raise OutputError(
+            f"{job.folder.root} has an unfinished {last}; finish it first, with the command that began it, or with "
+            "`run` without --retry and its --set; then ask for another"
+        )
+    return own, RetryRequest(predicate, overrides, is_same)
+
+
+def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryRequest) -> Retry | None:
+    """Choose the rows of a job that is otherwise done, durably; None if there are none."""
+    number = 1 + max([0, *state.retries, *(part.retry for part in state.parts.values())])
+    shards = range(total_shards(state.extents))
+    retry = Retry(number, request.predicate.text, request.overrides, fingerprint(request.overrides), 0, 0, "")
+    return _choose(job, state, manifest, request.predicate, retry, shards)
+
+
+def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
+    """The first retry that is not finished. Every shard must be committed; one that was lost goes through all again."""
+    levels = np.array([state.parts[shard].retry for shard in range(total_shards(state.extents))])
+    for number in sorted(state.retries):
+        retry, behind = state.retries[number], levels < number
+        selection = read_selection(job.folder, number, retry.selection)
+        if selection is None and behind.any():
+            # What its shards held when it began is what those hold that it has not come to.
+            predicate = Predicate(retry.predicate, _output_schema(job))
+            _choose(job, state, manifest, predicate, retry, np.flatnonzero(behind).tolist())
+            selection = read_selection(job.folder, number)
+        elif selection is not None and behind.any() and state.event_counts["lost"]:
+            # A file that was lost after a shard had been through it was made anew without that shard's rows.
+            # Shards of rows that came later than the retry are none of its own.
+            order, stop_row = RunOrder(job.folder, state.extents), selection.first_row + selection.num_rows
+            is_own = np.array([rows.last < stop_row for rows in order.shards()])
+            empty = behind & is_own & (selection.counts(order.shards()) == 0)
+            if empty.any():
+                predicate = Predicate(retry.predicate, _output_schema(job))
+                _choose(job, state, manifest, predicate, retry, np.flatnonzero(empty).tolist(), selection.copy())
+                selection = read_selection(job.folder, number)
+        if selection is None:
+            continue
+        num_chosen = np.where(behind, selection.counts(RunOrder(job.folder, state.extents).shards()), 0)
+        if num_chosen.any():
+            return RetryPhase(retry, _with_overrides(job, retry.overrides), num_chosen)
+    return None
+
+
+def _choose(
+    job: Job,
+    state: State,
+    manifest: Manifest,
+    predicate: Predicate,
+    retry: Retry,
+    shards: Iterable[int],
+    selection: Selection | None = None,
+) -> Retry | None:
+    """Choose rows of these shards, beside those of `selection`."""
+    selection = selection or Selection.of(state.extents)
+    for shard in shards:
+        for rows in _matching(job, shard, predicate):
+            selection.add(rows)
+    counts = selection.counts(RunOrder(job.folder, state.extents).shards())
+    if not counts.any():
+        return None
+    num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
+    if retry.selection:  # its numbers stand
+        num_rows, num_shards = retry.num_rows, retry.num_shards
+    manifest.check_lock()
+    digest = write_selection(job.folder, retry.number, selection)
+    retry = dataclasses.replace(retry, num_rows=num_rows, num_shards=num_shards, selection=digest)
+    faults.point("retry.before_line")
+    manifest.retry(retry)
+    manifest.commit()
+    faults.point("retry.after_line")
+    state.note_retry(retry)
+    return retry
+
+
+def _matching(job: Job, shard: int, predicate: Predicate) -> Iterable[npt.NDArray[np.int64]]:
+    path = job.folder.path(f"parts/{part_name(shard)}")
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            at_once = min(_ROWS_AT_ONCE, piece_rows(file.metadata, predicate.columns))
+            for batch in file.iter_batches(at_once, columns=predicate.columns):
+                yield predicate.matches(pa.Table.from_batches([batch]))
+    except (pa.ArrowException, OSError) as error:
+        raise OutputError(
+            f"{path} cannot be read: {error}; move it away and run the same command again, which makes it anew"
+        ) from error
+
+
+def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:
+    selection = read_selection(job.folder, retry.number, retry.selection)
+    if selection is None:
+        return True
+    counts = selection.counts(RunOrder(job.folder, state.extents).shards())
+    return any(
+        counts[shard] and (shard not in state.parts or state.parts[shard].retry < retry.number)
+        for shard in range(len(counts))
+    )
+
+
+def _overrides(job: Job, header: Header) -> dict[str, Any]:
+    """The sampling fields that are other than the job's. Raises DriftError for anything else."""
+    changed = {name for name, value in job.identity.items() if header.identity.get(name, value) != value}
+    allowed = sorted(name for name in changed - _FIXED if name.startswith(_SAMPLING))
+    own = {**job.identity, **{name: header.identity[name] for name in allowed}}
+    try:
+        check_drift(dataclasses.replace(job, identity=own), header)
+    except DriftError as error:
+        raise DriftError(
+            f"{error}\nwith --retry, fields of sampling other than n and those of logprobs may change"
+        ) from None
+    return {name: job.identity[name] for name in allowed}
+
+
+def _as_begun(job: Job, header: Header) -> Job:
+    return dataclasses.replace(
+        job, spec=job.spec.model_copy(update={"sampling": _sampling(header.spec["sampling"])}), identity=header.identity
+    )
+
+
+def _with_overrides(job: Job, overrides: dict[str, Any]) -> Job:
+    changed = {name.removeprefix(_SAMPLING): value for name, value in overrides.items()}
+    sampling = _sampling({**job.spec.sampling.model_dump(mode="json"), **changed})
+    return dataclasses.replace(job, spec=job.spec.model_copy(update={"sampling": sampling}))
+
+
+def _sampling(fields: dict[str, Any]) -> SamplingSpec:
+    return SamplingSpec.model_validate_json(json.dumps(fields))
+
+
+def _output_schema(job: Job) -> pa.Schema:
+    return get_task(job.spec).output_schema([job.source.schema.field(name) for name in carried_columns(job.spec)])

@@ -1,0 +1,186 @@
+"""Which rows a user means: a DuckDB expression over the output's or the input's columns, and nothing but an expression.
+
+It sees one batch of rows at a time, as a table in memory: it can read no file, run no statement and look at no other
+row.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.base.errors import UserError
+
+ERRORS_WORD = "errors"
+_SHORT = {ERRORS_WORD: "error_type IS NOT NULL"}
+_KEY = "row_index"
+# Nothing outside of memory is within its reach, and it cannot change that.
+_SETTINGS: dict[str, str | bool | int | float | list[str]] = {
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "python_enable_replacements": "false",
+    "threads": "2",
+}
+_NOT_OF_ONE_ROW = {"SUBQUERY": "a query", "WINDOW": "a window over rows", "PARAMETER": "a parameter"}
+_NO_COLUMN = re.compile('^Binder Error: Referenced column "(.*)" not found in FROM clause!?$')
+
+
+class PredicateError(UserError):
+    """A predicate that says nothing about a row."""
+
+
+class Predicate:
+    """A checked expression. columns: those that it needs, to be read and given to `matches`; `key` among them."""
+
+    def __init__(self, text: str, schema: pa.Schema, table: Literal["output", "input"] = "output") -> None:
+        """schema: of the table. Raises PredicateError with what is wrong, and the columns that there are.
+
+        The input's rows get a column `key` beside their own, which has their positions.
+        """
+        self.text = text
+        self._table = table
+        self._names = schema.names
+        self.key = _KEY
+        if table == "input":
+            self.key = _free_name(schema.names)
+            schema = schema.append(pa.field(self.key, pa.int64()))
+        self._schema = schema
+        self._expression = _SHORT.get(text.strip(), text) if table == "output" else text
+        self._connection = _connect(table)
+        nodes = self._parse()
+        mentioned = {part.lower() for node in nodes for part in node.get("column_names", ())}
+        reads_all = any(node.get("class") == "STAR" for node in nodes)
+        self.columns = [name for name in schema.names if reads_all or name == self.key or name.lower() in mentioned]
+        self._check_type()
+
+    def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
+        """The `key` of the rows for which it holds, of a table that has `columns`; null counts as no."""
+        query = f"SELECT {self.key} FROM {self._table} WHERE ({self._expression}\n)"
+        rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[self.key], np.int64)
+        return rows
+
+    def _check_type(self) -> None:
+        # What is no truth value, DuckDB makes one, and stumbles only over a row where it cannot.
+        query = f"DESCRIBE SELECT ({self._expression}\n) FROM {self._table} WHERE ({self._expression}\n)"
+        types = {str(type) for type in self._ask(query, self._schema.empty_table().select(self.columns))["column_type"]}
+        if not types <= {"BOOLEAN", '"NULL"'}:
+            raise self._wrong(f"it must be true or false, but is {' and '.join(sorted(types))}")
+
+    def _ask(self, query: str, table: pa.Table) -> Any:
+        import duckdb
+
+        try:
+            self._connection.register(self._table, _readable(table))
+            return self._connection.execute(query).fetchnumpy()
+        except (duckdb.InterruptException, RuntimeError) as error:
+            # A signal's KeyboardInterrupt, as DuckDB hands it on.
+            if "interrupted" in str(error).lower():
+                raise KeyboardInterrupt from None
+            raise
+        except duckdb.Error as error:
+            raise self._wrong(str(error)) from None
+        finally:
+            # A query that a stop has cut short is still the connection's: it is the stop that counts.
+            with contextlib.suppress(duckdb.Error):
+                self._connection.unregister(self._table)
+
+    def _parse(self) -> list[dict[str, Any]]:
+        """All nodes of the expression's tree. Raises PredicateError if it is more than an expression about one row."""
+        if not self._expression.strip():
+            raise self._wrong("it is empty")
+        tree, bare = self._tree(self._expression), self._tree("true")
+        if tree.get("error"):
+            raise self._wrong(tree.get("error_message", "it cannot be parsed"))
+        expressions, _ = _take_list(tree), _take_list(bare)
+        # But for what it selects, the statement must be that of the plainest expression: no FROM, no UNION, no second.
+        if _shape(tree) != _shape(bare) or len(expressions) != 1:
+            raise self._wrong("it must be one expression, not a statement")
+        nodes = list(_walk(expressions))
+        for node in nodes:
+            if (what := _NOT_OF_ONE_ROW.get(node.get("class", ""))) is not None:
+                raise self._wrong(f"it must speak of one row alone, but it holds {what}")
+        return nodes
+
+    def _tree(self, expression: str) -> dict[str, Any]:
+        query = "SELECT json_serialize_sql(?)"
+        [row] = self._connection.execute(query, [f"SELECT ({expression}\n)"]).fetchall()
+        tree: dict[str, Any] = json.loads(row[0])
+        return tree
+
+    def _wrong(self, what: str) -> PredicateError:
+        # Behind its first line DuckDB shows the statement, and names that are like the one that is wrong.
+        said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
+        if (found := _NO_COLUMN.search(said)) is not None:
+            name = re.escape(found[1])
+            # SQL takes double quotes for names; what is compared with is more often meant as a text.
+            is_text = re.search(rf"\"{name}\"|[=<>]\s*{name}\b", self.text) is not None
+            said = f"there is no column '{found[1]}'" + (
+                f"; a text is in single quotes, '{found[1]}'" if is_text else ""
+            )
+        opening, allowed, example = "", "", "language = 'en'"
+        if self._table == "output":
+            opening, allowed, example = "--retry: ", f"`{ERRORS_WORD}` or ", "finish_reason = 'length'"
+        return PredicateError(
+            f"{opening}got {self.text!r}: {said}; must be {allowed}an expression in SQL over the "
+            f'{self._table}\'s columns, such as "{example}"; there are {", ".join(self._names)}'
+        )
+
+
+def _free_name(names: Iterable[str]) -> str:
+    taken, name = {name.lower() for name in names}, _KEY
+    while name in taken:
+        name = f"_{name}"
+    return name
+
+
+def _connect(table: str) -> Any:
+    try:
+        import duckdb
+    except ImportError:
+        what = "--retry" if table == "output" else "input.where"
+        raise PredicateError(f"{what} needs DuckDB: pip install duckdb") from None
+    connection = duckdb.connect(":memory:", config=_SETTINGS)
+    connection.execute("SET lock_configuration = true")
+    return connection
+
+
+def _take_list(tree: dict[str, Any]) -> list[Any]:
+    """The select list of a statement's tree, taken out of it."""
+    found: list[Any] = []
+    for statement in tree.get("statements", ()):
+        found += statement.get("node", {}).pop("select_list", [])
+    return found
+
+
+def _shape(tree: Any) -> Any:
+    """A tree without the places of its nodes in the text."""
+    if isinstance(tree, dict):
+        return {key: _shape(value) for key, value in tree.items() if not key.startswith("query_location")}
+    return [_shape(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def _walk(tree: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(tree, dict):
+        yield tree
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _walk(item)
+
+
+def _readable(table: pa.Table) -> pa.Table:
+    """DuckDB knows no half floats."""
+    fields = [field.with_type(_wider(field.type)) for field in table.schema]
+    return table.cast(pa.schema(fields))
+
+
+def _wider(type: pa.DataType) -> pa.DataType:
+    if pa.types.is_float16(type):
+        return pa.float32()
+    if pa.types.is_list(type):
+        return pa.list_(type.value_field.with_type(_wider(type.value_type)))
+    return type

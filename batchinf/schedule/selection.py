@@ -1,0 +1,312 @@
+"""Chosen rows: the positions of a shard's rows, and the stored bitmap and permutation of a job's rows."""
+
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.records import BoolArray, Extent, Int64Array
+
+
+class ShardRows:
+    """Rows `first` to `last` of the source (inclusive), or some of them. Consecutive ones cost no memory."""
+
+    def __init__(
+        self, first: int, stop: int, positions: Int64Array | None = None, order: Int64Array | None = None
+    ) -> None:
+        """stop: exclusive. positions: int64, those that there are, ascending; None is all. order: int64, the rows'
+        numbers in the order in which they run; None is 0, 1, 2 …
+        """
+        self._order = order
+        self.first, self.last = first, stop - 1
+        self._positions = positions if positions is not None and len(positions) != stop - first else None
+
+    @classmethod
+    def of(cls, positions: Int64Array) -> "ShardRows":
+        """Rows at these positions: int64, ascending, at least one."""
+        return cls(int(positions[0]), int(positions[-1]) + 1, positions)
+
+    @classmethod
+    def in_order(cls, positions: Int64Array) -> "ShardRows":
+        """Rows at these positions, int64, at least one, which run in this order."""
+        by_position = np.argsort(positions)
+        order = np.empty(len(positions), np.int64)
+        order[by_position] = np.arange(len(positions))
+        own = positions[by_position]
+        return cls(int(own[0]), int(own[-1]) + 1, own, order)
+
+    def __len__(self) -> int:
+        return self.last + 1 - self.first if self._positions is None else len(self._positions)
+
+    def __contains__(self, row_index: object) -> bool:
+        return isinstance(row_index, int) and self._find(row_index) is not None
+
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether no row is left out between the first and the last."""
+        return self._positions is None
+
+    def local(self, row_index: int) -> int:
+        """A row's number among these. Raises LookupError for a row that is not among them."""
+        if (place := self._find(row_index)) is None:
+            raise LookupError(f"row {row_index} is not one of the shard's rows, {self.first} to {self.last}")
+        return place
+
+    def _find(self, row_index: int) -> int | None:
+        if not self.first <= row_index <= self.last:
+            return None
+        if self._positions is None:
+            return row_index - self.first
+        place = int(np.searchsorted(self._positions, row_index))
+        return place if self._positions[place] == row_index else None
+
+    def locals(self, row_index: Int64Array) -> Int64Array:
+        """The numbers of rows among these, int64; -1 for a row that is not among them."""
+        if self._positions is None:
+            is_own, places = (row_index >= self.first) & (row_index <= self.last), row_index - self.first
+        else:
+            places = np.minimum(np.searchsorted(self._positions, row_index), len(self._positions) - 1)
+            is_own = self._positions[places] == row_index
+        return np.where(is_own, places, np.int64(-1))
+
+    def positions(self, first: int = 0, last: int | None = None) -> Int64Array:
+        """The positions of the rows `first` to `last` (exclusive), counted from the shard's first."""
+        last = len(self) if last is None else last
+        if self._positions is None:
+            return np.arange(self.first + first, self.first + last, dtype=np.int64)
+        return self._positions[first:last]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether they run in the order of their positions."""
+        return self._order is None
+
+    def to_run(self, first: int, last: int) -> Int64Array:
+        """The numbers of the rows that run as the shard's `first` to `last` (exclusive), as they run."""
+        return np.arange(first, last, dtype=np.int64) if self._order is None else self._order[first:last]
+
+    def at(self, numbers: Int64Array) -> Int64Array:
+        """The positions of the rows of these numbers."""
+        return numbers + self.first if self._positions is None else self._positions[numbers]
+
+
+# Rows that retries chose, by the number of the retry; rows that the job chose, by the number of the extent, from 1.
+RETRY_FOLDER, RUN_FOLDER = "retry", "selection"
+_MAGIC = b"batchinf"
+_VERSION = 1
+# Magic, format version, number, first row, number of rows, xxh3-128 of the bits, 8 bytes to spare.
+_HEADER = struct.Struct("<8sIIQQ16s8x")
+# Chosen rows are counted in blocks of so many bytes, and looked for in so many of them at once: 2 million rows.
+_BLOCK_BYTES, _BLOCKS_AT_ONCE = 1 << 10, 1 << 8
+_ONES = np.array([value.bit_count() for value in range(256)], np.uint8)
+
+
+class Selection:
+    """Some of the rows `first_row` to `first_row + num_rows` (exclusive). 12.5 MB for 100 million rows."""
+
+    def __init__(self, first_row: int, num_rows: int, bits: npt.NDArray[np.uint8] | None = None) -> None:
+        """bits: uint8 [ceil(num_rows / 8)], the lowest bit first; None where no row is chosen yet."""
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self._bits = np.zeros(-(-num_rows // 8), np.uint8) if bits is None else bits
+        self._firsts: Int64Array | None = None
+
+    @classmethod
+    def of(cls, extents: Sequence[Extent]) -> "Selection":
+        """None of these extents' rows."""
+        return cls(extents[0].first_row, extents[-1].stop_row - extents[0].first_row)
+
+    def copy(self) -> "Selection":
+        """The same, in memory of its own."""
+        return Selection(self.first_row, self.num_rows, self._bits.copy())
+
+    def add(self, rows: Int64Array) -> None:
+        """Choose rows, by `row_index`."""
+        places = rows - self.first_row
+        np.bitwise_or.at(self._bits, places >> 3, np.left_shift(np.uint8(1), (places & 7).astype(np.uint8)))
+        self._firsts = None
+
+    def until(self, stop_row: int) -> "Selection":
+        """The same, of rows before `stop_row` alone; no later one may be chosen."""
+        num_rows = stop_row - self.first_row
+        return Selection(self.first_row, num_rows, self._bits[: -(-num_rows // 8)])
+
+    def chosen(self, rows: ShardRows) -> BoolArray:
+        """Which of a shard's rows are chosen, bool [len(rows)]; rows that came later are not."""
+        if not rows.is_consecutive:
+            places = rows.positions() - self.first_row
+            known = places[: np.searchsorted(places, self.num_rows)]
+            found = np.zeros(len(rows), np.bool_)
+            found[: len(known)] = self._bits[known >> 3] >> (known & 7).astype(np.uint8) & 1
+            return found
+        return self._between(rows.first - self.first_row, len(rows))
+
+    def _between(self, start: int, num_rows: int) -> BoolArray:
+        bits = np.unpackbits(self._bits[start // 8 : -(-(start + num_rows) // 8)], bitorder="little")[start % 8 :]
+        found = np.zeros(num_rows, np.bool_)
+        found[: min(len(bits), num_rows)] = bits[:num_rows]
+        return found
+
+    def counts(self, shards: Iterable[ShardRows]) -> Int64Array:
+        """How many rows of each shard are chosen, int64 [number of shards]."""
+        return np.array([np.count_nonzero(self.chosen(rows)) for rows in shards], np.int64)
+
+    @property
+    def num_chosen(self) -> int:
+        """How many rows are chosen."""
+        return int(self._counted()[-1])
+
+    def rows(self, start: int, stop: int) -> Int64Array:
+        """The `row_index` of the chosen rows number `start` to `stop` (exclusive), ascending.
+
+        Raises IndexError where there are not so many.
+        """
+        firsts = self._counted()
+        if not 0 <= start <= stop <= firsts[-1]:
+            raise IndexError(f"rows {start} to {stop} of {firsts[-1]} chosen ones")
+        found: list[Int64Array] = []
+        block = int(np.searchsorted(firsts, start, side="right")) - 1
+        # Blocks without a chosen row are passed over, however many.
+        while start < stop:
+            last = min(block + _BLOCKS_AT_ONCE, int(np.searchsorted(firsts, stop)))
+            bits = np.unpackbits(self._bits[block * _BLOCK_BYTES : last * _BLOCK_BYTES], bitorder="little")
+            rows = np.flatnonzero(bits)[start - firsts[block] : stop - firsts[block]]
+            found.append(rows + (self.first_row + 8 * block * _BLOCK_BYTES))
+            start += len(rows)
+            block = int(np.searchsorted(firsts, start, side="right")) - 1
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _counted(self) -> Int64Array:
+        """The chosen rows before each block, and then all: 8 bytes for 8,192 rows."""
+        if self._firsts is None:
+            counts, at_once = [np.zeros(1, np.int64)], _BLOCK_BYTES * _BLOCKS_AT_ONCE
+            for start in range(0, len(self._bits), at_once):
+                ones = _ONES[self._bits[start : start + at_once]]
+                counts.append(np.add.reduceat(ones, np.arange(0, len(ones), _BLOCK_BYTES), dtype=np.int64))
+            self._firsts = np.cumsum(np.concatenate(counts))
+        return self._firsts
+
+    def encode(self, number: int) -> tuple[bytes, str]:
+        """The bytes of the file of this number, and their digest."""
+        digest = xxhash.xxh3_128_digest(self._bits.data)
+        header = _HEADER.pack(_MAGIC, _VERSION, number, self.first_row, self.num_rows, digest)
+        data = header + xxhash.xxh3_64_digest(header) + self._bits.tobytes()
+        return data, xxhash.xxh3_128_hexdigest(data)
+
+
+def selection_name(number: int, where: str = RETRY_FOLDER) -> str:
+    """The name in the output folder of what a retry, or the job itself (RUN_FOLDER), chose."""
+    return f"{where}/{number:06d}.rows"
+
+
+def write_selection(folder: Folder, number: int, selection: Selection, where: str = RETRY_FOLDER) -> str:
+    """Write the file durably, in place of one that may be there; its digest."""
+    data, digest = selection.encode(number)
+    folder.make(where)
+    folder.write_atomic(selection_name(number, where), data)
+    return digest
+
+
+def chosen_rows(folder: Folder, number: int, where: str = RETRY_FOLDER, digest: str | None = None) -> Selection:
+    """What was chosen. Raises OutputError if the file is not there any more."""
+    selection = read_selection(folder, number, digest, where)
+    if selection is None:
+        name = folder.path(selection_name(number, where))
+        raise OutputError(f"{name} is gone or altered; run the same command again, which makes it anew")
+    return selection
+
+
+def read_selection(
+    folder: Folder, number: int, digest: str | None = None, where: str = RETRY_FOLDER
+) -> Selection | None:
+    """What was chosen, mapped; None if the file is gone or altered, or is not the one of this digest."""
+    try:
+        data = np.memmap(folder.path(selection_name(number, where)), np.uint8, "r")
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it is empty
+        return None
+    size = _HEADER.size + 8
+    head, bits = data[:size].tobytes(), data[size:]
+    if len(head) < size or xxhash.xxh3_64_digest(head[: _HEADER.size]) != head[_HEADER.size :]:
+        return None
+    magic, version, own_number, first_row, num_rows, own_digest = _HEADER.unpack_from(head)
+    if (magic, version, own_number) != (_MAGIC, _VERSION, number) or len(bits) != -(-num_rows // 8):
+        return None
+    if xxhash.xxh3_128_digest(bits.data) != own_digest:
+        return None
+    if digest is not None and xxhash.xxh3_128_hexdigest(data.data) != digest:
+        return None
+    return Selection(first_row, num_rows, bits.view(np.ndarray))
+
+
+_ORDER_MAGIC, _ORDER_VERSION = b"bi-order", 1
+# Magic, format version, number of the extent from 1, first row, number of rows, bytes of an item, 12 bytes to spare.
+_ORDER_HEADER = struct.Struct("<8sIIQQI12x")
+_WIDE = 1 << 32
+
+
+class Permutation:
+    """The rows of an extent in the order in which they run. 4 bytes a row of file; nothing of it stays in memory."""
+
+    def __init__(self, first_row: int, items: npt.NDArray[np.uint32] | npt.NDArray[np.uint64]) -> None:
+        """items: [num_rows], each row's position less `first_row`."""
+        self._first_row, self._items = first_row, items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def rows(self, start: int, stop: int) -> Int64Array:
+        """Positions of the rows that run as number `start` to `stop` (exclusive) of the extent, int64, as they run."""
+        return self._items[start:stop].astype(np.int64) + self._first_row
+
+
+def permutation_name(number: int) -> str:
+    """The name in the output folder of what says how extent `number` (from 1) is ordered."""
+    return f"{RUN_FOLDER}/{number:06d}.order"
+
+
+def write_permutation(
+    folder: Folder, number: int, first_row: int, stop_row: int, num_rows: int, rows: Iterable[Int64Array]
+) -> str:
+    """Write the file durably, in place of one that may be there; its digest. rows: positions, as they are to run."""
+    item = np.dtype("<u4" if stop_row - first_row < _WIDE else "<u8")
+    header = _ORDER_HEADER.pack(_ORDER_MAGIC, _ORDER_VERSION, number, first_row, num_rows, item.itemsize)
+    digest, num_written = xxhash.xxh3_128(header), 0
+    folder.make(RUN_FOLDER)
+    with folder.writing(permutation_name(number)) as file:
+        file.write(header)
+        for some in rows:
+            data = (some - first_row).astype(item).tobytes()
+            digest.update(data)
+            file.write(data)
+            num_written += len(some)
+        if num_written != num_rows:
+            raise ValueError(f"got an order of {num_written} rows for {num_rows}")
+    return digest.hexdigest()
+
+
+def read_permutation(folder: Folder, number: int, digest: str) -> Permutation | None:
+    """What is stored, mapped; None if the file is gone or altered, or is not the one of this digest."""
+    try:
+        data = np.memmap(folder.path(permutation_name(number)), np.uint8, "r")
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it is empty
+        return None
+    if len(data) < _ORDER_HEADER.size or xxhash.xxh3_128_hexdigest(data.data) != digest:
+        return None
+    _, version, _, first_row, num_rows, size = _ORDER_HEADER.unpack(data[: _ORDER_HEADER.size].tobytes())
+    if version != _ORDER_VERSION or len(data) != _ORDER_HEADER.size + num_rows * size:
+        return None
+    items = data[_ORDER_HEADER.size :].view(np.ndarray).view("<u4" if size == 4 else "<u8")
+    return Permutation(first_row, items)
+
+
+def stored_permutation(folder: Folder, number: int, digest: str) -> Permutation:
+    """The same. Raises OutputError if the file is not there any more."""
+    found = read_permutation(folder, number, digest)
+    if found is None:
+        name = folder.path(permutation_name(number))
+        raise OutputError(f"{name} is gone or altered; run the same command again, which makes it anew")
+    return found

@@ -1,0 +1,225 @@
+"""The folder that keeps what a first pass found: an entry for each input file, and the artifacts that the entries name.
+
+Every JSON file in it carries a version and a checksum; an artifact is trusted while its size and samples of its bytes
+are as its entry says. Whatever is not whole counts as absent, and is made again.
+"""
+
+import base64
+import contextlib
+import fcntl
+import glob
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from batchinf.base import faults
+from batchinf.base.storage import Folder, create, naming
+from batchinf.source.files import BLOCK_BYTES, Format, InputFile
+
+CACHE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileFindings:
+    """What the first pass over a file says of its content. `schema`: as found in this file alone, JSON marked.
+
+    num_bytes: of the decompressed content, where rows may be appended to it.
+    """
+
+    hash: str
+    num_rows: int
+    schema: pa.Schema
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A cache file: its name in the cache folder, its size, and a hash over samples of its bytes."""
+
+    name: str
+    size: int
+    check: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What the first pass found in one input file.
+
+    `hash` covers the decompressed content; of Parquet, the footer (sizes, statistics and places of every column
+    chunk) and the file's size. `artifacts` by role: `offsets` and `blanks` (int64, see `line_file`), `lines` (a
+    decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count),
+    `content` (a copy of a remote file). Size and mtime are the file's stamp, of a remote file other numbers.
+    """
+
+    path: str
+    format: Format
+    size: int
+    mtime_ns: int
+    hash: str
+    num_rows: int
+    schema: str
+    artifacts: Mapping[str, Artifact]
+    num_bytes: int = 0  # see `Found`
+
+    def arrow_schema(self) -> pa.Schema:
+        """Columns as found in this file alone; a JSON column carries `JSON_MARK`."""
+        return schema_of(self.schema)
+
+
+def schema_of(text: str) -> pa.Schema:
+    """A schema from what `schema_text` made of it."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+def schema_text(schema: pa.Schema) -> str:
+    """A schema as an entry holds it."""
+    return base64.b64encode(schema.serialize()).decode()
+
+
+def load_entries(cache: Folder) -> dict[str, FileEntry]:
+    """The entries by the names of their input files."""
+
+    def entry(found: dict[str, Any]) -> FileEntry:
+        return FileEntry(**{**found, "artifacts": {k: Artifact(**a) for k, a in found["artifacts"].items()}})
+
+    # Without its number of bytes, as an earlier version wrote it, what is appended to a file cannot be told.
+    return {name: entry(found) for name, found in read_record(cache, "files.json").items() if "num_bytes" in found}
+
+
+def save_entries(cache: Folder, entries: Mapping[str, FileEntry]) -> None:
+    """Put these entries in the place of all that there are."""
+    write_record(cache, "files.json", {name: asdict(entry) for name, entry in entries.items()})
+
+
+def read_record(cache: Folder, name: str) -> dict[str, Any]:
+    """The content of a JSON file of the cache; empty if it is absent, torn, foreign or of another version."""
+    try:
+        record = json.loads(cache.read(name))
+        is_ours = record["version"] == CACHE_VERSION and record["checksum"] == _checksum(record["content"])
+        return dict(record["content"]) if is_ours else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def write_record(cache: Folder, name: str, content: Mapping[str, object]) -> None:
+    """Write a JSON file with its version and checksum, whole or not at all."""
+    record = {"version": CACHE_VERSION, "checksum": _checksum(content), "content": content}
+    cache.write_atomic(name, json.dumps(record).encode())
+
+
+def _checksum(content: object) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+@contextlib.contextmanager
+def locked(cache: Folder) -> Iterator[None]:
+    """Hold the cache alone, against other processes that would fill it."""
+    with open(cache.path("lock"), "ab") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: renames keep concurrent first passes apart
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Some shared file systems keep locks within a host: what another host has in the making is not touched.
+            for leftover in cache.path("").glob(f"{glob.escape(_temporary())}*"):
+                leftover.unlink(missing_ok=True)
+        yield
+
+
+def _temporary() -> str:
+    return f".tmp-{os.uname().nodename}-"
+
+
+# -- artifacts -------------------------------------------------------------------------------------------------------
+
+
+def is_whole(entry: FileEntry, cache: Folder) -> bool:
+    """Whether all artifacts of an entry are as they were made."""
+    try:
+        return all(_artifact(cache, artifact.name) == artifact for artifact in entry.artifacts.values())
+    except OSError:
+        return False
+
+
+def _artifact(cache: Folder, name: str) -> Artifact:
+    """The cache file as it is now; of a long one 16 samples, as the offsets of 100 million rows are 800 MB."""
+    with open(cache.path(name), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest = xxhash.xxh3_64()
+        num_samples, num_bytes = (16, 4096) if size > 16 * 4096 else (1, size)
+        for sample in range(num_samples):
+            stream.seek((size - num_bytes) * sample // 15)
+            digest.update(stream.read(num_bytes))
+    return Artifact(name, size, digest.hexdigest())
+
+
+def map_int64(cache: Folder, artifact: Artifact | None) -> npt.NDArray[np.int64]:
+    """An int64 artifact, memory-mapped; empty if there is none."""
+    if artifact is None:
+        return np.zeros(0, np.int64)
+    return np.memmap(cache.path(artifact.name), np.dtype("<i8"), "r")
+
+
+class Scratch:
+    """The artifacts of one input file in the making: under temporary names until `publish`, removed without it."""
+
+    def __init__(self, cache: Folder, file: InputFile, format: Format) -> None:
+        self._cache = cache
+        self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode())
+        self._files: dict[str, IO[bytes]] = {}
+
+    def __enter__(self) -> "Scratch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for role, stream in self._files.items():
+            with contextlib.suppress(OSError):  # what is left in its buffer finds no room either
+                stream.close()
+            self._cache.delete(self._temporary(role))
+
+    def _temporary(self, role: str) -> str:
+        return f"{_temporary()}{os.getpid()}-{self._key}.{role}"
+
+    def create(self, role: str) -> IO[bytes]:
+        """A new file for writing."""
+        self._cache.delete(self._temporary(role))
+        self._files[role] = create(self._cache.path(self._temporary(role)), self._cache.root)
+        return self._files[role]
+
+    def fetch(self, file: InputFile) -> InputFile:
+        """A remote file's copy, as the role `content`."""
+        copy = self.create("content")
+        with file.open() as stream:
+            while block := stream.read(BLOCK_BYTES):
+                copy.write(block)
+        copy.flush()
+        return InputFile(file.name, os.fspath(self._cache.path(self._temporary("content"))))
+
+    def drop(self, role: str) -> None:
+        """Leave a file out after all."""
+        self._files.pop(role).close()
+        self._cache.delete(self._temporary(role))
+
+    @property
+    def roles(self) -> set[str]:
+        """Those of the files that are not empty."""
+        return {role for role, stream in self._files.items() if stream.tell()}
+
+    def publish(self, content_hash: str) -> dict[str, Artifact]:
+        """Make the files that are not empty durable, under names with the input's hash: those never change."""
+        artifacts = {}
+        for role, stream in self._files.items():
+            if not stream.tell():
+                continue
+            with naming(self._cache.root):
+                stream.flush()
+                faults.point("source.before_fsync")
+                os.fsync(stream.fileno())
+            name = f"{self._key}.{content_hash}.{role}"
+            self._cache.publish(self._temporary(role), name)
+            artifacts[role] = _artifact(self._cache, name)
+        return artifacts

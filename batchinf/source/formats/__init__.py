@@ -1,0 +1,1 @@
+"""One module for each input format, with its reader."""

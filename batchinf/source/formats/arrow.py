@@ -1,0 +1,142 @@
+"""Arrow files, memory-mapped: inputs as they are, and spools, the copies that what has no cheap access is read from.
+
+Artifacts: `rows`, the spool, an Arrow IPC file of small batches; `batches`, the first row of each batch of the spool
+(or of the input itself) and then the number of rows.
+"""
+
+import mmap
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinf.base.storage import Folder
+from batchinf.source.cache import FileEntry, FileFindings, Scratch, map_int64
+from batchinf.source.damage import check_batch, check_num_rows
+from batchinf.source.files import InputFile, content_hash
+from batchinf.source.formats.base import ColumnarReader, spans
+from batchinf.source.types import cast_column, plain_schema
+
+BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a spool
+MAPPED_BYTES = 16 << 20  # that are read of a map before its pages are let go
+
+_BYTES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+def pass_arrow(file: InputFile, scratch: Scratch) -> FileFindings:
+    """The first pass: streams, and files whose batches are compressed, are spooled."""
+    digest = content_hash(file)
+    with pa.memory_map(file.path) as mapped:
+        try:
+            reader = pa.ipc.open_file(mapped)
+        except pa.ArrowInvalid:
+            stream = pa.ipc.open_stream(mapped)
+            schema = plain_schema(stream.schema)
+            return FileFindings(digest, spool(stream, schema, scratch), schema)
+        schema = plain_schema(reader.schema)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        if not _is_mapped(reader, mapped):  # compressed: each batch would be decompressed whole for any of its rows
+            return FileFindings(digest, spool(batches, schema, scratch), schema)
+        counts = [_checked(batch).num_rows for batch in batches]
+        check_num_rows(file.name, sum(counts), counts)
+        firsts = np.cumsum([0, *counts]).astype("<i8")
+        scratch.create("batches").write(firsts.tobytes())
+        return FileFindings(digest, int(firsts[-1]), schema)
+
+
+def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    check_batch(batch)
+    return batch
+
+
+def _is_mapped(reader: pa.RecordBatchFileReader, mapped: pa.MemoryMappedFile) -> bool:
+    """Whether the first batch with rows lies in the file's memory map as it is."""
+    mapped.seek(0)
+    whole = mapped.read_buffer()
+    batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    batch = next((batch for batch in batches if batch.num_rows), None)
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer] if batch else []
+    return all(whole.address <= b.address <= whole.address + whole.size for b in buffers if b.size)
+
+
+# -- spools ----------------------------------------------------------------------------------------------------------
+
+
+def spool(batches: Iterable[pa.RecordBatch], schema: pa.Schema, scratch: Scratch) -> int:
+    """Write the artifacts, and return the number of rows. Columns may be dictionaries of the schema's types."""
+    firsts = scratch.create("batches")
+    num_rows = 0
+    with pa.ipc.new_file(scratch.create("rows"), schema) as writer:
+        for batch in _small_batches(batches, schema):
+            firsts.write(num_rows.to_bytes(8, "little"))
+            writer.write_batch(batch)
+            num_rows += batch.num_rows
+    firsts.write(num_rows.to_bytes(8, "little"))
+    return num_rows
+
+
+def _small_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for batch in map(_checked, batches):
+        step = min(BATCH_ROWS, max(1, 4 * BATCH_BYTES // _longest_dictionary_value(batch)))
+        for start in range(0, batch.num_rows, step):
+            yield from _halves(_cast_batch(batch.slice(start, step), schema))
+
+
+def _longest_dictionary_value(batch: pa.RecordBatch) -> int:
+    """In bytes: what a few bytes of indices may grow to when the column is decoded."""
+    encoded = [column for column in batch.columns if pa.types.is_dictionary(column.type)]
+    dictionaries = [column.dictionary for column in encoded if column.type.value_type in _BYTES]
+    return max([1, *(pc.max(pc.binary_length(values)).as_py() or 1 for values in dictionaries)])
+
+
+def _cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    columns = [cast_column(column, field.type) for column, field in zip(batch.columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    if batch.num_rows <= 1 or batch.nbytes <= BATCH_BYTES:
+        yield batch
+    else:
+        middle = batch.num_rows // 2
+        yield from _halves(batch.slice(0, middle))
+        yield from _halves(batch.slice(middle))
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+class ArrowReader(ColumnarReader):
+    """A memory-mapped Arrow file: the input itself, or the spool of it."""
+
+    def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
+        super().__init__(schema, entry.arrow_schema())
+        self._name = file.name
+        rows = entry.artifacts.get("rows")
+        self._firsts = map_int64(cache, entry.artifacts["batches"])
+        with open(cache.path(rows.name) if rows else file.path, "rb") as opened:
+            self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        self._reader = pa.ipc.open_file(pa.py_buffer(self._mapped))
+        self._num_touched_bytes = 0
+
+    def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
+        schema = pa.schema([self._reader.schema.field(name) for name in columns])
+        batches = [
+            self._reader.get_batch(i).select(columns).slice(first, last - first)
+            for i, first, last in spans(self._firsts, start, stop)
+        ]
+        table = pa.Table.from_batches(batches, schema)
+        self._let_go(table.nbytes)
+        return table
+
+    def _let_go(self, num_bytes: int) -> None:
+        """Pages that were read count as this process's memory until the kernel runs short, or is told."""
+        self._num_touched_bytes += num_bytes
+        if self._num_touched_bytes > MAPPED_BYTES:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+            self._num_touched_bytes = 0
+
+    def close(self) -> None:
+        """See `Reader`. The map ends with the last table that needs it."""
+        del self._reader, self._mapped

@@ -1,0 +1,121 @@
+"""What reads the rows of one input file, whatever its format; and what all readers of Arrow data share."""
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.base.errors import InputError
+from batchinf.source.damage import python_rows, with_text
+from batchinf.source.types import cast_column
+
+Record = tuple[dict[str, Any], str | None]  # its values, or why it cannot be read
+
+
+class Reader(Protocol):
+    """One file (or dataset) of a source: positions count from its own first row."""
+
+    def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
+        """Rows as they are in the file, with those of `columns` that each has (None: all)."""
+        ...
+
+    def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+        """Rows in the types of the source; null where a record is broken or lacks the column."""
+        ...
+
+    def close(self) -> None:
+        """Close the file; the reader is not used afterwards."""
+        ...
+
+
+class ColumnarReader:
+    """Arrow data: a format says only how to slice rows out of it."""
+
+    _name = "the input"
+
+    def __init__(self, schema: pa.Schema, own: Iterable[pa.Field]) -> None:
+        self._schema = schema  # of the source
+        self._own = {field.name: field for field in own}  # of the columns that are in this file
+
+    def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
+        """See `Reader`."""
+        names = [name for name in (self._own if columns is None else columns) if name in self._own]
+        if not names:
+            return [({}, None) for _ in range(start, stop)]
+        table = self._typed(start, stop, [self._own[name] for name in names])
+        return [(values, error and f"{self._name}: {error}") for values, error in python_rows(table)]
+
+    def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+        """See `Reader`."""
+        table = self._typed(start, stop, [self._schema.field(name) for name in columns])
+        return pa.Table.from_arrays([with_text(column) for column in table.columns], schema=table.schema)
+
+    def _typed(self, start: int, stop: int, fields: Sequence[pa.Field]) -> pa.Table:
+        names = [field.name for field in fields if field.name in self._own]
+        try:
+            here = self._slice(start, stop, names)
+            arrays = [
+                self._cast(here.column(field.name), field.type)
+                if field.name in self._own
+                else pa.nulls(stop - start, field.type)
+                for field in fields
+            ]
+        except (pa.ArrowException, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # the system's: not the file's content
+                raise
+            raise self._damaged(str(error)) from error
+        if names and here.num_rows != stop - start:
+            raise self._damaged(f"{stop - start:,} rows were to come, but {here.num_rows:,} came")
+        return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+    def _damaged(self, reason: str) -> InputError:
+        return InputError(f"{self._name} cannot be read: {' '.join(reason.split())}; is it damaged?")
+
+    def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
+        raise NotImplementedError
+
+    def _cast(self, column: pa.ChunkedArray, type: pa.DataType) -> pa.ChunkedArray:
+        return cast_column(column, type)
+
+    def close(self) -> None:
+        """See `Reader`."""
+
+
+def spans(firsts: Sequence[int] | npt.NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Which runs rows `start` to `stop` lie in, run i being `firsts[i]` to `firsts[i + 1]`: (i, from, to) within it."""
+    i = max(0, bisect.bisect_right(firsts, start) - 1)
+    while start < stop:
+        end = min(stop, int(firsts[i + 1]))
+        if start < end:
+            yield i, start - int(firsts[i]), end - int(firsts[i])
+        start, i = end, i + 1
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """The few values used last; the others are closed, and made again when they are asked for."""
+
+    def __init__(self, size: int, make: Callable[[K], V], close: Callable[[V], None]) -> None:
+        self._size, self._make, self._close = size, make, close
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V:
+        """The value of `key`, made if it is not among them."""
+        if key not in self._values:
+            while len(self._values) >= self._size:
+                self._close(self._values.popitem(last=False)[1])
+            self._values[key] = self._make(key)
+        self._values.move_to_end(key)
+        return self._values[key]
+
+    def clear(self) -> None:
+        """Close all."""
+        while self._values:
+            self._close(self._values.popitem()[1])

@@ -1,0 +1,155 @@
+"""CSV: parsed once, and spooled as strings beside why a row is none; numbers are told when the types are known."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from batchinf.base.errors import InputError
+from batchinf.base.storage import Folder
+from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, open_input
+from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
+from batchinf.source.formats.base import Record
+from batchinf.source.types import CsvTypes, is_utf8, refuse_twins
+
+ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
+_UNENDED = "unexpected end of data"  # what Python's `csv` says of a quote that is still open at the end
+
+
+def pass_csv(file: InputFile, scratch: Scratch) -> FileFindings:
+    """The first pass: every row into the spool, every value into the types."""
+    with open_input(file) as stream:
+        hashed = _Hashed(stream)
+        rows = _Rows(file, hashed)
+        types = CsvTypes(rows.header)
+        schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
+        num_rows = spool(_batches(rows, types), schema, scratch)
+    return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
+
+
+def _batches(rows: "_Rows", types: CsvTypes) -> Iterator[pa.RecordBatch]:
+    held: list[list[str] | str] = []
+    num_chars = rows.num_chars
+    for row in rows:
+        held.append(row)
+        if len(held) == BATCH_ROWS or rows.num_chars - num_chars > BATCH_BYTES:
+            yield _batch(held, rows.header, types)
+            held, num_chars = [], rows.num_chars
+    if held:
+        yield _batch(held, rows.header, types)
+
+
+def _batch(rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTypes) -> pa.RecordBatch:
+    nothing = [None] * len(header)
+    fields = zip(*(nothing if isinstance(row, str) else row for row in rows), strict=True)
+    columns = [pa.array(values, pa.string()) for values in fields]
+    types.add(dict(zip(header, columns, strict=True)))
+    errors = pa.array([row if isinstance(row, str) else None for row in rows], pa.string())
+    return pa.RecordBatch.from_arrays([*columns, errors], names=[*header, ERRORS_COLUMN])
+
+
+class _Hashed(io.RawIOBase):
+    """A stream that hashes what is read through it. num_bytes: read so far. limit: after so many bytes it ends."""
+
+    def __init__(self, stream: BinaryIO, limit: int | None = None) -> None:
+        self._stream, self._limit = stream, limit
+        self.num_bytes, self.end = 0, b""  # the last byte
+        self.digest = xxhash.xxh3_128()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = len(buffer) if self._limit is None else min(len(buffer), self._limit - self.num_bytes)
+        block = self._stream.read(wanted)
+        self.num_bytes, self.end = self.num_bytes + len(block), block[-1:] or self.end
+        self.digest.update(block)
+        buffer[: len(block)] = block
+        return len(block)
+
+
+class _Rows:
+    """The rows of a CSV file: its fields as strings, or one string that says what is wrong with the row."""
+
+    def __init__(self, file: InputFile, stream: io.RawIOBase) -> None:
+        csv.field_size_limit(MAX_LINE_BYTES)
+        self._text = io.TextIOWrapper(
+            io.BufferedReader(stream, BLOCK_BYTES), "utf-8-sig", "surrogateescape", newline=""
+        )
+        self._reader = csv.reader(self._lines(), strict=True)
+        self.num_chars, self._is_utf8 = 0, True
+        try:
+            self.header = next((row for row in self._reader if row), [])
+        except csv.Error as error:
+            raise InputError(f"{file.name}: its header is not CSV: {error}") from None
+        if not self._is_utf8:
+            raise InputError(f"{file.name}: its header is not UTF-8; save the file as UTF-8")
+        refuse_twins(self.header, file.name)
+
+    def _lines(self) -> Iterator[str]:
+        for line in iter(lambda: self._text.readline(MAX_LINE_BYTES), ""):
+            self.num_chars += len(line)
+            self._is_utf8 &= line.isascii() or is_utf8(line)  # bytes that are not come as lone surrogates
+            yield line
+
+    def __iter__(self) -> Iterator[list[str] | str]:
+        width = len(self.header)
+        while True:
+            line = self._reader.line_num + 1
+            self._is_utf8 = True
+            try:
+                row = next(self._reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield f"line {line}: not CSV: {error}"
+                continue
+            if not self._is_utf8:
+                yield f"line {line}: not UTF-8"
+            elif len(row) == width:
+                yield row
+            elif row:
+                yield f"line {line}: {len(row)} fields where the header has {width}"
+
+
+def csv_front(file: InputFile, num_bytes: int) -> tuple[str, int] | None:
+    """The hash and the number of rows of the first `num_bytes` of a file's content; None if a row goes on there."""
+    with open_input(file) as stream:
+        hashed = _Hashed(stream, num_bytes)
+        num_rows, last = 0, ""
+        for row in _Rows(file, hashed):
+            num_rows, last = num_rows + 1, row if isinstance(row, str) else ""
+        is_whole = not hashed.end or hashed.end in b"\r\n" or stream.read(2).startswith(LINE_ENDS)
+        if not is_whole or _UNENDED in last or hashed.num_bytes != num_bytes:
+            return None
+        return hashed.digest.hexdigest(), num_rows
+
+
+class CsvReader(ArrowReader):
+    """The spool of a CSV file: strings, and why a row is none. types: of the values, where not those of `schema`."""
+
+    def __init__(
+        self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder, types: pa.Schema | None = None
+    ) -> None:
+        super().__init__(file, entry, schema, cache)
+        # A number only if it is one in all files.
+        self._own = {name: (types or schema).field(name) for name in self._own}
+        self._name = file.name
+
+    def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
+        """See `Reader`."""
+        errors = self._slice(start, stop, [ERRORS_COLUMN]).column(0).to_pylist()
+        return [
+            record if error is None else ({}, f"{self._name} {error}")
+            for record, error in zip(super().records(start, stop, columns), errors, strict=True)
+        ]
+
+    def _cast(self, column: pa.ChunkedArray, type: pa.DataType) -> pa.ChunkedArray:
+        if pa.types.is_string(type):
+            return column
+        return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column).cast(type)

@@ -1,0 +1,218 @@
+"""Input files that a URL names, through fsspec: which they are, whether they are as they were, their bytes once.
+
+Credentials are those of the environment, as each file system's library takes them: never in a URL, which is recorded.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from batchinf.base.errors import BatchinfError, InputError
+from batchinf.source.files import Format, InputFile, InputLocation, data_files, one_format
+
+UNKNOWN = -1  # in a stamp: what the file system does not say
+_HTTP = ("http", "https")
+# What file systems say of a file's version, the surest first.
+_VERSIONS = (
+    "ETag", "etag", "md5Hash", "checksum", "content_hash", "Content-MD5", "Digest", "sha", "CRC", "LastModified",
+    "Last-Modified", "last_modified", "updated", "mtime", "modified", "created",
+)  # fmt: skip
+
+
+def is_url(path: str) -> bool:
+    """Whether an input's path is a URL for fsspec, such as `s3://bucket/*.jsonl` or `zip://a.csv::file:///x.zip`."""
+    return "://" in path
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile(InputFile):
+    """A file that is fetched once. place: within `system`. info: what the listing said of it."""
+
+    system: Any = field(compare=False)
+    place: str = field(compare=False)
+    info: Mapping[str, Any] = field(compare=False)
+
+    @property
+    def is_remote(self) -> bool:
+        """See `InputFile`."""
+        return True
+
+    def stamp(self) -> tuple[int, int]:
+        """See `InputFile`: the size, and a number for the version; `UNKNOWN` for what is not said."""
+        info = self.info if _version(self.info) is not None else self._fresh_info()
+        return _stamp(info)
+
+    def fresh_stamp(self) -> tuple[int, int]:
+        """The stamp as it is now, where `stamp` may be that of the listing."""
+        return _stamp(self._fresh_info())
+
+    def _fresh_info(self) -> Mapping[str, Any]:
+        with _told(self.path):
+            self.system.invalidate_cache()
+            return dict(self.system.info(self.place))
+
+    def open(self) -> io.BufferedReader:
+        """See `InputFile`. It cannot be sought in."""
+        return io.BufferedReader(_Stream(self), 1 << 20)
+
+
+class _Stream(io.RawIOBase):
+    """A remote file's bytes, from the first to the last; what goes wrong on the way is an `InputError`."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._num_bytes = file, 0
+        # Of HTTP, one request for all: not every server gives ranges.
+        options = {"block_size": 0} if _protocol(file.system) in _HTTP else {}
+        with _told(file.path):
+            self._stream = file.system.open(file.place, "rb", **options)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view, num_read = memoryview(buffer).cast("B"), 0
+        while num_read < len(view):
+            with _told(self._file.path):
+                block = self._stream.read(len(view) - num_read)
+            if not block:
+                break
+            view[num_read : num_read + len(block)] = block
+            num_read += len(block)
+        self._num_bytes += num_read
+        size = self._file.info.get("size")
+        if num_read < len(view) and size is not None and self._num_bytes < size:
+            raise InputError(f"{self._file.path} ended after {self._num_bytes:,} of {size:,} bytes; try again")
+        return num_read
+
+    def close(self) -> None:
+        if not self.closed:
+            with contextlib.suppress(Exception):
+                self._stream.close()
+                if _protocol(self._file.system) in _HTTP:  # it only asks for its connection to be closed
+                    _closed(self._stream)
+        super().close()
+
+
+def _closed(stream: Any) -> None:
+    from fsspec.asyn import sync
+
+    sync(stream.loop, stream._close)
+
+
+def find_remote(input: InputLocation) -> tuple[Format, list[InputFile]]:
+    """The files of a URL of a file, glob or folder, sorted by name, and their one format."""
+    with _told(input.path):
+        system, path = _connect(input.path)
+        found = _list(system, path)
+    names = {name: place for place in found if (name := _name(path, place))}
+    if _is_glob(system, path):
+        wanted = sorted(names)
+        if not wanted:
+            raise InputError(f"no file matches {input.path}; mend the URL, or put it in quotes if a shell expanded it")
+    elif path in found:
+        wanted = [_last(path)]
+        names = {wanted[0]: path}
+    else:
+        is_hidden = re.compile(r"(^|/)[._]").search
+        wanted = data_files((name for name in names if not is_hidden(name)), input)
+    chain = input.path.partition("::")[2]
+    files: list[InputFile] = []
+    for name in wanted:
+        url = system.unstrip_protocol(names[name]) + (f"::{chain}" if chain else "")
+        files.append(RemoteFile(name, url, system, names[name], found[names[name]]))
+    return one_format(files, input), files
+
+
+def _connect(url: str) -> tuple[Any, str]:
+    """The file system and the path in it."""
+    from fsspec.core import url_to_fs
+
+    options: dict[str, Any] = {}
+    for protocol in _HTTP:
+        if re.search(rf"(^|::){protocol}://", url):
+            import aiohttp
+
+            # Its own limit, 5 minutes for a whole file, is too short for a large one.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=120)
+            options[protocol] = {"client_kwargs": {"timeout": timeout}}
+    system, path = url_to_fs(url, **options)
+    return system, path
+
+
+def _list(system: Any, path: str) -> dict[str, dict[str, Any]]:
+    """What the file system says of each file that is meant, by its place."""
+    is_http = _protocol(system) in _HTTP
+    if _is_glob(system, path):
+        if is_http:  # else a server that does not answer is one without files
+            system.ls(re.split(r"[*[]", path)[0].rpartition("/")[0] + "/", detail=False)
+        found = system.glob(path, detail=True)
+        return {place: info for place, info in found.items() if info.get("type") == "file"}
+    if is_http and path.endswith("/"):
+        walked = system.walk(path, on_error="raise", detail=True)
+        return {info["name"]: info for _, _, files in walked for info in files.values()}
+    info = system.info(path)
+    if info.get("type") == "directory":
+        return dict(system.find(path, detail=True))
+    return {path: info}
+
+
+def _is_glob(system: Any, path: str) -> bool:
+    return any(sign in path for sign in ("*[" if _protocol(system) in _HTTP else "*?["))
+
+
+def _name(path: str, place: str) -> str:
+    """What a file is called: its place from the folder on, or from the last folder before a glob's signs."""
+    root = re.split(r"[*?[]", path)[0]
+    root = root if root == path else root.rpartition("/")[0]
+    return place.removeprefix(root).lstrip("/")
+
+
+def _last(path: str) -> str:
+    return re.split(r"[?#]", path)[0].rstrip("/").rpartition("/")[2] or path
+
+
+def _protocol(system: Any) -> str:
+    return system.protocol if isinstance(system.protocol, str) else str(system.protocol[0])
+
+
+def _version(info: Mapping[str, Any]) -> str | None:
+    return next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key) not in (None, "")), None)
+
+
+def _stamp(info: Mapping[str, Any]) -> tuple[int, int]:
+    size, version = info.get("size"), _version(info)
+    number = UNKNOWN if version is None else xxhash.xxh3_64_intdigest(version.encode()) >> 1
+    return UNKNOWN if size is None else int(size), number
+
+
+@contextlib.contextmanager
+def _told(url: str) -> Iterator[None]:
+    """Whatever a file system, its library or the network raises, as one line for the user."""
+    try:
+        yield
+    except BatchinfError:
+        raise
+    except Exception as error:  # each file system's library has errors of its own
+        raise InputError(_line(url, error)) from error
+
+
+def _line(url: str, error: BaseException) -> str:
+    # fsspec says of whatever keeps it from an HTTP server that the file is not there.
+    why = (error.__cause__ or error) if isinstance(error, FileNotFoundError) else error
+    status = getattr(why, "status", None)
+    if isinstance(why, ImportError):
+        return f"{url} cannot be read, as a package is missing: {_words(why)}"
+    if isinstance(why, PermissionError) or status in (401, 403):
+        return f"{url} cannot be read: no permission; give credentials in the environment, as its library takes them"
+    if isinstance(why, FileNotFoundError) or status in (404, 410):
+        return f"{url} is not there: mend the URL, or put the file there"
+    return f"{url} cannot be read: {_words(why)}; check the URL, the network, and credentials in the environment"
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

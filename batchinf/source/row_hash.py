@@ -1,0 +1,81 @@
+"""A row's content as a number: the same wherever the row stands, in whatever file, and whatever other rows there are.
+
+Columns are taken by name, values by their text: the integer 5, the float 5.0 and the text 5 are one, and null is the
+same as absent, since what type a column has and which columns there are hangs on the input's other rows. The hash of a
+row is part of what `input.sample` promises: a change here needs another name there.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from batchinf.records import Uint64Array
+from batchinf.source.types import is_json_column
+
+
+def row_hashes(table: pa.Table) -> Uint64Array:
+    """uint64 [num_rows]: sums of xxh3-64 over each value's text, seeded with its column's name, then mixed."""
+    total = np.zeros(table.num_rows, np.uint64)
+    for field, column in zip(table.schema, table.columns, strict=True):
+        digest = xxhash.xxh3_64_intdigest
+        seed = digest(field.name.encode(errors="replace"))
+        hashes = [0 if text is None else digest(text, seed) for text in texts(column, field)]
+        total += np.array(hashes, np.uint64)
+    return _mixed(total)
+
+
+def is_in_share(hashes: Uint64Array, share: float) -> npt.NDArray[np.bool_]:
+    """Which rows are in a share (0, 1] of all: those of a smaller share are in each larger one too."""
+    return hashes <= np.uint64(min(2**64 - 1, int(share * 2.0**64)))
+
+
+def texts(column: pa.ChunkedArray, field: pa.Field) -> list[bytes | None]:
+    """Each value as the text by which it is known; None for null."""
+    type = field.type
+    if is_json_column(field):
+        return _each(column, lambda value: canonical(json.loads(value)))
+    if pa.types.is_temporal(type) and not pa.types.is_interval(type):
+        column, type = column.cast(pa.int32() if type.bit_width == 32 else pa.int64()), pa.int64()
+    if pa.types.is_integer(type):
+        column, type = column.cast(pa.string()), pa.string()
+    if pa.types.is_string(type) or pa.types.is_large_string(type):
+        found: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
+        return found
+    return _each(column, canonical)
+
+
+def _each(column: pa.ChunkedArray, text: Callable[[Any], bytes | None]) -> list[bytes | None]:
+    return [None if value is None else text(value) for value in column.to_pylist()]
+
+
+def canonical(value: Any) -> bytes | None:
+    """A value's text; that of a list or a mapping is JSON with sorted keys, without those whose value is null."""
+    value = _plain(value)
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, bool | list | dict):
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
+    else:
+        text = value if isinstance(value, str) else repr(value) if isinstance(value, float) else str(value)
+    return text.encode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _mixed(values: Uint64Array) -> Uint64Array:
+    """Splitmix64's finaliser: each bit of the sum decides over all bits."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,227 @@
+"""Any input as rows by position: JSONL, Parquet, CSV, text, Arrow (files, globs, folders) and Hugging Face datasets.
+
+How rows lie in a file is left to the module of its format, what was found out about it once to `first_pass`, which
+files a job has taken in to `intake`.
+"""
+
+import functools
+import itertools
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+
+from batchinf.base.errors import DriftError, InputError
+from batchinf.base.storage import Folder
+from batchinf.records import Int64Array
+from batchinf.source.cache import FileEntry, read_record, schema_of, write_record
+from batchinf.source.files import Format, InputFile, InputLocation, find_files
+from batchinf.source.first_pass import spooled
+from batchinf.source.formats.arrow import ArrowReader
+from batchinf.source.formats.base import Reader, Recent, Record, spans
+from batchinf.source.formats.csv import CsvReader
+from batchinf.source.formats.huggingface import is_dataset, open_dataset
+from batchinf.source.formats.lines import LineReader
+from batchinf.source.formats.parquet import ParquetReader
+from batchinf.source.growth import (
+    Generation,
+    Held,
+    check_intake,
+    first_generation,
+    from_cache,
+    latest_segments,
+    load_generations,
+    next_generation,
+    record_path,
+    save_generation,
+    take_in,
+)
+from batchinf.source.remote import find_remote, is_url
+
+OPEN_FILES = 16  # at once, of an input of many
+NewRows = Literal["refuse", "ignore", "take"]
+_ASKED = "asked.json"  # in the cache: the URL whose files were copied there
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input record."""
+
+    row_index: int  # position in the source, from 0
+    values: Mapping[str, object]  # column -> Python value; columns that the record lacks are absent
+    error: str | None = None  # why the record cannot be read, with file and line; `values` is then empty
+
+
+def open_source(
+    input: InputLocation, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse"
+) -> "Source":
+    """The rows of `input`; what a first pass over them finds is kept in `cache`, a folder of its own.
+
+    Opening again reads metadata alone: a file is trusted while its path, size and mtime are as they were. Processes may
+    open one input with one cache at the same time. Raises `InputError` if there is nothing to read, or no row in it.
+
+    taken: the fingerprints of what a job has taken in so far, the last one last. Its rows then stay where they are,
+    whatever their files are called by now; of files and rows that came since, `new` says what becomes. Raises
+    `DriftError` where some of what was taken in is changed or gone.
+    """
+    folder = Folder(cache)
+    source = _of_dataset(input, folder) if is_dataset(input) else _of_files(input, folder, taken, new)
+    if source.num_rows == 0:
+        raise InputError(f"{input.path} has no rows; give an input with at least one")
+    return source
+
+
+def _of_dataset(input: InputLocation, cache: Folder) -> "Source":
+    reader = open_dataset(input, cache)
+    return Source([lambda: reader], [(0, reader.num_rows)], [reader.schema], [reader.fingerprint])
+
+
+def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: NewRows) -> "Source":
+    cache.make()
+    generations = load_generations(cache, taken[-1]) if taken else None
+    if generations is None and len(set(taken)) > 1:
+        path = record_path(cache, taken[-1])
+        raise InputError(f"{path} is gone or damaged, which says where each row is; put it back as it was")
+    if generations is None:
+        generation, held = first_generation(*_find(input), cache)
+        generations = [generation]
+    else:
+        generations, held = _again(input, cache, generations, new)
+    if input.is_shuffled and new != "ignore":
+        held = {number: (file, spooled(file, entry, cache)) for number, (file, entry) in held.items()}
+    save_generation(cache, generations[-1])
+    if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
+        write_record(cache, _ASKED, _asked(input))
+    return _assembled(generations, held, cache)
+
+
+def _find(input: InputLocation) -> tuple[Format, list[InputFile]]:
+    return find_remote(input) if is_url(input.path) else find_files(input)
+
+
+def _asked(input: InputLocation) -> dict[str, object]:
+    return {"path": input.path, "format": input.format}
+
+
+def _again(
+    input: InputLocation, cache: Folder, generations: list[Generation], new: NewRows
+) -> tuple[list[Generation], dict[int, Held]]:
+    """The files of these generations, and of a new one where that is asked for."""
+    known = latest_segments(generations)
+    # A remote input is looked at again only for what is new in it: the copies are what the job began with.
+    is_copied = is_url(input.path) and read_record(cache, _ASKED) == _asked(input)
+    if (new == "ignore" or (new == "refuse" and is_copied)) and (held := from_cache(known, cache)) is not None:
+        return generations, held
+    format, files = _find(input)
+    if format != generations[-1].format:
+        raise DriftError(f"{input.path} is {format}, but the job in the output folder has {generations[-1].format}")
+    intake = take_in(known, files, format, cache, looks_at_new=new == "take")
+    check_intake(intake, input.path, takes_new=new != "refuse")
+    found = next_generation(generations[-1], known, intake) if new == "take" else None
+    if found is None:
+        return generations, intake.held
+    return [*generations, found[0]], found[1]
+
+
+def _assembled(generations: Sequence[Generation], held: Mapping[int, Held], cache: Folder) -> "Source":
+    schemas = [schema_of(generation.schema) for generation in generations]
+    openers, runs = [], []
+    for generation, schema in zip(generations, schemas, strict=True):
+        for segment in generation.segments:
+            openers.append(functools.partial(_reader, *held[segment.file], schemas[-1], schema, cache))
+            runs.append((segment.first_row, segment.stop_row))
+    return Source(openers, runs, schemas, [generation.fingerprint for generation in generations])
+
+
+def _reader(file: InputFile, entry: FileEntry, schema: pa.Schema, types: pa.Schema, cache: Folder) -> Reader:
+    if entry.format in ("jsonl", "text"):
+        return LineReader(file, entry, schema, cache)
+    if entry.format == "csv":
+        return CsvReader(file, entry, schema, cache, types)
+    if (copy := entry.artifacts.get("content")) is not None:
+        file = InputFile(file.name, os.fspath(cache.path(copy.name)))
+    if entry.format == "parquet" and "rows" not in entry.artifacts:
+        return ParquetReader(file, entry, schema)
+    return ArrowReader(file, entry, schema, cache)
+
+
+class Source:
+    """Rows by position, over all files of an input: in the order of their names, then what came later, in turn.
+
+    Two threads may read at once; they take turns.
+    """
+
+    num_rows: int
+    schema: pa.Schema  # every column with its settled type; a column of mixed JSON types is string, `JSON_MARK`
+    schemas: tuple[pa.Schema, ...]  # of each generation, as it was settled then; `schema` is the last
+    fingerprint: str  # of the content, not of where it is
+    fingerprints: tuple[str, ...]  # of each generation and those before it; `fingerprint` is the last
+
+    def __init__(
+        self,
+        openers: Sequence[Callable[[], Reader]],
+        runs: Sequence[tuple[int, int]],
+        schemas: Sequence[pa.Schema],
+        fingerprints: Sequence[str],
+    ) -> None:
+        """runs: the first row that each opener's reader has to give, and the one behind the last."""
+        self._readers = Recent[int, Reader](OPEN_FILES, lambda i: openers[i](), lambda reader: reader.close())
+        self._offsets = [start for start, _ in runs]
+        self._firsts = [0, *itertools.accumulate(stop - start for start, stop in runs)]
+        self._turn = threading.Lock()
+        self.num_rows = self._firsts[-1]
+        self.schemas, self.fingerprints = tuple(schemas), tuple(fingerprints)
+        self.schema, self.fingerprint = schemas[-1], fingerprints[-1]
+
+    def read(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[Row]:
+        """Rows `start` to `stop`, with the values of `columns` (None: all) as they are in the record."""
+        records: list[Record] = []
+        with self._turn:
+            for reader, first, last in self._spans(start, stop):
+                records += reader.records(first, last, columns)
+        return [Row(start + i, values, error) for i, (values, error) in enumerate(records)]
+
+    def read_columns(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+        """`stop - start` rows as a table of the types in `schema`; null where a record is broken or lacks the column.
+
+        Lone surrogates, which Arrow cannot hold, come out as `?`. Raises `KeyError` for a column not in `schema`.
+        """
+        schema = pa.schema([self.schema.field(name) for name in columns])
+        with self._turn:
+            tables = [reader.table(first, last, columns) for reader, first, last in self._spans(start, stop)]
+        return pa.concat_tables(tables) if tables else schema.empty_table()
+
+    def read_rows(self, positions: Int64Array, columns: Sequence[str] | None = None) -> list[Row]:
+        """Rows at these positions, int64, ascending; see `read`. Adjacent ones are read together."""
+        return [row for start, stop in _runs(positions) for row in self.read(start, stop, columns)]
+
+    def columns_of(self, positions: Int64Array, columns: Sequence[str]) -> pa.Table:
+        """Rows at these positions, int64, ascending; see `read_columns`."""
+        if not len(positions):
+            return self.read_columns(0, 0, columns)
+        return pa.concat_tables([self.read_columns(start, stop, columns) for start, stop in _runs(positions)])
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[Reader, int, int]]:
+        if not 0 <= start <= stop <= self.num_rows:
+            raise IndexError(f"rows {start} to {stop} of {self.num_rows}")
+        for i, first, last in spans(self._firsts, start, stop):
+            offset = self._offsets[i]
+            yield self._readers.get(i), offset + first, offset + last
+
+    def close(self) -> None:
+        """Close the files; the source is not read afterwards."""
+        with self._turn:
+            self._readers.clear()
+
+
+def _runs(positions: Int64Array) -> Iterator[tuple[int, int]]:
+    """Runs of adjacent positions, each as (start, stop)."""
+    if len(positions):
+        cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+        firsts, lasts = positions[[0, *cuts]], positions[[*(cuts - 1), -1]]
+        yield from zip(firsts.tolist(), (lasts + 1).tolist(), strict=True)

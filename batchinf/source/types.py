@@ -1,0 +1,230 @@
+"""The Arrow types of columns: settled in one pass over JSON or CSV values, made plain, merged over all files.
+
+A type is None where no Arrow type holds all values as they are: such a column is JSON, or strings.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinf.base.errors import InputError
+from batchinf.source.files import Format
+
+MAX_COLUMNS = 4096  # of JSON lines: further names stay in the rows, but are not in the schema
+MAX_NESTED = 256  # fields within one column; more is kept as JSON
+MAX_JSON_DEPTH = 16
+JSON_MARK = {b"batchinf:json": b"1"}
+
+_NULL = pa.null()  # the type of a column without any value so far
+
+
+def _json_field(name: str) -> pa.Field:
+    """A column that holds any JSON value as its text."""
+    return pa.field(name, pa.string(), metadata=JSON_MARK)
+
+
+def is_json_column(field: pa.Field) -> bool:
+    """Whether a column holds JSON values as their text."""
+    return bool(field.metadata == JSON_MARK)
+
+
+# -- over all files --------------------------------------------------------------------------------------------------
+
+
+def settled_schema(schemas: Iterable[pa.Schema], format: Format) -> pa.Schema:
+    """The columns of all files; where types differ what both fit in, else JSON (of JSONL) or string (of CSV)."""
+    types: dict[str, pa.DataType | None] = {}
+    for field in itertools.chain.from_iterable(schemas):
+        found = None if is_json_column(field) else field.type
+        known = types.get(field.name, found)
+        types[field.name] = both = _merge(known, found)
+        if both is None and format in ("parquet", "arrow"):
+            both_types = f"{known} in one file and {found} in another"
+            raise InputError(f"column {field.name!r} is {both_types}; write the files with one type")
+    return pa.schema([_settled_field(name, type, format) for name, type in types.items()])
+
+
+def _settled_field(name: str, type: pa.DataType | None, format: Format) -> pa.Field:
+    if format == "jsonl" and (type is None or _has_empty_struct(type)):
+        return _json_field(name)
+    return pa.field(name, pa.string() if type is None else _plain(type, null=pa.string()))
+
+
+def _has_empty_struct(type: pa.DataType) -> bool:  # Parquet cannot hold one
+    children = [type.field(i).type for i in range(type.num_fields)]
+    return (pa.types.is_struct(type) and not children) or any(map(_has_empty_struct, children))
+
+
+def _merge(a: pa.DataType | None, b: pa.DataType | None) -> pa.DataType | None:
+    """The type that both fit in (null in anything, int64 in float64, fields in a struct), or None."""
+    if a is None or b is None:
+        return None
+    if a.equals(b):
+        return b
+    schemas = [pa.schema([("", a)]), pa.schema([("", b)])]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def refuse_twins(names: Sequence[str], file_name: str) -> None:
+    """Raise `InputError` if two columns of a file have one name."""
+    if len(set(names)) < len(names):
+        twin = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{file_name} has two columns named {twin!r}; rename one of them")
+
+
+# -- plain types -----------------------------------------------------------------------------------------------------
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """The columns with their plain types, without metadata."""
+    return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
+
+
+def _plain(type: pa.DataType, null: pa.DataType = _NULL) -> pa.DataType:
+    """The type without dictionaries, views and extension types, and with `null` in place of the null type."""
+    if isinstance(type, pa.DictionaryType):
+        return _plain(type.value_type, null)
+    if isinstance(type, pa.BaseExtensionType):
+        return _plain(type.storage_type, null)
+    if isinstance(type, pa.ListType):
+        return pa.list_(_plain(type.value_type, null))
+    if isinstance(type, pa.LargeListType):
+        return pa.large_list(_plain(type.value_type, null))
+    if isinstance(type, pa.StructType):
+        return pa.struct([pa.field(field.name, _plain(field.type, null)) for field in type])
+    return {_NULL: null, pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(type, type)
+
+
+def cast_column(column: Any, type: pa.DataType) -> Any:
+    """An array in another type. Not safe: a large integer becomes the nearest float where other files have floats."""
+    return column if column.type.equals(type) else column.cast(type, safe=False)
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+class JsonTypes:
+    """The types of JSON values, settled as runs of records go by. A mixed column is JSON, and stays so."""
+
+    def __init__(self) -> None:
+        self._types: dict[str, pa.DataType | None] = {}
+
+    def add(self, records: Iterable[Mapping[str, object]]) -> None:
+        """Settle one run of records with those before."""
+        for name, values in _by_name(records).items():
+            if name not in self._types and (len(self._types) >= MAX_COLUMNS or not is_utf8(name)):
+                continue
+            known = self._types.get(name, _NULL)
+            settled = None if known is None else _merge(known, _settle(values))
+            self._types[name] = None if settled is None or _num_fields(settled) > MAX_NESTED else settled
+
+    def schema(self) -> pa.Schema:
+        """The columns in the order in which they were met."""
+        return pa.schema([_json_field(name) if t is None else pa.field(name, t) for name, t in self._types.items()])
+
+
+def _by_name(records: Iterable[Mapping[str, object]]) -> Mapping[str, list[object]]:
+    columns: defaultdict[str, list[object]] = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            columns[name].append(value)
+    return columns
+
+
+def _num_fields(type: pa.DataType) -> int:
+    return 1 + sum(_num_fields(type.field(i).type) for i in range(type.num_fields))
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text is free of lone surrogates, which Arrow cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _settle(values: Iterable[object], depth: int = 0) -> pa.DataType | None:
+    """The one type of all these JSON values, or None if there is none that keeps them as they are."""
+    present: list[Any] = [value for value in values if value is not None]
+    kinds = set(map(type, present))
+    if kinds <= {int, float} and kinds:
+        integers = present if kinds == {int} else [value for value in present if type(value) is int]
+        is_wide = bool(integers) and (min(integers) < -(2**63) or max(integers) >= 2**63)
+        return None if is_wide else pa.int64() if kinds == {int} else pa.float64()
+    if len(kinds) > 1 or depth > MAX_JSON_DEPTH:
+        return None
+    if kinds == {dict}:
+        return _settle_struct(present, depth)
+    if kinds == {list}:
+        item = _settle(itertools.chain.from_iterable(present), depth + 1)
+        return None if item is None else pa.list_(item)
+    return pa.string() if kinds == {str} else pa.bool_() if kinds == {bool} else pa.null()
+
+
+def _settle_struct(records: Sequence[Mapping[str, object]], depth: int) -> pa.DataType | None:
+    columns = _by_name(records)
+    if len(columns) > MAX_NESTED or not all(map(is_utf8, columns)):
+        return None
+    fields = []
+    for name, values in columns.items():
+        if (settled := _settle(values, depth + 1)) is None:
+            return None
+        fields.append(pa.field(name, settled))
+    return pa.struct(fields)
+
+
+# -- CSV -------------------------------------------------------------------------------------------------------------
+
+_INTEGER = r"^(0|-?[1-9][0-9]*)$"  # what str(int(v)) gives back: not 007, which is no number but a code
+_NUMBER = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
+_EXACT_DIGITS = 15  # of an integer that float64 holds exactly, whatever they are
+
+
+class CsvTypes:
+    """The types of CSV columns: int64 or float64 if each value that is not empty is one, exactly; else string."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._kinds: dict[str, set[str]] = {name: set() for name in names}
+
+    def add(self, columns: Mapping[str, pa.StringArray]) -> None:
+        """Settle one run of rows with those before."""
+        for name, column in columns.items():
+            if "string" not in self._kinds[name]:
+                self._kinds[name] |= _csv_kinds(column.filter(pc.not_equal(column, "")))
+
+    def schema(self) -> pa.Schema:
+        """The columns in the order of the header."""
+        return pa.schema([(name, _csv_type(kinds)) for name, kinds in self._kinds.items()])
+
+
+def _csv_kinds(values: pa.StringArray) -> set[str]:
+    if len(values) == 0:
+        return set()
+    is_integer = pc.match_substring_regex(values, _INTEGER)
+    integers = values.filter(is_integer)
+    kinds = {"integer"} if len(integers) else set()
+    if len(integers) and pc.max(pc.binary_length(integers)).as_py() > _EXACT_DIGITS:
+        kinds.add("long integer")
+        try:
+            integers.cast(pa.int64())
+        except pa.ArrowInvalid:
+            return {"string"}
+    if len(integers) < len(values):
+        kinds.add("number" if pc.all(pc.match_substring_regex(values, _NUMBER)).as_py() else "string")
+    return kinds
+
+
+def _csv_type(kinds: set[str]) -> pa.DataType:
+    if not kinds:
+        return pa.null()
+    if kinds <= {"integer", "long integer"}:
+        return pa.int64()
+    return pa.float64() if kinds <= {"integer", "number"} else pa.string()

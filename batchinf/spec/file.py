@@ -1,0 +1,391 @@
+"""The job spec as a file: YAML read, overridden and checked, with every error's place in the file; and written again.
+
+The fields and their rules are in `spec`. YAML is read as version 1.2's core schema has it: `no` is text, `1e-3` is a
+number, `012` and `12:30` are text. No tag makes anything but text, numbers, true or false, null, lists and mappings.
+"""
+
+import difflib
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from batchinf.base.errors import SpecError
+from batchinf.base.slices import Slice
+from batchinf.base.storage import reason
+from batchinf.spec.docs import field_docs
+from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec
+from batchinf.spec.values import Files, clip, each_path, expand
+
+# A spec is a page of text. The limits keep a wrong or hostile file from costing more than a moment.
+MAX_SPEC_BYTES = 2**20
+MAX_NODES = 10_000
+MAX_YAML_DEPTH = 50
+MAX_ERRORS = 10
+
+_TAG = "tag:yaml.org,2002:"
+_DIGITS = "(?:0|[1-9][0-9]{0,99})"  # any number that means something; longer ones are text
+_OCTAL_OR_HEX = "0o[0-7]{1,99}|0x[0-9a-fA-F]{1,99}"
+_FLOAT = rf"[-+]?(?:\.[0-9]+|{_DIGITS}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+# By tag: what a scalar looks like, and its value.
+_SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
+    "null": (re.compile(r"(?:~|null|Null|NULL|)\Z"), lambda text: None),
+    "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), lambda text: text.lower() == "true"),
+    "int": (re.compile(rf"(?:[-+]?{_DIGITS}|{_OCTAL_OR_HEX})\Z"), lambda text: int(text, 0)),
+    "float": (re.compile(rf"(?:{_FLOAT})\Z"), lambda text: float(re.sub(r"\.(?=[inIN])", "", text))),
+    "merge": (re.compile(r"<<\Z"), str),
+    "str": (re.compile(""), str),
+}
+_IMPLICIT = [(f"{_TAG}{name}", pattern) for name, (pattern, _) in _SCALARS.items() if name != "str"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFile:
+    """A spec, and where each of its fields was written.
+
+    places: dotted field → `jobs/x.yaml:7:3`, or the `--set` that gave it; '' → the file. slice: of it, the one to run.
+    """
+
+    spec: JobSpec
+    places: Mapping[str, str]
+    path: str
+    slice: Slice | None = None
+
+    def line(self, field: str, message: str) -> str:
+        """`message` behind the field and its place; a field that was not written has its section's place."""
+        return _line(self.places, field, message)
+
+    def error(self, field: str, message: str) -> SpecError:
+        """An error about one field, for checks that need more than the spec."""
+        return SpecError(self.line(field, message))
+
+
+def read_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> SpecFile:
+    """Read a spec and set each `field=value` of `overrides`, in order. Raises SpecError, one line for each error.
+
+    Environment variables and ~ are expanded in path fields; relative paths stay relative to the working folder.
+    """
+    name = os.fspath(path)
+    reader = _Reader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
+    data = reader.read(_read_text(name))
+    if not isinstance(data, dict):
+        raise SpecError(f"{name}: got {_got(data)}; must be a mapping of fields ({', '.join(_children(''))})")
+    places = {"": name, **reader.places}
+    _write_out_model(data)
+    for text in overrides:
+        _override(data, places, text)
+        _write_out_model(data)
+    _expand_paths(data, places)
+    _take_in_files(data, places)
+    try:
+        return SpecFile(JobSpec.model_validate(data), places, name)
+    except ValidationError as error:
+        raise _joined([_line(places, *found) for found in _explain(error)]) from None
+
+
+def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None:
+    """Raise SpecError for names under `engine` that vLLM's EngineArgs lacks, or that the spec has a field for.
+
+    known: the names that the installed vLLM has; None where there is none, and then any name passes.
+    """
+    problems = []
+    for argument in file.spec.engine:
+        if argument in ENGINE_ARGUMENTS_ELSEWHERE:
+            problems.append(file.line(f"engine.{argument}", f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"))
+        elif known is not None and (argument not in known or argument.startswith("_")):
+            fields = {name: field for name, field in _elsewhere().items() if not field.startswith("engine")}
+            public = [name for name in known if not name.startswith("_")]
+            hint = _did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
+            problems.append(file.line(f"engine.{argument}", f"no engine argument of the installed vLLM{hint}"))
+    if problems:
+        raise _joined(problems)
+
+
+def dump_spec(spec: JobSpec) -> str:
+    """The spec as YAML with all defaults filled in; `read_spec` gives back an equal one."""
+    data = spec.model_dump(mode="json")
+    for holder, key, _ in each_path(data, PATH_FIELDS):
+        holder[key] = holder[key].replace("$", "$$")
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31))
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {None: _IMPLICIT}  # noqa: RUF012
+    num_nodes = 0
+    depth = 0
+
+    def get_single_node(self) -> yaml.Node | None:
+        try:
+            return super().get_single_node()
+        except (ValueError, OverflowError):  # numbers that PyYAML does not check
+            raise yaml.MarkedYAMLError(problem="impossible number", problem_mark=self.get_mark()) from None
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.num_nodes += 1
+        self.depth += 1
+        if self.depth > MAX_YAML_DEPTH or self.num_nodes > MAX_NODES:
+            raise yaml.MarkedYAMLError(problem="too long or too deeply nested", problem_mark=self.get_mark())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    # With the rules of YAML 1.1 as well, so that text which any reader could take for something else is quoted.
+    yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: _IMPLICIT}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        # Line breaks of YAML 1.1 other than \n come back as \n unless they are escaped.
+        style = '"' if re.search("[\x85\u2028\u2029\ufeff]", text) else "|" if "\n" in text else None
+        return self.represent_scalar(f"{_TAG}str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+class _Reader:
+    """Turns YAML into plain values and notes where each field stands."""
+
+    def __init__(self, place: Callable[[yaml.Mark], str]) -> None:
+        self.places: dict[str, str] = {}
+        self._place = place
+        self._budget = MAX_SPEC_BYTES  # characters, with all aliases written out
+
+    def read(self, text: str, field: str = "") -> Any:
+        """The value that `text` holds, `field` being its name; None if it is empty."""
+        try:
+            node = _Loader(text).get_single_node()
+            return None if node is None else self._value(node, field, 0)
+        except yaml.reader.ReaderError as error:
+            lines = text[: error.position].split("\n")
+            mark = yaml.Mark("", error.position, len(lines) - 1, len(lines[-1]), None, 0)
+            what = f"character U+{error.character:04X}"
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or yaml.Mark("", 0, 0, 0, None, 0)
+            what = ", ".join(filter(None, [error.context, error.problem]))
+            if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
+                what += "; indent with spaces" if "\\t" in what else "; does a text need quotes?"
+        raise SpecError(f"{self._place(mark)}: not valid YAML: {what}")
+
+    def _wrong(self, node: yaml.Node, message: str) -> SpecError:
+        return SpecError(f"{self._place(node.start_mark)}: {message}")
+
+    def _spend(self, node: yaml.Node, depth: int, num_characters: int) -> None:
+        self._budget -= num_characters
+        if self._budget < 0 or depth > MAX_YAML_DEPTH:
+            raise self._wrong(node, "too long or too deeply nested with its aliases written out")
+
+    def _value(self, node: yaml.Node, field: str, depth: int) -> Any:
+        self._spend(node, depth, 1 + len(field) + len(node.value))
+        tag = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.MappingNode) and tag == "map":
+            prefix = f"{field}." if field else ""
+            return {key: self._named(f"{prefix}{key}", *pair, depth) for key, pair in self._pairs(node, depth).items()}
+        if isinstance(node, yaml.SequenceNode) and tag == "seq":
+            return [self._named(f"{field}[{i}]", item, item, depth) for i, item in enumerate(node.value)]
+        if not isinstance(node, yaml.ScalarNode) or tag not in _SCALARS or not _SCALARS[tag][0].match(node.value):
+            raise self._wrong(node, f"tag {clip(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out")
+        if any("\ud800" <= character <= "\udfff" for character in node.value):
+            raise self._wrong(node, f"got {_got(node.value)}, which holds half a character (a surrogate)")
+        return _SCALARS[tag][1](node.value)
+
+    def _named(self, field: str, name: yaml.Node, node: yaml.Node, depth: int) -> Any:
+        self.places[field] = self._place(name.start_mark)
+        return self._value(node, field, depth + 1)
+
+    def _pairs(self, node: yaml.Node, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        # Own keys win over merged ones (`<<: *base`), and earlier bases over later ones.
+        self._spend(node, depth, 1 + len(node.value))
+        if not isinstance(node, yaml.MappingNode):
+            raise self._wrong(node, "<< takes a mapping, or a list of mappings")
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                for base in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    merged = {**self._pairs(base, depth + 1), **merged}
+                continue
+            key = self._value(key_node, "", depth)
+            if not isinstance(key, str):
+                raise self._wrong(key_node, f"got {_got(key)} for a field's name; must be text: does it need quotes?")
+            if key in own:
+                raise self._wrong(key_node, f"{clip(key)}: given twice; leave one of them out")
+            own[key] = key_node, value_node
+        return {**merged, **own}
+
+
+def _read_text(name: str) -> str:
+    try:
+        with open(name, "rb") as file:
+            content = file.read(MAX_SPEC_BYTES + 1)
+    except OSError as error:
+        raise SpecError(f"{name}: {reason(error)}; must be a job spec, such as jobs/quickstart.yaml") from None
+    if len(content) > MAX_SPEC_BYTES:
+        raise SpecError(f"{name}: longer than {MAX_SPEC_BYTES} bytes; must be a job spec, such as jobs/quickstart.yaml")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].split(b"\n")
+        raise SpecError(f"{name}:{len(before)}:{len(before[-1]) + 1}: not UTF-8; save the file as UTF-8") from None
+
+
+def _write_out_model(data: dict[str, Any]) -> None:
+    # `model: name` becomes `model: {name: name}`, so that an override or an expansion can reach into it.
+    if isinstance(data.get("model"), str):
+        data["model"] = {"name": data["model"]}
+
+
+def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
+    target, equals, value = text.partition("=")
+    place = f"--set {clip(text)}"
+    field = target.strip()
+    *sections, last = field.split(".")
+    if not equals or not all([*sections, last]):
+        raise SpecError(f"{place}: must be field=value, such as --set sampling.max_tokens=64")
+    reader = _Reader(lambda mark: place)
+    parsed = reader.read(value, field)
+    for depth, key in enumerate(sections, 1):
+        section = ".".join(sections[:depth])
+        if data.get(key) is None:
+            data[key] = {}
+            places[section] = place
+        if not isinstance(data[key], dict):
+            raise SpecError(f"{place}: {section} is {_got(data[key])}, which has no fields; set {section} itself")
+        data = data[key]
+    data[last] = parsed
+    if [*sections] == ["sampling"] and isinstance(data.get("columns"), dict):
+        data["columns"].pop(last, None)  # it is to hold for every row
+    for old in [name for name in places if name.startswith((f"{field}.", f"{field}["))]:
+        del places[old]
+    places.update({**reader.places, field: place})
+
+
+def _expand_paths(data: dict[str, Any], places: Mapping[str, str]) -> None:
+    problems = []
+    for holder, key, field in each_path(data, PATH_FIELDS):
+        try:
+            holder[key] = expand(holder[key])
+        except KeyError as error:
+            problems.append(_line(places, field, f"{error.args[0]}, or write $$ for a plain $"))
+    if problems:
+        raise _joined(problems)
+
+
+def _take_in_files(data: dict[str, Any], places: Mapping[str, str]) -> None:
+    files = Files(lambda text, name: _Reader(lambda at: f"{name}:{at.line + 1}:{at.column + 1}").read(text))
+    files.fill(data)
+    if files.problems:
+        raise _joined([_line(places, *problem) for problem in files.problems])
+
+
+def _line(places: Mapping[str, str], field: str, message: str) -> str:
+    written = field
+    while written not in places:
+        written = re.sub(r"(?:^|\.|\[)[^.\[]*\Z", "", written)
+    return ": ".join(filter(None, [places[written], clip(field, 200), message]))
+
+
+def _joined(lines: Sequence[str]) -> SpecError:
+    rest = [f"and {len(lines) - MAX_ERRORS} more"] if len(lines) > MAX_ERRORS else []
+    return SpecError("\n".join([*lines[:MAX_ERRORS], *rest]))
+
+
+def _explain(error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Each wrong field, once, with what is wrong: of a choice between types pydantic has an error for each."""
+    by_field: dict[str, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        by_field.setdefault(_field(details), []).append(details)
+    for field, found in by_field.items():
+        if any(other.startswith(f"{field}[") for other in by_field):
+            continue  # a list that is too short without its wrong items
+        details = max(found, key=lambda one: len(one["loc"]))
+        numbers = [part for part in details["loc"] if isinstance(part, int)]
+        item = "".join(f"[{number}]" for number in numbers[field.count("[") :])
+        yield field + item, _message(field, details, {one["type"] for one in found})
+
+
+def _field(details: ErrorDetails) -> str:
+    """The field that an error is about, without the parts of its `loc` that name one of several types."""
+    field, last = "", details.get("ctx", {}).get("field")
+    *parts, unknown = details["loc"] if details["type"] == "extra_forbidden" else (*details["loc"], None)
+    for part in parts:
+        longer = f"{field}[{part}]" if isinstance(part, int) else f"{field}.{part}".lstrip(".")
+        field = longer if _doc_name(longer) in field_docs() else field
+    return ".".join(str(part) for part in (field, unknown, last) if part)
+
+
+def _doc_name(field: str) -> str:
+    return re.sub(r"\[[0-9]+\]", "[]", field)
+
+
+def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
+    if details["type"] == "extra_forbidden":
+        name = str(details["loc"][-1])
+        own = _children(_doc_name(field.removesuffix(name).removesuffix(".")))
+        return f"unknown field{_did_you_mean(name, own, _elsewhere()) or '.'} Allowed: {', '.join(own)}"
+    if details["type"] in ("wrong", "value_error"):
+        return str(details["ctx"].get("reason") or details["ctx"]["error"])
+    doc = field_docs()[_doc_name(field)]
+    if details["type"] == "missing":
+        return f"missing; must be {doc.allowed}. {doc.meaning}"
+    hint = "; leave it out for its default" if details["input"] is None and not doc.is_required else ""
+    return f"got {_got(details['input'])}; must be {doc.allowed}{hint or _hint(details['input'], types, doc.allowed)}"
+
+
+def _hint(value: Any, types: set[str], allowed: str) -> str:
+    match value:
+        case "" | []:
+            return " that is not empty"
+        case str() if "a list of mappings" in allowed:
+            return ', such as [{role: user, content: "…"}]'
+        case str() if "tuple_type" in types or allowed.startswith("a list of texts"):
+            return f"; for a list of one write [{clip(value)}]"
+        case str() if types & {"int_type", "float_type"} and re.match(rf"(?:{_FLOAT})\Z", value):
+            return "; write it without quotes"
+        case float() if "int_type" in types and value.is_integer() and abs(value) < 2**31:
+            return f"; write it as {value:.0f}"
+        case bool() | int() | float() if "string_type" in types:
+            return "; text that looks like something else needs quotes"
+    return ""
+
+
+def _children(section: str) -> list[str]:
+    names = [field.rpartition(".") for field in field_docs() if not field.endswith("]")]
+    return [name for above, _, name in names if above == section]
+
+
+@functools.cache
+def _elsewhere() -> dict[str, str]:
+    """By a field's own name, where it stands, for those who look in the wrong section."""
+    found = {name: f"engine.{name}" for name in ("max_model_len", *sorted(RUNTIME_ENGINE_ARGUMENTS))}
+    for field in field_docs():
+        section, _, name = field.rpartition(".")
+        if section != "scripted" and not field.endswith("]"):
+            shown = field if section else f"{field}, at the top level"
+            found[name] = f"{found[name]} or {shown}" if name in found else shown
+            found[field] = f"{name}, within {section}" if section else shown
+    return found
+
+
+def _did_you_mean(name: str, own: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+    names = {**elsewhere, **{each: each for each in own}}
+    close = difflib.get_close_matches(name.strip().lower().replace("-", "_")[:100], names, n=1, cutoff=0.7)
+    return f"; did you mean {names[close[0]]}?" if close else ""
+
+
+def _got(value: Any) -> str:
+    if isinstance(value, str):
+        return f"'{clip(value)}'" if value else "empty text"
+    if isinstance(value, list | dict):
+        return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
+    return "nothing (null)" if value is None else clip(json.dumps(value))

@@ -1,0 +1,192 @@
+"""The section `input` of a spec: where the rows come from, which of them are run, and what of a row is the prompt."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from batchinf.spec.fields import (
+    FROM_FILE,
+    IDENTITY,
+    LAYOUT,
+    RUNTIME,
+    Path,
+    Positive,
+    Section,
+    Text,
+    as_tuple,
+    is_json,
+    wrong,
+)
+
+# Each of them says alone what the prompt is.
+PROMPT_FORMS = (
+    "prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column", "context_column",
+    "text_column",
+)  # fmt: skip
+# Each of them asks for the model's chat template.
+CHAT_FIELDS = (
+    "messages", "messages_column", "system_prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
+)  # fmt: skip
+# What a chat template gets from other fields, or a tokenizer takes for itself, by the field to write instead.
+_KWARGS_ELSEWHERE = {
+    "add_generation_prompt": "input.add_generation_prompt", "continue_final_message": "input.continue_final_message",
+    "chat_template": "input.chat_template", "messages": "input.messages", "conversation": "input.messages",
+    **dict.fromkeys(("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+                     "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"), ""),
+}  # fmt: skip
+
+
+class MessageSpec(Section):
+    """One message of a conversation."""
+
+    role: Annotated[Text, IDENTITY]
+    """Who says it: `system`, `user`, `assistant`, or what else the chat template knows."""
+    content: Annotated[str, FROM_FILE]
+    """What is said: a Jinja2 template over the row's columns."""
+
+
+class ExcludeSpec(Section):
+    """Rows that earlier jobs have done."""
+
+    job: Annotated[Annotated[tuple[Path, ...], Field(strict=False, min_length=1)] | Path, AfterValidator(as_tuple),
+                   IDENTITY]  # fmt: skip
+    """The output folder of a job, or several: rows that have an output without an error there are left out."""
+    on: Annotated[Literal["id", "prompt_hash"], IDENTITY]
+    """What makes two rows the same: their `id`, or the token ids of their prompts."""
+
+
+class InputSpec(Section):
+    """Where the rows come from, which of them are run, and what of a row is the prompt."""
+
+    path: Annotated[Path, RUNTIME]
+    """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Known on resume by content."""
+    format: Annotated[Literal["jsonl", "openai", "parquet", "csv", "text", "arrow", "hf"] | None, RUNTIME] = None
+    """Default: told from the name's ending. `openai` is JSONL of OpenAI's batch requests, also told from its lines."""
+    split: Annotated[Text | None, IDENTITY] = None
+    """Split of a Hugging Face dataset; default `train`."""
+    name: Annotated[Text | None, IDENTITY] = None
+    """Configuration of a Hugging Face dataset."""
+    revision: Annotated[Text | None, IDENTITY] = None
+    """Revision of a Hugging Face dataset."""
+    prompt_column: Annotated[Text | None, IDENTITY] = None
+    """The column that holds the prompt, as text; default `prompt`, unless another form of prompt is given."""
+    prompt_template: Annotated[Text | None, FROM_FILE] = None
+    """A Jinja2 template over the row's columns, in place of `prompt_column`."""
+    messages: Annotated[Annotated[tuple[MessageSpec, ...], Field(strict=False, min_length=1)] | None, FROM_FILE] = None
+    """A conversation whose contents are Jinja2 templates over the row's columns, through the model's chat template."""
+    messages_column: Annotated[Text | None, IDENTITY] = None
+    """The column that holds the conversation: a list of messages with `role` and `content`, or JSON text of one."""
+    token_ids_column: Annotated[Text | None, IDENTITY] = None
+    """The column that holds the prompt's token ids, a list or JSON text of one, taken as they are."""
+    text_column: Annotated[Text | None, IDENTITY] = None
+    """Of task score: the column that holds the text, all of which is scored, in windows where it is long."""
+    context_column: Annotated[Text | None, IDENTITY] = None
+    """Of task score: the column that holds the context, which is not scored, in place of another form of prompt."""
+    continuation_column: Annotated[Text | None, IDENTITY] = None
+    """Of task score: the column that holds the text which is scored after the context."""
+    choices_column: Annotated[Text | None, IDENTITY] = None
+    """Of task score: the column that holds several such texts, a list or JSON text of one."""
+    answer_column: Annotated[Text | None, IDENTITY] = None
+    """The column that holds the place of the right choice, from 0; null where it is not known."""
+    system_prompt: Annotated[Text | None, FROM_FILE] = None
+    """A system message before the others, as plain text. Like all fields of chat, it makes text a user's message."""
+    chat_template: Annotated[Text | None, FROM_FILE] = None
+    """A Jinja2 chat template in place of the model's own, or the name of another of the model's."""
+    chat_template_kwargs: Annotated[dict[str, Any] | None, IDENTITY] = None
+    """Further variables of the chat template, such as `enable_thinking: false`."""
+    add_generation_prompt: Annotated[bool | None, IDENTITY] = None
+    """End with the header of the assistant's turn; default true, unless `continue_final_message`."""
+    continue_final_message: Annotated[bool | None, IDENTITY] = None
+    """Leave the last message open, so that the model goes on with it."""
+    on_overlong: Annotated[Literal["error", "truncate_left", "truncate_right"], IDENTITY] = "error"
+    """`error`: a prompt after which not even one token fits is an error row. Else: one that leaves no room for
+    `max_tokens` is cut at its left (its beginning) or its right end, and `prompt_truncated` says so."""
+    adapter_column: Annotated[Text | None, IDENTITY] = None
+    """The column that names each row's adapter, of those in `model.lora`; null is the plain model."""
+    id_column: Annotated[Text | None, IDENTITY] = None
+    """The column that is carried to the output as `id`, in its own type."""
+    where: Annotated[Text | None, IDENTITY] = None
+    """Run only rows for which this expression in SQL (DuckDB's) over the input's columns is true."""
+    sample: Annotated[float | None, Field(gt=0, le=1), IDENTITY] = None
+    """Run about this share of the rows, chosen by a hash of their content: the same ones wherever they stand."""
+    limit: Annotated[Positive | None, IDENTITY] = None
+    """Run at most this many rows, the first ones; `--extend` may raise it."""
+    exclude: Annotated[ExcludeSpec | None, IDENTITY] = None
+    """Leave out rows that earlier jobs have done."""
+    order: Annotated[Literal["input", "prefix", "longest", "auto"], LAYOUT] = "input"
+    """In which order rows run, and so which share a part: as they stand; those together whose prompts begin alike, for
+    vLLM's prefix cache; the half first whose own `max_tokens` are greater; or what a sample shows to pay."""
+
+    @field_validator("path")
+    @classmethod
+    def _no_secrets(cls, path: str) -> str:
+        # The spec is written to the output folder, and others read that.
+        if "://" in path and re.search(r"://[^/?#:@]*:[^/?#@]*@", path):
+            raise wrong("got a URL with a password in it, which would be recorded; leave `user:password@` out and give "
+                        "credentials in the environment, as the file system's library takes them")  # fmt: skip
+        if "://" in path and re.search(r"[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig|access_token)=", path):
+            raise wrong("got a signed URL, whose signature would be recorded; give the plain URL and credentials in "
+                        "the environment, or fetch the file and give its path")  # fmt: skip
+        return path
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        given = [form for form in PROMPT_FORMS if getattr(self, form) is not None]
+        if len(given) > 1:
+            raise wrong(f"got {given[1]} beside {given[0]}; give one of them", given[1])
+        return self
+
+    @model_validator(mode="after")
+    def _chat(self) -> Self:
+        if not self.is_chat:
+            return self
+        asked = next(field for field in CHAT_FIELDS if getattr(self, field) is not None)
+        if self.token_ids_column is not None:
+            raise wrong("got it beside token_ids_column, whose ids are taken as they are; give one of them", asked)
+        if self.on_overlong != "error":
+            raise wrong(f"got {self.on_overlong} with {asked}; it would cut the instructions or the assistant's header "
+                        "off a conversation: cut a long column with {{ column | truncate_tokens(n) }}",
+                        "on_overlong")  # fmt: skip
+        if self.messages is not None and self.messages[0].role == "system" and self.system_prompt is not None:
+            raise wrong("got it beside messages, which begin with a system message; give one of them", "system_prompt")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise wrong("got true with continue_final_message; the final message goes on or a new turn begins: "
+                        "give one of them", "add_generation_prompt")  # fmt: skip
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _plain_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        if not is_json(kwargs):
+            raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings")
+        for name in kwargs or {}:
+            if name in _KWARGS_ELSEWHERE:
+                instead = f"say {_KWARGS_ELSEWHERE[name]} instead" if _KWARGS_ELSEWHERE[name] else "leave it out"
+                raise wrong(f"it is no variable of a chat template; {instead}", name)
+        return kwargs
+
+    @model_validator(mode="after")
+    def _excludes_by_id(self) -> Self:
+        if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and self.format != "openai":
+            raise wrong("got id, but the job has no id_column: name it, or say prompt_hash", "exclude.on")
+        return self
+
+    @model_validator(mode="after")
+    def _hub_only(self) -> Self:
+        for field in ("split", "name", "revision"):
+            if self.format not in (None, "hf") and getattr(self, field) is not None:
+                raise wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "
+                             f"(format hf) has a {field}: leave it out", field)  # fmt: skip
+        return self
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts go through a chat template."""
+        return any(getattr(self, field) is not None for field in CHAT_FIELDS)
+
+    @property
+    def selects(self) -> bool:
+        """Whether not all rows are run."""
+        return any(value is not None for value in (self.where, self.sample, self.limit, self.exclude))

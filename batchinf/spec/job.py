@@ -1,0 +1,305 @@
+"""The job spec: every field, its meaning, unit and default, and what changing it on a resume means.
+
+Each field is *identity* (a change is refused on resume), *layout* (chosen once, then frozen) or *runtime* (free).
+Reading YAML, overriding and reporting errors with line and column live in `spec_file`.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from batchinf.spec.fields import (
+    IDENTITY,
+    LAYOUT,
+    RUNTIME,
+    Path,
+    Positive,
+    Resume,
+    Section,
+    Text,
+    Whole,
+    identity_or,
+    is_json,
+    resume_of,
+    wrong,
+)
+from batchinf.spec.input import InputSpec
+from batchinf.spec.logits import LogitsSpec, check_logits
+from batchinf.spec.pooling import TASKS as POOLING_TASKS
+from batchinf.spec.pooling import PoolingSpec, check_pooling
+from batchinf.spec.sampling import SamplingSpec
+from batchinf.spec.score import ScoreSpec, check_score
+
+TEXTS = {"type": "array", "items": {"type": "string"}}
+
+# Fields in which environment variables and ~ are expanded when a spec is read from a file.
+PATH_FIELDS = (("model", "name"), ("model", "tokenizer"), ("model", "lora"), ("input", "path"), ("output", "path"))
+
+# Engine arguments that change how fast, not what: free on a resume. All others are identity.
+RUNTIME_ENGINE_ARGUMENTS = frozenset(
+    """max_num_seqs max_num_batched_tokens gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override
+    enable_prefix_caching block_size distributed_executor_backend max_parallel_loading_workers cpu_offload_gb
+    swap_space disable_custom_all_reduce enable_chunked_prefill async_scheduling enforce_eager compilation_config
+    disable_log_stats scheduler_cls download_dir kv_offloading_size kv_offloading_backend worker_extension_cls
+    max_loras max_cpu_loras max_lora_rank
+    """.split()
+)
+
+# Engine arguments that the spec names elsewhere, with the field that does.
+ENGINE_ARGUMENTS_ELSEWHERE = {
+    "model": "model.name",
+    "revision": "model.revision",
+    "tokenizer": "model.tokenizer",
+    "dtype": "model.dtype",
+    "quantization": "model.quantization",
+    "load_format": "model.load_format",
+    "trust_remote_code": "model.trust_remote_code",
+    "reasoning_parser": "model.reasoning_parser",
+    "logprobs_mode": "sampling.logprobs_mode",
+    "tensor_parallel_size": "parallel.tensor_parallel_size",
+    "pipeline_parallel_size": "parallel.pipeline_parallel_size",
+    "data_parallel_size": "parallel.data_parallel_size",
+    "hf_token": "HF_TOKEN in the environment",  # what the spec says is recorded
+}
+
+
+class ModelSpec(Section):
+    """Which weights, and how they are loaded."""
+
+    name: Annotated[Path, RUNTIME]
+    """A Hugging Face id or a folder. A resume keeps an id's commit; a folder is known by content, not by its place."""
+    revision: Annotated[Text | None, IDENTITY] = None
+    """Branch, tag or commit of a Hugging Face id."""
+    tokenizer: Annotated[Path | None, IDENTITY] = None
+    """A Hugging Face id or a folder; default: the model's own."""
+    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], IDENTITY] = "auto"
+    """Type of the weights and of the arithmetic; `auto` is what the model's config says."""
+    quantization: Annotated[Text | None, IDENTITY] = None
+    """vLLM's name of a quantization method, such as `fp8`; default: what the model's config says."""
+    load_format: Annotated[Text, IDENTITY] = "auto"
+    """vLLM's weight format; `dummy` gives random weights in the model's shape."""
+    trust_remote_code: Annotated[bool, IDENTITY] = False
+    """Run Python code that comes with the model. Only for models that you trust as you trust a program."""
+    reasoning_parser: Annotated[Text | None, IDENTITY] = None
+    """vLLM's name of a reasoning parser, such as `qwen3`: what the model thinks goes to the column `reasoning`."""
+    lora: Annotated[Annotated[dict[Text, Path], Field(min_length=1)] | Path | None, RUNTIME] = None
+    """A LoRA adapter for all rows, a folder or a Hugging Face id, or a mapping of names to them, of which
+    `input.adapter_column` names each row's own. Known on resume by content, not by place."""
+
+
+class ParallelSpec(Section):
+    """Degrees of parallelism; a replica takes tensor × pipeline devices."""
+
+    tensor_parallel_size: Annotated[Positive, RUNTIME] = 1
+    """Devices that share each layer."""
+    pipeline_parallel_size: Annotated[Positive, RUNTIME] = 1
+    """Devices that share the layers among them: CUDA devices, as vLLM runs no pipeline on a processor."""
+    data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
+    """Replicas; `auto` is as many as the visible devices hold, or 2 on a CPU."""
+
+
+class OutputSpec(Section):
+    """What is written, and where."""
+
+    path: Annotated[Path, RUNTIME]
+    """The job's output folder."""
+    rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
+    """Rows in one Parquet part; `auto` aims at 64 MiB."""
+    logprobs_dtype: Annotated[Literal["float32", "float16"], IDENTITY] = "float32"
+    """Stored type of logprobs."""
+    include_prompt: Annotated[bool, IDENTITY] = False
+    """Store the rendered `prompt` and its `prompt_token_ids`."""
+    include_token_ids: Annotated[bool, IDENTITY] = True
+    """Store `token_ids`."""
+    include_token_logprobs: Annotated[bool, IDENTITY] = True
+    """Of task score: store the scored tokens with their logprobs and ranks; false keeps the sums alone."""
+    keep_columns: Annotated[dict[Text, Text], identity_or(TEXTS)] = Field(default_factory=dict)
+    """Input columns to carry to the output, under their own names or, from a mapping, others."""
+    max_output_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1), RUNTIME] = None
+    """A job whose output is estimated above this is refused at its start; default: 10**12 for task logits."""
+
+    @field_validator("keep_columns", mode="before")
+    @classmethod
+    def _named_as_they_are(cls, columns: Any) -> Any:
+        if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
+            return columns
+        for column in columns:
+            if columns.count(column) > 1:
+                raise wrong(f"got {column!r} twice; name each column once")
+        return {column: column for column in columns}
+
+    @field_validator("keep_columns")
+    @classmethod
+    def _each_name_once(cls, columns: dict[str, str]) -> dict[str, str]:
+        names = list(columns.values())
+        for name in names:
+            if names.count(name) > 1:
+                raise wrong(f"got {name!r} for two columns; give each a name of its own")
+        return columns
+
+
+class ScriptedSpec(Section):
+    """The deterministic stand-in for vLLM: tries a job's plumbing at full speed without running a model."""
+
+    max_num_seqs: Annotated[Positive, RUNTIME] = 256
+    """Requests in one step."""
+    step_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 0.0
+    """Least time of one step."""
+    start_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 0.0
+    """Time that the engine takes to start."""
+    max_model_len: Annotated[Positive, IDENTITY] = 2048
+    """Longest prompt and output together, in tokens."""
+    vary_lengths: Annotated[bool, IDENTITY] = True
+    """Outputs end at a length drawn from the prompt's hash; else all reach `max_tokens`."""
+    device: Annotated[Text, RUNTIME] = "none"
+    """What it says that it runs on."""
+
+
+class JobSpec(Section):
+    """One job: a model, a task, rows and an output folder."""
+
+    model: ModelSpec
+    task: Annotated[
+        Literal["generate", "score", "logits", "embed", "classify", "reward", "hidden_states"], IDENTITY
+    ] = "generate"
+    """What is done with each row."""
+    input: InputSpec
+    sampling: SamplingSpec = SamplingSpec()
+    score: ScoreSpec = ScoreSpec()
+    logits: Annotated[LogitsSpec | None, IDENTITY] = None
+    """What task logits stores; default: the logits of the whole vocabulary after each prompt's last token."""
+    pooling: PoolingSpec = PoolingSpec()
+    parallel: ParallelSpec = ParallelSpec()
+    engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
+    """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
+    output: OutputSpec
+    checkpoint_interval_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 10.0
+    """A crash costs at most this many seconds of finished requests."""
+    drain_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 20.0
+    """When stopped on request, how long running requests may take to finish; after SIGTERM at most 20 s."""
+    stop_before_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 120.0
+    """In a Slurm job, how long ahead of its time limit to stop as if on request; its 75 asks for another run."""
+    stall_timeout_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 900.0
+    """A replica whose engine makes no step for so long is ended and started again."""
+    max_restarts: Annotated[Whole, RUNTIME] = 3
+    """Restarts of one replica without a finished request between them before it is given up."""
+    on_oom: Annotated[Literal["step_down", "fail"], RUNTIME] = "step_down"
+    """When memory runs out: start the engine again with lower batch limits and share of the memory, or give up."""
+    max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
+    """Share of error rows above which a finished job exits with 3; below 0.5, half of the first 1,000 end it early."""
+    same_device: Annotated[bool, RUNTIME] = False
+    """Refuse a replica whose device, or version of vLLM, torch, transformers or CUDA, is another than before."""
+    scripted: Annotated[ScriptedSpec | None, IDENTITY] = None
+    """Run the scripted engine in place of vLLM."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_model(cls, data: Any) -> Any:
+        # `model: name` is short for `model: {name: name}`.
+        if isinstance(data, dict) and isinstance(data.get("model"), str):
+            return {**data, "model": {"name": data["model"]}}
+        return data
+
+    @model_validator(mode="after")
+    def _of_the_task(self) -> Self:
+        check_logits(self.task, self.logits, self.sampling)
+        check_score(self.task, self.input, self.sampling, self.score, self.output.include_token_logprobs)
+        return self
+
+    @field_validator("engine")
+    @classmethod
+    def _plain_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        for argument, value in engine.items():
+            if not is_json({argument: value}):
+                raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings", argument)
+        share = engine.get("gpu_memory_utilization", 0.5)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
+        return engine
+
+    @model_validator(mode="after")
+    def _adapters(self) -> Self:
+        lora, column = self.model.lora, self.input.adapter_column
+        if column is not None and not isinstance(lora, dict):
+            are_there = "are no adapters to name" if lora is None else "is one adapter for all rows"
+            raise wrong(f"got {column!r}, but there {are_there}; write model.lora: {{name: folder}}",
+                        "input.adapter_column")  # fmt: skip
+        if isinstance(lora, dict) and len(lora) > 1 and column is None:
+            raise wrong(f"got {len(lora)} adapters, but nothing says which of them a row has; name the column that "
+                        "does in input.adapter_column", "model.lora")  # fmt: skip
+        if lora is not None and self.engine.get("enable_lora") is False:
+            raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
+        return self
+
+    @model_validator(mode="after")
+    def _what_the_task_knows(self) -> Self:
+        check_pooling(self)
+        return self
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the engine makes vectors of prompts, and no text: a prompt may then be `max_model_len` long."""
+        return self.task in POOLING_TASKS
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens are drawn, so that sampling counts."""
+        is_generated = self.logits is not None and self.logits.positions == "generated"
+        return self.task == "generate" or is_generated
+
+    @property
+    def num_samples(self) -> int:
+        """Output rows for each input row."""
+        return self.sampling.n if self.task == "generate" else 1
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether logprobs or logits of the prompts' own tokens are asked for, which vLLM computes whole each time."""
+        logits = self.logits is not None and self.logits.positions not in ("last", "generated")
+        return self.sampling.prompt_logprobs is not None or self.task == "score" or logits
+
+    @property
+    def prompt_column(self) -> str:
+        """The column that holds the prompt, where no template is given."""
+        return self.input.prompt_column or self.input.context_column or self.input.text_column or "prompt"
+
+
+def fields(spec: JobSpec, resume: Resume) -> dict[str, Any]:
+    """All fields of one kind as `{"sampling.top_p": 0.9, ...}`, JSON values only."""
+    return {name: value for name, value, kind in _walk(spec) if kind == resume}
+
+
+def identity_defaults() -> dict[str, Any]:
+    """The identity fields of a spec that says nothing but what it must, as `fields` gives them."""
+    return fields(JobSpec.model_validate({"model": "-", "input": {"path": "-"}, "output": {"path": "-"}}), "identity")
+
+
+def fingerprint(identity: dict[str, Any]) -> str:
+    """32 hexadecimal digits that stand for an identity."""
+    text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume]]:
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _walk(value, f"{prefix}{name}.")
+        elif name == "engine" and not prefix:
+            for argument, setting in sorted(value.items()):
+                kind: Resume = "runtime" if argument in RUNTIME_ENGINE_ARGUMENTS else "identity"
+                yield f"engine.{argument}", setting, kind
+        else:
+            # A mapping's order does not count when two are compared; that of columns must.
+            if name == "keep_columns":
+                value = [old if old == new else [old, new] for old, new in value.items()]
+            yield f"{prefix}{name}", _plain(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.model_dump(mode="json") if isinstance(value, Section) else value

@@ -1,0 +1,99 @@
+"""The section `logits` of a spec: which numbers of the model's last layer are stored, of which positions."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import field_validator, model_validator
+
+from batchinf.spec.fields import IDENTITY, Positive, Section, Text, Texts, TokenIds, wrong
+
+
+class PositionColumn(Section):
+    """The input column that holds each row's own positions."""
+
+    column: Annotated[Text, IDENTITY]
+    """A list of positions in the prompt's tokens: 0 is the first, -1 the last."""
+
+
+class LogitsSpec(Section):
+    """Logits or logprobs of the whole vocabulary, or of chosen tokens, at chosen positions."""
+
+    tokens: Annotated[Texts, IDENTITY] = ()
+    """Texts that are one token each, such as `[" A", " B"]`: only theirs are stored, in this order."""
+    token_ids: Annotated[TokenIds, IDENTITY] = ()
+    """The same by id. Without tokens and ids all of the vocabulary is stored, in its order."""
+    values: Annotated[Literal["logits", "logprobs"], IDENTITY] = "logits"
+    """Logits as the model gives them, or their log-softmax, over the whole vocabulary in either case."""
+    positions: Annotated[Literal["last", "all", "generated"] | PositionColumn, IDENTITY] = "last"
+    """After the prompt's last token, after each of the prompt's tokens, where each output token was generated, or
+    `{column: name}`: after those tokens of the prompt that a list column names."""
+    dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float16"
+    """Stored type."""
+    vocab_size: Annotated[Positive | None, IDENTITY] = None
+    """Numbers in a row of the whole vocabulary; default: what the model's config says."""
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _plain_positions(cls, positions: Any) -> Any:
+        if positions in ("last", "all", "generated") or isinstance(positions, PositionColumn):
+            return positions
+        if isinstance(positions, dict) and [*positions] == ["column"]:
+            column = positions["column"]
+            if not isinstance(column, str) or not column:
+                raise wrong(f"got {column!r}; must be the name of a column", "column")
+            return positions
+        raise wrong(f"got {positions!r}; must be last, all, generated or {{column: name}}")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if len(set(self.token_ids)) < len(self.token_ids) or len(set(self.tokens)) < len(self.tokens):
+            raise wrong("got a token twice; name each once", "token_ids" if self.token_ids else "tokens")
+        return self
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all of the vocabulary is stored."""
+        return not self.tokens and not self.token_ids
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row, once tokens and vocabulary are resolved."""
+        width = self.vocab_size if self.is_full else len(self.token_ids)
+        assert width, "the section is not resolved"
+        return width
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one number."""
+        return 2 if self.dtype == "float16" else 4
+
+
+# Fields of `sampling` that say what is stored of a generated text, or that there are several of them.
+_OF_TEXT = ("logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode", "structured_outputs", "stop")
+# Those that say how a text is generated.
+_OF_GENERATION = ("max_tokens", "min_tokens", "stop_token_ids", "columns")
+
+
+def check_logits(task: str, logits: LogitsSpec | None, sampling: Section) -> None:
+    """Raise an error for a validator where the section and the task, or what is asked of sampling, do not match."""
+    if task != "logits":
+        if logits is not None:
+            raise wrong(f"must be left out with task {task}; or say task: logits", "logits")
+        return
+    positions = "last" if logits is None else logits.positions
+    given = {name for name in type(sampling).model_fields if getattr(sampling, name) != _default(sampling, name)}
+    for name in _OF_TEXT:
+        if name in given:
+            instead = "; logits.values says which numbers are stored" if "logprob" in name else ""
+            raise wrong(f"has no meaning with task logits{instead}; leave it out", f"sampling.{name}")
+    if "n" in given:
+        raise wrong("must be 1 with task logits; leave it out", "sampling.n")
+    for name in () if positions == "generated" else _OF_GENERATION:
+        if name in given:
+            raise wrong(
+                "has no meaning where nothing is generated; leave it out, or say logits.positions: generated",
+                f"sampling.{name}",
+            )
+
+
+def _default(section: Section, name: str) -> Any:
+    return type(section).model_fields[name].get_default(call_default_factory=True, validated_data={})

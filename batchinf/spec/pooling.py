@@ -1,0 +1,96 @@
+"""The section `pooling` of a spec: what `embed`, `classify`, `reward` and `hidden_states` store of a prompt."""
+
+from typing import Annotated, Any, Literal
+
+from batchinf.spec.fields import IDENTITY, Positive, Section, Texts, TokenIds, wrong
+
+TASKS = ("embed", "classify", "reward", "hidden_states")
+OPENAI_LINES = (
+    "got 'openai', whose lines ask for text; must be another format with task {task}: name the prompt's column"
+)
+# Which of the fields say something to which task.
+_FIELDS = {
+    "embed": ("normalize", "dimensions", "pooling_type", "dtype", "width"),
+    "classify": ("use_activation", "pooling_type", "labels"),
+    "reward": ("use_activation", "pooling_type", "width"),
+    "hidden_states": ("positions", "layers", "final_norm", "dtype", "width"),
+}
+
+
+class PoolingSpec(Section):
+    """What is stored of a prompt by the tasks that generate no text."""
+
+    normalize: Annotated[bool, IDENTITY] = True
+    """`embed`: scale each vector to length 1."""
+    dimensions: Annotated[Positive | None, IDENTITY] = None
+    """`embed`: the first so many numbers alone, for models trained for that (Matryoshka)."""
+    pooling_type: Annotated[Literal["last", "mean", "cls"] | None, IDENTITY] = None
+    """Of which positions a vector is made; default: as the model's config says, or else vLLM's own choice."""
+    use_activation: Annotated[bool | None, IDENTITY] = None
+    """`classify`, `reward`: apply softmax, sigmoid or what the model names; default: `classify` does, `reward` not."""
+    positions: Annotated[Literal["last", "all"], IDENTITY] = "last"
+    """`hidden_states`: of the last token of a prompt, or of all."""
+    layers: Annotated[TokenIds | None, IDENTITY] = None
+    """`hidden_states`: after so many layers, before the final norm; 0 is the embedding. Default: the model's output."""
+    final_norm: Annotated[bool, IDENTITY] = True
+    """`hidden_states`: whether the model's output has its final norm applied; false is the last of `layers`."""
+    dtype: Annotated[Literal["float32", "float16"], IDENTITY] = "float32"
+    """`embed`, `hidden_states`: stored type; float16 holds nothing above 65,504."""
+    width: Annotated[Positive | None, IDENTITY] = None
+    """Numbers in one of the model's vectors; default: as its config says."""
+    labels: Annotated[Texts | None, IDENTITY] = None
+    """`classify`: names of the classes, in order; default: `id2label` of the model's config."""
+
+    @property
+    def vector_width(self) -> int:
+        """Numbers in a stored vector, of a resolved spec."""
+        return self.dimensions or self.width or len(self.labels or ())
+
+
+def check_pooling(spec: Any) -> None:
+    """Raise for fields that say nothing to the spec's task, one at a time, named. spec: a JobSpec."""
+    task = str(spec.task)
+    given = spec.pooling.model_dump(exclude_defaults=True)
+    meant = _FIELDS.get(task, ())
+    for name, value in given.items():
+        if name not in meant:
+            tasks = [other for other, fields in _FIELDS.items() if name in fields]
+            reason = f"got {_shown(value)}; must be left out with task {task}: it is for {_listed(tasks)}"
+            raise wrong(reason, f"pooling.{name}")
+    if task not in TASKS:
+        return
+    for name, value in spec.sampling.model_dump(exclude_defaults=True).items():
+        reason = f"got {_shown(value)}; must be left out with task {task}, which generates no text"
+        raise wrong(reason, f"sampling.{name}")
+    if spec.model.reasoning_parser is not None:
+        reason = f"got '{spec.model.reasoning_parser}'; must be left out with task {task}, which generates no text"
+        raise wrong(reason, "model.reasoning_parser")
+    if spec.input.format == "openai":
+        raise wrong(OPENAI_LINES.format(task=task), "input.format")
+    if spec.output.logprobs_dtype != "float32":
+        reason = f"got '{spec.output.logprobs_dtype}'; must be left out with task {task}, which has no logprobs"
+        raise wrong(reason, "output.logprobs_dtype")
+    _check_layers(spec.pooling)
+
+
+def _check_layers(pooling: PoolingSpec) -> None:
+    layers = pooling.layers
+    if layers is None:
+        return
+    if list(layers) != sorted(set(layers)) or not layers:
+        raise wrong(f"got {_shown(layers)}; must be numbers of layers, each once, ascending", "pooling.layers")
+    if not pooling.final_norm:
+        reason = "got false beside layers; must be left out, as no layer has the final norm"
+        raise wrong(reason, "pooling.final_norm")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "an empty list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "a mapping" if isinstance(value, dict) else f"'{value}'" if isinstance(value, str) else str(value)
+
+
+def _listed(tasks: list[str]) -> str:
+    return tasks[0] if len(tasks) == 1 else f"{', '.join(tasks[:-1])} and {tasks[-1]}"

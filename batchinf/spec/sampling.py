@@ -1,0 +1,166 @@
+"""The section `sampling` of a spec: vLLM's sampling parameters under vLLM's names."""
+
+import difflib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from batchinf.spec.fields import IDENTITY, Positive, Section, Text, Texts, TokenIds, Whole, as_tuple, is_json, wrong
+
+# Fields that each row may have its own value of: none of them changes the output's columns or the engine.
+PER_ROW_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "seed",
+)  # fmt: skip
+STRUCTURES = ("json", "regex", "choice", "grammar")
+
+
+class SamplingSpec(Section):
+    """vLLM's sampling parameters under vLLM's names. Unset ones come from the model's generation_config."""
+
+    n: Annotated[Positive, IDENTITY] = 1
+    """Samples for each row; each is an output row with its own `sample_index` and seed."""
+    temperature: Annotated[float | None, Field(ge=0, le=2), IDENTITY] = None
+    """0 is greedy."""
+    top_p: Annotated[float | None, Field(gt=0, le=1), IDENTITY] = None
+    """Nucleus sampling: the smallest set of tokens whose probabilities reach this."""
+    top_k: Annotated[Whole | None, IDENTITY] = None
+    """Sample from this many likeliest tokens; 0 is all."""
+    min_p: Annotated[float | None, Field(ge=0, le=1), IDENTITY] = None
+    """Least probability relative to the likeliest token."""
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2), IDENTITY] = None
+    """Penalty on tokens that stand in the output already."""
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2), IDENTITY] = None
+    """Penalty on tokens by how often they stand in the output already."""
+    repetition_penalty: Annotated[float | None, Field(gt=0), IDENTITY] = None
+    """Factor on tokens that stand in the prompt or the output; 1 is none."""
+    max_tokens: Annotated[Positive | None, IDENTITY] = None
+    """Most output tokens for a sample; default: what fits `max_model_len`."""
+    min_tokens: Annotated[Whole, IDENTITY] = 0
+    """Least output tokens before a stop is heeded."""
+    stop: Annotated[Texts | Text, AfterValidator(as_tuple), IDENTITY] = ()
+    """Strings that end a sample. Each costs decoding in the engine."""
+    stop_token_ids: Annotated[TokenIds, IDENTITY] = ()
+    """Token ids that end a sample, beside the model's own."""
+    include_stop_str_in_output: Annotated[bool, IDENTITY] = False
+    """Keep the stop string in the text."""
+    ignore_eos: Annotated[bool, IDENTITY] = False
+    """Go on after the end-of-sequence token."""
+    skip_special_tokens: Annotated[bool, IDENTITY] = True
+    """Leave special tokens out of the text."""
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), IDENTITY] = 0
+    """The job's seed; each sampled request's own is a hash of it, the row and the request."""
+    logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
+    """Store each output token's logprob and rank, and those of this many likeliest tokens; unset: none."""
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
+    """The same for the prompt's tokens."""
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=128), IDENTITY] = ()
+    """Store the logprobs of these tokens at each output position, in this order, in the place of the likeliest."""
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"], IDENTITY
+    ] = "raw_logprobs"
+    """What is stored as logprobs: of the model's own distribution, or of the one that was sampled from after
+    temperature, penalties and cuts (processed; for the prompt the same as raw); logits are before the softmax."""
+    structured_outputs: Annotated[dict[str, Any] | None, IDENTITY] = None
+    """What the text must be, as one of `json` (a JSON schema), `regex`, `choice` (a list of texts) and `grammar`,
+    each as it is or as `{file: path}`."""
+    columns: Annotated[dict[str, Text], IDENTITY] = Field(default_factory=dict)
+    """Fields of which each row has its own value, with the column that holds it; null is the job's value.
+    `max_tokens: {column: budget}` is short for `columns: {max_tokens: budget}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_columns(cls, data: Any) -> Any:
+        # `max_tokens: {column: budget}` becomes `columns: {max_tokens: budget}`: fields keep their plain types.
+        if not isinstance(data, dict):
+            return data
+        short = {name: _column(name, value) for name, value in data.items()
+                 if isinstance(value, dict) and (name in PER_ROW_FIELDS or [*value] == ["column"])}  # fmt: skip
+        if not short:
+            return data
+        given = data.get("columns") or {}
+        plain = {name: value for name, value in data.items() if name not in short}
+        return {**plain, "columns": {**given, **short} if isinstance(given, dict) else given}
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _per_row_only(cls, columns: Any) -> Any:
+        for name, column in columns.items() if isinstance(columns, dict) else ():
+            _column(name, {"column": column})
+        return columns
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _one_structure(cls, structure: dict[str, Any] | None) -> dict[str, Any] | None:
+        if structure is None:
+            return None
+        if len(structure) != 1 or not set(structure) <= set(STRUCTURES):
+            raise wrong(f"got {', '.join(structure) or 'nothing'}; must be one of {', '.join(STRUCTURES)}")
+        [(kind, value)] = structure.items()
+        is_right = {
+            "json": is_json(value) and isinstance(value, dict | str),
+            "choice": isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value),
+        }.get(kind, isinstance(value, str) and bool(value))
+        if not is_right:
+            allowed = {"json": "a JSON schema, as a mapping or as text", "choice": "a list of texts"}
+            file = "" if kind == "choice" and not isinstance(value, str) else ", or {file: path}"
+            raise wrong(f"got {_shown(value)}; must be {allowed.get(kind, 'text')}{file}", kind)
+        return {"json": _schema_text(value)} if kind == "json" else structure
+
+    @model_validator(mode="after")
+    def _greedy_is_one(self) -> Self:
+        if self.temperature == 0 and self.n > 1:
+            raise wrong(f"got {self.n} with temperature 0; greedy samples are all equal: set n to 1, "
+                         "or a temperature above 0", "n")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _chosen_or_top(self) -> Self:
+        if self.logprob_token_ids and self.logprobs:
+            raise wrong(f"got {self.logprobs} with logprob_token_ids; the engine gives the likeliest tokens or the "
+                         "chosen ones: leave out one of them", "logprobs")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _least_below_most(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise wrong(f"got {self.min_tokens} with max_tokens {self.max_tokens}; must not be above it", "min_tokens")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whichever way it was written."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+
+def _column(name: str, value: dict[str, Any]) -> str:
+    """The column with each row's own value of this field, from `{column: …}`."""
+    if name not in PER_ROW_FIELDS:
+        close = difflib.get_close_matches(name, PER_ROW_FIELDS, n=1, cutoff=0.7)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise wrong(
+            f"must be the job's, as a row cannot have its own; {meant}it can have {', '.join(PER_ROW_FIELDS)}", name
+        )
+    column = value.get("column")
+    if len(value) != 1 or not (isinstance(column, str) and column):
+        shown = f"{{{', '.join(f'{key}: {_shown(item)}' for key, item in value.items())}}}"
+        raise wrong(f"got {shown}; must be a value, or {{column: name}} with the column of each row's own", name)
+    return column
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _schema_text(schema: dict[str, Any] | str) -> str:
+    """A JSON schema as text, however it was written: its properties' order is that of the output, and must count."""
+    try:
+        plain = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        reason = (
+            f"got text that is not JSON: {error}; must be a JSON schema, as a mapping, as text or as {{file: path}}"
+        )
+        raise wrong(reason, "json") from None
+    return json.dumps(plain, ensure_ascii=False)

@@ -1,0 +1,259 @@
+"""Requests to stop, wherever they meet a job: what each leaves time for, and that the job goes on unharmed."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jobs
+from batchinf.base import stop_signals
+from batchinf.base.errors import SpecError
+from batchinf.base.stop_signals import StopRequests, seconds_left
+
+# About 15 s of work on two replicas, whatever the machine.
+LONG = {"max_num_seqs": 8, "step_s": 0.03}
+TERM, INT, HUP, USR1, TIMER = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM
+
+
+@pytest.mark.parametrize(
+    ("drain_timeout_s", "heard", "drain_s", "end_s"),
+    [
+        (20, [INT], 20, 30),
+        (600, [USR1], 600, 610),
+        (600, [HUP], 600, 610),
+        (600, [TERM], 20, 25),
+        (5, [TERM], 5, 15),
+        (0, [TERM], 0, 10),
+        (600, [USR1, TERM], 20, 25),
+        (600, [TERM, USR1], 20, 25),
+        (600, [TIMER], 80, 90),
+        (30, [TIMER], 30, 40),
+        (600, [TIMER, TERM], 20, 25),
+    ],
+)
+def test_what_each_request_leaves_time_for(
+    drain_timeout_s: float, heard: list[int], drain_s: float, end_s: float
+) -> None:
+    requests = StopRequests(drain_timeout_s, stop_before_s=90)
+    assert not requests
+    assert requests.drain_until == requests.end_by == math.inf
+    now = time.monotonic()
+    for number in heard:
+        requests.note(number)
+    assert requests
+    assert requests.drain_until - now == pytest.approx(drain_s, abs=0.5)
+    assert requests.end_by - now == pytest.approx(end_s, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("heard", "is_at_once"),
+    [([INT], False), ([INT, INT], True), ([TERM, INT], True), ([TERM, TERM], False), ([HUP, HUP, TERM], False)],
+)
+def test_only_ctrl_c_after_another_request_stops_at_once(heard: list[int], is_at_once: bool) -> None:
+    requests = StopRequests(20, 120)
+    for number in heard:
+        requests.note(number)
+    assert requests.is_at_once == is_at_once
+
+
+def test_an_interruption_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_signals, "_heard", [(TERM, time.monotonic())])
+    requests = StopRequests(600, 120)
+    assert requests
+    assert requests.name == "SIGTERM"
+
+
+TWICE = """
+import os, signal, sys, time
+from batchinf.base.errors import Interrupted
+from batchinf.base.stop_signals import interruptible
+steps = []
+try:
+    with interruptible():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)
+            steps.append("the lock is freed")
+except Interrupted as error:
+    steps.append(str(error))
+    os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit(" ".join(steps))
+"""
+
+
+def test_more_signals_disturb_neither_the_unwinding_nor_the_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], cwd=jobs.ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (1, "the lock is freed stopped on SIGTERM")
+
+
+# -- whole jobs ------------------------------------------------------------------------------------------------------
+
+
+def is_at_work(out: pathlib.Path) -> bool:
+    snapshot = jobs.snapshot_of(out)
+    return snapshot.get("state") == "running" and any(replica["in_flight"] for replica in snapshot["replicas"])
+
+
+def held(process: "subprocess.Popen[str]", marker: pathlib.Path) -> None:
+    jobs.wait_until(lambda: (marker.exists() and marker.read_text()) or process.poll() is not None, 120)
+    assert process.poll() is None, process.communicate()
+
+
+def assert_stopped(process: "subprocess.Popen[str]", out: pathlib.Path, words: str) -> None:
+    code, _, errors = jobs.end(process)
+    assert code == 75, errors
+    assert f"stopped on {words}" in errors
+    assert "Traceback" not in errors
+    assert not (out / "lock").exists()
+
+
+def test_a_signal_to_the_whole_tree_at_once(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    spec = jobs.spec_of(tmp_path, scripted=LONG, output={"rows_per_shard": 40}, drain_timeout_s=0.5)
+    process = jobs.start("run", spec)
+    jobs.wait_until(lambda: is_at_work(out) or process.poll() is not None)
+    for one in jobs.family(process.pid):
+        one.send_signal(TERM)
+    assert_stopped(process, out, "SIGTERM")
+    assert not any(event["cause"] for event in jobs.events_of(out, "replica_ended"))
+    jobs.finish(spec, "--set", "scripted.step_s=0")
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    assert len(jobs.events_of(out, "replica_started")) == 4
+
+
+def test_after_sigterm_all_is_over_before_the_kill_follows(tmp_path: pathlib.Path) -> None:
+    """Engines stand still, and the drain would last ten minutes: the end comes by itself all the same."""
+    marker, out = tmp_path / "held", tmp_path / "out"
+    spec = jobs.spec_of(
+        tmp_path, drain_timeout_s=600, output={"rows_per_shard": 10}, parallel={"data_parallel_size": 1}
+    )
+    process = jobs.start("run", spec, faults=f"engine.step:60=hold {marker}")
+    held(process, marker)
+    process.send_signal(TERM)
+    started = time.monotonic()
+    time.sleep(1)
+    process.send_signal(TERM)  # as srun does, and whoever ends a whole tree
+    time.sleep(1)
+    assert process.poll() is None
+    assert_stopped(process, out, "SIGTERM")
+    assert time.monotonic() - started < 30
+    marker.unlink()
+    jobs.finish(spec)
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+def test_a_stop_while_the_spec_is_read(tmp_path: pathlib.Path) -> None:
+    spec = tmp_path / "job.yaml"
+    os.mkfifo(spec)
+    process = jobs.start("run", spec)
+    writer: list[int] = []
+
+    def has_reader() -> bool:
+        with contextlib.suppress(OSError):
+            writer.append(os.open(spec, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writer)
+
+    jobs.wait_until(has_reader)
+    process.send_signal(TERM)
+    # The signal may come just before the read begins, which then waits for the end of the file.
+    time.sleep(0.5)
+    os.close(writer[0])
+    assert_stopped(process, tmp_path, "SIGTERM")
+
+
+def test_a_stop_while_another_hosts_lock_is_watched(tmp_path: pathlib.Path) -> None:
+    spec, out = jobs.spec_of(tmp_path), tmp_path / "out"
+    out.mkdir()
+    names = ("host", "machine", "boot_id", "pid_namespace", "since", "token")
+    lock = {**dict.fromkeys(names, "elsewhere.invalid"), "pid": 1, "start_time": 1}
+    (out / "lock").write_text(json.dumps(lock))
+    process = jobs.start("run", spec)
+    assert process.stderr is not None
+    assert "waiting" in process.stderr.readline()
+    process.send_signal(HUP)
+    code, _, errors = jobs.end(process)
+    assert code == 75, errors
+    assert "stopped on SIGHUP" in errors
+    assert json.loads((out / "lock").read_text()) == lock
+
+
+def test_a_stop_during_recovery(tmp_path: pathlib.Path) -> None:
+    marker, out, spec = tmp_path / "held", tmp_path / "out", jobs.spec_of(tmp_path)
+    assert jobs.run("run", spec, faults="coordinator.before_publish:3=kill").returncode == -9
+    # What was staged is adopted, and about to be committed.
+    process = jobs.start("run", spec, faults=f"manifest.before_write:1=hold {marker}")
+    held(process, marker)
+    assert not list((out / "staging").glob("*.parquet"))
+    process.send_signal(USR1)
+    assert_stopped(process, out, "SIGUSR1")
+    marker.unlink(missing_ok=True)
+    jobs.finish(spec)
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+# -- Slurm's time limit ----------------------------------------------------------------------------------------------
+
+
+def test_a_job_stops_ahead_of_slurms_time_limit(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    spec = jobs.spec_of(tmp_path, scripted=LONG, output={"rows_per_shard": 40}, drain_timeout_s=0.5, stop_before_s=30)
+    limit = {"SLURM_JOB_START_TIME": str(int(time.time()) - 500), "SLURM_JOB_END_TIME": str(int(time.time()) + 38)}
+    assert_stopped(jobs.start("run", spec, **limit), out, "Slurm's time limit")
+    # Past it, there is no time to open the job.
+    started = len(jobs.events_of(out, "replica_started"))
+    assert_stopped(jobs.start("run", spec, SLURM_JOB_END_TIME=str(int(time.time()) + 20)), out, "Slurm's time limit")
+    assert len(jobs.events_of(out, "replica_started")) == started
+    # A limit that is always too near would stop it, queue it and stop it for ever.
+    limit["SLURM_JOB_END_TIME"] = str(int(limit["SLURM_JOB_START_TIME"]) + 25)
+    refused = jobs.run("run", spec, **limit)
+    assert refused.returncode == 2
+    assert "error: stop_before_s: got 30, but Slurm gives this job 25 s in all" in refused.stderr
+    # Nor is a limit that cannot be read the end of a job.
+    done = jobs.finish(spec, "--set", "scripted.step_s=0", SLURM_JOB_END_TIME="tomorrow")
+    assert "warning: SLURM_JOB_END_TIME is 'tomorrow'" in done.stderr
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "1e9", "Unknown", "NONE", "٣", "9" * 40])
+def test_a_time_limit_that_cannot_be_read_is_a_warning(text: str) -> None:
+    said: list[str] = []
+    assert seconds_left(120, said.append, {"SLURM_JOB_END_TIME": text}) is None
+    [line] = said
+    assert line.startswith("warning: ")
+    assert "\n" not in line
+
+
+def test_how_long_slurm_leaves_to_a_job() -> None:
+    now, said = int(time.time()), list[str]()
+    assert seconds_left(120, said.append, {}) is None
+    for end in (now - 5, now + 100, now + 1000, now + 10**11):
+        limits = {"SLURM_JOB_START_TIME": str(now - 1000), "SLURM_JOB_END_TIME": str(end)}
+        assert seconds_left(120, said.append, limits) == pytest.approx(end - now - 120, abs=2)
+        assert seconds_left(120, said.append, {"SLURM_JOB_END_TIME": str(end)}) == pytest.approx(end - now - 120, abs=2)
+    limits = {"SLURM_JOB_START_TIME": str(now), "SLURM_JOB_END_TIME": str(now + 120)}
+    with pytest.raises(SpecError, match="120 s in all"):
+        seconds_left(120, said.append, limits)
+    assert said == []
+
+
+def test_an_interruption_within_exec_has_the_exit_code_too(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom batchinf.base.errors import Interrupted\n"
+        "from batchinf.base.stop_signals import interruptible\n"
+        "try:\n    with interruptible():\n        exec('os.kill(os.getpid(), signal.SIGHUP)')\n"
+        "except Interrupted as error:\n    sys.exit(error.exit_code)\n"
+    )
+    (tmp_path / "interrupted.py").write_text(code)
+    path = os.pathsep.join((str(tmp_path), str(jobs.ROOT)))
+    done = subprocess.run([sys.executable, "-m", "interrupted"], env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.returncode == 75

@@ -1,0 +1,147 @@
+"""What changed between two jobs, held against what was changed in them."""
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import jobs
+from batchinf.base.errors import UserError
+from batchinf.base.storage import Folder
+from batchinf.commands.diff.diff import diff_lines
+from batchinf.manifest.log import Manifest
+from batchinf.schedule.shards import next_extent
+
+NUM_ROWS = 120
+
+
+def job(folder: pathlib.Path, rows: list[dict[str, Any]], **sections: Any) -> str:
+    """A finished job over these rows; its output folder."""
+    folder.mkdir()
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = {"input": {"path": str(path), "id_column": "id"}, "output": {"keep_columns": [], "rows_per_shard": 50},
+            "parallel": {"data_parallel_size": 1}}  # fmt: skip
+    jobs.finish(jobs.spec_of(folder, **{**spec, **sections}, max_error_rate=1, scripted={"step_s": 0.0}))
+    return str(folder / "out")
+
+
+def rows(first: int = 0) -> list[dict[str, Any]]:
+    return [{"id": f"row-{i}", "prompt": f"Say {i}."} for i in range(first, first + NUM_ROWS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Jobs a, and b over nearly the same rows: 100 are in both, one has another prompt and one has none."""
+    folder = tmp_path_factory.mktemp("diff")
+    job(folder / "a", rows())
+    other = rows(20)
+    other[5]["prompt"], other[6]["prompt"] = "Another.", ""
+    job(folder / "b", other)
+    return folder
+
+
+def said(a: pathlib.Path, b: pathlib.Path, **options: Any) -> list[str]:
+    return list(diff_lines(str(a / "out"), str(b / "out"), **{"on": None, "to": None, "num_examples": 0, **options}))
+
+
+def rewrite(out: pathlib.Path, change: Any) -> None:
+    """Put other values into each part of a job."""
+    for path in sorted((out / "parts").iterdir()):
+        table = pq.read_table(path)
+        pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), path)
+
+
+def test_joined_by_id(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    to = tmp_path / "diff.parquet"
+    lines = said(folder / "a", folder / "b", to=str(to), num_examples=1)
+    assert lines[0] == f"A {folder}/a/out: 120 rows, model {jobs.MODEL}, device none"
+    assert any(line.startswith("  input: ") for line in lines)
+    assert "rows: 100 in both, by id; 20 only in A, 20 only in B" in lines
+    assert "prompts: 2 rows have other token ids: a changed template, tokenizer or input" in lines
+    assert "errors: 1 rows only in B, 0 only in A" in lines
+    assert "outputs: 2 of 100 changed (2.00%)" in lines
+    assert "  id row-25, sample 0, other from token 0 on:" in lines
+    assert lines[-1] == f"100 rows in {to}"
+    table = pq.read_table(to)
+    assert table["key"].to_pylist() == [f"row-{i}" for i in range(20, 120)]
+    changed = table.filter(table["is_changed"])
+    assert changed["key"].to_pylist() == ["row-25", "row-26"]
+    assert changed["is_same_prompt"].to_pylist() == [False, False]
+    assert changed["error_type_b"].to_pylist() == [None, "empty_prompt"]
+    assert changed["text_b"].to_pylist()[1] is None
+    assert set(table["max_abs_delta_logprob"].drop_null().to_pylist()) == {0.0}
+
+
+def test_nothing_changed(folder: pathlib.Path) -> None:
+    lines = said(folder / "a", folder / "a", num_examples=5)
+    assert "rows: 120 in both, by row_index" in lines
+    assert "outputs: 0 of 120 changed (0.00%)" in lines
+    assert not any(line.startswith("  ") for line in lines)
+
+
+def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "c"
+    job(other, rows())
+    before = jobs.table_of(other / "out")
+
+    def change(table: pa.Table) -> pa.Table:
+        """From the second half of each output on other tokens; logprobs a little higher, then much lower."""
+        ids, logprobs = table["token_ids"].to_pylist(), table["logprobs"].to_pylist()
+        for row, values in zip(ids, logprobs, strict=True):
+            half = len(row) // 2
+            row[half:] = [token + 1 for token in row[half:]]
+            values[:half] = [value + 0.25 for value in values[:half]]
+            values[half:] = [value - 100 for value in values[half:]]
+        for name, column in (("token_ids", ids), ("logprobs", logprobs)):
+            table = table.set_column(table.schema.get_field_index(name), name, pa.array(column, table[name].type))
+        return table
+
+    rewrite(other / "out", change)
+    halves = [len(ids) // 2 for ids in before["token_ids"].to_pylist()]
+    to = tmp_path / "diff.parquet"
+    lines = said(folder / "a", other, to=str(to))
+    assert "outputs: 120 of 120 changed (100.00%)" in lines
+    assert any("B - A is +2.50e-01 on average, |B - A| 2.50e-01, at most 2.50e-01" in line for line in lines)
+    table = pq.read_table(to)
+    assert table["first_difference"].to_pylist() == halves
+    assert table["num_compared_tokens"].to_pylist() == halves
+    assert np.allclose(table["sum_delta_logprob"].fill_null(0).to_numpy(), 0.25 * np.array(halves))
+
+
+def test_rows_that_came_later_may_be_others(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def extended(name: str, *later: str) -> pathlib.Path:
+        shutil.copytree(folder / "a", tmp_path / name)
+        state = jobs.state_of(tmp_path / name / "out")
+        manifest = Manifest(Folder(tmp_path / name / "out"), state.last_epoch + 1)
+        manifest.extent(next_extent(state.extents, 0, 1), *later)
+        manifest.commit()
+        manifest.close()
+        return tmp_path / name
+
+    one, other = extended("one", "a week later"), extended("other", "another week later")
+    assert "rows: 120 in both, by row_index" in said(folder / "a", one)
+    assert "rows: 120 in both, by id" in said(one, other)
+
+
+def test_what_cannot_be_joined(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    nameless = tmp_path / "d"
+    job(nameless, rows(), input={"path": str(nameless / "rows.jsonl"), "id_column": None})
+    with pytest.raises(UserError, match="had different inputs, and rows have no id to be joined by"):
+        said(folder / "b", nameless)
+    with pytest.raises(UserError, match="--on id: not both jobs have an id"):
+        said(folder / "a", nameless, on="id")
+    with pytest.raises(UserError, match="--on: got 'name'; must be row_index or id"):
+        said(folder / "a", nameless, on="name")
+    # The same rows at the same places, whatever else the jobs had.
+    assert "outputs: 0 of 120 changed (0.00%)" in said(folder / "a", nameless, on="row_index")
+
+
+def test_where_to_write(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=r"--out: .*nowhere/x\.parquet cannot be written"):
+        said(folder / "a", folder / "a", to=str(tmp_path / "nowhere" / "x.parquet"))

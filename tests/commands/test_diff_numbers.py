@@ -1,0 +1,451 @@
+"""What changed between two jobs' scores, logits and vectors: random outputs, held against loops over their rows."""
+
+import itertools
+import math
+import pathlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinf.base.errors import OutputError
+from batchinf.commands.diff import join
+from batchinf.commands.diff.diff import diff_lines
+from batchinf.manifest.commit_log import encode_commits
+from batchinf.manifest.lines import PartLine
+from batchinf.manifest.names import part_name
+
+NUM_ROWS = 40
+
+
+def job(
+    folder: pathlib.Path,
+    table: pa.Table,
+    task: str,
+    spec: dict[str, Any] | None = None,
+    cuts: Sequence[int] = (17, 23),
+    taken: str = "rows",
+    **parquet: Any,
+) -> str:
+    """A finished job with these output rows, in a part for each piece; its output folder. parquet: how to write it."""
+    (folder / "parts").mkdir(parents=True)
+    (folder / "manifest").mkdir()
+    texts = {"job_id": "j", "created_at": "2026-01-01T00:00:00+00:00", "fingerprint": "f00d"}
+    resolved = {"task": task, **(spec or {})}
+    lines: list[dict[str, Any]] = [
+        {"kind": "header", "format_version": 1, **texts, "identity": {"task": task}, "layout": {}, "spec": resolved},
+        {"kind": "extent", "start": 0, "num_rows": 600, "rows_per_shard": 60, "first_shard": 0,
+         "source_fingerprint": taken},
+    ]  # fmt: skip
+    bounds = [0, *cuts, table.num_rows]
+    for shard, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        piece = table.slice(start, stop - start)
+        pq.write_table(piece, folder / "parts" / part_name(shard), **{"row_group_size": 7, **parquet})
+        line = PartLine(shard, part_name(shard), piece.num_rows, 0, 1, 1, 1, "00")
+        lines.append({"kind": "part", **line.fields()})
+    lines.append({"kind": "done", "name": "done", "at": texts["created_at"]})
+    (folder / "manifest" / "000001.jsonl").write_bytes(encode_commits([lines]))
+    return str(folder)
+
+
+def said(a: str, b: str, **options: Any) -> list[str]:
+    return list(diff_lines(a, b, **{"on": None, "to": None, "num_examples": 0, **options}))
+
+
+def compared(a: str, b: str, tmp_path: pathlib.Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """What is said, and the rows of the Parquet file."""
+    to = tmp_path / "diff.parquet"
+    lines = said(a, b, to=str(to), **options)
+    return lines, pq.read_table(to).to_pylist()
+
+
+def keys(num_rows: int = NUM_ROWS, other_prompts: Sequence[int] = ()) -> dict[str, pa.Array]:
+    hashes = [row + 1000 * (row in other_prompts) for row in range(num_rows)]
+    return {
+        "id": pa.array([f"row-{row}" for row in range(num_rows)]),
+        "row_index": pa.array(range(num_rows), pa.int64()),
+        "prompt_hash": pa.array(hashes, pa.int64()),
+    }
+
+
+def errors(values: Sequence[Any]) -> pa.Array:
+    return pa.array([None if value is not None else "refused" for value in values], pa.string())
+
+
+def finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def deltas_said(values: Sequence[float]) -> str:
+    """What is said of differences, in plain Python."""
+    known = finite(values)
+    mean, mean_abs = sum(known) / len(known), sum(map(abs, known)) / len(known)
+    others = f"; {len(values) - len(known)} more are not finite" if len(values) > len(known) else ""
+    return f"B - A is {mean:+.2e} on average, |B - A| {mean_abs:.2e}, at most {max(map(abs, known)):.2e}{others}"
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def score_table(seed: int, **options: Any) -> pa.Table:
+    """Rows 3 and 30 failed in job 1; row 5 has an infinite sum in both, row 6 in job 1 alone, row 7 NaN."""
+    chance = random.Random(seed)
+    ids = [[chance.randrange(50) for _ in range(3 + row % 4)] for row in range(NUM_ROWS)]
+    if seed == 1:
+        shared = random.Random(0)
+        ids = [[shared.randrange(50) for _ in range(3 + row % 4)] for row in range(NUM_ROWS)]
+        ids[9] = [*ids[9], 1]
+    logprobs: list[Any] = [[-chance.random() for _ in row] for row in ids]
+    sums: list[float | None] = [sum(row) for row in logprobs]
+    sums[5] = -math.inf
+    if seed == 1:
+        sums[3] = sums[30] = logprobs[3] = logprobs[30] = None
+        sums[6], sums[7] = -math.inf, math.nan
+    is_null = [value is None for value in sums]
+    columns = {
+        **keys(**options),
+        "logprob_sum": pa.array(sums, pa.float64()),
+        "logprob_mean": pa.array([None if s is None else s / len(i) for s, i in zip(sums, ids, strict=True)]),
+        "num_tokens": pa.array([None if none else len(i) for none, i in zip(is_null, ids, strict=True)], pa.int32()),
+        "is_greedy": pa.array([None if none else chance.random() < 0.5 for none in is_null]),
+        "token_ids": pa.array([None if none else i for none, i in zip(is_null, ids, strict=True)],
+                              pa.list_(pa.int32())),
+        "logprobs": pa.array(logprobs, pa.list_(pa.float16())),
+        "error_type": errors(sums),
+    }  # fmt: skip
+    return pa.table(columns)
+
+
+def test_scores(tmp_path: pathlib.Path) -> None:
+    tables = score_table(0), score_table(1, other_prompts=[9])
+    a, b = (job(tmp_path / name, table, "score") for name, table in zip("ab", tables, strict=True))
+    lines, found = compared(a, b, tmp_path, num_examples=1)
+    rows = list(zip(*(table.to_pylist() for table in tables), strict=True))
+    expected: dict[str, list[float]] = {"logprob_sum": [], "logprob_mean": [], "tokens": []}
+    for number, ((own, other), row) in enumerate(zip(rows, found, strict=True)):
+        assert row["key"] == number
+        assert row["is_same_prompt"] == (number != 9)
+        assert row["is_changed"] == (own["is_greedy"] != other["is_greedy"])
+        for name in ("logprob_sum", "logprob_mean"):
+            if other[name] is None:
+                assert row[f"delta_{name}"] is None
+                continue
+            delta = 0.0 if own[name] == other[name] else other[name] - own[name]
+            expected[name].append(delta)
+            assert row[f"delta_{name}"] == delta or (math.isnan(delta) and math.isnan(row[f"delta_{name}"]))
+        if own["token_ids"] == other["token_ids"]:
+            tokens = [float(y) - float(x) for x, y in zip(own["logprobs"], other["logprobs"], strict=True)]
+            expected["tokens"] += tokens
+            assert row["max_abs_delta_logprob"] == max(map(abs, tokens))
+        else:
+            assert row["max_abs_delta_logprob"] is None
+        assert (row["logprob_sum_a"], row["error_type_b"]) == (own["logprob_sum"], other["error_type"])
+    assert len(expected["tokens"]) > 100
+    num_changed = sum(own["is_greedy"] != other["is_greedy"] for own, other in rows)
+    flips = sum((own["is_greedy"], other["is_greedy"]) == (True, False) for own, other in rows)
+    assert "prompts: 1 rows have other token ids: a changed template, tokenizer or input" in lines
+    assert "errors: 2 rows only in B, 0 only in A" in lines
+    assert f"outputs: {num_changed} of 40 changed ({num_changed / 40:.2%})" in lines
+    assert f"  is_greedy True -> False: {flips}" in lines
+    assert "  other numbers of scored tokens: 1 rows, whose means are of other tokens" in lines
+    assert f"logprob_sum of 36 rows: {deltas_said(expected['logprob_sum'])}" in lines
+    assert "; 2 more are not finite" in next(line for line in lines if line.startswith("logprob_mean of 36 rows: "))
+    assert f"logprobs of {len(expected['tokens'])} tokens that both scored: {deltas_said(expected['tokens'])}" in lines
+    first = next(row for row in found if row["is_changed"])
+    assert any(line.startswith(f"  row_index {first['key']}: is_greedy {first['is_greedy_a']} ->") for line in lines)
+
+
+def choice_table(seed: int, has_answer: bool = True) -> pa.Table:
+    """Row 4 failed in job 1, row 8 has no answer, row 9 fewer choices in job 1."""
+    chance = random.Random(seed)
+    sums: list[Any] = [[-chance.random() * 9 for _ in range(4 - (row == 9 and seed == 1))] for row in range(NUM_ROWS)]
+    if seed == 1:
+        sums[4] = None
+    best = [None if row is None else row.index(max(row)) for row in sums]
+    columns = {
+        **keys(),
+        "best": pa.array(best, pa.int32()),
+        "best_per_token": pa.array([None if b is None else chance.randrange(4) for b in best], pa.int32()),
+        "best_per_byte": pa.array([None if b is None else chance.randrange(4) for b in best], pa.int32()),
+        "choice_logprob_sums": pa.array(sums, pa.list_(pa.float64())),
+        "answer": pa.array([None if row == 8 else row % 4 for row in range(NUM_ROWS)], pa.int32()),
+        "error_type": errors(sums),
+    }
+    return pa.table({name: column for name, column in columns.items() if has_answer or name != "answer"})
+
+
+def accuracy_said(rows: Sequence[dict[str, Any]]) -> str:
+    known = [row for row in rows if row["answer"] is not None and row["best"] is not None]
+    right = {name: sum(row[name] == row["answer"] for row in known) for name in known[0] if name.startswith("best")}
+    return f"{', '.join(f'{n} {v / len(known):.2%} ({v})' for n, v in right.items())} of {len(known)} rows"
+
+
+def test_choices(tmp_path: pathlib.Path) -> None:
+    tables = choice_table(0), choice_table(1)
+    a, b = (job(tmp_path / name, table, "score") for name, table in zip("ab", tables, strict=True))
+    lines, found = compared(a, b, tmp_path, num_examples=1)
+    own, other = (table.to_pylist() for table in tables)
+    deltas = []
+    for x, y, row in zip(own, other, found, strict=True):
+        assert row["is_changed"] == any(x[name] != y[name] for name in x if name.startswith("best"))
+        sums = x["choice_logprob_sums"], y["choice_logprob_sums"]
+        if sums[1] is None or len(sums[1]) != 4:
+            assert row["mean_delta_logprob_sum"] is row["max_abs_delta_logprob_sum"] is None
+            continue
+        each = [after - before for before, after in zip(*sums, strict=True)]
+        deltas += each
+        assert row["max_abs_delta_logprob_sum"] == max(map(abs, each))
+        assert math.isclose(row["mean_delta_logprob_sum"], sum(each) / 4)
+    assert len(deltas) == 4 * 38
+    num_best = sum(x["best"] != y["best"] for x, y in zip(own, other, strict=True))
+    assert f"  best: {num_best} rows have another one" in lines
+    assert "  other numbers of choices: 1 rows" in lines
+    assert f"logprob sums of 152 choices: {deltas_said(deltas)}" in lines
+    assert f"accuracy of A: {accuracy_said(own)}" in lines
+    assert f"accuracy of B: {accuracy_said(other)}" in lines
+    both = [(x["best"] == x["answer"], y["best"] == y["answer"]) for x, y in zip(own, other, strict=True)
+            if x["answer"] is not None and y["best"] is not None]  # fmt: skip
+    expected = f"right -> wrong: {both.count((True, False))}, wrong -> right: {both.count((False, True))}, of 38 rows"
+    assert any(expected in line for line in lines)
+    first = next(row for row in found if row["is_changed"])
+    assert any(line.startswith(f"  row_index {first['key']} (answer {first['key'] % 4}): best") for line in lines)
+
+
+def test_choices_without_answers(tmp_path: pathlib.Path) -> None:
+    a = job(tmp_path / "a", choice_table(0), "score")
+    b = job(tmp_path / "b", choice_table(1, has_answer=False), "score")
+    lines = said(a, b, num_examples=2)
+    assert not any("accuracy of" in line or "(answer" in line for line in lines)
+    assert "outputs: 0 of 40 changed (0.00%)" in said(a, a)
+
+
+# -- logits and vectors ------------------------------------------------------------------------------------------------
+
+
+def lists_of(rows: Sequence[Any], dtype: Any, width: int) -> pa.Array:
+    """list<fixed_size_list<dtype>[width]> of arrays [num_positions, width], or None."""
+    type = pa.list_(pa.list_(pa.from_numpy_dtype(dtype), width))
+    flat = np.concatenate([np.zeros((0, width), dtype), *(row for row in rows if row is not None)]).astype(dtype)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), width)
+    offsets = np.cumsum([0, *(0 if row is None else len(row) for row in rows)])
+    mask = pa.array([row is None for row in rows])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), vectors, mask=mask).cast(type)
+
+
+def logits_rows(seed: int, width: int = 11) -> list[Any]:
+    """[1 + row % 5, width]; the second job's are the first's and a little more, here and there much more."""
+    rng = np.random.default_rng(0)
+    rows: list[Any] = [rng.standard_normal((1 + row % 5, width)).astype(np.float16) for row in range(NUM_ROWS)]
+    if seed:
+        other = np.random.default_rng(seed)
+        rows = [row + (0.01 * other.standard_normal(row.shape)).astype(np.float16) for row in rows]
+        rows[12][0, 3] = 50
+        rows[13][0, 3] = np.inf
+        rows[14] = None
+        rows[17] = rows[17][:1]
+    return rows
+
+
+def logits_table(rows: Sequence[Any], generated: Sequence[Sequence[int]] | None = None) -> pa.Table:
+    positions = [None if row is None else list(range(len(row))) for row in rows]
+    columns = {
+        **keys(),
+        "positions": pa.array(positions, pa.list_(pa.int32())),
+        "logits": lists_of(rows, np.float16, 11),
+        "error_type": errors(rows),
+    }
+    if generated is not None:
+        columns["token_ids"] = pa.array(generated, pa.list_(pa.int32()))
+    return pa.table(columns)
+
+
+def expected_logits(a: Any, b: Any, num: int) -> dict[str, Any]:
+    """Of one row, in plain Python."""
+    deltas = [float(y) - float(x) for one, other in zip(a[:num], b[:num], strict=True)
+              for x, y in zip(one, other, strict=True)]  # fmt: skip
+    same = sum(int(one.argmax() == other.argmax()) for one, other in zip(a[:num], b[:num], strict=True))
+    return {"num_compared_vectors": num, "max_abs_delta": max(map(abs, finite(deltas))), "num_same_top1": same,
+            "mean_abs_delta": sum(map(abs, finite(deltas))) / len(finite(deltas)), "deltas": deltas}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["same", "other order, by id", "rows alone"])
+@pytest.mark.parametrize("wide_bytes", [1, 400, 32 << 20])
+def test_logits(order: str, wide_bytes: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of the second job's rows and the number of rows at once."""
+    monkeypatch.setattr(join, "_WIDE_BYTES", wide_bytes)
+    rows = logits_rows(0), logits_rows(1)
+    tables = [logits_table(found) for found in rows]
+    shuffled = list(range(NUM_ROWS))
+    if order == "other order, by id":
+        random.Random(3).shuffle(shuffled)
+    elif order == "rows alone":
+        shuffled = [row for row in shuffled if row not in (0, 18, 19, 39)]
+    moved = tables[1].take(shuffled)
+    if order != "same":
+        moved = moved.set_column(1, "row_index", pa.array(range(len(shuffled)), pa.int64()))
+    a, b = job(tmp_path / "a", tables[0], "logits"), job(tmp_path / "b", moved, "logits", cuts=(5, 8, 31), taken=order)
+    lines, found = compared(a, b, tmp_path, on="row_index" if order == "same" else None, num_examples=1)
+    kept = sorted(shuffled)
+    assert [row["key"] for row in found] == ([*kept] if order == "same" else [f"row-{row}" for row in kept])
+    deltas, num_same, num_vectors, num_changed = [], 0, 0, 0
+    for number, row in zip(kept, found, strict=True):
+        own, other = rows[0][number], rows[1][number]
+        if other is None:
+            assert row["max_abs_delta"] is row["mean_abs_delta"] is None and row["is_changed"]
+            num_changed += 1
+            continue
+        expected = expected_logits(own, other, min(len(own), len(other)))
+        deltas += expected.pop("deltas")
+        assert math.isclose(row["mean_abs_delta"], expected.pop("mean_abs_delta"), rel_tol=1e-9)
+        assert {name: row[name] for name in expected} == expected
+        assert row["is_changed"] == (expected["num_same_top1"] < expected["num_compared_vectors"])
+        num_same, num_vectors = num_same + expected["num_same_top1"], num_vectors + expected["num_compared_vectors"]
+        num_changed += row["is_changed"]
+    assert 0 < num_changed < 10
+    assert f"outputs: {num_changed} of {len(kept)} changed ({num_changed / len(kept):.2%})" in lines
+    assert f"logits of {len(kept) - 1} rows, {num_vectors} vectors: {deltas_said(deltas)}" in lines
+    assert f"  the likeliest token is the same in {num_same} of them ({num_same / num_vectors:.2%})" in lines
+    assert "; 1 more are not finite" in lines[-4]
+    assert f" {'12' if order == 'same' else 'row-12'}: num_compared_vectors 3, max_abs_delta " in lines[-2]
+
+
+def test_logits_where_tokens_were_drawn(tmp_path: pathlib.Path) -> None:
+    """As far as both drew the same tokens, and the vector that the first other one was drawn from."""
+    rows = logits_rows(0), logits_rows(0)
+    drawn = [[[number] * len(row) for number, row in enumerate(rows[0])] for _ in range(2)]
+    drawn[1][9] = [9, 9, 1, 9, 9]
+    for row in rows[1]:
+        row[3:] += 1
+    a, b = (job(tmp_path / n, logits_table(r, d), "logits") for n, r, d in zip("ab", rows, drawn, strict=True))
+    _, found = compared(a, b, tmp_path)
+    assert [row["num_compared_vectors"] for row in found] == [3 if n == 9 else 1 + n % 5 for n in range(NUM_ROWS)]
+    assert found[9]["max_abs_delta"] == 0.0
+    assert abs(found[4]["max_abs_delta"] - 1) < 0.01
+
+
+def vectors_of(rows: Sequence[Any], dtype: Any, width: int) -> pa.Array:
+    flat = np.concatenate([np.zeros(width) if row is None else row for row in rows]).astype(dtype)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat), width, mask=pa.array([row is None for row in rows]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_embeddings(dtype: Any, tmp_path: pathlib.Path) -> None:
+    rng = np.random.default_rng(0)
+    own: list[Any] = [rng.standard_normal(6).astype(dtype) for _ in range(NUM_ROWS)]
+    other: list[Any] = [row + (0.1 * (number == 7)) * rng.standard_normal(6).astype(dtype) for number, row in
+                        enumerate(own)]  # fmt: skip
+    other[7] = other[7].astype(dtype)
+    other[3], own[4] = None, None
+    made = [pa.table({**keys(), "embedding": vectors_of(found, dtype, 6), "error_type": errors(found)})
+            for found in (own, other)]  # fmt: skip
+    a, b = (job(tmp_path / name, table, "embed") for name, table in zip("ab", made, strict=True))
+    lines, found = compared(a, b, tmp_path, num_examples=3)
+    assert [row["key"] for row in found if row["is_changed"]] == [3, 4, 7]
+    x, y = own[7].astype(float), other[7].astype(float)
+    cosine = float(x @ y / np.sqrt((x @ x) * (y @ y)))
+    assert math.isclose(found[7]["min_cosine"], cosine) and cosine < 0.9999
+    assert found[7]["max_abs_delta"] == np.abs(y - x).max()
+    assert found[3]["min_cosine"] is found[4]["max_abs_delta"] is None
+    assert "outputs: 3 of 40 changed (7.50%)" in lines
+    assert "errors: 1 rows only in B, 1 only in A" in lines
+    assert f"  cosine {(37 + cosine) / 38:.8f} on average, at least {cosine:.8f}" in lines
+    # The one row that is apart, and no other.
+    examples = [line for line in lines if line.startswith("  row_index")]
+    assert len(examples) == 1 and examples[0].startswith("  row_index 7: num_compared_vectors 1, max_abs_delta ")
+
+
+def test_hidden_states_of_layers(tmp_path: pathlib.Path) -> None:
+    """Each layer has columns of its own; positions are compared as far as they are the same."""
+    made = []
+    for seed in (0, 1):
+        rows = [np.full((3, 4), number + 1.0) for number in range(NUM_ROWS)]
+        later = [row + 0.25 * seed for row in rows]
+        places: list[list[int]] = [[0, 1, 2]] * NUM_ROWS
+        if seed:
+            places = [*places[:5], [0, 1, 7], *places[6:]]
+        layers = {"hidden_states_2": lists_of(rows, np.float32, 4), "hidden_states_4": lists_of(later, np.float32, 4)}
+        positions = pa.array(places, pa.list_(pa.int32()))
+        made.append(pa.table({**keys(), "positions": positions, **layers, "error_type": errors(rows)}))
+    a, b = (job(tmp_path / name, table, "hidden_states") for name, table in zip("ab", made, strict=True))
+    lines, found = compared(a, b, tmp_path)
+    assert {row["hidden_states_2_max_abs_delta"] for row in found} == {0.0}
+    assert {row["hidden_states_4_max_abs_delta"] for row in found} == {0.25}
+    assert [row["hidden_states_4_num_compared_vectors"] for row in found] == [2 if n == 5 else 3 for n in range(40)]
+    assert f"hidden_states_4 of 40 rows, 119 vectors: {deltas_said([0.25])}" in lines
+    assert "outputs: 40 of 40 changed (100.00%)" in lines
+
+
+def class_table(labels: Sequence[str | None], width: int = 3) -> pa.Table:
+    vectors = [None if label is None else np.full(width, 0.5) for label in labels]
+    columns = {"label": pa.array(labels), "probabilities": vectors_of(vectors, np.float32, width)}
+    return pa.table({**keys(), **columns, "error_type": errors(labels)})
+
+
+def test_classes(tmp_path: pathlib.Path) -> None:
+    own: list[str | None] = ["good", "bad"] * 20
+    other = ["bad", None, *own[2:]]
+    names = {"pooling": {"labels": ["good", "bad", "so"]}}
+    a, b = (job(tmp_path / n, class_table(t), "classify", names) for n, t in zip("ab", (own, other), strict=True))
+    lines, found = compared(a, b, tmp_path, num_examples=1)
+    assert [row["key"] for row in found if row["is_changed"]] == [0, 1]
+    assert {"  label good -> bad: 1", "  label bad -> nothing: 1", "  row_index 0: label good -> bad"} <= {*lines}
+    assert any(line.startswith("probabilities of 39 rows, 39 vectors: ") for line in lines)
+    # Of other classes the labels can be compared, and their numbers cannot.
+    wide = job(tmp_path / "c", class_table(other, 4), "classify", {"pooling": {"labels": ["good", "bad", "so", "or"]}})
+    lines = said(a, wide)
+    assert "  label good -> bad: 1" in lines and not any("probabilities" in line for line in lines)
+
+
+def test_rewards(tmp_path: pathlib.Path) -> None:
+    own: list[float | None] = [float(number) for number in range(NUM_ROWS)]
+    other = [*own[:20], 21.5, None, math.nan, *own[23:]]
+    made = [pa.table({**keys(), "reward": pa.array(found, pa.float32()), "error_type": errors(found)})
+            for found in (own, other)]  # fmt: skip
+    a, b = (job(tmp_path / name, table, "reward") for name, table in zip("ab", made, strict=True))
+    lines, found = compared(a, b, tmp_path, num_examples=5)
+    assert [row["key"] for row in found if row["is_changed"]] == [20, 21, 22]
+    assert found[20]["delta"] == 1.5 and found[21]["delta"] is None
+    assert f"reward of 38 rows: {deltas_said([0.0] * 37 + [1.5, math.nan])}" in lines
+    assert [line for line in lines if line.startswith("  row_index")] == [
+        "  row_index 20: delta 1.5, reward_a 20, reward_b 21.5"
+    ]
+
+
+# -- what cannot be compared -------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_compared(tmp_path: pathlib.Path) -> None:
+    vectors = [np.zeros(4)] * NUM_ROWS
+    wide = [np.zeros(5)] * NUM_ROWS
+    made: dict[str, tuple[pa.Table, str, dict[str, Any]]] = {
+        "scores": (score_table(0), "score", {}),
+        "choices": (choice_table(0), "score", {}),
+        "logits": (logits_table(logits_rows(0)), "logits", {"logits": {"token_ids": [5, 6]}}),
+        "others": (logits_table(logits_rows(0)), "logits", {"logits": {"token_ids": [6, 5]}}),
+        "embed": (pa.table({**keys(), "embedding": vectors_of(vectors, np.float32, 4)}), "embed", {}),
+        "wider": (pa.table({**keys(), "embedding": vectors_of(wide, np.float32, 5)}), "embed", {}),
+    }
+    for name, (table, task, spec) in made.items():
+        job(tmp_path / name, table, task, spec)
+    for a, b, error in (
+        ("scores", "embed", "scores is of task score, and .*embed of task embed: compare two of one task"),
+        ("scores", "choices", "scores scores one text of a row, and .*choices several choices: compare two that score"),
+        ("logits", "others", "logits holds logits of other tokens than .*others: compare two with the same logits.tok"),
+        ("embed", "wider", "embed holds embedding of 4, and .*wider embedding of 5: compare two that hold the same"),
+    ):
+        with pytest.raises(OutputError, match=error) as raised:
+            said(str(tmp_path / a), str(tmp_path / b))
+        assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
+
+
+def test_no_row_in_both(tmp_path: pathlib.Path) -> None:
+    table = score_table(0)
+    others = table.set_column(0, "id", pa.array([f"other-{row}" for row in range(NUM_ROWS)]))
+    a, b = job(tmp_path / "a", table, "score"), job(tmp_path / "b", others, "score")
+    lines = said(a, b, on="id", to=str(tmp_path / "x.parquet"))
+    assert "rows: 0 in both, by id; 40 only in A, 40 only in B" in lines
+    assert lines[-1] == f"no row is in both: {tmp_path}/x.parquet is not written"

@@ -1,0 +1,116 @@
+"""The sample of rows and the histogram of their prompts' lengths."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinf.base.errors import RowError
+from batchinf.commands.validate.lengths import MOST_SAMPLED, TokenLengths, bars, sample_rows
+from batchinf.records import Prompt
+from batchinf.spec.sampling import SamplingSpec
+
+
+def prompt(row: int, length: int, **more: object) -> Prompt:
+    return Prompt(row, [7] * length, None, None, **more)  # type: ignore[arg-type]
+
+
+def broken(row: int, error_type: str, message: str) -> Prompt:
+    return Prompt(row, [], None, RowError(error_type, message))
+
+
+def test_a_small_input_is_looked_at_whole() -> None:
+    assert [list(run) for run in sample_rows(range(3, 1003), 0)] == [list(range(3, 1003))]
+
+
+@pytest.mark.parametrize("num_rows", [1001, 1009, 12_345, 50_000_000])
+def test_a_large_one_is_sampled_evenly(num_rows: int) -> None:
+    runs = [list(run) for run in sample_rows(range(5, 5 + num_rows), 7)]
+    rows = [row for run in runs for row in run]
+    assert len(rows) == MOST_SAMPLED == len(set(rows))
+    assert rows == sorted(rows)
+    assert rows[0] >= 5
+    assert rows[-1] < 5 + num_rows
+    for tenth in range(10):
+        inside = [row for row in rows if tenth * num_rows <= 10 * (row - 5) < (tenth + 1) * num_rows]
+        assert 80 <= len(inside) <= 120
+    assert runs == [list(run) for run in sample_rows(range(5, 5 + num_rows), 7)]
+    assert num_rows < 2000 or runs != [list(run) for run in sample_rows(range(5, 5 + num_rows), 8)]
+
+
+def ranges(lines: list[str]) -> list[tuple[int, int, int]]:
+    """Of each bar: shortest, longest, how many."""
+    found = []
+    for line in lines:
+        label, number = line[:2] + line[2:].partition("█")[0].rstrip(" ▏▎▍▌▋▊▉"), ""
+        label, _, number = label.rstrip().rpartition("  ")
+        low, _, high = label.replace(",", "").partition("–")
+        found.append((int(low), int(high or low), int(number.replace(",", ""))))
+    return found
+
+
+@given(st.lists(st.integers(0, 200_000) | st.integers(0, 50), min_size=1, max_size=300))
+def test_each_length_is_in_one_bar(lengths: list[int]) -> None:
+    lines = list(bars(lengths))
+    assert all(len(line) <= 80 for line in lines)
+    assert len(lines) <= 20
+    found = ranges(lines)
+    assert found == [(low, high, sum(low <= length <= high for length in lengths)) for low, high, _ in found]
+    assert sum(number for _, _, number in found) == len(lengths)
+    for (_, high, _), (low, _, _) in itertools.pairwise(found):
+        assert low == high + 1
+    assert all("█" in line or "▏" in line or set(line) & set("▎▍▌▋▊▉") for line, bar in zip(lines, found, strict=True)
+               if bar[2])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([5], ["  5  1  " + "█" * 72]),
+        ([3, 3, 5], ["  3  2  " + "█" * 72, "  4  0", "  5  1  " + "█" * 36]),
+        ([1, 2, 3, 100],
+         ["       1  1  " + "█" * 32 + "▌", "   2 – 3  2  " + "█" * 65, "   4 – 7  0", "  8 – 15  0", " 16 – 31  0",
+          " 32 – 63  0", "64 – 127  1  " + "█" * 32 + "▌"]),
+    ],
+)  # fmt: skip
+def test_what_bars_look_like(lengths: list[int], expected: list[str]) -> None:
+    assert [line.strip() for line in bars(lengths)] == [line.strip() for line in expected]
+
+
+def test_what_is_said_of_a_sample() -> None:
+    lengths = TokenLengths(5000, 128, 32)
+    numbers = random.Random(1)
+    for row in range(988):
+        lengths.add(prompt(row, numbers.choice([10, 20, 30])))
+    lengths.add(prompt(990, 97))
+    lengths.add(prompt(991, 96))
+    lengths.add(prompt(992, 97, sampling=SamplingSpec(max_tokens=4)))
+    lengths.add(prompt(993, 20, sampling=SamplingSpec(max_tokens=400)))
+    lengths.add(prompt(994, 20, is_truncated=True))
+    for row in range(995, 1000):
+        lengths.add(broken(row, "null_prompt", "column 'prompt' is null"))
+    lengths.add(broken(1000, "unreadable", "not JSON: " + "x" * 200))
+    lengths.add(broken(1001, "null_prompt", "another"))
+    lines = list(lengths.lines())
+    assert lines[0] == "prompt lengths in tokens (1,000 of 5,000 rows):"
+    mean = sum(lengths.lengths) * 5
+    assert lines[-6:] == [
+        f"  p50 20 · p95 30 · max 97 · about {mean / 1000:.3g}k prompt tokens in all",
+        "  2 of them leave less than max_tokens below max_model_len 128",
+        "  1 of them is cut to fit (prompt_truncated)",
+        "  7 of 1,000 rows will be error rows:",
+        "    6 null_prompt, first row 995: column 'prompt' is null",
+        "    1 unreadable, first row 1,000: not JSON: " + "x" * 78 + "…",
+    ]
+
+
+def test_of_broken_rows_alone() -> None:
+    lengths = TokenLengths(1, None, None)
+    lengths.add(broken(0, "null_prompt", "column 'prompt' is null"))
+    assert list(lengths.lines()) == [
+        "prompt lengths in tokens (all 1 rows):",
+        "  1 of 1 rows will be error rows:",
+        "    1 null_prompt, first row 0: column 'prompt' is null",
+    ]

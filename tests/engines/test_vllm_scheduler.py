@@ -1,0 +1,173 @@
+"""The scheduler that holds outputs back, against the same outputs sent token by token; on real vLLM."""
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+vllm = pytest.importorskip("vllm")
+from vllm import SamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason  # noqa: E402
+from vllm.v1.outputs import LogprobsLists  # noqa: E402
+
+from batchinf.engines.vllm.arguments import sampling_params  # noqa: E402
+from batchinf.engines.vllm.engine import VllmEngine  # noqa: E402
+from batchinf.engines.vllm.scheduler import HoldingMixin, RowStore  # noqa: E402
+from batchinf.records import Request  # noqa: E402
+from batchinf.spec.sampling import SamplingSpec  # noqa: E402
+
+FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
+
+
+class Script:
+    """In vLLM's scheduler's place: says what each step gives, as vLLM's would make it of the runner's arrays."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+
+    def add_request(self, request: Any) -> None:
+        self.requests[request.request_id] = request
+
+    def finish_requests(self, request_ids: Any, status: Any) -> list[Any]:
+        names = [request_ids] if isinstance(request_ids, str) else list(request_ids or self.requests)
+        return [self.requests.pop(name) for name in names if name in self.requests]
+
+    def update_from_output(self, new: dict[str, tuple[list[int], Any]], given: Any) -> dict[int, EngineCoreOutputs]:
+        outputs = []
+        for name, (token_ids, reason) in new.items():
+            wants = self.requests[name].sampling_params.logprobs is not None and given.logprobs is not None
+            row = given.req_id_to_index[name]
+            rows = given.logprobs.slice_request(row, len(token_ids)) if wants else None
+            outputs.append(EngineCoreOutput(name, token_ids, rows, finish_reason=reason))
+            if reason is not None:
+                del self.requests[name]
+        return {0: EngineCoreOutputs(outputs=outputs)}
+
+
+class Holding(HoldingMixin, Script):
+    """What is tested."""
+
+
+def request(name: str, **params: Any) -> Any:
+    return types.SimpleNamespace(request_id=name, sampling_params=SamplingParams(**{**FINAL, **params}))
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+@pytest.mark.parametrize("most", [1, 3])
+def test_outputs_come_once_and_whole(has_others: bool, most: int) -> None:
+    """Requests with several k, of which one wants its tokens as they come; several tokens a step as `most` says."""
+    random = np.random.default_rng(most)
+    one, other = Holding(), Script()
+    ks: dict[str, int | None] = {"none": None, "zero": 0, "five": 5, "five too": 5, "wide": 300}
+    requests = [request(name, logprobs=k) for name, k in ks.items()]
+    if has_others:
+        ks["stops"] = 5
+        requests.append(request("stops", logprobs=5, detokenize=True, stop=["x"]))
+    left = {name: 150 + 7 * number for number, name in enumerate(ks)}
+    for each in requests:
+        one.add_request(each)
+        other.add_request(each)
+    sent: dict[str, list[Any]] = {name: [] for name in ks}
+    expected: dict[str, list[Any]] = {name: [] for name in ks}
+    while other.requests:
+        names = [name for name in other.requests if random.random() < 0.8]
+        random.shuffle(names)
+        counts = [min(left[name], int(random.integers(0, most + 1)) if most > 1 else 1) for name in names]
+        starts = np.cumsum([0, *counts]).tolist()
+        lists = LogprobsLists(
+            random.integers(0, 1000, (starts[-1], 301)),
+            random.random((starts[-1], 301), np.float32),
+            random.integers(1, 9, starts[-1]),
+            starts if most > 1 else None,
+        )
+        index = {name: number for number, name in enumerate(names)}
+        new: dict[str, Any] = {}
+        for name, count in zip(names, counts, strict=True):
+            left[name] -= count
+            if count:
+                token_ids = random.integers(0, 1000, count).tolist()
+                new[name] = token_ids, None if left[name] else FinishReason.LENGTH
+        for scheduler, found in ((one, sent), (other, expected)):
+            runner = types.SimpleNamespace(logprobs=lists, req_id_to_index=index)
+            for output in scheduler.update_from_output(new, runner)[0].outputs:
+                found[output.request_id].append(output)
+    for name, k in ks.items():
+        if name == "stops":
+            assert len(sent[name]) == len(expected[name]) > 1
+        else:
+            # The first says only that the prompt was run.
+            assert len(sent[name]) == 2
+            assert not sent[name][0].new_token_ids
+        assert together(sent[name], k) == together(expected[name], k)
+        assert sent[name][-1].finish_reason == FinishReason.LENGTH
+    assert not one._held
+    assert not one._others
+    assert all(len(store._free) == len(store._used) for store in one._stores.values())
+
+
+def together(outputs: list[Any], k: int | None) -> tuple[list[int], ...]:
+    """Token ids and logprobs of several outputs, each request's own k + 1 columns."""
+    token_ids = [token for output in outputs for token in output.new_token_ids]
+    if k is None:
+        assert all(output.new_logprobs is None for output in outputs)
+        return (token_ids,)
+    rows = [output.new_logprobs for output in outputs if output.new_token_ids]
+    columns = [np.concatenate([row[part] for row in rows]) for part in range(3)]
+    return (token_ids, columns[0][:, : k + 1].tolist(), columns[1][:, : k + 1].tolist(), columns[2].tolist())
+
+
+@pytest.mark.parametrize("names", ["one", ["one"], None, iter(["one"])])
+def test_what_is_cut_short_is_forgotten(names: Any) -> None:
+    scheduler = Holding()
+    scheduler.add_request(request("one", logprobs=2))
+    lists = LogprobsLists(np.ones((1, 3), np.int64), np.ones((1, 3), np.float32), np.ones(1, np.int64))
+    runner = types.SimpleNamespace(logprobs=lists, req_id_to_index={"one": 0})
+    message = scheduler.update_from_output({"one": ([1], None)}, runner)[0]
+    assert [output.new_token_ids for output in message.outputs] == [[]]
+    scheduler.finish_requests(names, None)
+    assert not scheduler._held
+    scheduler.add_request(request("one", logprobs=2))
+    runner.logprobs = lists
+    output = scheduler.update_from_output({"one": ([5], FinishReason.STOP)}, runner)[0].outputs[0]
+    assert output.new_token_ids == [5]
+    assert output.new_logprobs.logprob_token_ids.shape == (1, 3)
+
+
+def test_slots_are_given_out_again_and_empty() -> None:
+    store = RowStore(3)
+    slots = [store.new_slot() for _ in range(200)]
+    assert len(set(slots)) == 200
+    lists = LogprobsLists(np.arange(6).reshape(2, 3), np.zeros((2, 3), np.float32), np.array([7, 8]))
+    store.append(slots[:2], [1, 0], lists)
+    token_ids, logprobs, ranks = store.take(slots[0])
+    assert (token_ids.tolist(), logprobs.shape, ranks.tolist()) == ([[3, 4, 5]], (1, 3), [8])
+    assert (token_ids.dtype, logprobs.dtype, ranks.dtype) == (np.int32, np.float32, np.int32)
+    assert store.new_slot() == slots[0]
+    assert store.take(slots[0])[0].shape == (0, 3)
+
+
+def test_the_engine_holds_outputs_back(vllm_engine: VllmEngine) -> None:
+    """In the engine that the other tests hold against `LLM.generate`; tokens come out of the core in one message."""
+    core = vllm_engine._engine.engine_core.engine_core
+    assert isinstance(core.scheduler, HoldingMixin)
+    sampling = SamplingSpec(temperature=0, logprobs=3, ignore_eos=True)
+    assert not sampling_params(sampling).detokenize
+    for row in range(4):
+        vllm_engine.add(Request(row, 0, [5, 6, 7 + row], sampling, 6 + 2 * row, None))
+    sizes: list[int] = []
+    own = vllm_engine._engine.output_processor.process_outputs
+
+    def count(outputs: list[Any], *arguments: Any, **named: Any) -> Any:
+        sizes.extend(len(output.new_token_ids) for output in outputs)
+        return own(outputs, *arguments, **named)
+
+    vllm_engine._engine.output_processor.process_outputs = count
+    try:
+        while vllm_engine.num_unfinished():
+            vllm_engine.step()
+    finally:
+        del vllm_engine._engine.output_processor.process_outputs
+    assert sorted(sizes) == [0, 0, 0, 0, 6, 8, 10, 12]
+    assert not core.scheduler._held

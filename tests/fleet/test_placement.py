@@ -1,0 +1,185 @@
+"""Which replica gets which devices and cores, and what is said of a device that somebody else holds."""
+
+import getpass
+import os
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinf.base.errors import SpecError, UserError
+from batchinf.fleet.devices import Slot, check_free, own_cpus, place, share_cpus, visible_devices
+from batchinf.spec.job import JobSpec
+
+GIB = 2**30
+
+
+def spec_of(**sections: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {"model": {"name": "m"}, "input": {"path": "prompts.jsonl"}, "output": {"path": "out"}, **sections}
+    )
+
+
+def degrees(tensor: int = 1, pipeline: int = 1, data: int | str = "auto") -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "data_parallel_size": data,
+    }
+
+
+class Nvml(types.ModuleType):
+    """What this package asks of pynvml: 80 GiB a device, `held` GiB of it by the processes `pids`."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, num_devices: int, held: dict[int, float], pids: list[int]) -> None:
+        super().__init__("pynvml")
+        self.num_devices, self.held, self.pids = num_devices, held, pids
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if not self.num_devices:
+            raise self.NVMLError("no driver")
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return self.num_devices
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
+        return int(uuid[-1])
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+        held = int(self.held.get(handle, 0) * GIB)
+        return types.SimpleNamespace(total=80 * GIB, free=80 * GIB - held, used=held)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
+        held = self.held.get(handle, 0) * GIB
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=held) for pid in self.pids if held]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, num_devices: int, held: Any = None, pids: Any = ()) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(num_devices, held or {}, list(pids)))
+
+
+@given(st.lists(st.integers(0, 300), unique=True, min_size=1, max_size=64), st.integers(1, 16))
+def test_cores_are_shared_out_equally(cpus: list[int], num_replicas: int) -> None:
+    shares = share_cpus(cpus, num_replicas)
+    assert len(shares) == num_replicas
+    if len(cpus) < num_replicas:
+        assert shares == [tuple(cpus)] * num_replicas
+    else:
+        dealt = [cpu for share in shares for cpu in share]
+        assert dealt == cpus[: len(dealt)]
+        assert len({len(share) for share in shares}) == 1
+        assert len(cpus) - len(dealt) < num_replicas
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_devices", "expected"),
+    [
+        (degrees(), 4, [("0",), ("1",), ("2",), ("3",)]),
+        (degrees(2), 8, [("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")]),
+        (degrees(2), 5, [("0", "1"), ("2", "3")]),
+        (degrees(2, 2), 8, [("0", "1", "2", "3"), ("4", "5", "6", "7")]),
+        (degrees(2, 1, 1), 8, [("0", "1")]),
+        (degrees(), 0, [(), ()]),
+        (degrees(data=3), 0, [(), (), ()]),
+    ],
+)
+def test_devices_are_dealt_out_in_order(parallel: dict[str, Any], num_devices: int, expected: list[Any]) -> None:
+    slots = place(spec_of(parallel=parallel), [str(i) for i in range(num_devices)], range(16))
+    assert [slot.devices for slot in slots] == expected
+    assert [slot.replica for slot in slots] == list(range(len(expected)))
+    assert [slot.num_devices for slot in slots] == [max(1, len(devices)) for devices in expected]
+    assert len({cpu for slot in slots for cpu in slot.cpus}) == sum(len(slot.cpus) for slot in slots)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "needed"), [(degrees(8), "8"), (degrees(2, 1, 3), "6"), (degrees(2, 4), "8"), (degrees(1, 1, 5), "5")]
+)
+def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], needed: str) -> None:
+    with pytest.raises(SpecError, match=rf"need {needed} devices, but 4 are visible \(0, 1, 2, 3\)"):
+        place(spec_of(parallel=parallel), ["0", "1", "2", "3"], range(16))
+
+
+def test_a_pipeline_needs_devices() -> None:
+    wrong = r"^parallel\.pipeline_parallel_size: got 2, but no CUDA device is visible, .*; use tensor_parallel_size$"
+    with pytest.raises(SpecError, match=wrong):
+        place(spec_of(parallel=degrees(1, 2)), [], range(4))
+    assert len(place(spec_of(parallel=degrees(2, 1)), [], range(4))) == 2
+    assert len(place(spec_of(parallel=degrees(1, 2), scripted={}), [], range(4))) == 2
+
+
+def test_the_scripted_engine_takes_no_device() -> None:
+    assert place(spec_of(scripted={}), ["0"], range(4)) == [Slot(0, (), (0, 1)), Slot(1, (), (2, 3))]
+
+
+def test_cores_are_those_of_the_affinity() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    code = (
+        f"import os; os.sched_setaffinity(0, [{cpu}]); from batchinf.fleet.devices import own_cpus; print(own_cpus())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"({cpu},)"
+    assert own_cpus() == tuple(sorted(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (None, ("0", "1", "2")),
+        ("", ()),
+        ("2,0", ("2", "0")),
+        (" 1 , 2 ", ("1", "2")),
+        ("0,-1,1", ("0",)),
+        ("0,7,1", ("0",)),
+        ("-1", ()),
+        ("GPU-a0,MIG-b1", ("GPU-a0", "MIG-b1")),
+    ],
+)
+def test_visible_devices_are_those_that_cuda_shows(
+    allowed: str | None, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    assert visible_devices() == expected
+
+
+def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert visible_devices() == ()
+
+
+@pytest.mark.parametrize("device", ["1", "GPU-1"])
+def test_a_held_device_is_named_with_its_holder(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 2, {1: 20.0}, [os.getpid()])
+    with pytest.raises(UserError) as raised:
+        check_free(spec_of(), [Slot(0, ("0",), ()), Slot(1, (device,), ())])
+    words = str(raised.value)
+    assert f"device {device} is held by pid {os.getpid()} of {getpass.getuser()} (20.0 GiB)" in words
+    assert "60.0 of 80.0 GiB are free" in words
+    assert "0.92 needs 73.6" in words
+
+
+def test_a_holder_that_cannot_be_seen_holds_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 1, {0: 20.0})
+    with pytest.raises(UserError, match="cannot be seen"):
+        check_free(spec_of(), [Slot(0, ("0",), ())])
+
+
+def test_a_device_with_room_enough_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, 1, {0: 20.0}, [os.getpid()])
+    check_free(spec_of(engine={"gpu_memory_utilization": 0.7}), [Slot(0, ("0",), ())])

@@ -1,0 +1,380 @@
+"""Which rows are run: by themselves, and through whole jobs that are hurt, cut, retried and looked at."""
+
+import gzip
+import json
+import pathlib
+import random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from inputs import open_jsonl
+
+import jobs
+from batchinf.job import choose as choosing
+from batchinf.job import choose as excluding
+from batchinf.job.choose import Excluded, Keys, keys_of
+from batchinf.job.open import open_job
+from batchinf.manifest.lock import LockLost
+from batchinf.source.files import InputLocation
+from batchinf.source.row_hash import is_in_share, row_hashes
+from batchinf.source.rows import Source, open_source
+from batchinf.spec.file import read_spec
+
+RECORDS = [
+    {
+        "id": number,
+        "prompt": f"text {number} ünï",
+        "language": ["en", "de", None][number % 3],
+        "score": number / 4,
+        "meta": {"a": number % 5, "tags": ["x"] * (number % 3)},
+    }
+    for number in range(2000)
+]
+
+
+ONE_REPLICA = {"data_parallel_size": 1}
+
+
+def input_of(folder: pathlib.Path, records: list[Any], name: str = "input.jsonl") -> pathlib.Path:
+    path = folder / name
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in records))
+    return path
+
+
+def spec_over(folder: pathlib.Path, records: list[Any], **sections: Any) -> pathlib.Path:
+    """A spec over these records; `input` and the other sections over a small default."""
+    path = input_of(folder, records)
+    given = {"path": str(path), "id_column": "id", **sections.pop("input", {})}
+    quick = {"sampling": {"logprobs": None, "max_tokens": 4}, "scripted": {"step_s": 0.0}, "parallel": ONE_REPLICA}
+    return jobs.spec_of(folder, **{**quick, "output": {"keep_columns": []}, **sections, "input": given})
+
+
+def chosen_of(spec: pathlib.Path, *overrides: str) -> list[int]:
+    """The rows that are chosen, without a run."""
+    file = read_spec(spec, overrides)
+    job = open_job(file)
+    chosen = choosing.choose(job, file, 0, job.spec.input.limit)
+    job.source.close()
+    if chosen.selection is None:
+        return list(range(chosen.first_row, chosen.stop_row))
+    rows: list[int] = chosen.selection.rows(0, chosen.num_rows).tolist()
+    assert chosen.stop_row > rows[-1]
+    return rows
+
+
+def refused(spec: pathlib.Path, command: str = "validate") -> str:
+    done = jobs.run(command, spec)
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.strip().splitlines()[-1:]
+    assert "Traceback" not in done.stderr
+    return line
+
+
+# -- what each of them chooses -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "holds"),
+    [
+        ("language = 'de'", lambda row: row["language"] == "de"),
+        ("language is null or score > 300", lambda row: row["language"] is None or row["score"] > 300),
+        ("meta.a = 2 and ID % 7 = 0", lambda row: row["meta"]["a"] == 2 and row["id"] % 7 == 0),
+        ("null or length(prompt) = 11", lambda row: len(row["prompt"]) == 11),
+    ],
+)
+def test_where(where: str, holds: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "_MOST_ROWS", 300)
+    spec = spec_over(tmp_path, RECORDS, input={"where": where})
+    assert chosen_of(spec) == [row["id"] for row in RECORDS if holds(row)]
+    assert chosen_of(spec, "input.limit=7") == [row["id"] for row in RECORDS if holds(row)][:7]
+
+
+def test_a_broken_row_is_chosen_by_where(tmp_path: pathlib.Path) -> None:
+    records: list[Any] = [*RECORDS[:50], "{broken", *RECORDS[50:100], "[]"]
+    spec = spec_over(tmp_path, records, input={"where": "id = 60"})
+    assert chosen_of(spec) == [50, 61, 101]
+
+
+def test_broken_rows_are_in_a_sample_by_their_positions(tmp_path: pathlib.Path) -> None:
+    records: list[Any] = [RECORDS[row] if row % 2 else "{broken" for row in range(400)]
+    spec = spec_over(tmp_path, records, input={"sample": 0.5})
+    rows = chosen_of(spec)
+    broken = [row for row in rows if row % 2 == 0]
+    assert 60 < len(broken) < 140
+    assert 60 < len(rows) - len(broken) < 140
+    both = chosen_of(spec, "input.where=language = 'de'")
+    assert both == [row for row in rows if row % 2 == 0 or RECORDS[row]["language"] == "de"]
+
+
+def test_all_of_them_need_no_bitmap(tmp_path: pathlib.Path) -> None:
+    spec = spec_over(tmp_path, RECORDS, input={"where": "id >= 0"})
+    jobs.finish(spec)
+    [extent] = jobs.state_of(tmp_path / "out").extents
+    assert (extent.selection, extent.num_rows, extent.stop_row) == (None, 2000, 2000)
+
+
+def test_a_larger_share_has_the_smaller_ones_rows(tmp_path: pathlib.Path) -> None:
+    spec = spec_over(tmp_path, RECORDS)
+    tenth, half = chosen_of(spec, "input.sample=0.1"), chosen_of(spec, "input.sample=0.5")
+    assert 130 < len(tenth) < 270
+    assert 900 < len(half) < 1100
+    assert set(tenth) < set(half)
+    assert len(chosen_of(spec, "input.sample=1.0")) == 2000
+
+
+def test_the_sample_is_of_the_content(tmp_path: pathlib.Path) -> None:
+    """The same rows wherever they stand, and whatever else there is."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    first = spec_over(tmp_path / "one", RECORDS, input={"sample": 0.1})
+    shuffled: list[Any] = [dict(reversed(row.items())) for row in RECORDS]
+    others = [{"id": 5000.5, "prompt": f"other {number}", "more": [number]} for number in range(500)]
+    mixed = [*shuffled, *others]
+    random.Random(4).shuffle(mixed)
+    second = spec_over(tmp_path / "two", mixed, input={"sample": 0.1})
+    expected = {RECORDS[row]["prompt"] for row in chosen_of(first)}
+    assert {mixed[row]["prompt"] for row in chosen_of(second) if mixed[row]["prompt"].startswith("text")} == expected
+
+
+def hashes_of(source: Source) -> list[int]:
+    hashes: list[int] = row_hashes(source.read_columns(0, source.num_rows, source.schema.names)).tolist()
+    source.close()
+    return hashes
+
+
+def test_a_row_has_the_same_hash_in_each_format(tmp_path: pathlib.Path) -> None:
+    expected = hashes_of(open_jsonl(tmp_path, *RECORDS[:300]))
+    assert len(set(expected)) == 300
+    # In other columns of other types, as they come about where other rows are beside these.
+    wider = open_jsonl(tmp_path, *RECORDS[:300], {"id": 1.5, "prompt": 7, "score": "none", "meta": [], "x": {"y": 1}})
+    assert hashes_of(wider)[:300] == expected
+    plain = pa.Table.from_pylist(RECORDS[:300])
+    pq.write_table(plain.set_column(0, "id", plain.column("id").cast(pa.int16())), tmp_path / "rows.parquet")
+    assert hashes_of(open_source(InputLocation(str(tmp_path / "rows.parquet")), tmp_path / "c1")) == expected
+    flat = [{"id": 3, "prompt": "a", "score": 0.25}, {"id": 4, "prompt": "b", "score": 7.0}]
+    (tmp_path / "rows.csv").write_text("score,id,prompt\n0.25,3,a\n7,4,b\n")
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write("\n".join(map(json.dumps, flat)))
+    flat_hashes = hashes_of(open_jsonl(tmp_path, *flat))
+    for name in ("rows.csv", "rows.jsonl.gz"):
+        assert hashes_of(open_source(InputLocation(str(tmp_path / name)), tmp_path / f"cache {name}")) == flat_hashes
+
+
+def test_the_hash_never_changes() -> None:
+    """Who samples again in a year gets the same rows."""
+    row = {"a": [1], "b": ["x"], "c": [0.5], "d": [True], "e": [None], "f": [{"y": None, "x": [1.0]}]}
+    assert row_hashes(pa.table(row)).tolist() == [PINNED]
+    assert is_in_share(np.array([0, 2**63, 2**64 - 1], np.uint64), 0.5).tolist() == [True, True, False]
+
+
+PINNED = 10313017175085145133
+
+
+@pytest.mark.parametrize("type", ["int64", "string", "int32"])
+@pytest.mark.parametrize("seed", range(4))
+def test_excluded_keys_are_those_of_a_set(
+    type: str, seed: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(excluding, "BLOCK_KEYS", 50)
+    chance = random.Random(seed)
+    own_field, their_field = pa.field("id", "string" if type == "string" else "int64"), pa.field("id", type)
+
+    def column(values: list[int | None], field: pa.Field) -> pa.ChunkedArray:
+        texts = field.type == pa.string()
+        return pa.chunked_array([[str(v) if texts and v is not None else v for v in values]], field.type)
+
+    excluded, theirs = Excluded(tmp_path), set()
+    for _ in range(chance.randrange(5)):
+        values = [chance.choice([None, chance.randrange(-300, 300)]) for _ in range(chance.randrange(120))]
+        theirs |= set(values) - {None}
+        excluded._add([keys_of(column(values, their_field), their_field)])
+    own = [chance.choice([None, chance.randrange(-300, 300)]) for _ in range(400)]
+    assert excluded.among(keys_of(column(own, own_field), own_field)).tolist() == [value in theirs for value in own]
+    empty = Keys(np.zeros(0, np.uint64), np.zeros(0, np.uint64), np.zeros(0, np.bool_))
+    assert excluded.among(empty).tolist() == []
+    excluded.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- through jobs ------------------------------------------------------------------------------------------------------
+
+
+SAMPLED = {"temperature": 1.0, "n": 2, "max_tokens": 24, "logprobs": 1}
+
+
+def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> None:
+    """Killed, looked at, checked, cut into slices, retried: the same rows with the same seeds, each once."""
+    full = {}
+    for name in ("full", "part", "slices"):
+        (tmp_path / name).mkdir()
+    options: dict[str, Any] = {
+        "sampling": SAMPLED, "output": {"keep_columns": ["language", "meta"], "rows_per_shard": 16}
+    }  # fmt: skip
+    records = RECORDS[:600]
+    jobs.finish(spec_over(tmp_path / "full", records, **options))
+    full = {(row["row_index"], row["sample_index"]): row for row in jobs.rows_of(tmp_path / "full" / "out")}
+    chosen = {"where": "language = 'de' or id = 7", "sample": 0.6, "limit": 100}
+    out = tmp_path / "part" / "out"
+    slow: dict[str, Any] = {"scripted": {"step_s": 0.03}, "parallel": {"data_parallel_size": 2}}
+    spec = spec_over(tmp_path / "part", records, input=chosen, **options, **slow)
+    rows = chosen_of(spec)
+    assert len(rows) == 100
+    expected = [full[row, sample] for row in rows for sample in range(2)]
+
+    process = jobs.start("run", spec)
+    jobs.wait_until(lambda: list((out / "journal").glob("*")) and list((out / "parts").glob("*.parquet")))
+    jobs.kill(jobs.family(process.pid))
+    process.communicate()
+    assert not jobs.state_of(out).is_done
+    head = [json.loads(line) for line in jobs.run("head", out, "-n", "400").stdout.splitlines()]
+    assert head
+    assert {row["row_index"] for row in head} <= set(rows)
+    # Which rows are run is found out again where it was lost.
+    (out / "selection" / "000001.rows").unlink()
+    assert "selection/000001.rows" in jobs.run("check", out).stdout
+    done = jobs.finish(spec)
+    assert jobs.rows_of(out) == expected
+    assert "at this rate all rows that where would leave" in done.stdout
+    checked = jobs.run("check", out, "--deep")
+    assert checked.returncode == 0, checked.stdout
+    assert jobs.state_of(out).is_done
+    assert "was already done" in jobs.finish(spec).stdout
+
+    jobs.finish(spec, "--retry", f"row_index in ({rows[3]}, {rows[50]})", "--set", "sampling.max_tokens=2")
+    again = jobs.rows_of(out)
+    assert [row["row_index"] for row in again if row not in expected] == [rows[3]] * 2 + [rows[50]] * 2
+    assert jobs.run("check", out, "--deep").returncode == 0
+
+    spec = spec_over(tmp_path / "slices", records, input=chosen, **options)
+    found = []
+    for index in (1, 0, 2):
+        jobs.finish(spec, "--slice", f"{index}/3")
+    for index in range(3):
+        own = jobs.rows_of(tmp_path / "slices" / "out" / f"slice-{index}")
+        assert len(own) in (66, 68)
+        found += own
+    assert found == expected
+    assert "200 of 200 rows" in jobs.run("status", tmp_path / "slices" / "out").stdout
+
+
+def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
+    spec = spec_over(tmp_path, RECORDS[:100], input={"where": "random() < 0.5"})
+    jobs.finish(spec)
+    (tmp_path / "out" / "selection" / "000001.rows").write_bytes(b"")
+    done = jobs.run("run", spec)
+    assert done.returncode == 2
+    assert "other rows are chosen now" in done.stderr
+    done = jobs.run("run", spec, "--set", "input.limit=3")
+    assert done.returncode == 2
+    assert "input.limit: the job has nothing, now it is 3" in done.stderr
+
+
+def test_rows_that_other_jobs_have_done_are_left_out(tmp_path: pathlib.Path) -> None:
+    for name in ("one", "two", "three", "four"):
+        (tmp_path / name).mkdir()
+    # A quarter of these is too long, and an error row.
+    long = "word " * 3000
+    first = [{**row, "prompt": long if row["id"] % 4 == 0 else row["prompt"]} for row in RECORDS[:120]]
+    jobs.finish(spec_over(tmp_path / "one", first, max_error_rate=1.0))
+    for index in (0, 1):  # the last slice has not begun
+        jobs.finish(spec_over(tmp_path / "two", RECORDS[200:290]), "--slice", f"{index}/3")
+    done = {row["id"] for row in first if row["prompt"] != long} | set(range(200, 260))
+    both = [str(tmp_path / name / "out") for name in ("one", "two")]
+    spec = spec_over(tmp_path / "three", RECORDS[:400], input={"exclude": {"job": both, "on": "id"}})
+    jobs.finish(spec)
+    expected = [row["id"] for row in RECORDS[:400] if row["id"] not in done]
+    assert [row["id"] for row in jobs.rows_of(tmp_path / "three" / "out")] == expected
+    # By the prompt: those whose prompt was too long then have another now, and are run.
+    renamed = [{**row, "id": f"new {row['id']}"} for row in RECORDS[:400]]
+    spec = spec_over(tmp_path / "four", renamed, input={"exclude": {"job": both, "on": "prompt_hash"}})
+    assert chosen_of(spec) == expected
+    assert (
+        chosen_of(spec, "input.limit=5", "input.where=language = 'de'")
+        == [row for row in expected if RECORDS[row]["language"] == "de"][:5]
+    )
+    assert "is string here and int64 in" in refused(spec_over(tmp_path / "four", renamed, input={
+        "exclude": {"job": both[0], "on": "id"}}))  # fmt: skip
+
+
+def test_prompts_are_those_of_the_jobs_beginning_whenever_rows_are_chosen(tmp_path: pathlib.Path) -> None:
+    chat = {"chat_template": "{{ strftime_now('%H:%M:%S') }} {{ messages[-1].content }}"}
+    spec = spec_over(tmp_path, RECORDS[:20], input=chat)
+    jobs.finish(spec)
+    out = str(tmp_path / "out")
+    again = {"exclude": {"job": out, "on": "prompt_hash"}}
+    file = read_spec(spec_over(tmp_path, RECORDS[:20], input={**chat, **again}, output={"path": f"{out}-2"}))
+    job = open_job(file)
+    # As when more is taken in later, or the bitmap is lost: the hashes in the output are of that time.
+    chosen = choosing.choose(job, file, 0, None, may_be_none=True, state=jobs.state_of(tmp_path / "out"))
+    assert chosen.num_rows == 0
+    job.source.close()
+
+
+def test_who_has_lost_the_job_writes_no_bitmap(tmp_path: pathlib.Path) -> None:
+    def is_lost() -> None:
+        raise LockLost("another runs it now")
+
+    file = read_spec(spec_over(tmp_path, RECORDS[:30], input={"where": "language = 'de'"}))
+    job = open_job(file)
+    job.folder.make()
+    with pytest.raises(LockLost):
+        choosing.begin_selection(job, file, print, is_lost)
+    assert not job.folder.exists("selection")
+    choosing.begin_selection(job, file, print)
+    assert job.folder.exists("selection/000001.rows")
+    job.source.close()
+
+
+def test_a_length_that_the_engine_finds_for_itself_is_the_models_here(tmp_path: pathlib.Path) -> None:
+    job = open_job(read_spec(spec_over(tmp_path, RECORDS[:3], scripted=None, engine={"max_model_len": -1})))
+    assert choosing.max_model_len(job) == job.model.max_model_len
+    job.source.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"where": "langauge = 'de'"},
+            "input.where: got \"langauge = 'de'\": there is no column 'langauge'; must be an expression in SQL over "
+            "the input's columns, such as \"language = 'en'\"; there are id, prompt, language, score, meta",
+        ),
+        ({"where": "id = 3; select 1"}, "input.where: got 'id = 3; select 1': syntax error"),
+        ({"where": "prompt::int = 3"}, "input.where: got 'prompt::int = 3': Conversion Error"),
+        ({"where": "id < 0", "sample": 0.5}, "input: where 'id < 0', sample 0.5 leaves none of the 60 rows"),
+        ({"exclude": {"job": "out/nothing", "on": "id"}}, "input.exclude: out/nothing holds no job"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_chosen_is_one_clear_line(given: dict[str, Any], words: str, tmp_path: pathlib.Path) -> None:
+    spec = spec_over(tmp_path, RECORDS[:60], input=given)
+    assert words in refused(spec)
+    assert words in refused(spec, "run")
+    assert not (tmp_path / "out" / "manifest" / "000001.jsonl").exists()
+
+
+def test_validate_says_how_many_rows_are_chosen(tmp_path: pathlib.Path) -> None:
+    spec = spec_over(tmp_path, RECORDS[:60], input={"where": "id % 6 = 5", "limit": 8})
+    done = jobs.run("validate", spec)
+    assert done.returncode == 0, done.stderr
+    assert "chosen by where 'id % 6 = 5', limit 8: 8 of 60 rows" in done.stdout
+    assert "row 5, " in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_week_without_anything_new_is_done(tmp_path: pathlib.Path) -> None:
+    """All rows are done elsewhere: a job of none, which is done, and which a later one may exclude as well."""
+    week = tmp_path / "week"
+    week.mkdir()
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.0}, parallel=ONE_REPLICA)
+    jobs.finish(spec)
+    first, second = str(tmp_path / "out"), str(week / "out")
+    exclude = {"job": first, "on": "id"}
+    again = jobs.spec_of(week, input={"path": str(jobs.PROMPTS), "id_column": "id", "exclude": exclude})
+    for verb in ("done", "was already done"):
+        assert f"{verb}: 0 output rows, 0 of them errors" in jobs.finish(again).stdout
+    assert jobs.state_of(week / "out").is_done
+    third = jobs.finish(again, "--set", f"input.exclude.job=[{first}, {second}]", "--set", f"output.path={week / 'b'}")
+    assert "done: 0 output rows" in third.stdout

@@ -1,0 +1,287 @@
+"""A run order of its own: held against plain sorting, and through whole jobs that are hurt, extended and cut."""
+
+import itertools
+import json
+import os
+import pathlib
+import random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchinf
+import jobs
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.job import ordering
+from batchinf.job.ordering import KeySort, prefix_key, shared_bytes, shared_in_order, shared_when_sorted
+from batchinf.records import Extent
+from batchinf.schedule.order import RunOrder
+from batchinf.schedule.selection import (
+    RUN_FOLDER,
+    Selection,
+    ShardRows,
+    permutation_name,
+    read_permutation,
+    write_permutation,
+    write_selection,
+)
+from batchinf.schedule.shards import shard_at, total_shards
+
+NUM_GROUPS, GROUP_ROWS = 40, 6
+ONE_REPLICA = {"data_parallel_size": 1}
+
+
+# -- the parts of it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_shards_rows_run_in_the_stored_order_and_lie_in_their_own(seed: int, tmp_path: pathlib.Path) -> None:
+    chance, folder = random.Random(seed), Folder(tmp_path)
+    chosen = sorted(chance.sample(range(90, 400), 200))
+    run = chance.sample(chosen, len(chosen))
+    selection = Selection(90, 310)
+    selection.add(np.array(chosen))
+    digest = write_selection(folder, 1, selection, RUN_FOLDER)
+    order = write_permutation(folder, 1, 90, 400, len(run), np.array_split(np.array(run), 7))
+    extents = [Extent(7, len(run), chance.randrange(1, 60), 0, 90, 400, digest, order)]
+    extents.append(Extent(7 + len(run), 30, 11, total_shards(extents), 400, 430))
+    found = []
+    for index, own in enumerate(RunOrder(folder, extents).shards()):
+        shard = shard_at(extents, index)
+        ran = own.at(own.to_run(0, len(own))).tolist()
+        assert own.positions().tolist() == sorted(ran)
+        assert RunOrder(folder, extents).first_row(shard) == own.first == min(ran)
+        assert [own.local(row) for row in sorted(ran)] == list(range(len(ran)))
+        middle = len(ran) // 2
+        assert own.at(own.to_run(middle, len(own))).tolist() == ran[middle:]
+        found += ran
+    assert found == [*run, *range(400, 430)]
+
+
+def test_all_rows_of_a_shard_may_be_consecutive_and_run_in_another_order() -> None:
+    own = ShardRows.in_order(np.array([7, 5, 6]))
+    assert own.is_consecutive and not own.is_in_order
+    assert own.at(own.to_run(0, 3)).tolist() == [7, 5, 6]
+    assert own.positions().tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("change", ["gone", "cut", "bit", "empty"])
+def test_an_order_that_is_gone_or_altered_is_none(change: str, tmp_path: pathlib.Path) -> None:
+    folder = Folder(tmp_path)
+    digest = write_permutation(folder, 1, 0, 5, 5, [np.array([4, 2, 0, 1, 3])])
+    found = read_permutation(folder, 1, digest)
+    assert found is not None and found.rows(1, 4).tolist() == [2, 0, 1]
+    path = tmp_path / permutation_name(1)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= change == "bit"
+    path.write_bytes({"cut": data[:-4], "bit": data, "empty": b"", "gone": b""}[change])
+    if change == "gone":
+        path.unlink()
+    assert read_permutation(folder, 1, digest) is None
+    order = RunOrder(folder, [Extent(0, 5, 5, 0, 0, 5, None, digest)])
+    assert not order.is_whole
+    with pytest.raises(OutputError, match="gone or altered"):
+        order.of(shard_at(order.extents, 0))
+
+
+def test_more_rows_than_32_bits_count_keep_their_positions(tmp_path: pathlib.Path) -> None:
+    far = 1 << 40
+    digest = write_permutation(Folder(tmp_path), 1, 3, far + 1, 2, [np.array([far, 3])])
+    found = read_permutation(Folder(tmp_path), 1, digest)
+    assert found is not None and found.rows(0, 2).tolist() == [far, 3]
+
+
+def text(chance: random.Random, num_bytes: int) -> bytes:
+    return bytes(chance.choices(b"abcdefgh", k=num_bytes))
+
+
+@pytest.mark.parametrize("common", [0, 64, 4096, 20_480, 200_704])
+def test_keys_say_how_much_two_prompts_share(common: int) -> None:
+    chance = random.Random(common)
+    start = text(chance, common)
+    one, other = (prefix_key(start + text(chance, 5000)) for _ in range(2))
+    assert shared_bytes(one, other) == common
+    assert len(one) < 1800
+
+
+def test_sorted_keys_have_each_group_together_however_long_what_all_share() -> None:
+    chance = random.Random(1)
+    system = text(chance, 10_000)
+    groups = [system + text(chance, 900) for _ in range(30)]
+    prompts = [(group, groups[group] + text(chance, 300)) for group in range(30) for _ in range(5)]
+    chance.shuffle(prompts)
+    in_order = [group for _, group in sorted((prefix_key(prompt), group) for group, prompt in prompts)]
+    assert all(len(set(in_order[i : i + 5])) == 1 for i in range(0, 150, 5))
+    keys = [prefix_key(prompt) for _, prompt in prompts]
+    # All but the first of all have the system prompt, all but the first of a group the group's own text.
+    assert shared_when_sorted(keys) >= 149 * 9_900 + 120 * 700
+    assert shared_in_order(keys) == shared_when_sorted(keys)
+
+
+def test_rows_are_sorted_out_of_core_as_in_memory(tmp_path: pathlib.Path) -> None:
+    chance = random.Random(2)
+    keys = [None if chance.random() < 0.1 else bytes(chance.choices(b"ab", k=chance.randrange(6))) for _ in range(5000)]
+    with KeySort(tmp_path) as sort:
+        for start in range(0, 5000, 700):
+            sort.add(np.arange(start, min(start + 700, 5000)), keys[start : start + 700])
+        found = np.concatenate(list(sort.rows())).tolist()
+        dealt = np.concatenate(list(sort.rows(3, 4))).tolist()
+    in_order = sorted(range(5000), key=lambda row: (keys[row] is None, keys[row] or b"", row))
+    assert found == in_order
+    waves = [in_order[:1667], in_order[1667:3334], in_order[3334:]]
+    assert dealt == [row for wave in waves for hand in range(4) for row in wave[hand::4]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def grouped_texts(*, shuffled: bool) -> list[bytes]:
+    chance = random.Random(3)
+    groups = [text(chance, 600) for _ in range(400)]
+    prompts = [group + text(chance, 200) for group in groups for _ in range(5)]
+    if shuffled:
+        chance.shuffle(prompts)
+    return prompts
+
+
+@pytest.mark.parametrize(
+    ("prompts", "least", "most"),
+    [
+        (grouped_texts(shuffled=True), 0.3, 0.7),
+        (grouped_texts(shuffled=False), 0.0, 0.01),  # the cache has them anyhow
+        ([text(random.Random(i), 800) for i in range(2000)], 0.0, 0.0),
+        ([bytes(700) + text(random.Random(i), 100) for i in range(2000)], 0.0, 0.02),  # one system prompt for all
+        ([], 0.0, 0.0),
+    ],
+    ids=["shuffled", "in order", "unlike", "one prefix", "none"],
+)
+def test_auto_knows_what_sorting_would_save(prompts: list[bytes], least: float, most: float) -> None:
+    runs = [prompts[i : i + ordering.RUN_ROWS] for i in range(0, len(prompts), ordering.RUN_ROWS)]
+    share, num_rows = ordering.saved_share(runs)
+    assert least <= share <= most
+    assert num_rows == len(prompts)
+
+
+@pytest.mark.parametrize("num_rows", [1, 500, 501, 19_999, 20_001, 10**9])
+def test_a_sample_is_runs_of_rows_that_there_are(num_rows: int) -> None:
+    runs = ordering.sampled_runs(num_rows)
+    assert all(0 <= start < stop <= num_rows for start, stop in runs)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(runs))
+    assert sum(stop - start for start, stop in runs) == min(num_rows, ordering.SAMPLED_ROWS)
+
+
+# -- whole jobs --------------------------------------------------------------------------------------------------------
+
+
+def make_rows(first: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of groups that begin alike, shuffled."""
+    chance = random.Random(seed)
+    groups = ["".join(chance.choices("abcdefgh ", k=300)) for _ in range(NUM_GROUPS)]
+    rows = [{"prompt": f"{groups[group]} {i}", "language": str(group), "budget": 1 + chance.randrange(30)}
+            for group in range(NUM_GROUPS) for i in range(GROUP_ROWS)]  # fmt: skip
+    chance.shuffle(rows)
+    return [{"id": first + number, **row} for number, row in enumerate(rows)]
+
+
+def write_jsonl(path: pathlib.Path, rows: list[dict[str, Any]], *, broken: int = 0) -> None:
+    lines = [json.dumps(row) for row in rows]
+    # Broken ones first in the input, and last to run.
+    path.write_text("\n".join(["{broken"] * broken + lines) + "\n")
+
+
+def make_spec(folder: pathlib.Path, path: pathlib.Path, order: str, out: str = "out", **sections: Any) -> pathlib.Path:
+    given = {"path": str(path), "id_column": "id", "order": order, **sections.pop("input", {})}
+    output = {"path": str(folder / out), "keep_columns": ["language"], "rows_per_shard": 24}
+    return jobs.spec_of(folder, **{"input": given, "output": output, "parallel": ONE_REPLICA, **sections})
+
+
+def in_order(out: pathlib.Path) -> list[dict[str, Any]]:
+    return sorted(jobs.rows_of(out), key=lambda row: row["row_index"])
+
+
+def edges(out: pathlib.Path) -> int:
+    """How often a group goes on in another part."""
+    parts = [set(pq.read_table(path)["language"].to_pylist()) for path in sorted((out / "parts").glob("*.parquet"))]
+    return sum(map(len, parts)) - len(set().union(*parts))
+
+
+def test_a_job_that_is_killed_extended_and_retried_in_an_order_of_its_own(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", make_rows(), broken=3)
+    changes: dict[str, Any] = {"input": {"limit": 230}, "scripted": {"step_s": 0.002}}
+    spec = make_spec(tmp_path, folder, "prefix", **changes, parallel={"data_parallel_size": 2})
+    killed = jobs.start("run", spec)
+    jobs.wait_until(lambda: list((tmp_path / "out" / "parts").glob("*.parquet")))
+    everyone = jobs.family(killed.pid)
+    jobs.kill(everyone[-1:])
+    killed.communicate()
+    assert jobs.are_gone(everyone)
+    # What says the order is lost too, and made again; the rest goes on from there.
+    os.unlink(tmp_path / "out" / permutation_name(1))
+    done = jobs.finish(spec, "--set", "max_error_rate=0.9")
+    assert "ordering its rows again" in done.stderr
+    assert edges(tmp_path / "out") <= 12
+    assert jobs.state_of(tmp_path / "out").header.layout["order"] == "prefix"
+
+    write_jsonl(folder / "b.jsonl", make_rows(1000, seed=1))
+    jobs.finish(spec, "--extend", "--set", "input.limit=460", "--set", "max_error_rate=0.9")
+    [first, second] = jobs.state_of(tmp_path / "out").extents
+    assert None not in (first.order, second.order) and first.stop_row == second.first_row == 230
+    retry = ("--retry", "id IN (4, 1004)", "--set", "sampling.max_tokens=5", "--set", "max_error_rate=0.9")
+    jobs.finish(spec, "--set", "input.limit=460", *retry)
+    checked = jobs.run("check", tmp_path / "out", "--deep")
+    assert checked.returncode == 0, checked.stdout
+
+    plain = make_spec(tmp_path, folder, "input", "plain", **{**changes, "input": {"limit": 460}})
+    jobs.finish(plain, "--set", "max_error_rate=0.9")
+    jobs.finish(plain, *retry)
+    assert in_order(tmp_path / "out") == in_order(tmp_path / "plain") == jobs.rows_of(tmp_path / "plain")
+    assert [row["row_index"] for row in jobs.rows_of(tmp_path / "out")] != list(range(460))
+    # Those that cannot be read ran last of the first extent.
+    shards = [index for index in range(total_shards([first])) if 0 in RunOrder(
+        Folder(tmp_path / "out"), [first, second]).of(shard_at([first, second], index))]  # fmt: skip
+    assert shards == [total_shards([first]) - 1]
+
+    ours, theirs = (batchinf.open(tmp_path / name) for name in ("out", "plain"))
+    assert ours.table(["row_index", "text"]).equals(theirs.table(["row_index", "text"]))
+    for column in ("logprobs", "top_token_ids"):
+        one, other = ours.ragged(column), theirs.ragged(column)
+        assert np.array_equal(one.values, other.values, equal_nan=column == "logprobs")
+        assert np.array_equal(one.offsets, other.offsets) and np.array_equal(one.is_null, other.is_null)
+    assert "outputs: 0 of 457 changed" in jobs.run("diff", tmp_path / "out", tmp_path / "plain").stdout
+    assert len(jobs.run("head", tmp_path / "out", "-n", "3").stdout.splitlines()) >= 3
+
+
+def test_slices_order_their_own_rows_and_a_choice_of_them(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(make_rows()), path)
+    chosen = {"where": "id % 3 != 0"}
+    spec_plain = tmp_path / "plain.yaml"
+    spec_plain.write_text(make_spec(tmp_path, path, "input", "plain", input=chosen).read_text())
+    spec = make_spec(tmp_path, path, "prefix", input=chosen)
+    for part in ("0/2", "1/2"):
+        jobs.finish(spec, "--slice", part)
+    jobs.finish(spec_plain)
+    rows = [row for part in range(2) for row in jobs.rows_of(tmp_path / "out" / f"slice-{part}")]
+    assert sorted(rows, key=lambda row: row["row_index"]) == jobs.rows_of(tmp_path / "plain")
+    assert all(edges(tmp_path / "out" / f"slice-{part}") <= 8 for part in range(2))
+    # A row group is decoded whole for any of its rows: they were copied to where each is found.
+    assert list((tmp_path / "out" / "source").glob("*.rows"))
+
+
+def test_the_longest_run_first_where_lengths_are_known(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, make_rows())
+    sampling = {"max_tokens": {"column": "budget"}}
+    spec = make_spec(tmp_path, path, "auto", sampling=sampling, scripted={"vary_lengths": False})
+    done = jobs.finish(spec)
+    assert "order: by max_tokens, the longer half first: of 240 rows' prompts" in done.stderr
+    out = tmp_path / "out"
+    lengths = {row["row_index"]: row["num_output_tokens"] for row in jobs.rows_of(out)}
+    order = RunOrder(Folder(out), jobs.state_of(out).extents)
+    ran = [lengths[row] for own in order.shards() for row in own.at(own.to_run(0, len(own))).tolist()]
+    waves = [ran[:120], ran[120:]]
+    assert all(min(one) >= max(other) for one, other in itertools.pairwise(waves))

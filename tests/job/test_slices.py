@@ -1,0 +1,194 @@
+"""A job in slices: which rows each has, and that together they are the rows of the job in one piece."""
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import jobs
+from batchinf.base.errors import OutputError, SpecError
+from batchinf.base.slices import Slice, job_folders
+from batchinf.base.storage import Folder
+from batchinf.commands.status import head_rows
+
+# Sampled, so that a seed that is not the whole job's shows.
+SAMPLING = {"n": 2, "temperature": 0.8, "max_tokens": 12}
+ONE = {"data_parallel_size": 1}
+
+
+def error_of(spec: pathlib.Path, *arguments: str) -> str:
+    refused = jobs.run("run", spec, *arguments)
+    assert refused.returncode == 2, refused.stderr
+    assert "Traceback" not in refused.stderr
+    [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def rows_in(paths: list[pathlib.Path]) -> list[dict[str, Any]]:
+    return pa.concat_tables([pq.read_table(path) for path in paths]).drop_columns(["attempts"]).to_pylist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 100, 657])
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 8, 99, 1000])
+def test_slices_are_runs_of_rows_that_make_up_the_whole(num_slices: int, num_rows: int) -> None:
+    slices = [Slice(index, num_slices) for index in range(num_slices)]
+    assert [row for slice_ in slices for row in slice_.rows(num_rows)] == list(range(num_rows))
+    lengths = {len(slice_.rows(num_rows)) for slice_ in slices}
+    assert max(lengths) - min(lengths) <= 1
+    names = [slice_.name for slice_ in slices]
+    assert names == sorted(names)
+    assert [Slice.parse(str(slice_)) for slice_ in slices] == slices
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "3/3", "-1/3", "1/0", "0/0", "a/b", "1/3/5", " 1/3", "1/3\n", "٣/٤", "1/1000000"]
+)
+def test_a_wrong_slice_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="must be i/N"):
+        Slice.parse(text)
+
+
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Three of four slices run at once; then the last one is killed at work and goes on."""
+    folder = tmp_path_factory.mktemp("sliced")
+    spec, out = jobs.spec_of(folder, sampling=SAMPLING, parallel=ONE, output={"rows_per_shard": 20}), folder / "out"
+    assert "slice" not in jobs.run("status", out).stdout
+    processes = [jobs.start("run", spec, "--slice", f"{index}/4") for index in (3, 0, 2)]
+    for process in processes:
+        code, output, errors = jobs.end(process)
+        assert code == 0, errors
+    seen = {"spec": spec, "out": out, "closing": output, "status": jobs.run("status", out).stdout}
+    seen["head"] = head_rows(str(out), 10_000)
+    killed = jobs.run("run", spec, "--slice", "1/4", faults="coordinator.after_publish:4=kill")
+    assert killed.returncode == -9
+    seen["status after kill"] = jobs.run("status", out).stdout
+    seen["head after kill"] = head_rows(str(out), 10_000)
+    jobs.finish(spec, "--slice", "1/4")
+    seen["again"] = jobs.finish(spec, "--slice", "1/4").stdout
+    return seen
+
+
+def test_the_slices_together_are_the_whole_job(sliced: dict[str, Any]) -> None:
+    whole = list(jobs.unhurt(json.dumps(SAMPLING)))
+    assert rows_in(sorted(sliced["out"].glob("slice-*/parts/*.parquet"))) == whole
+    num_rows = len(whole) // 2
+    for index in range(4):
+        mine = {row["row_index"] for row in jobs.rows_of(sliced["out"] / f"slice-{index}")}
+        assert mine == set(range(index * num_rows // 4, (index + 1) * num_rows // 4))
+
+
+def test_readers_take_all_slices_by_one_pattern(sliced: dict[str, Any]) -> None:
+    query = f"select row_index, sample_index, text from '{sliced['out']}/slice-*/parts/*.parquet' order by all"
+    whole = jobs.unhurt(json.dumps(SAMPLING))
+    assert duckdb.sql(query).fetchall() == [(row["row_index"], row["sample_index"], row["text"]) for row in whole]
+
+
+def test_the_first_pass_over_the_input_is_shared(sliced: dict[str, Any]) -> None:
+    out = sliced["out"]
+    assert sorted(path.name for path in out.iterdir()) == [*(f"slice-{i}" for i in range(4)), "slices.json", "source"]
+    assert not list(out.glob("slice-*/source"))
+    assert not list(out.rglob(".tmp-*"))
+
+
+def test_parts_and_closing_lines_name_the_slice(sliced: dict[str, Any]) -> None:
+    [part, *_] = (sliced["out"] / "slice-1" / "parts").iterdir()
+    assert pq.read_metadata(part).metadata[b"batchinf.slice"] == b"1/4"
+    assert f"{sliced['out']}/slice-2/parts" in sliced["closing"]
+    assert "was already done" in sliced["again"]
+
+
+def test_status_sums_over_slices_and_names_those_that_are_missing(sliced: dict[str, Any]) -> None:
+    num_rows = len(jobs.unhurt(json.dumps(SAMPLING)))
+    states = [jobs.state_of(sliced["out"] / f"slice-{index}") for index in (0, 2, 3)]
+    committed = sum(state.num_rows for state in states)
+    before, after = sliced["status"], sliced["status after kill"]
+    assert "4 slices: 3 done, 1 not begun" in before
+    assert f"committed: {committed:,} of {num_rows:,} rows" in before
+    assert "slice 1/4 has not begun" in before
+    assert f"slice 2/4: done; {states[1].num_rows:,} of {states[1].num_rows:,} rows" in before
+    assert "4 slices: 3 done, 1 stopped" in after
+    assert "slice 1/4: stopped before its end" in after
+    assert "4 slices: 4 done" in jobs.run("status", sliced["out"]).stdout
+
+
+def test_head_is_in_the_order_of_rows(sliced: dict[str, Any]) -> None:
+    whole = {(row["row_index"], row["sample_index"]): row for row in jobs.unhurt(json.dumps(SAMPLING))}
+    lengths = []
+    for head in (sliced["head"], sliced["head after kill"]):
+        rows = [{name: value for name, value in row.items() if name != "attempts"} for row in head]
+        keys = [(row["row_index"], row["sample_index"]) for row in rows]
+        assert keys == sorted(set(keys))
+        assert rows == [whole[key] for key in keys]
+        lengths.append(len(rows))
+    finished = sum(jobs.state_of(sliced["out"] / f"slice-{index}").num_rows for index in (0, 2, 3))
+    assert lengths[0] == finished
+    # Three parts of 20 rows were committed before the kill.
+    assert lengths[1] >= finished + 3 * 20 * 2
+
+
+def test_one_output_holds_one_cut_of_one_job(sliced: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    spec, out = sliced["spec"], sliced["out"]
+    before = sorted(out.rglob("*"))
+    assert "holds a job in 4 slices" in error_of(spec, "--slice", "0/5")
+    assert "holds a job in 4 slices" in error_of(spec)
+    assert "must be i/N" in error_of(spec, "--slice", "4/4")
+    assert sorted(out.rglob("*")) == before
+    assert "a job in 4 slices" in jobs.run("validate", spec).stdout
+    # A slice that has not begun must be one of the same job.
+    shutil.copytree(out, tmp_path / "out", ignore=shutil.ignore_patterns("slice-2"))
+    moved = ("--set", f"output.path={tmp_path}/out", "--slice", "2/4")
+    refused = jobs.run("run", spec, *moved, "--set", "sampling.max_tokens=5")
+    assert refused.returncode == 2
+    assert "sampling.max_tokens: the job has 12, now it is 5" in refused.stderr
+    # Its neighbour's folder is not its own.
+    shutil.rmtree(tmp_path / "out" / "slice-2")
+    shutil.copytree(out / "slice-3", tmp_path / "out" / "slice-2")
+    refused = jobs.run("run", spec, *moved)
+    assert refused.returncode == 2
+    assert 'slice: the job has "3/4", now it is "2/4"' in refused.stderr
+
+
+def test_a_whole_job_is_not_cut_later(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, parallel=ONE, scripted={"step_s": 0.0})
+    jobs.finish(spec)
+    assert "not cut into slices" in error_of(spec, "--slice", "0/2")
+    assert [folder.slice for folder in job_folders(str(tmp_path / "out"))] == [None]
+
+
+def test_a_slice_without_rows_is_done_at_once(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, parallel=ONE)
+    done = jobs.finish(spec, "--slice", "0/1000")
+    assert "done: 0 output rows" in done.stdout
+    assert (tmp_path / "out" / "slice-000").is_dir()
+    assert "slice 000" not in jobs.run("status", tmp_path / "out").stdout
+    assert not jobs.events_of(tmp_path / "out" / "slice-000", "replica_started")
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"version": 1, "num_slices": "4", "num_rows": 5, "identity": {}}'])
+def test_a_damaged_record_is_one_clear_line(record: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "slices.json").write_text(record)
+    with pytest.raises(OutputError, match=r"slices\.json is damaged"):
+        job_folders(str(tmp_path))
+    (tmp_path / "slices.json").write_text('{"version": 2}')
+    with pytest.raises(OutputError, match="newer batchinf"):
+        job_folders(str(tmp_path))
+
+
+def test_a_whole_job_beside_slices_is_told(tmp_path: pathlib.Path) -> None:
+    record = {"version": 1, "num_slices": 12, "num_rows": 5, "identity": {}}
+    (tmp_path / "slices.json").write_text(json.dumps(record))
+    found = job_folders(str(tmp_path))
+    assert [folder.folder.root.name for folder in found] == [f"slice-{index:02d}" for index in range(12)]
+    folder = Folder(tmp_path)
+    folder.make("manifest")
+    folder.write_atomic("manifest/000001.jsonl", b"{}")
+    assert len(job_folders(str(tmp_path))) == 12  # that of a job that never began
+    folder.write_atomic("job.yaml", b"")
+    with pytest.raises(OutputError, match="both a whole job and slices"):
+        job_folders(str(tmp_path))

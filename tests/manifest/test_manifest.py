@@ -1,0 +1,646 @@
+import contextlib
+import copy
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.manifest.commit_log import encode_commits
+from batchinf.manifest.lines import PartLine
+from batchinf.manifest.lock import LOCK, JobLock, LockLost
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import Retry
+from batchinf.manifest.state import (
+    MANIFEST_VERSION,
+    NUM_KEPT_EVENTS,
+    Header,
+    State,
+    last_epoch,
+    read_beginning,
+    read_state,
+)
+from batchinf.records import Extent, Part, ProcessGroup
+from batchinf.schedule.shards import next_extent, total_shards
+
+HEADER = Header(1, "job", "2026-01-01T00:00:00+00:00", {"model": "é", "n": 1}, "f" * 32, {"x": [1, None]}, {"y": 2.5})
+FIRST = Extent.of_all(0, 100, 10, 0)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> Folder:
+    folder = Folder(tmp_path)
+    folder.make("manifest")
+    return folder
+
+
+def part(shard: int, num_rows: int = 10, num_errors: int = 0) -> Part:
+    name = f"part-{shard:06d}.parquet"
+    return Part(shard, name, num_rows, num_errors, 100 * num_rows, 7 * num_rows, 3 * num_rows, f"{shard:032x}")
+
+
+def started(incarnation: str) -> dict[str, Any]:
+    return {
+        "replica": 1, "incarnation": incarnation, "host": "here", "boot_id": "b", "pgid": 99, "pid_start_time": 12,
+        "devices": ["0"],
+    }  # fmt: skip
+
+
+_opened: list[Manifest] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def open_(folder: Folder, epoch: int, lock: JobLock | None = None) -> Manifest:
+    """A manifest that is closed at the test's end."""
+    _opened.append(Manifest(folder, epoch, lock))
+    return _opened[-1]
+
+
+def begin(folder: Folder, epoch: int = 1) -> Manifest:
+    """A job that was begun."""
+    manifest = open_(folder, epoch)
+    manifest.header(HEADER)
+    manifest.extent(FIRST, "input")
+    manifest.commit()
+    return manifest
+
+
+def state_of(folder: Folder) -> State:
+    state = read_state(folder)
+    assert state is not None
+    return state
+
+
+def view(state: State | None) -> dict[str, Any] | None:
+    """All that a state says, for comparisons; not the epoch, nor which logs it was read from."""
+    if state is None:
+        return None
+    values = {**vars(state), "committed": state.committed.tolist(), "parts": dict(sorted(state.parts.items()))}
+    return {name: copy.copy(value) for name, value in values.items() if name not in ("last_epoch", "_sizes")}
+
+
+def logs(folder: Folder) -> list[str]:
+    return folder.list("manifest")
+
+
+def test_a_round_trip(folder: Folder) -> None:
+    manifest = begin(folder)
+    manifest.part(part(3, num_errors=2), replica=1, incarnation="000001.0001")
+    manifest.part(part(0))
+    manifest.event("replica_started", **started("000001.0001"))
+    manifest.event("replica_started", **started("000001.0002"))
+    manifest.event("replica_ended", incarnation="000001.0001", device_s=12.5)
+    manifest.commit()
+    manifest.close()
+    state = state_of(folder)
+    assert (state.header, state.extents, state.source_fingerprints) == (HEADER, (FIRST,), ("input",))
+    assert state.parts == {3: PartLine.of(part(3, num_errors=2), 1, "000001.0001"), 0: PartLine.of(part(0))}
+    assert np.flatnonzero(state.committed).tolist() == [0, 3]
+    assert len(state.committed) == total_shards([FIRST])
+    totals = (state.num_rows, state.num_errors, state.num_bytes, state.num_prompt_tokens, state.num_output_tokens)
+    assert totals == (20, 2, 2000, 140, 60)
+    assert state.device_s == 12.5
+    assert state.process_groups == (ProcessGroup(1, "000001.0002", "here", "b", 99, 12),)
+    assert [event.name for event in state.events] == ["replica_started", "replica_started", "replica_ended"]
+    assert state.events[0].fields["devices"] == ["0"]
+    assert state.event_counts == {"replica_started": 2, "replica_ended": 1}
+    assert (state.is_done, state.last_epoch) == (False, 1)
+
+
+def test_nothing_counts_before_it_is_committed(folder: Folder) -> None:
+    manifest = open_(folder, 1)
+    manifest.header(HEADER)
+    manifest.extent(FIRST, "input")
+    assert read_state(folder) is None
+    manifest.commit()
+    before = view(state_of(folder))
+    manifest.part(part(0))
+    assert view(state_of(folder)) == before
+    manifest.commit()
+    assert state_of(folder).num_rows == 10
+
+
+def test_a_retried_part_takes_the_place_of_the_first(folder: Folder) -> None:
+    manifest = begin(folder)
+    manifest.part(part(0, num_rows=10, num_errors=10))
+    manifest.part(part(1))
+    manifest.part(part(0, num_rows=9))
+    manifest.commit()
+    state = state_of(folder)
+    assert (len(state.parts), state.num_rows, state.num_errors) == (2, 19, 0)
+
+
+def test_a_retry_and_what_is_being_replaced(folder: Folder) -> None:
+    manifest = begin(folder)
+    for shard in range(3):
+        manifest.part(part(shard, num_errors=4))
+    manifest.done()
+    manifest.commit()
+    retry = Retry(1, "errors", {"sampling.max_tokens": 9}, "f", 7, 2, "d")
+    manifest.retry(retry)
+    for shard in (0, 1):
+        manifest.replacing(replace(part(shard), retry=1, digest="new"))
+    manifest.part(replace(part(0), retry=1, digest="new"))
+    manifest.commit()
+    manifest.close()
+    open_(folder, 2).close()
+    for epoch in (3, 4):
+        state = state_of(folder)
+        assert not state.is_done
+        assert state.retries == {1: retry}
+        assert {shard: line.digest for shard, line in state.replacing.items()} == {1: "new"}
+        # The old part counts until the new one's line comes.
+        assert [state.parts[shard].retry for shard in range(3)] == [1, 0, 0]
+        assert state.num_errors == 8
+        open_(folder, epoch).close()
+    assert logs(folder)[0] == "000003.jsonl"
+
+
+def test_note_and_forget(folder: Folder) -> None:
+    begin(folder)
+    state = state_of(folder)
+    before = view(state)
+    state.note(part(5))
+    assert state.committed[5]
+    assert state.num_bytes == 1000
+    state.forget(5)
+    state.forget(6)
+    assert view(state) == before
+
+
+def test_later_rows_reopen_a_job_that_was_done(folder: Folder) -> None:
+    manifest = begin(folder)
+    manifest.done(num_rows=100)
+    manifest.commit()
+    done = state_of(folder).done
+    assert done is not None
+    assert done.fields == {"num_rows": 100}
+    manifest.extent(next_extent([FIRST], 8, 2), "more input")
+    manifest.commit()
+    state = state_of(folder)
+    assert not state.is_done
+    assert state.source_fingerprints == ("input", "more input")
+    assert len(state.committed) == total_shards(state.extents) == total_shards([FIRST]) + 5
+
+
+def test_no_manifest(tmp_path: pathlib.Path) -> None:
+    assert read_state(Folder(tmp_path)) is None
+    assert read_state(Folder(tmp_path / "missing")) is None
+    assert last_epoch(Folder(tmp_path)) == 0
+
+
+def test_an_epoch_that_committed_nothing_counts_as_an_epoch(folder: Folder) -> None:
+    open_(folder, 3).close()
+    assert (read_state(folder), last_epoch(folder)) == (None, 3)
+    begin(folder, 4)
+    open_(folder, 6)
+    assert (state_of(folder).last_epoch, last_epoch(folder)) == (6, 6)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_epoch_is_begun_once(folder: Folder, epoch: int) -> None:
+    begin(folder, 2)
+    with pytest.raises(OutputError, match=f"another process has begun epoch {epoch} of"):
+        open_(folder, epoch)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(OutputError, match=r"cannot create .*000001.jsonl: no such file or directory"):
+        open_(Folder(tmp_path / "missing"), 1)
+
+
+def test_a_failed_commit_keeps_its_lines(folder: Folder) -> None:
+    lock = JobLock(folder)
+    lock.acquire(lambda: last_epoch(folder))
+    begin(folder).close()
+    manifest = open_(folder, 2, lock)
+    manifest.part(part(0))
+    held = folder.read(LOCK)
+    folder.delete(LOCK)
+    with pytest.raises(LockLost):
+        manifest.commit()
+    assert folder.read("manifest/000002.jsonl") == b""
+    with pytest.raises(LockLost):
+        open_(folder, 3, lock)
+    assert logs(folder) == ["000001.jsonl", "000002.jsonl"]
+    folder.write_atomic(LOCK, held)
+    manifest.commit()
+    assert state_of(folder).num_rows == 10
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("x", {"kind": 1}),
+        ("x", {"name": 1}),
+        ("x", {"at": 1}),
+        ("x", {"crc": 1}),
+        ("x", {"commit": 1}),
+        ("replica_started", {"incarnation": "a"}),
+        ("replica_ended", {"incarnation": "a"}),
+    ],
+)
+def test_an_event_that_could_not_be_read_is_not_written(folder: Folder, name: str, fields: dict[str, Any]) -> None:
+    manifest = begin(folder)
+    with pytest.raises(ValueError, match=f"event {name}: these fields are missing, or taken by the line itself"):
+        manifest.event(name, **fields)
+    manifest.commit()
+    assert not state_of(folder).events
+
+
+# -- what others wrote -------------------------------------------------------------------------------------------------
+
+
+def append(folder: Folder, name: str, *commits: list[dict[str, Any]], num_before: int) -> None:
+    with folder.path(f"manifest/{name}").open("ab") as file:
+        file.write(encode_commits(commits, num_before))
+
+
+def test_a_newer_format_is_refused(folder: Folder) -> None:
+    header = {"kind": "header", "format_version": MANIFEST_VERSION + 1, "all": "different"}
+    append(folder, "000001.jsonl", [header], num_before=0)
+    words = "written by a newer batchinf, in format version 2; this one reads up to version 1"
+    with pytest.raises(OutputError, match=words):
+        read_state(folder)
+
+
+def test_unknown_kinds_and_fields_are_passed_over(folder: Folder) -> None:
+    begin(folder).close()
+    before = state_of(folder)
+    line = {"kind": "part", **PartLine.of(part(2))._asdict(), "colour": "red"}
+    append(folder, "000001.jsonl", [{"kind": "weather", "rain": True}, line], num_before=1)
+    before.note(part(2))
+    assert view(state_of(folder)) == view(before)
+
+
+def test_other_files_are_left_alone(folder: Folder) -> None:
+    begin(folder).close()
+    before = view(state_of(folder))
+    others = ["notes.txt", "1.jsonl", "000002.jsonl~", "000002.json", ".tmp-1-000009.jsonl", "x000002.jsonl"]
+    for name in others:
+        folder.path(f"manifest/{name}").write_text("{ what is this\n\n")
+    assert (view(state_of(folder)), last_epoch(folder)) == (before, 1)
+    for epoch in (2, 3):
+        open_(folder, epoch).close()
+    assert view(state_of(folder)) == before
+    assert {path.name for path in folder.path("manifest").iterdir()} == {*others, "000003.jsonl"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "part", **PartLine.of(part(99))._asdict()},
+        {"kind": "part", "shard": 1},
+        {"kind": "extent", "start": 7, "num_rows": 1, "rows_per_shard": 1, "first_shard": 7, "source_fingerprint": ""},
+        {"kind": "header", "format_version": 1},
+    ],
+)
+def test_lines_that_do_not_follow_are_damage(folder: Folder, line: dict[str, Any]) -> None:
+    begin(folder).close()
+    append(folder, "000001.jsonl", [line], num_before=1)
+    with pytest.raises(OutputError, match=r"000001.jsonl is damaged: line 3 does not follow .*; put back a whole copy"):
+        read_state(folder)
+
+
+def test_a_manifest_without_its_first_log_is_damage(folder: Folder) -> None:
+    begin(folder).close()
+    manifest = open_(folder, 2)
+    manifest.event("x")
+    manifest.commit()
+    folder.delete("manifest/000001.jsonl")
+    with pytest.raises(OutputError, match=r"000002.jsonl is damaged: neither it nor a later log has the job's header"):
+        read_state(folder)
+
+
+def head_start(folder: Folder, epoch: int, job_id: str = HEADER.job_id) -> Manifest:
+    manifest = open_(folder, epoch)
+    manifest.event("head_start", job_id=job_id)
+    manifest.event("replica_started", **started(f"{epoch:06d}.0001"))
+    manifest.commit()
+    return manifest
+
+
+def test_a_head_start_is_no_beginning(folder: Folder) -> None:
+    head_start(folder, 1).close()
+    manifest = head_start(folder, 2)
+    manifest.event("replica_ended", incarnation="000002.0001", device_s=2.0)
+    manifest.commit()
+    assert read_state(folder) is None
+    before = read_beginning(folder)
+    assert (before.job_id, before.device_s, before.last_epoch) == (HEADER.job_id, 2.0, 0)
+    assert [group.incarnation for group in before.process_groups] == ["000001.0001"]
+    manifest.header(HEADER)
+    manifest.extent(FIRST, "input")
+    manifest.commit()
+    manifest.close()
+    for epoch in (None, 3, 4):  # as it is, and folded into one
+        if epoch is not None:
+            open_(folder, epoch).close()
+        state = state_of(folder)
+        assert (state.job_id, state.device_s) == (HEADER.job_id, 2.0)
+        assert state.process_groups == before.process_groups
+        assert [event.name for event in state.events] == [*("head_start", "replica_started") * 2, "replica_ended"]
+
+
+@pytest.mark.parametrize("name", ["epoch", "ready", "replica_started"])
+def test_a_log_of_a_job_that_had_begun_is_no_head_start(folder: Folder, name: str) -> None:
+    manifest = open_(folder, 2) if name == "replica_started" else head_start(folder, 2)
+    manifest.event(name, versions={}, **started("000002.0002"))
+    manifest.commit()
+    with pytest.raises(OutputError, match="neither it nor a later log has the job's header"):
+        read_state(folder)
+
+
+def test_a_head_start_of_another_job_is_damage(folder: Folder) -> None:
+    head_start(folder, 1, "another").close()
+    begin(folder, 2).close()
+    with pytest.raises(OutputError, match=r"000002.jsonl is damaged: it is a log of another job"):
+        read_state(folder)
+
+
+def test_logs_that_cannot_be_read(folder: Folder) -> None:
+    folder.path("manifest/000001.jsonl").symlink_to("nowhere")
+    with pytest.raises(OutputError, match=r"cannot read .*manifest: no such file or directory"):
+        read_state(folder)
+    folder.delete("manifest/000001.jsonl")
+    folder.make("manifest/000001.jsonl")
+    with pytest.raises(OutputError, match=r"cannot read .*manifest: is a directory"):
+        read_state(folder)
+
+
+# -- compaction --------------------------------------------------------------------------------------------------------
+
+
+def fill(folder: Folder) -> dict[str, Any] | None:
+    """Two logs, the second with a torn tail; returns what they say."""
+    manifest = begin(folder)
+    manifest.part(part(0, num_errors=1), 0, "000001.0001")
+    manifest.event("replica_started", **started("000001.0001"))
+    manifest.event("replica_started", **started("000001.0002"))
+    manifest.event("replica_ended", incarnation="000001.0001", device_s=2.5)
+    manifest.commit()
+    manifest.close()
+    manifest = open_(folder, 2)
+    manifest.part(part(4))
+    manifest.part(part(0))
+    manifest.commit()
+    manifest.close()
+    with folder.path("manifest/000002.jsonl").open("ab") as file:
+        file.write(encode_commits([[{"kind": "part", **PartLine.of(part(5))._asdict()}]], 1)[:-1])
+    return view(state_of(folder))
+
+
+def test_the_third_log_holds_them_all(folder: Folder) -> None:
+    before = fill(folder)
+    manifest = open_(folder, 3)
+    assert logs(folder) == ["000003.jsonl"]
+    assert (view(state_of(folder)), state_of(folder).last_epoch) == (before, 3)
+    manifest.part(part(5))
+    manifest.done()
+    manifest.commit()
+    manifest.close()
+    before = view(state_of(folder))
+    for epoch in (4, 5, 8):
+        open_(folder, epoch).close()
+        assert view(state_of(folder)) == before
+    assert logs(folder) == ["000005.jsonl", "000008.jsonl"]
+
+
+def test_old_events_are_counted_but_not_kept(folder: Folder) -> None:
+    manifest = begin(folder)
+    manifest.event("replica_started", **started("a"))
+    for number in range(NUM_KEPT_EVENTS + 500):
+        manifest.event("replica_ended" if number % 2 else "x", incarnation=str(number), device_s=1)
+    manifest.commit()
+    for epoch in (2, 3, 4, 5):
+        open_(folder, epoch).close()
+        state = state_of(folder)
+        assert len(state.events) == NUM_KEPT_EVENTS
+        assert state.events[0].fields["incarnation"] == "500"
+        assert state.event_counts == {"replica_started": 1, "x": 750, "replica_ended": 750}
+        assert state.device_s == 750
+        assert [group.incarnation for group in state.process_groups] == ["a"]
+
+
+OPEN = """
+import sys
+from batchinf.manifest.log import Manifest
+from batchinf.base.storage import Folder
+Manifest(Folder(sys.argv[1]), 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [
+        ("before_rename", ["000001.jsonl", "000002.jsonl"]),
+        ("before_delete", ["000001.jsonl", "000002.jsonl", "000003.jsonl"]),
+    ],
+)
+def test_killed_while_compacting(folder: Folder, step: str, left: list[str]) -> None:
+    before = fill(folder)
+    environment = {**os.environ, "BATCHINF_FAULTS": f"manifest.compact.{step}=kill"}
+    command = [sys.executable, "-c", OPEN, os.fspath(folder.root)]
+    assert subprocess.run(command, env=environment, check=False).returncode == -9
+    assert (logs(folder), view(state_of(folder))) == (left, before)
+    open_(folder, 4).close()
+    assert (logs(folder), view(state_of(folder))) == (["000004.jsonl"], before)
+
+
+@contextlib.contextmanager
+def flipped(path: pathlib.Path, offset: int, bit: int) -> Iterator[None]:
+    with path.open("r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << bit]), offset)
+        yield
+        os.pwrite(file.fileno(), byte, offset)
+
+
+def test_a_half_written_snapshot_counts_for_nothing(folder: Folder) -> None:
+    # Where a file system has no hard links the snapshot can be seen half written.
+    before = fill(folder)
+    old = [folder.path(f"manifest/{name}") for name in logs(folder)]
+    for path in old:
+        path.with_suffix(".kept").hardlink_to(path)
+    open_(folder, 3)
+    snapshot = folder.path("manifest/000003.jsonl")
+    data = snapshot.read_bytes()
+    first_commit = data.index(b"\n", data.index(b'"commit"'))
+    for size in reversed(range(0, len(data), 7)):
+        os.truncate(snapshot, size)
+        if size > first_commit:
+            with pytest.raises(OutputError, match=r"000003.jsonl is damaged: its snapshot lacks the end"):
+                read_state(folder)
+        for path in old:
+            path.hardlink_to(path.with_suffix(".kept"))
+        assert view(state_of(folder)) == before
+        for path in old:
+            path.unlink()
+
+
+def test_a_snapshot_of_which_some_commits_are_written_counts_for_nothing(folder: Folder) -> None:
+    manifest = begin(folder)
+    manifest.extent(next_extent([FIRST], 2000, 1), "more input")
+    for shard in range(1500):
+        manifest.part(part(shard))
+    manifest.commit()
+    open_(folder, 2)
+    before = view(state_of(folder))
+    old = folder.read("manifest/000001.jsonl")
+    open_(folder, 3)
+    data = folder.read("manifest/000003.jsonl")
+    os.truncate(folder.path("manifest/000003.jsonl"), data.index(b"\n", data.index(b'"commit":1')) + 1)
+    with pytest.raises(OutputError, match=r"000003.jsonl is damaged: its snapshot lacks the end"):
+        read_state(folder)
+    folder.write_atomic("manifest/000001.jsonl", old)
+    folder.write_atomic("manifest/000002.jsonl", b"")
+    assert view(state_of(folder)) == before
+
+
+def test_any_byte_of_a_snapshot_is_guarded(folder: Folder) -> None:
+    before = fill(folder)
+    manifest = open_(folder, 3)
+    path = folder.path("manifest/000003.jsonl")
+    size = path.stat().st_size
+    manifest.event("x")
+    manifest.commit()
+    # Every third will do: all of a line is under one checksum.
+    for offset in range(0, path.stat().st_size, 3):
+        with flipped(path, offset, offset % 8):
+            if offset < size:
+                with pytest.raises(OutputError, match=r"000003.jsonl is damaged"):
+                    read_state(folder)
+            else:
+                assert view(state_of(folder)) == before
+
+
+def test_a_reader_needs_no_lock(folder: Folder) -> None:
+    manifest = begin(folder)
+    manifest.extent(next_extent([FIRST], 100, 1), "more input")
+    manifest.commit()
+
+    def run_epochs() -> None:
+        for epoch in range(2, 60):
+            manifest = open_(folder, epoch)
+            manifest.part(part(epoch))
+            manifest.commit()
+
+    thread = threading.Thread(target=run_epochs)
+    thread.start()
+    seen = [0]
+    while thread.is_alive():
+        seen.append(len(state_of(folder).parts))
+    thread.join()
+    assert seen == sorted(seen)
+    assert len(state_of(folder).parts) == 58
+
+
+# -- any history, cut anywhere -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """What a history comes to, kept the simplest way."""
+
+    extents: list[tuple[int, int]] = field(default_factory=lambda: [(FIRST.num_rows, FIRST.rows_per_shard)])
+    parts: dict[int, Part] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    device_s: float = 0.0
+    is_done: bool = False
+
+    def agrees(self, state: State) -> bool:
+        totals = [sum(getattr(part, name) for part in self.parts.values()) for name in ("num_rows", "num_errors")]
+        return (
+            state.header == HEADER
+            and [(extent.num_rows, extent.rows_per_shard) for extent in state.extents] == self.extents
+            and len(state.committed) == total_shards(state.extents)
+            and state.parts == {shard: PartLine.of(part) for shard, part in self.parts.items()}
+            and set(np.flatnonzero(state.committed)) == self.parts.keys()
+            and [state.num_rows, state.num_errors] == totals
+            and [event.name for event in state.events] == self.events
+            and sum(state.event_counts.values()) == len(self.events)
+            and [group.incarnation for group in state.process_groups] == self.groups
+            and (state.device_s, state.is_done) == (self.device_s, self.is_done)
+        )
+
+
+def do(step: tuple[str, int], model: Model, manifest: Manifest, extents: list[Extent]) -> None:
+    kind, value = step
+    match kind:
+        case "part":
+            model.parts[value % 10] = part(value % 10, 1 + value % 7, value % 2)
+            manifest.part(model.parts[value % 10])
+        case "event":
+            model.events.append(f"happening {value}")
+            manifest.event(model.events[-1], value=value)
+        case "started" if str(value) not in model.groups:
+            model.events.append("replica_started")
+            model.groups.append(str(value))
+            manifest.event("replica_started", **started(str(value)))
+        case "ended" if str(value) in model.groups:
+            model.events.append("replica_ended")
+            model.groups.remove(str(value))
+            model.device_s += value
+            manifest.event("replica_ended", incarnation=str(value), device_s=value)
+        case "extent":
+            model.extents.append((value, 3))
+            extents.append(next_extent(extents, value, 3))
+            manifest.extent(extents[-1], "more")
+            model.is_done = False
+        case "done":
+            model.is_done = True
+            manifest.done()
+
+
+STEPS = ["part", "part", "part", "event", "started", "ended", "extent", "done", "commit", "commit", "epoch"]
+histories = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 12)), max_size=60)
+
+
+@settings(max_examples=120, deadline=None)
+@given(histories, st.integers(0))
+def test_any_history_cut_at_any_byte_is_a_prefix_of_it(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int]], cut: int
+) -> None:
+    folder = Folder(tmp_path_factory.mktemp("job"))
+    folder.make("manifest")
+    manifest, model, epoch, extents = begin(folder), Model(), 1, [FIRST]
+
+    def size() -> int:
+        return folder.path(f"manifest/{epoch:06d}.jsonl").stat().st_size
+
+    committed = [(size(), copy.deepcopy(model))]
+    for step in [*history, ("commit", 0)]:
+        do(step, model, manifest, extents)
+        if step[0] in ("commit", "epoch"):
+            manifest.commit()
+            committed.append((size(), copy.deepcopy(model)))
+        if step[0] == "epoch":
+            manifest.close()
+            epoch += 1
+            manifest = open_(folder, epoch)
+            committed = [(size(), copy.deepcopy(model))]
+    manifest.close()
+    assert len(logs(folder)) <= 2
+    assert model.agrees(state_of(folder))
+    least = committed[0][0]
+    length = least + cut % (size() - least + 1)
+    os.truncate(folder.path(f"manifest/{epoch:06d}.jsonl"), length)
+    assert [end_model for end, end_model in committed if end <= length][-1].agrees(state_of(folder))

@@ -1,0 +1,278 @@
+"""What a model needs, by its config and its weight files; what fits on a device."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import jobs
+from batchinf.model.identity import Model
+from batchinf.model.memory import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    GIB,
+    Fit,
+    KvCache,
+    Needs,
+    fit_of,
+    kv_cache_of,
+    needs_lines,
+    parameters_of,
+)
+from batchinf.model.memory import needs_of as needs_of_model
+from batchinf.spec.job import JobSpec, ModelSpec
+from benchmarks.shapes import SHAPES
+
+H100_BYTES = 85_017_493_504  # 79.2 GiB, as NVML gives it
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 32000,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "hidden_size": 7168, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_8B = SHAPES["llama-3.1-8b"]
+
+
+def model_of(config: dict[str, Any], path: str = "org/name") -> Model:
+    return Model("name", path, None, "", config, {}, False, config.get("max_position_embeddings"), None, path)
+
+
+def needs_of(config: dict[str, Any], path: str = "org/name", kv_cache_dtype: str = "auto", **model: Any) -> Needs:
+    return needs_of_model(model_of(config, path), ModelSpec(name="m", **model), {"kv_cache_dtype": kv_cache_dtype})
+
+
+# The number of parameters as the models' safetensors indices sum up to.
+@pytest.mark.parametrize(
+    ("config", "num_parameters"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        (SHAPES["llama-3.2-1b"], 1_235_814_400),
+        (SHAPES["llama-3.3-70b"], 70_553_706_496),
+        (SHAPES["qwen3-8b"], 8_190_735_360),
+        (SHAPES["qwen3-32b"], 32_762_123_264),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (MIXTRAL_8X7B, 46_702_792_704),
+    ],
+)
+def test_parameters_of_models_as_published(config: dict[str, Any], num_parameters: int) -> None:
+    parameters = parameters_of(config)
+    assert parameters is not None
+    assert sum(parameters) == num_parameters
+    assert needs_of(config).weight_bytes == 2 * num_parameters
+    assert needs_of(config, dtype="float32").weight_bytes == 4 * num_parameters
+
+
+def test_the_sample_model_is_counted_alike_by_config_and_by_file() -> None:
+    config = json.loads((jobs.MODEL / "config.json").read_text())
+    by_file, by_config = needs_of(config, str(jobs.MODEL)), needs_of(config, str(jobs.MODEL), load_format="dummy")
+    assert by_file.weight_bytes == by_config.weight_bytes
+    assert by_file.weight_bytes is not None
+    # Against the file itself: in 16 bits, and little but tensors is in it.
+    assert 0 <= (jobs.MODEL / "model.safetensors").stat().st_size - by_file.weight_bytes < 100_000
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor", "pipeline", "expected"),
+    [
+        (LLAMA_8B, 1, 1, 131_072),
+        (LLAMA_8B, 2, 1, 65_536),
+        (LLAMA_8B, 16, 1, 16_384),  # eight heads on sixteen ranks: each holds one
+        (LLAMA_8B, 1, 2, 65_536),
+        (SHAPES["llama-3.3-70b"], 1, 1, 327_680),
+        (SHAPES["llama-3.3-70b"], 4, 1, 81_920),
+        (SHAPES["qwen3-8b"], 1, 1, 147_456),
+        (SHAPES["qwen3-8b"], 1, 8, 5 * 4096),  # 36 layers on eight stages: the fullest has five
+        (DEEPSEEK_V3, 1, 1, 70_272),
+        (DEEPSEEK_V3, 8, 1, 70_272),  # the compressed row is on every rank
+    ],
+)
+def test_bytes_of_a_cached_token(config: dict[str, Any], tensor: int, pipeline: int, expected: int) -> None:
+    kv_cache = needs_of(config).kv_cache
+    assert kv_cache is not None
+    assert kv_cache.bytes_per_token(tensor, pipeline) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype", "expected"),
+    [("auto", "auto", 131_072), ("fp8", "auto", 65_536), ("fp8_e5m2", "float32", 65_536), ("auto", "float32", 262_144),
+     ("bfloat16", "float32", 131_072)],
+)  # fmt: skip
+def test_the_type_of_the_cache_counts(kv_cache_dtype: str, dtype: str, expected: int) -> None:
+    kv_cache = needs_of(LLAMA_8B, kv_cache_dtype=kv_cache_dtype, dtype=dtype).kv_cache
+    assert kv_cache is not None
+    assert kv_cache.bytes_per_token() == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_cache_dtype"),
+    [
+        ({"sliding_window": 4096}, "auto"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "auto"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "auto"),
+        ({"num_kv_shared_layers": 4}, "auto"),
+        ({"is_encoder_decoder": True}, "auto"),
+        ({"mamba_d_state": 128}, "auto"),
+        ({"num_key_value_heads": [8, 4]}, "auto"),
+        ({"num_hidden_layers": None}, "auto"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "auto"),
+        ({}, "nvfp4"),
+        ({**DEEPSEEK_V3, "index_topk": 2048}, "auto"),
+        (DEEPSEEK_V3, "fp8"),
+    ],
+)
+def test_a_cache_of_another_kind_is_unknown(changes: dict[str, Any], kv_cache_dtype: str) -> None:
+    needs = needs_of({**LLAMA_8B, **changes}, kv_cache_dtype=kv_cache_dtype)
+    assert needs.kv_cache is None
+    assert any(why.startswith("KV cache: ") for why in needs.unknown)
+
+
+def test_a_window_that_is_named_and_not_used_counts_for_nothing() -> None:
+    config = {**LLAMA_8B, "sliding_window": 4096, "use_sliding_window": False}
+    assert needs_of(config).kv_cache == needs_of(LLAMA_8B).kv_cache
+
+
+@pytest.mark.parametrize(
+    ("changes", "model"),
+    [
+        ({"model_type": "a new one"}, {}),
+        ({"quantization_config": {"quant_method": "awq"}}, {}),
+        ({}, {"quantization": "bitsandbytes"}),
+        ({"text_config": LLAMA_8B, "model_type": "llava"}, {}),
+    ],
+)
+def test_weights_that_cannot_be_counted_are_unknown(changes: dict[str, Any], model: dict[str, Any]) -> None:
+    needs = needs_of({**LLAMA_8B, **changes}, **model)
+    assert needs.weight_bytes is None
+    assert any(why.startswith("weights: ") for why in needs.unknown)
+
+
+def test_quantization_on_loading_halves_the_matrices_alone() -> None:
+    parameters = parameters_of(LLAMA_8B)
+    assert parameters is not None
+    in_layers, others = parameters
+    assert needs_of(LLAMA_8B, quantization="fp8").weight_bytes == in_layers + 2 * others
+
+
+def test_weights_by_their_files(tmp_path: pathlib.Path) -> None:
+    layer, head = np.zeros((8, 16), np.float32), np.zeros((32, 8), np.float32)
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": layer,
+        "model.norm.weight": head[:, 0].copy(),
+        "lm_head.weight": head,
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    path = str(tmp_path)
+    assert needs_of({}, path).weight_bytes == 2 * (128 + 32 + 256)
+    assert needs_of({}, path, dtype="float32").weight_bytes == 4 * (128 + 32 + 256)
+    assert needs_of({}, path, quantization="fp8").weight_bytes == 128 + 2 * (32 + 256)
+    assert needs_of({"tie_word_embeddings": True}, path).weight_bytes == 2 * (128 + 32)
+    # Quantized already: as it is stored.
+    assert needs_of({"quantization_config": {"quant_method": "x"}}, path).weight_bytes == 4 * (128 + 32 + 256)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    assert needs_of({}, path).weight_bytes is None
+
+
+def fit(name: str = "llama-3.1-8b", **fields: Any) -> Fit:
+    length = fields.pop("max_model_len", 131_072)
+    return Fit(needs_of(SHAPES[name]), fields.pop("device_bytes", H100_BYTES), max_model_len=length, **fields)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("length", [2048, 32_768, 131_072])
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.3-70b", "llama-3.2-1b"])
+def test_what_fits_is_what_can_be_added_up(name: str, degrees: tuple[int, int], length: int, share: float) -> None:
+    found = fit(name, max_model_len=length, tensor_parallel_size=degrees[0], pipeline_parallel_size=degrees[1])
+    weights = sum(parameters_of(SHAPES[name]) or ()) * 2 / (degrees[0] * degrees[1])
+    kv_cache = needs_of(SHAPES[name]).kv_cache
+    assert kv_cache is not None
+    each, pool = kv_cache.bytes_per_token(*degrees), H100_BYTES * share
+    tokens = found.most_tokens(share)
+    assert tokens is not None
+    if tokens:
+        assert weights + tokens * each <= pool < weights + (tokens + 1) * each + 2
+    else:
+        assert weights + each > pool - 2
+    assert found.fits(share) == (found.least_utilization() <= share)  # type: ignore[operator]
+    # The least share is given in whole hundredths.
+    least = found.least_utilization()
+    assert least is not None
+    assert (least - 0.01) * H100_BYTES < weights + length * each <= least * H100_BYTES + 2
+
+
+def test_known_models_on_known_devices() -> None:
+    assert fit().fits(0.92) is True
+    assert fit("llama-3.3-70b").fits(0.92) is False
+    assert fit("llama-3.3-70b", tensor_parallel_size=2).fits(0.92) is False
+    assert fit("llama-3.3-70b", tensor_parallel_size=4).fits(0.92) is True
+    assert fit(device_bytes=24 * GIB).fits(0.92) is False
+    assert fit(device_bytes=24 * GIB, max_model_len=8192).fits(0.92) is True
+
+
+@pytest.mark.parametrize("needs", [Needs(None, KvCache(1, 1, 2, 2, "bfloat16")), Needs(10, None)])
+def test_where_something_is_unknown_nothing_is_claimed(needs: Needs) -> None:
+    found = Fit(needs, H100_BYTES, max_model_len=1000)
+    assert (found.most_tokens(0.9), found.least_utilization(), found.fits(0.9), found.least_bytes) == (None,) * 4
+    assert Fit(Needs(10, KvCache(1, 1, 2, 2, "bfloat16")), None, max_model_len=10).fits(0.9) is None
+
+
+def test_lines_for_people() -> None:
+    needs, device = needs_lines(fit(device_name="NVIDIA H100 80GB HBM3"), 0.92)
+    assert needs == "memory: weights 15.0 GiB; KV cache 125.0 MiB for 1,000 tokens in bfloat16"
+    assert "NVIDIA H100 80GB HBM3, 79.2 GiB" in device
+    assert "474," in device
+    assert device.endswith("one sequence of max_model_len 131,072 fits")
+    assert needs_lines(fit("llama-3.3-70b"), 0.92)[1].endswith(
+        "the weights alone do not fit at gpu_memory_utilization 0.92"
+    )
+    assert needs_lines(fit(device_bytes=24 * GIB), 0.92)[1].endswith("131,072 does not")
+    assert len(needs_lines(fit(device_bytes=None), 0.92)) == 1
+    [unknown] = needs_lines(Fit(needs_of({"model_type": "new"}), None), 0.92)
+    assert "unknown: weights" in unknown
+    assert "unknown: KV cache" in unknown
+
+
+def test_the_length_is_the_engines() -> None:
+    spec = {"model": "m", "input": {"path": "x"}, "output": {"path": "y"}}
+    model = model_of(LLAMA_8B)
+    assert fit_of(model, JobSpec.model_validate(spec), None).max_model_len == 131_072
+    assert fit_of(model, JobSpec.model_validate({**spec, "engine": {"max_model_len": 4096}}), 1).max_model_len == 4096
+    assert fit_of(model, JobSpec.model_validate({**spec, "engine": {"max_model_len": -1}}), 1).max_model_len == 131_072
+
+
+def test_the_default_share_is_vllms() -> None:
+    cache = pytest.importorskip("vllm.config.cache")
+    assert cache.CacheConfig().gpu_memory_utilization == DEFAULT_GPU_MEMORY_UTILIZATION
+
+
+def test_cached_bytes_are_vllms_own() -> None:
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    import torch
+
+    kv_cache, _ = kv_cache_of(LLAMA_8B, LLAMA_8B, ModelSpec(name="m"), "auto")
+    assert kv_cache is not None
+    page = interface.FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    assert kv_cache.bytes_per_token() == 32 * page.page_size_bytes // 16
+    page = interface.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    kv_cache, _ = kv_cache_of(DEEPSEEK_V3, DEEPSEEK_V3, ModelSpec(name="m"), "auto")
+    assert kv_cache is not None
+    assert kv_cache.bytes_per_token() == 61 * page.page_size_bytes // 16
+
+
+def test_validate_says_what_the_model_needs(tmp_path: pathlib.Path) -> None:
+    done = jobs.run("validate", jobs.spec_of(tmp_path))
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("memory: ")]
+    config = json.loads((jobs.MODEL / "config.json").read_text())
+    needs = needs_of(config, str(jobs.MODEL))
+    assert needs.weight_bytes is not None
+    assert f"weights {needs.weight_bytes / 2**20:,.1f} MiB; KV cache" in line

@@ -1,0 +1,216 @@
+"""Accuracy and the second BOS: counted as plain Python counts them, after a kill, a retry, and in a log of before."""
+
+import json
+import pathlib
+import random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import jobs
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.commands.status import status_lines
+from batchinf.manifest.commit_log import encode_commits, read_lines
+from batchinf.manifest.lines import PartLine
+from batchinf.manifest.state import State
+from batchinf.output.counts import WINNERS, Accuracy, accuracy_of_parts, count_right_answers, remarks
+from batchinf.prompts.encoder import begins_with_two, load_tokenizer
+from batchinf.prompts.scoring import prompt_builder
+from batchinf.source.rows import Row
+from batchinf.spec.job import JobSpec
+
+BOS = "<|begin_of_text|>"
+NUM_ROWS = 60
+
+
+def counted(rows: list[dict[str, Any]]) -> Accuracy:
+    """In plain Python."""
+    answered = [row for row in rows if row["answer"] is not None and row["best"] is not None]
+    return Accuracy(
+        len(rows), len(answered), *(sum(row[name] == row["answer"] for row in answered) for name in WINNERS)
+    )
+
+
+def drawn(seed: int, num_rows: int = 200) -> pa.Table:
+    chance = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        is_bad, answer = chance.random() < 0.1, chance.choice([None, 0, 1, 2, 3])
+        rows.append({"answer": answer} | {name: None if is_bad else chance.randrange(4) for name in WINNERS})
+    return pa.Table.from_pylist(rows, pa.schema([(name, pa.int32()) for name in ("answer", *WINNERS)]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counted_as_plain_python_counts(seed: int) -> None:
+    table = drawn(seed)
+    assert count_right_answers(table) == counted(table.to_pylist())
+    assert count_right_answers(table.slice(0, 0)) == Accuracy()
+    everything = count_right_answers(table.slice(0, 60)) + count_right_answers(table.slice(60))
+    assert everything == count_right_answers(table)
+    assert everything.shares[1] == everything.num_right_per_token / everything.num_answered
+
+
+def test_a_part_whose_line_says_nothing_is_read(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "parts").mkdir()
+    table = drawn(9)
+    pq.write_table(table, tmp_path / "parts" / "part-000003.parquet", row_group_size=17)
+    silent = PartLine(3, "x", table.num_rows, 0, 1, 1, 1, "00")
+    known = PartLine(4, "y", 10, 0, 1, 1, 1, "00", num_answered=8, num_right=3, num_right_per_token=2)
+    assert accuracy_of_parts(Folder(tmp_path), [silent, known]) == count_right_answers(table) + Accuracy(10, 8, 3, 2, 0)
+    assert accuracy_of_parts(Folder(tmp_path), [silent._replace(shard=5), known]) is None
+    assert "num_answered" not in silent.fields() and known.fields()["num_right_per_token"] == 2
+    assert PartLine(4, "y", 10, 0, 1, 1, 1, "00", num_answered=0).fields()["num_answered"] == 0
+
+
+# -- two BOS -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(str(jobs.MODEL), False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "values", "expected"),
+    [
+        ({}, {"prompt": "one"}, False),
+        ({}, {"prompt": BOS + "one"}, True),
+        ({}, {"prompt": f"one {BOS}{BOS}"}, False),
+        ({"input": {"prompt_template": BOS + "{{ prompt }}"}}, {"prompt": "one"}, True),
+        # The template writes one, and the tokenizer none behind it.
+        ({"input": {"add_generation_prompt": True}}, {"prompt": "one"}, False),
+        ({"input": {"chat_template": BOS * 2 + "{{ messages[0].content }}"}}, {"prompt": "one"}, True),
+        ({"input": {"token_ids_column": "ids"}}, {"ids": [0, 0, 5]}, True),
+        ({"input": {"token_ids_column": "ids"}}, {"ids": [0, 5, 0]}, False),
+        ({"input": {"token_ids_column": "ids"}}, {"ids": [0]}, False),
+        ({"task": "score", "input": {"context_column": "c", "continuation_column": "t"}}, {"c": "a", "t": " b"}, False),
+        (
+            {"task": "score", "input": {"context_column": "c", "continuation_column": "t"}},
+            {"c": BOS + "a", "t": " b"},
+            False,
+        ),
+        (
+            {"task": "score", "input": {"context_column": "c", "continuation_column": "t"}},
+            {"c": BOS * 2 + "a", "t": " b"},
+            True,
+        ),
+        # Each text is scored so, which is said before the job begins, or meant.
+        ({"task": "score", "input": {"text_column": "t"}}, {"t": "a"}, False),
+        ({"task": "score", "input": {"text_column": "t"}, "score": {"add_bos_token": True}}, {"t": "a"}, False),
+        ({"task": "score", "input": {"text_column": "t"}, "score": {"add_bos_token": False}}, {"t": "a"}, False),
+        ({"task": "score", "input": {"text_column": "t"}, "score": {"add_bos_token": False}}, {"t": BOS + "a"}, True),
+    ],
+)
+def test_prompts_that_begin_with_two(
+    sections: dict[str, Any], values: dict[str, Any], expected: bool, tokenizer: Any
+) -> None:
+    where = {"path": "rows.jsonl", **sections.pop("input", {})}
+    spec = JobSpec(model={"name": str(jobs.MODEL)}, input=where, output={"path": "out"}, **sections)
+    [prompt] = prompt_builder(spec, tokenizer, None).build([Row(7, values, None)], 512)
+    assert prompt.error is None
+    assert prompt.has_second_bos == expected
+
+
+def test_a_model_without_bos() -> None:
+    assert not begins_with_two([5, 5], None)
+    assert not begins_with_two([], 0)
+
+
+# -- whole jobs --------------------------------------------------------------------------------------------------------
+
+
+def is_doubled(row: int) -> bool:
+    return row % 4 == 1
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {"c": (BOS * 2 if is_doubled(i) else "") + f"Question {i}:", "x": [f" {i}", " one", f" no {i * 7}"],
+         "a": None if i % 6 == 5 else i % 3}
+        for i in range(NUM_ROWS)
+    ]  # fmt: skip
+
+
+def said_of(out: pathlib.Path) -> list[str]:
+    """What is to be said of the job, counted anew from its rows."""
+    found = counted(jobs.rows_of(out))
+    assert 0 < found.num_right < found.num_answered < NUM_ROWS
+    num_doubled = sum(map(is_doubled, range(NUM_ROWS)))
+    return [
+        f"accuracy: best {found.num_right / found.num_answered:.2%} ({found.num_right}), best_per_token "
+        f"{found.num_right_per_token / found.num_answered:.2%} ({found.num_right_per_token}), best_per_byte "
+        f"{found.num_right_per_byte / found.num_answered:.2%} ({found.num_right_per_byte}) of {found.num_answered} "
+        f"rows; {NUM_ROWS - found.num_answered} rows have no answer, or no scores",
+        f"warning: the prompts of {num_doubled} rows begin with two BOS tokens: ",
+    ]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Killed amid the first shard, some of whose results are in the journal; then finished; then a retry."""
+    folder = tmp_path_factory.mktemp("job")
+    path, out, marker = folder / "rows.jsonl", folder / "out", folder / "held"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    where = {"path": str(path), "id_column": None, "context_column": "c", "choices_column": "x", "answer_column": "a"}
+    spec = jobs.spec_of(folder, task="score", sampling=None, input=where, parallel={"data_parallel_size": 1},
+                        output={"keep_columns": [], "rows_per_shard": 25}, checkpoint_interval_s=0.05,
+                        scripted={"max_num_seqs": 3, "step_s": 0.02})  # fmt: skip
+    process = jobs.start("run", spec, faults=f"engine.step:15=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() and list((out / "journal").iterdir()))
+    everyone = jobs.family(process.pid)
+    jobs.kill(everyone)
+    process.communicate()
+    assert jobs.are_gone(everyone)
+    seen: dict[str, Any] = {"out": out, "killed": "\n".join(status_lines(str(out)))}
+    seen["run"] = jobs.finish(spec, "--set", "scripted.step_s=0").stdout
+    seen["said"] = said_of(out)
+    seen["retried"] = jobs.finish(spec, "--retry", "row_index % 5 = 1", "--set", "scripted.step_s=0").stdout
+    seen["status"] = "\n".join(status_lines(str(out)))
+    return seen
+
+
+def test_right_after_a_kill_and_after_a_retry(job: dict[str, Any]) -> None:
+    assert "accuracy" not in job["killed"] and "BOS" not in job["killed"]
+    for text in (job["run"], job["retried"], job["status"]):
+        assert [text.count(line) for line in job["said"]] == [1, 1]
+        assert text.count("BOS") == text.count("accuracy: ") == 1
+    # As the engine repeats, rows that ran again are the same.
+    assert said_of(job["out"]) == job["said"]
+
+
+def test_slices_are_summed(job: dict[str, Any]) -> None:
+    folder, state = Folder(job["out"]), jobs.state_of(job["out"])
+    found = counted(jobs.rows_of(job["out"]))
+    others = f"{2 * (NUM_ROWS - found.num_answered)} rows have no answer, or no scores"
+    assert remarks([(folder, state)] * 2)[0] == f"accuracy: {found + found}; {others}"
+
+
+def test_a_log_of_before_the_counts(job: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """What the line does not say is read from the parts, and what no column says is not said."""
+    folder, state = Folder(job["out"]), State()
+    for log in sorted(folder.list("manifest")):
+        for _, fields in read_lines(folder, f"manifest/{log}"):
+            state.apply({k: v for k, v in fields.items() if not k.startswith(("num_right", "num_ans", "num_second"))})
+    assert {part.num_answered for part in state.parts.values()} == {None}
+    [line] = remarks([(folder, state)])
+    assert line == job["said"][0]
+    # Of a part that is gone nothing can be said, and nothing fails.
+    made = Folder(tmp_path)
+    assert remarks([(made, state)]) == []
+
+
+def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    folder = Folder(job["out"])
+    [log, *_] = sorted(folder.list("manifest"))
+    lines = [fields for _, fields in read_lines(folder, f"manifest/{log}")]
+    part = next(fields for fields in lines if fields["kind"] == "part")
+    assert part["num_answered"] > 0
+    part["num_answered"] = "many"
+    (tmp_path / "out" / "manifest").mkdir(parents=True)
+    plain = [{k: v for k, v in fields.items() if k not in ("crc", "commit")} for fields in lines]
+    (tmp_path / "out" / "manifest" / "000001.jsonl").write_bytes(encode_commits([plain]))
+    with pytest.raises(OutputError, match="does not follow"):
+        status_lines(str(tmp_path / "out"))

@@ -1,0 +1,209 @@
+"""A part in the place of another: chosen rows are new, the others are untouched, whatever the sizes of the pieces."""
+
+import json
+import pathlib
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from test_parts import METADATA, SHARD, SPECS, Rows, expected_output, opened, read, write
+from test_tasks_generate import make_results
+
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.manifest.names import Retry, incarnation_name, part_name, retry_of
+from batchinf.output import parts
+from batchinf.output import replace as replacing
+from batchinf.output.journal import Journal, drop
+from batchinf.output.parts import verify_part
+from batchinf.output.replace import replaces, retry_metadata, with_retry, write_replacement
+from batchinf.output.shard import OpenShard
+from batchinf.records import Extent, Part, Result
+from batchinf.schedule.order import RunOrder
+from batchinf.schedule.selection import Selection, ShardRows, read_selection, selection_name
+from batchinf.schedule.shards import shard_at, total_shards
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import get_task
+
+RETRY = Retry(1, "errors", {"sampling.max_tokens": 8}, "f", 9, 1, "")
+NAME = incarnation_name(2, 1, RETRY.number)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> Folder:
+    folder = Folder(tmp_path)
+    folder.make("journal", "staging", "parts", "retry")
+    return folder
+
+
+def published(folder: Folder, spec: JobSpec, results: list[Result]) -> Part:
+    """A first part of all rows, in place."""
+    shard = opened(folder, spec)
+    shard.add(shard.task.encode(results))
+    part = write(folder, shard, spec)
+    folder.publish(f"staging/{part.file}", f"parts/{part_name(SHARD.index)}")
+    return part
+
+
+def reopened(folder: Folder, spec: JobSpec, chosen: Any, name: str = NAME) -> OpenShard:
+    task = get_task(spec)
+    return OpenShard(SHARD, task, Journal(folder, name, task.result_schema), chosen)
+
+
+def write_new(folder: Folder, shard: OpenShard, spec: JobSpec, retry: Retry = RETRY) -> Part:
+    rows: Any = Rows()
+    name = incarnation_name(2, 1, retry.number)
+    metadata = METADATA | retry_metadata(retry)
+    return write_replacement(folder, shard, rows, spec.input.id_column, spec.output.keep_columns, metadata, name)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", SPECS)
+def test_chosen_rows_are_new_and_the_others_as_they_were(
+    folder: Folder, name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, chance = SPECS[name], random.Random(f"{name} {seed}")
+    for module in (parts, replacing):
+        monkeypatch.setattr(module, "PIECE_BYTES", chance.choice([500, 5_000, 16 << 20]))
+    monkeypatch.setattr(parts, "_FIRST_ROWS", chance.choice([1, 7, 64]))
+    monkeypatch.setattr(parts, "ROW_GROUP_BYTES", chance.choice([4_000, 128 << 20]))
+    first = make_results(spec, range(SHARD.start, SHARD.stop))
+    old = published(folder, spec, first)
+    num_chosen = chance.choice([1, 5, 30, SHARD.num_rows])
+    chosen = np.zeros(SHARD.num_rows, np.bool_)
+    chosen[chance.sample(range(SHARD.num_rows), num_chosen)] = True
+    again = [r for r in make_results(spec, range(SHARD.start, SHARD.stop), 0.0) if chosen[r.prompt.row_index - 1000]]
+    shard = reopened(folder, spec, chosen)
+    assert shard.are_finished(0, SHARD.num_rows) is False
+    for result in chance.sample(again, len(again)):
+        assert not shard.is_complete
+        shard.add(shard.task.encode([result]))
+        if chance.random() < 0.1:
+            shard.tick()
+    assert shard.is_complete
+    part = write_new(folder, shard, spec)
+    # `attempts` goes on from the most that any of the row's samples had.
+    before: dict[int, int] = {}
+    for result in first:
+        before[result.prompt.row_index] = max(before.get(result.prompt.row_index, 0), result.attempts)
+    new = {(r.prompt.row_index, r.request_index): replace(r, attempts=r.attempts + before[r.prompt.row_index])
+           for r in again}  # fmt: skip
+    expected = [new.get((r.prompt.row_index, r.request_index), r) for r in first]
+    assert read(folder, part) == expected_output(spec, expected)
+    kept = [r for r in first if not chosen[r.prompt.row_index - 1000]]
+    assert (part.retry, part.num_kept, part.num_rows) == (1, len(kept), len(first))
+    assert part.num_kept_errors == sum(r.error is not None for r in kept)
+    staged = f"staging/{part.file}"
+    whole = verify_part(folder, staged, SHARD, "f00d", deep=True)
+    assert whole is not None
+    assert with_retry(folder, staged, whole) == replace(part, num_kept=0, num_kept_errors=0)
+    assert replaces(folder, staged, f"parts/{part_name(SHARD.index)}")
+    assert old.digest != part.digest
+
+
+def test_each_retry_stands_in_the_metadata(folder: Folder) -> None:
+    spec = SPECS["one sample"]
+    results = make_results(spec, range(SHARD.start, SHARD.stop))
+    published(folder, spec, results)
+    second = replace(RETRY, number=2, predicate="text = 'ü'", overrides={})
+    for retry in (RETRY, second):
+        chosen = np.arange(SHARD.num_rows) == retry.number
+        shard = reopened(folder, spec, chosen, incarnation_name(2, 1, retry.number))
+        shard.add(shard.task.encode(results[retry.number : retry.number + 1]))
+        part = write_new(folder, shard, spec, retry)
+        folder.publish(f"staging/{part.file}", f"parts/{part_name(SHARD.index)}")
+    stored = pq.read_metadata(folder.path(f"parts/{part_name(SHARD.index)}")).metadata
+    assert stored[b"batchinf.retry"] == b"2"
+    said = [json.loads(stored[f"batchinf.retry.{number}".encode()]) for number in (1, 2)]
+    assert said == [
+        {"predicate": "errors", "set": {"sampling.max_tokens": 8}, "num_rows": 9},
+        {"predicate": "text = 'ü'", "set": {}, "num_rows": 9},
+    ]
+
+
+def test_a_damaged_part_is_not_merged(folder: Folder) -> None:
+    spec = SPECS["one sample"]
+    results = make_results(spec, range(SHARD.start, SHARD.stop))
+    published(folder, spec, results)
+    path = folder.path(f"parts/{part_name(SHARD.index)}")
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    shard = reopened(folder, spec, np.arange(SHARD.num_rows) == 5)
+    shard.add(shard.task.encode(results[5:6]))
+    with pytest.raises(OutputError, match="move it away"):
+        write_new(folder, shard, spec)
+
+
+def test_results_of_rows_that_were_not_chosen_are_strangers(folder: Folder) -> None:
+    spec = SPECS["one sample"]
+    results = make_results(spec, range(SHARD.start, SHARD.stop))
+    shard = reopened(folder, spec, np.arange(SHARD.num_rows) == 5)
+    assert shard.is_finished(1004)
+    assert not shard.is_finished(1005)
+    with pytest.raises(ValueError, match="not to be run"):
+        shard.add(shard.task.encode(results[4:6]))
+
+
+def test_segments_of_one_retry_are_not_taken_for_those_of_another(folder: Folder) -> None:
+    spec = SPECS["one sample"]
+    results = make_results(spec, range(SHARD.start, SHARD.stop))
+    lives = {0: incarnation_name(1, 1, 0), 1: NAME, 2: incarnation_name(2, 2, 2)}
+    assert [retry_of(name) for name in lives.values()] == list(lives)
+    for retry, name in lives.items():
+        shard = reopened(folder, spec, None, name)
+        shard.add(shard.task.encode(results[retry : retry + 1]))
+        shard.tick()
+    for retry in lives:
+        shard = reopened(folder, spec, None, incarnation_name(3, 1, retry))
+        assert shard.recover() == []
+        assert [shard.is_finished(SHARD.start + row) for row in range(3)] == [row == retry for row in range(3)]
+    drop(folder, SHARD.index, 1)
+    assert [retry_of(name.split("-")[1]) for name in folder.list("journal")] == [2]
+
+
+def test_a_selection_is_a_set_of_rows(folder: Folder) -> None:
+    chance = random.Random(7)
+    for _ in range(30):
+        extents = (Extent.of_all(chance.choice([0, 13, 8000]), chance.randrange(1, 300), chance.randrange(1, 40), 0),)
+        rows = range(extents[0].start, extents[0].start + extents[0].num_rows)
+        chosen = set(chance.sample(rows, chance.randrange(len(rows) + 1)))
+        selection = Selection.of(extents)
+        for row in chosen:
+            selection.add(np.array([row, row]))
+        data, digest = selection.encode(4)
+        folder.write_atomic(selection_name(4), data)
+        back = read_selection(folder, 4, digest)
+        assert back is not None
+        shards = [shard_at(extents, index) for index in range(total_shards(extents))]
+        for shard in shards:
+            assert back.chosen(ShardRows(shard.start, shard.stop)).tolist() == [
+                row in chosen for row in range(shard.start, shard.stop)
+            ]
+        assert back.counts(RunOrder(folder, extents).shards()).tolist() == [
+            len(chosen & set(range(s.start, s.stop))) for s in shards
+        ]
+        later = ShardRows(rows.stop - 1, rows.stop + 9)
+        assert back.chosen(later).tolist() == [rows.stop - 1 in chosen] + [False] * 9
+
+
+def test_every_byte_of_a_selection_is_guarded(folder: Folder) -> None:
+    selection = Selection(0, 40)
+    selection.add(np.array([3, 39]))
+    data, digest = selection.encode(1)
+    for place in range(len(data)):
+        altered = bytearray(data)
+        altered[place] ^= 4
+        folder.write_atomic(selection_name(1), bytes(altered), durable=False)
+        assert read_selection(folder, 1) is None
+        folder.write_atomic(selection_name(1), data[:place], durable=False)
+        assert read_selection(folder, 1) is None
+    assert read_selection(folder, 2) is None
+    folder.write_atomic(selection_name(2), data)
+    assert read_selection(folder, 2) is None
+    folder.write_atomic(selection_name(1), data)
+    assert read_selection(folder, 1, digest) is not None
+    assert read_selection(folder, 1, "another") is None

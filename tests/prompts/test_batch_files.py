@@ -1,0 +1,182 @@
+"""OpenAI's batch files as whole jobs: each supported field on real vLLM, each other one an error row that names it."""
+
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import jobs
+from batchinf.base.errors import SpecError
+from batchinf.job.open import open_job
+from batchinf.model.identity import resolve_sampling
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.prompts.openai import recognised
+from batchinf.source.rows import Row
+from batchinf.spec.file import read_spec
+from batchinf.spec.input import InputSpec
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import get_task
+
+if TYPE_CHECKING:
+    from batchinf.engines.vllm.engine import VllmEngine
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MODEL = str(jobs.MODEL)
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if shout is defined %}LOUD {% endif %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """One text alone; all of these have the same keys at their top."""
+    return {"type": "string", "enum": [name]}
+
+
+def line(number: int, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    body = {"model": MODEL, **({"messages": MESSAGES} if url == CHAT else {"prompt": "Once upon"}), **body}
+    return {"custom_id": f"request-{number}", "method": "POST", "url": url, "body": body}
+
+
+# What each is held to, beside its body.
+GOOD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (CHAT, {}, {}),
+    (CHAT, {"max_tokens": 5, "temperature": 0}, {"num_tokens": 5}),
+    (CHAT, {"max_completion_tokens": 6, "temperature": 0, "ignore_eos": True}, {"num_tokens": 6}),
+    (CHAT, {"temperature": 0.7, "top_p": 0.9, "seed": 3, "top_k": 20, "min_p": 0.01}, {}),
+    (CHAT, {"presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "temperature": 0}, {}),
+    (CHAT, {"stop": ["e"], "temperature": 0, "max_tokens": 40}, {"stop": "e"}),
+    (CHAT, {"min_tokens": 7, "stop_token_ids": [5], "temperature": 0, "max_tokens": 8}, {"num_tokens": 8}),
+    (CHAT, {"response_format": {"type": "json_object"}, "max_tokens": 40, "temperature": 0}, {"begins": "{"}),
+    *[(CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": schema_of(name)}}, "temperature": 0},
+       {"begins": f'"{name}"'}) for name in ("first", "second")],
+    (CHAT, {"logprobs": True, "top_logprobs": 2}, {}),
+    (CHAT, {"user": "me", "metadata": {"a": "b"}, "n": 1, "stream": False}, {}),
+    (CHAT, {"chat_template_kwargs": {"shout": True}}, {"ends": "LOUD [assistant] "}),
+    (CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": "Well,"}], "continue_final_message": True},
+     {"ends": "[assistant] Well,"}),
+    (COMPLETIONS, {}, {"ends": "Once upon"}),
+    (COMPLETIONS, {"prompt": [1, 5, 6, 7], "logprobs": 2}, {"ids": [1, 5, 6, 7]}),
+]  # fmt: skip
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"tools": [{"type": "function"}]}, "body.tools"),
+    (CHAT, {"logit_bias": {"5": 1}}, "body.logit_bias"),
+    (CHAT, {"n": 2}, "body.n"),
+    (CHAT, {"stream": True}, "body.stream"),
+    (CHAT, {"top_logprobs": 9, "logprobs": True}, "body.top_logprobs"),
+    (CHAT, {"audio": {}}, "body.audio"),
+    (CHAT, {"model": "gpt-5"}, "body.model"),
+    (CHAT, {"temperature": 9}, "sampling.temperature"),
+    (CHAT, {"max_tokens": "5"}, "sampling.max_tokens"),
+    (CHAT, {"messages": [{"role": "user"}]}, "body.messages, message 0"),
+    (CHAT, {"response_format": {"type": "grammar"}}, "body.response_format"),
+    (COMPLETIONS, {"prompt": ["a", "b"]}, "body.prompt"),
+    (COMPLETIONS, {"echo": True}, "body.echo"),
+    (COMPLETIONS, {"best_of": 2}, "body.best_of"),
+    ("/v1/embeddings", {}, "url"),
+]
+
+
+def batch() -> list[dict[str, Any]]:
+    """Good and bad requests in turn."""
+    lines = [line(number, url, body) for number, (url, body, _) in enumerate([*GOOD, *BAD])]
+    return [lines[place] for place in sorted(range(len(lines)), key=lambda place: place % 7)]
+
+
+def spec_of(**sections: Any) -> JobSpec:
+    spec = {
+        "model": {"name": MODEL},
+        "input": {"path": "batch.jsonl", "format": "openai", "chat_template": TEMPLATE},
+        "output": {"path": "out", "include_prompt": True},
+        "sampling": {"logprobs": 2, "max_tokens": 16, "ignore_eos": True},
+        "engine": {"max_model_len": 512},
+        **sections,
+    }
+    parsed = JobSpec.model_validate(spec)
+    sampling, _ = resolve_sampling(parsed.sampling, {})
+    return parsed.model_copy(update={"sampling": sampling})
+
+
+def test_each_field_on_real_vllm(vllm_engine: "VllmEngine") -> None:
+    spec, tokenizer = spec_of(), load_tokenizer(MODEL, False)
+    task, builder = get_task(spec), PromptBuilder(spec, tokenizer, len(tokenizer))
+    rows = [Row(number, line(number, url, body)) for number, (url, body, _) in enumerate(GOOD)]
+    prompts = builder.build(rows, 512)
+    assert [prompt.error for prompt in prompts] == [None] * len(GOOD)
+    for prompt in prompts:
+        for request in task.expand(prompt, 512):
+            vllm_engine.add(request)
+    found = {}
+    while vllm_engine.num_unfinished():
+        found.update({completion.request.row_index: completion for completion in vllm_engine.step()})
+    texts = {row: tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True) for row, done in found.items()}
+    for number, (_, body, expected) in enumerate(GOOD):
+        prompt, completion = prompts[number], found[number]
+        sampling = completion.request.sampling
+        for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens"):
+            if name in body:
+                assert getattr(sampling, name) == body[name]
+        assert len(completion.token_ids) <= completion.request.max_tokens
+        if "num_tokens" in expected:
+            assert len(completion.token_ids) == expected["num_tokens"]
+        if "stop" in expected:
+            assert (completion.stop_reason, completion.finish_reason) == (expected["stop"], "stop")
+        if "begins" in expected:
+            assert "".join(texts[number].split()).startswith(expected["begins"])
+        if "ends" in expected:
+            assert (prompt.text or "").endswith(expected["ends"])
+        if "ids" in expected:
+            assert prompt.token_ids == expected["ids"]
+        elif body.get("messages", MESSAGES) and prompt.text and prompt.text.startswith(tokenizer.bos_token):
+            assert prompt.token_ids.count(tokenizer.bos_token_id) == 1
+    # The conversation's ids are transformers' own.
+    ids = tokenizer.apply_chat_template(MESSAGES, chat_template=TEMPLATE, add_generation_prompt=True, tokenize=True)
+    assert prompts[0].token_ids == list(ids["input_ids"] if hasattr(ids, "keys") else ids)
+
+
+def test_a_whole_job(tmp_path: pathlib.Path) -> None:
+    """Recognised by its lines; each bad request is a row that names the field."""
+    path = tmp_path / "batch.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in batch()))
+    spec = jobs.spec_of(
+        tmp_path,
+        input={"path": str(path), "id_column": None, "chat_template": TEMPLATE},
+        output={"keep_columns": [], "include_prompt": True},
+        sampling={"ignore_eos": True},
+        parallel={"data_parallel_size": 1},
+        max_error_rate=1,
+    )
+    jobs.finish(spec)
+    rows = {row["id"]: row for row in jobs.table_of(tmp_path / "out").to_pylist()}
+    assert [row["id"] for row in rows.values()] == [row["custom_id"] for row in batch()]
+    for number, (_, body, _) in enumerate(GOOD):
+        row = rows[f"request-{number}"]
+        assert row["error_type"] in (None, "invalid_json"), row["error_message"]
+        most = body.get("max_tokens") or body.get("max_completion_tokens") or 32
+        assert row["num_output_tokens"] <= most
+    for number, (_, _, words) in enumerate(BAD, len(GOOD)):
+        row = rows[f"request-{number}"]
+        assert row["error_type"] in ("unsupported_request", "invalid_sampling", "invalid_messages")
+        assert row["error_message"].startswith(words)
+        assert row["text"] is None
+
+
+def test_what_is_taken_for_a_batch_file(tmp_path: pathlib.Path) -> None:
+    names = ["custom_id", "method", "url", "body"]
+    assert recognised(InputSpec(path="a.jsonl"), names).format == "openai"
+    assert recognised(InputSpec(path="a.jsonl"), names).id_column == "custom_id"
+    assert recognised(InputSpec(path="a.jsonl", id_column="url"), names).id_column == "url"
+    assert recognised(InputSpec(path="a.jsonl", prompt_column="body"), names).format is None
+    assert recognised(InputSpec(path="a.jsonl"), names[:3]).format is None
+    with pytest.raises(SpecError, match="got openai, but the input has no column 'body'"):
+        recognised(InputSpec(path="a.jsonl", format="openai"), names[:3])
+    with pytest.raises(SpecError, match=r"input\.prompt_column: got it with format openai"):
+        recognised(InputSpec(path="a.jsonl", format="openai", prompt_column="x"), names)
+    path = tmp_path / "batch.jsonl"
+    path.write_text(json.dumps(line(0, COMPLETIONS, {})) + "\n")
+    spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
+    job = open_job(read_spec(spec), tmp_path / "cache")
+    assert (job.spec.input.format, job.spec.input.id_column) == ("openai", "custom_id")

@@ -1,0 +1,128 @@
+"""OpenAI's batch format: every field of a body is honoured, or the row is an error that names it."""
+
+from typing import Any
+
+import pytest
+
+from batchinf.base.errors import RowError
+from batchinf.prompts.openai import BatchReader, BatchRequest, is_batch
+from batchinf.spec.job import JobSpec
+
+MESSAGES = [{"role": "user", "content": "Say hello."}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def reader(**sampling: Any) -> BatchReader:
+    return BatchReader(
+        JobSpec(
+            model={"name": "org/model"},
+            input={"path": "batch.jsonl"},
+            output={"path": "out"},
+            engine={"served_model_name": ["gpt-4o-mini"]},
+            sampling={"logprobs": 5, **sampling},
+        )
+    )
+
+
+def line(body: dict[str, Any], url: str = "/v1/chat/completions", **columns: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": url, "body": body, **columns}
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    return line({"model": "org/model", "messages": MESSAGES, **body})
+
+
+def completion(**body: Any) -> dict[str, Any]:
+    return line({"model": "gpt-4o-mini", "prompt": "Once", **body}, "/v1/completions")
+
+
+@pytest.mark.parametrize(
+    ("body", "sampling"),
+    [
+        ({}, {}),
+        ({"model": "gpt-4o-mini"}, {}),
+        ({"max_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 5, "max_tokens": 5}, {"max_tokens": 5}),
+        ({"temperature": 0, "top_p": 0.5, "seed": 3}, {"temperature": 0, "top_p": 0.5, "seed": 3}),
+        ({"stop": ["a", "b"], "presence_penalty": 1, "frequency_penalty": 0.5},
+         {"stop": ["a", "b"], "presence_penalty": 1, "frequency_penalty": 0.5}),
+        ({"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [7]},
+         {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [7]}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json": {"type": "object"}}}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+         {"structured_outputs": {"json": SCHEMA}}),
+        ({"logprobs": True, "top_logprobs": 5}, {}),
+        ({"logprobs": True}, {}),
+        ({"logprobs": False, "n": 1, "user": "me", "metadata": {"k": "v"}, "stream": False, "tools": []}, {}),
+        ({"temperature": None, "tools": None, "anything": None}, {}),
+    ],
+)  # fmt: skip
+def test_what_is_honoured(body: dict[str, Any], sampling: dict[str, Any]) -> None:
+    assert reader().read(chat(**body)) == BatchRequest(messages=MESSAGES, sampling=sampling)
+
+
+def test_arguments_of_the_chat_template() -> None:
+    body = {"chat_template_kwargs": {"enable_thinking": False}, "continue_final_message": True}
+    assert reader().read(chat(**body)) == BatchRequest(messages=MESSAGES, chat=body)
+
+
+def test_completions() -> None:
+    assert reader().read(completion()) == BatchRequest(text="Once")
+    assert reader().read(completion(prompt=[1, 2], logprobs=3)) == BatchRequest(token_ids=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (line({}, custom_id=None), "custom_id is missing; a batch request has custom_id, method, url, body"),
+        (line({}, extra=1), "extra: not known; a batch request has custom_id, method, url, body"),
+        (line({}, method="GET"), "method: got 'GET'; must be POST"),
+        (line({}, "/v1/embeddings"), "url: got '/v1/embeddings'; must be /v1/chat/completions or /v1/completions"),
+        (line([]), "body: got a list; must be a mapping"),  # type: ignore[arg-type]
+        (line({"messages": MESSAGES}), "body.model is missing; must name the job's model"),
+        (chat(model="gpt-5"), "body.model: got 'gpt-5'; the job's model is 'org/model' or 'gpt-4o-mini': name it so, "
+         "or list the name in engine.served_model_name"),
+        (chat(messages=[]), "body.messages: got a list; must be a list of messages"),
+        (chat(prompt="a"), "body.prompt: got 'a', which is not supported"),
+        (chat(tools=[{"type": "function"}]), "body.tools: got a list, which is not supported"),
+        (chat(tool_choice="auto"), "body.tool_choice: got 'auto', which is not supported"),
+        (chat(stream=True), "body.stream: got True, which is not supported"),
+        (chat(logit_bias={"5": 1}), "body.logit_bias: got a mapping, which is not supported"),
+        (chat(reasoning_effort="low"), "body.reasoning_effort: got 'low', which is not supported"),
+        (chat(n=2), "body.n: got 2, but a job has one: sampling.n is 1"),
+        (chat(ignore_eos=True), "body.ignore_eos: got True, but a job has one: sampling.ignore_eos is False"),
+        (chat(logprobs=True, top_logprobs=6), "body.top_logprobs: asks for 6, but the job stores other columns: set "
+         "sampling.logprobs"),
+        (chat(top_logprobs=2), "body.top_logprobs: given without logprobs: true"),
+        (chat(logprobs=3), "body.logprobs: got 3; must be true or false"),
+        (chat(max_tokens=4, max_completion_tokens=5), "body.max_tokens: says other than body.max_completion_tokens; "
+         "give one of them"),
+        (chat(response_format={"type": "xml"}), "body.response_format: got 'xml'; must be text, json_object, or "
+         "json_schema with its schema"),
+        (chat(response_format={"type": "json_schema"}), "body.response_format: got 'json_schema'; must be text, "
+         "json_object, or json_schema with its schema"),
+        (chat(chat_template_kwargs=[]), "body.chat_template_kwargs: got a list; must be a mapping"),
+        (completion(prompt=["a", "b"]), "body.prompt: got a list; must be one text, or the token ids of one"),
+        (completion(echo=True), "body.echo: got True, which is not supported"),
+        (completion(best_of=3), "body.best_of: got 3, which is not supported"),
+        (completion(suffix="b"), "body.suffix: got 'b', which is not supported"),
+        (completion(logprobs=9), "body.logprobs: asks for 9, but the job stores other columns: set sampling.logprobs"),
+        (completion(messages=MESSAGES), "body.messages: got a list, which is not supported"),
+    ],
+)  # fmt: skip
+def test_what_is_not_is_named(values: dict[str, Any], message: str) -> None:
+    assert reader().read(values) == RowError("unsupported_request", message)
+
+
+def test_no_logprobs_in_the_job() -> None:
+    found = reader(logprobs=None).read(chat(logprobs=True))
+    assert found == RowError(
+        "unsupported_request", "body.logprobs: asks for 0, but the job stores other columns: set sampling.logprobs"
+    )
+
+
+def test_a_batch_is_known_by_its_columns() -> None:
+    assert is_batch(["body", "custom_id", "url", "method"])
+    assert not is_batch(["custom_id", "url", "method"])

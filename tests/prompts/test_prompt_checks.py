@@ -1,0 +1,115 @@
+"""What runs but may not be meant: a chat template that is not applied, a second BOS, a turn that was to go on."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import pytest
+
+import jobs
+from batchinf.job.open import open_job
+from batchinf.prompts.checks import prompt_warnings
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.spec.file import read_spec
+
+BOS = "<|begin_of_text|>"
+NOT_APPLIED = (
+    "warning: the model has a chat template, which input.{} alone does not apply; "
+    "input.add_generation_prompt: true makes each prompt a user's message"
+)
+TURNS = [{"role": "user", "content": "{{ prompt }}"}, {"role": "assistant", "content": "So"}]
+
+
+def warned(folder: pathlib.Path, texts: list[str], **input: Any) -> list[str]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    sections = {"input": {"path": str(folder / "rows.jsonl"), "id_column": None, **input}}
+    job = open_job(read_spec(jobs.spec_of(folder, output={"keep_columns": []}, **sections)))
+    with contextlib.closing(job.source):
+        return list(prompt_warnings(job.spec, job.model, job.source))
+
+
+@pytest.mark.parametrize(
+    ("input", "expected"),
+    [
+        ({}, [NOT_APPLIED.format("prompt_column")]),
+        ({"prompt_template": "{{ prompt }}!"}, [NOT_APPLIED.format("prompt_template")]),
+        ({"add_generation_prompt": True}, []),
+        ({"token_ids_column": "prompt"}, []),
+        ({"messages": TURNS, "continue_final_message": True}, []),
+        ({"messages": TURNS, "add_generation_prompt": True}, []),
+        (
+            {"messages": TURNS},
+            [
+                "warning: input.messages end with what the assistant says, and a new turn begins after it; "
+                "input.continue_final_message: true lets the model go on with it"
+            ],
+        ),
+        (
+            {"system_prompt": "Be {{ mood }}."},
+            [
+                "warning: input.system_prompt is plain text, in which {{ … }} stays as it is; "
+                "write a message of the role system under input.messages for a template"
+            ],
+        ),
+    ],
+)
+def test_what_may_not_be_meant(input: dict[str, Any], expected: list[str], tmp_path: pathlib.Path) -> None:
+    assert warned(tmp_path, ["a", "b"], **input) == expected
+
+
+def test_a_second_bos_is_seen_where_the_tokenizer_adds_one(tmp_path: pathlib.Path) -> None:
+    tokenizer = load_tokenizer(str(jobs.MODEL), False)
+    assert tokenizer(BOS + "fox")["input_ids"][:3] == [0, 0, *tokenizer("fox")["input_ids"][1:2]]
+    texts = ["one", BOS + "two", f"a {BOS}", BOS]
+    said = (
+        f"warning: of the first 4 prompts 2 (row 1 first) begin with {BOS}, and the tokenizer puts another {BOS} "
+        "before it; leave it out of the text"
+    )
+    assert warned(tmp_path, texts) == [NOT_APPLIED.format("prompt_column"), said]
+    assert warned(tmp_path, texts, prompt_template=BOS + "{{ prompt }}")[1].startswith(
+        "warning: of the first 4 prompts 4 (row 0 first)"
+    )
+    assert warned(tmp_path, texts, add_generation_prompt=True) == []
+
+
+def test_no_second_bos_where_the_tokenizer_adds_none(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["post_processor"] = None
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "chat_template.jinja").unlink()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": BOS + "fox"}))
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
+    job = open_job(read_spec(jobs.spec_of(tmp_path, model=str(folder), input=where, output={"keep_columns": []})))
+    with contextlib.closing(job.source):
+        assert list(prompt_warnings(job.spec, job.model, job.source)) == []
+
+
+def test_run_says_it_once_before_it_works(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{BOS}{i}"}) + "\n" for i in range(40)))
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
+    quick = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
+    done = jobs.finish(jobs.spec_of(tmp_path, input=where, output={"keep_columns": []}, **quick))
+    said = done.stdout + done.stderr
+    assert said.count("begin with <|begin_of_text|>") == said.count("the model has a chat template") == 1
+    # Said, and not altered: the ids are those of `LLM.generate`.
+    assert {row["num_prompt_tokens"] for row in jobs.rows_of(tmp_path / "out")} == {3, 4}
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_a_bos_that_is_scored_too(add_bos_token: bool | None, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None, "text_column": "text"}
+    score = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    spec = jobs.spec_of(tmp_path, task="score", sampling=None, input=where, output={"keep_columns": []}, score=score)
+    job = open_job(read_spec(spec))
+    with contextlib.closing(job.source):
+        warnings = list(prompt_warnings(job.spec, job.model, job.source))
+    assert [line.partition(", which is scored too")[0] for line in warnings] == (
+        [f"warning: each text is scored behind {BOS}, and the tokenizer puts another before it"]
+        if add_bos_token is None
+        else []
+    )

@@ -1,0 +1,324 @@
+"""What is made of a completion's text: structures that were missed, reasoning split off by vLLM's own parsers."""
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MODEL
+from transformers import PreTrainedTokenizerFast
+
+from batchinf.base.errors import SpecError
+from batchinf.engines.installed import check_structures, reasoning_parser_names
+from batchinf.prompts.row_values import RowSampling
+from batchinf.records import Completion, Prompt, Request, Result
+from batchinf.replica.text import Answer, Answers, Detokenizer
+from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.generate import Generate
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """The sample model's, with a plain mark before a thought and a special one after it, as some models have them."""
+    made = PreTrainedTokenizerFast.from_pretrained(MODEL)
+    made.add_tokens(["<think>", "</think>"])
+    made.add_tokens(["<|turn|>"], special_tokens=True)
+    return made
+
+
+def make_spec(structure: dict[str, Any] | None = None, parser: str | None = None, **fields: Any) -> JobSpec:
+    return JobSpec(
+        model={"name": str(MODEL), "reasoning_parser": parser},
+        input={"path": "in"},
+        output={"path": "out"},
+        sampling=SamplingSpec(structured_outputs=structure, temperature=0.0, **fields),
+    )
+
+
+def completion_of(
+    tokenizer: Any,
+    text: str,
+    reason: str = "length",
+    stop: Any = None,
+    prompt: str = "So",
+    sampling: SamplingSpec | None = None,
+) -> Completion:
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if (reason, stop) == ("stop", None):
+        ids.append(tokenizer.eos_token_id)
+    request = Request(0, 0, tokenizer(prompt).input_ids, sampling or SamplingSpec(), 9, None)
+    engine_text = text if isinstance(stop, str) else None
+    return Completion(request, np.array(ids, np.int32), reason, stop, engine_text)
+
+
+def answer(spec: JobSpec, tokenizer: Any, *given: Any, matcher: Any = None, split: Any = None, **named: Any) -> Answer:
+    completion = completion_of(tokenizer, *given, sampling=spec.sampling, **named)
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split, matcher).read([completion])
+    return found
+
+
+# -- structures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, 2.5, null]}', " [] ", "3", '"ü😀"', "1" * 5000, '{"a": 1e999}'])
+def test_json_that_parses_is_good(text: str, tokenizer: Any) -> None:
+    for reason in ("stop", "length"):
+        assert answer(make_spec({"json": SCHEMA}), tokenizer, text, reason) == Answer(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": "bro', "Unterminated string starting at: line 1 column 7 (char 6)"),
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+        ('{"a": 1} more', "Extra data: line 1 column 10 (char 9)"),
+        ("NaN", "NaN is no JSON"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_json_that_does_not_parse_is_an_error_beside_its_text(text: str, words: str, tokenizer: Any) -> None:
+    found = answer(make_spec({"json": SCHEMA}), tokenizer, text)
+    assert found.text == text
+    assert found.error is not None
+    assert found.error.error_type == "invalid_json"
+    assert found.error.error_message == f"the text does not parse as JSON (finish_reason length): {words}"
+
+
+def test_text_and_tokens_of_a_missed_structure_are_stored(tokenizer: Any) -> None:
+    spec = make_spec({"json": SCHEMA})
+    completion = completion_of(tokenizer, '{"a', sampling=spec.sampling)
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer)).read([completion])
+    result = Result(Prompt(0, [1], None, None), 0, 1, completion, found.text, found.error, 1, found.reasoning)
+    [row] = Generate(spec).encode([result]).to_pylist()
+    assert (row["text"], row["error_type"], row["finish_reason"]) == ('{"a', "invalid_json", "length")
+    assert row["token_ids"] == completion.token_ids.tolist()
+    assert "reasoning" not in row
+
+
+def test_a_choice_is_one_of_them_however_it_ended(tokenizer: Any) -> None:
+    spec = make_spec({"choice": ["pos", "positive"]})
+    for text, reason in (("pos", "length"), ("positive", "stop"), (" pos", "stop")):
+        assert answer(spec, tokenizer, text, reason) == Answer(text)
+    found = answer(spec, tokenizer, "posit")
+    assert found.error is not None
+    assert found.error.error_type == "invalid_choice"
+    assert found.error.error_message == "the text is none of the choices (finish_reason length): got 'posit'"
+
+
+def test_rows_may_have_structures_of_their_own(tokenizer: Any) -> None:
+    rows = RowSampling(SamplingSpec(temperature=0.0, max_tokens=9))
+    structures = ({"json": {"type": "object"}}, None, {"choice": ["a", "b"]})
+    given = [rows.with_values({"structured_outputs": structure}) for structure in structures]
+    assert all(isinstance(sampling, SamplingSpec) for sampling in given)
+    answers = Answers(make_spec(), tokenizer, Detokenizer(tokenizer))
+    found = answers.read([completion_of(tokenizer, "{", sampling=each) for each in given])
+    assert [answer.error and answer.error.error_type for answer in found] == ["invalid_json", None, "invalid_choice"]
+
+
+def test_without_a_grammar_at_hand_what_was_cut_is_not_whole(tokenizer: Any) -> None:
+    spec = make_spec({"regex": "[0-9]{4}"})
+    assert answer(spec, tokenizer, "1234", "stop") == Answer("1234")
+    found = answer(spec, tokenizer, "1234", "length")
+    assert found.error is not None
+    assert found.error.error_message == "the text does not match the regex (finish_reason length)"
+
+
+@pytest.mark.parametrize(
+    ("structure", "whole", "cut"),
+    [
+        ({"regex": "[0-9]{4}(-x)?"}, ["1234", "1234-x"], ["", "123", "1234-"]),
+        ({"regex": r"(\w+\s?)+\."}, ["a b."], ["word " * 400]),  # over which Python's `re` never ends
+        ({"grammar": 'root ::= "yes" (", " [a-z]+)* "."'}, ["yes.", "yes, a, b."], ["yes", "yes, a,"]),
+        ({"grammar": "start: /a+/ b?\nb: \"b\""}, ["a", "aab"], ["", "ba"]),
+    ],
+)  # fmt: skip
+def test_what_was_cut_is_held_against_the_grammar(
+    structure: dict[str, Any], whole: list[str], cut: list[str], tokenizer: Any
+) -> None:
+    pytest.importorskip("vllm")
+    from batchinf.engines.vllm.structures import matcher
+
+    spec = make_spec(structure)
+    for text in whole:
+        assert answer(spec, tokenizer, text, matcher=matcher) == Answer(text)
+    for text in cut:
+        for reason, stop in (("length", None), ("stop", "END"), ("stop", 5)):
+            if text or reason == "length":
+                found = answer(spec, tokenizer, text if stop != 5 else f"{text}x", reason, stop, matcher=matcher)
+                assert found.error is not None
+                assert found.error.error_type == "invalid_structure"
+
+
+def test_parsing_is_cheap() -> None:
+    from batchinf.replica.text import _judge
+
+    judge = _judge({"json": "{}"}, None)
+    text = json.dumps({f"field {index}": [index, "some words of a value"] for index in range(50)})
+    request = Request(0, 0, [1], SamplingSpec(), 9, None)
+    completion = Completion(request, np.zeros(1, np.int32), "stop")
+    assert judge is not None
+    started = time.perf_counter()
+    assert all(judge(text, completion) is None for _ in range(200))
+    # 11 µs for 2 KB when this was written. No time is asserted: the figure is for whoever looks.
+    print(f"{(time.perf_counter() - started) / 200 * 1e6:.0f} µs for {len(text):,} characters")
+
+
+# -- reasoning -------------------------------------------------------------------------------------------------------
+
+
+def split_by(parser: str, tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Any:
+    pytest.importorskip("vllm")
+    from batchinf.engines.vllm.reasoning import Reasoner
+
+    return Reasoner(parser, tokenizer, kwargs or {}).split
+
+
+@pytest.mark.parametrize("parser", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "rest"),
+    [
+        ("<think>It is so.</think>Yes.", "It is so.", "Yes."),
+        ("It is so.</think>Yes.", "It is so.", "Yes."),
+        ("<think>It goes on and", "It goes on and", None),
+    ],
+)
+def test_reasoning_is_split_off(parser: str, text: str, reasoning: str, rest: str | None, tokenizer: Any) -> None:
+    split = split_by(parser, tokenizer)
+    for reason in ("stop", "length"):
+        assert answer(make_spec(parser=parser), tokenizer, text, reason, split=split) == Answer(rest, reasoning)
+
+
+def test_where_the_prompt_has_shut_the_thinking_all_is_the_answer(tokenizer: Any) -> None:
+    split = split_by("deepseek_r1", tokenizer)
+    spec = make_spec(parser="deepseek_r1")
+    found = answer(spec, tokenizer, "Yes.", "stop", split=split, prompt="So <think>\n\n</think>\n\n")
+    assert found == Answer("Yes.")
+    assert answer(spec, tokenizer, "Hm.", "stop", split=split, prompt="So <think>\n") == Answer(None, "Hm.")
+
+
+def test_special_tokens_are_seen_by_the_parser_and_stand_in_neither_part(tokenizer: Any) -> None:
+    marked = PreTrainedTokenizerFast.from_pretrained(MODEL)
+    marked.add_tokens(["<think>", "</think>", "<|turn|>"], special_tokens=True)
+    split = split_by("deepseek_r1", marked)
+    text = "<think>It is<|turn|> so.</think>Yes<|turn|>."
+    spec = make_spec(parser="deepseek_r1")
+    assert answer(spec, marked, text, split=split) == Answer("Yes.", "It is so.")
+    # As the engine decodes it that looks for stop strings: it keeps them too.
+    assert answer(spec, marked, text, "stop", "END", split=split) == Answer("Yes.", "It is so.")
+    kept = make_spec(parser="deepseek_r1", skip_special_tokens=False)
+    assert answer(kept, marked, text, split=split) == Answer("Yes<|turn|>.", "It is<|turn|> so.")
+    # Words that look like a special token, in a text that has none, are the model's own.
+    plain = completion_of(tokenizer, "a</think>b")
+    spelt = [*plain.token_ids.tolist(), *tokenizer("<|tu").input_ids[1:], *tokenizer("rn|>").input_ids[1:]]
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split_by("deepseek_r1", tokenizer)).read(
+        [Completion(plain.request, np.array(spelt, np.int32), "length")]
+    )
+    assert found == Answer("b<|turn|>", "a")
+
+
+def test_a_structure_is_looked_for_after_the_thinking(tokenizer: Any) -> None:
+    split = split_by("deepseek_r1", tokenizer)
+    spec = make_spec({"json": SCHEMA}, parser="deepseek_r1")
+    assert answer(spec, tokenizer, "hm {</think>{}", split=split) == Answer("{}", "hm {")
+    found = answer(spec, tokenizer, "hm {}", split=split)
+    assert (found.text, found.reasoning) == (None, "hm {}")
+    assert found.error is not None
+    assert found.error.error_type == "invalid_json"
+    assert found.error.error_message == "no text came after the reasoning (finish_reason length)"
+
+
+def test_a_parser_that_fails_costs_one_row(tokenizer: Any) -> None:
+    def split(text: str, prompt_token_ids: Any) -> tuple[str | None, str | None]:
+        raise KeyError(text)
+
+    found = answer(make_spec(parser="x"), tokenizer, "Yes.", split=split)
+    assert found.text == "Yes."
+    assert found.error is not None
+    assert found.error.error_message == "the reasoning parser failed: KeyError: 'Yes.'"
+
+
+def test_the_output_has_reasoning_after_the_text(tokenizer: Any) -> None:
+    task = Generate(make_spec(parser="qwen3"))
+    names = task.output_schema([]).names
+    assert names[names.index("text") + 1] == "reasoning"
+    result = Result(Prompt(0, [1], None, None), 0, 1, completion_of(tokenizer, "a"), None, None, 1, "a")
+    [row] = task.encode([result]).to_pylist()
+    assert (row["text"], row["reasoning"]) == (None, "a")
+
+
+# -- ahead of a run --------------------------------------------------------------------------------------------------
+
+
+def refusal(spec: JobSpec) -> str:
+    with pytest.raises(SpecError) as caught:
+        list(check_structures(SpecFile(spec, {"": "job.yaml"}, "job.yaml"), str(MODEL)))
+    return str(caught.value)
+
+
+def test_parsers_are_known_without_vllm_s_import() -> None:
+    pytest.importorskip("vllm")
+    from vllm.reasoning import ReasoningParserManager
+
+    assert reasoning_parser_names() == tuple(sorted(ReasoningParserManager.lazy_parsers))
+
+
+def test_an_unknown_parser_is_one_line() -> None:
+    pytest.importorskip("vllm")
+    names = ", ".join(reasoning_parser_names() or ())
+    assert refusal(make_spec(parser="qwen33")) == (
+        f"job.yaml: model.reasoning_parser: got 'qwen33'; the installed vLLM has {names}"
+    )
+
+
+def test_what_vllm_would_refuse_is_a_line_each() -> None:
+    pytest.importorskip("vllm")
+    structure = {"json": {"type": "object", "properties": {"a": {"type": "strin"}}}}
+    first, second = refusal(make_spec(structure, parser="deepseek_r1")).splitlines()
+    assert first.startswith(
+        "job.yaml: sampling.structured_outputs.json: cannot be compiled: xgrammar: Failed to transform json schema "
+        'into a grammar: Unsupported type "strin"; guidance: '
+    )
+    assert second == (
+        "job.yaml: model.reasoning_parser: 'deepseek_r1' does not go with this model's tokenizer: "
+        "DeepSeekR1ReasoningParser reasoning parser could not locate think start/end tokens in the tokenizer!"
+    )
+
+
+@pytest.mark.parametrize(
+    ("structure", "backend", "words"),
+    [
+        ({"regex": "("}, "auto", "xgrammar: Failed to transform regex into a grammar: Regex parsing error at"),
+        ({"regex": "(?<=a)b"}, "xgrammar", "Lookbehind is not supported"),
+        ({"grammar": 'root ::= "a" foo'}, "auto", 'Rule "foo" is not defined'),
+        ({"json": '{"type": "array", "uniqueItems": true}'}, "xgrammar", "features not supported by xgrammar"),
+        ({"json": '{"type": "objekt"}'}, "guidance", "guidance: Grammar error: Invalid type: objekt"),
+        ({"json": "{}"}, "guidanc", "no such backend; must be auto, xgrammar, guidance, outlines, lm-format-enforcer"),
+    ],
+)  # fmt: skip
+def test_structures_that_do_not_compile(structure: dict[str, str], backend: str, words: str) -> None:
+    pytest.importorskip("vllm")
+    from batchinf.engines.vllm.structures import compiled_by
+
+    with pytest.raises(ValueError, match=r".") as caught:
+        compiled_by(structure, backend)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_structures_that_compile_say_by_what() -> None:
+    pytest.importorskip("vllm")
+    from batchinf.engines.vllm.structures import compiled_by
+
+    for structure in (
+        {"regex": "a+"},
+        {"choice": ["a", "b"]},
+        {"grammar": 'root ::= "a"'},
+        {"json": '{"type": "object"}'},
+    ):
+        assert compiled_by(structure, "auto") == "xgrammar"
+    assert compiled_by({"regex": r"\p{L}+"}, "auto") == "guidance"  # which xgrammar cannot

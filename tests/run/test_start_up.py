@@ -1,0 +1,123 @@
+"""Replicas that start together: each compiles to where no other writes, and nothing of that is left."""
+
+import pathlib
+import shutil
+
+import psutil
+import pytest
+
+import jobs
+from batchinf.base.storage import Folder
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.launcher import Launcher
+from batchinf.fleet.local import cache_root, sweep_sockets
+from batchinf.fleet.out_of_memory import EngineSettings
+from batchinf.model.identity import resolve
+from batchinf.model.memory import fit_of
+from batchinf.records import EngineInfo
+from batchinf.replica.messages import Launch
+from batchinf.spec.job import JobSpec
+
+
+def make_fleet(folder: pathlib.Path, *, is_cache_warm: bool) -> Fleet:
+    def launch(slot: Slot, incarnation: str) -> Launch:
+        # A spec that is none: the replicas end before they import anything heavy.
+        return Launch(slot.replica, incarnation, str(folder), "start-up-job", "{}", "m", "t", None)
+
+    slots = [Slot(number, (), ()) for number in range(3)]
+    return Fleet(slots, 1, launch, 1, folder, 1, 60.0, is_cache_warm)
+
+
+def caches(fleet: Fleet) -> list[str]:
+    """Where each replica's vLLM would keep what it compiles."""
+    found = []
+    for member in fleet.members:
+        assert member.replica is not None
+        process = psutil.Process(member.replica.pid)
+        jobs.wait_until(lambda process=process: "VLLM_CACHE_ROOT" in process.environ())
+        found.append(process.environ()["VLLM_CACHE_ROOT"])
+    return found
+
+
+def test_with_a_cold_cache_all_start_at_once_and_one_fills_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    fleet = make_fleet(tmp_path, is_cache_warm=False)
+    try:
+        assert len(fleet.start_due()) == 3
+        [first, *others] = caches(fleet)
+        assert first == str(tmp_path / "cache")
+        assert len({first, *others}) == 3
+        # On the same file system, as compiled code has to be run from there.
+        assert all(pathlib.Path(other).parent == cache_root() for other in others)
+        for other in others:
+            pathlib.Path(other, "compiled").mkdir(parents=True)
+    finally:
+        fleet.kill()
+    assert list(cache_root().iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "is_warm"), [(0, True), (2, False)])
+def test_the_cache_is_warm_once_the_engine_that_fills_it_is_up(
+    number: int, is_warm: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    fleet = make_fleet(tmp_path, is_cache_warm=False)
+    try:
+        fleet.start_due()
+        fleet.members[number].info = EngineInfo(16, 16, 16, "none")
+        # What it says next brings the fleet up to date: here, why it ends.
+        jobs.wait_until(lambda: any(member is fleet.members[number] for member, _ in fleet.poll(0.05)))
+        assert fleet.is_cache_warm == is_warm
+    finally:
+        fleet.kill()
+
+
+def test_with_a_warm_cache_all_share_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    fleet = make_fleet(tmp_path, is_cache_warm=True)
+    try:
+        assert len(fleet.start_due()) == 3
+        assert set(caches(fleet)) == {str(tmp_path / "cache")}
+    finally:
+        fleet.kill()
+
+
+def test_what_a_killed_coordinator_left_is_swept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    own = cache_root() / "batchinf-start-up-job-1-cache"
+    others = cache_root() / "batchinf-another-1-cache"
+    for folder in (own, others):
+        folder.mkdir(parents=True)
+    sweep_sockets("start-up-job")
+    assert list(cache_root().iterdir()) == [others]
+
+
+def launcher(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Launcher:
+    """Of a job on one device, which nothing here touches."""
+    spec = JobSpec.model_validate(
+        {"model": {"name": str(model)}, "input": {"path": "in"}, "output": {"path": "out"}, "engine": engine}
+    )
+    found = resolve(spec.model)
+    settings = EngineSettings(spec, fit_of(found, spec, None, ""))
+    return Launcher(spec, found, (), Folder(folder), 1, [Slot(0, ("0",), ())], settings)
+
+
+def test_a_later_job_finds_the_cache_warm_with_the_same_model_at_the_same_place(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    elsewhere = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, elsewhere)
+    first = launcher(tmp_path, jobs.MODEL)
+    fleet = first.fleet("job")
+    assert not fleet.is_cache_warm
+    first.note_warm(fleet)
+    assert not launcher(tmp_path, jobs.MODEL).fleet("job").is_cache_warm
+    fleet.is_cache_warm = True
+    first.note_warm(fleet)
+    assert launcher(tmp_path, jobs.MODEL).fleet("job").is_cache_warm
+    assert not launcher(tmp_path, elsewhere).fleet("job").is_cache_warm
+    assert not launcher(tmp_path, jobs.MODEL, max_num_seqs=7).fleet("job").is_cache_warm

@@ -1,0 +1,121 @@
+"""Which rows a predicate means, and that it can do nothing but say so."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from batchinf.schedule.predicate import Predicate, PredicateError
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("row_index", pa.int64()),
+        ("Language", pa.string()),
+        ("finish_reason", pa.string()),
+        ("error_type", pa.string()),
+        ("num_output_tokens", pa.int32()),
+        ("logprobs", pa.list_(pa.float16())),
+        ("top_logprobs", pa.list_(pa.list_(pa.float16()))),
+        ("meta", pa.struct([("a", pa.int8())])),
+    ]
+)
+ROWS = [
+    ("a", 7, "en", "stop", None, 3, [-1.0], [[-1.0]], {"a": 1}),
+    ("b", 8, "de", "length", None, 9, [-2.0, -3.0], [[], [-3.0]], {"a": 2}),
+    ("it's", 9, "en", None, "refused", None, None, None, None),
+]
+TABLE = pa.Table.from_pylist([dict(zip(SCHEMA.names, row, strict=True)) for row in ROWS], SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "columns"),
+    [
+        ("errors", [9], {"error_type"}),
+        ("finish_reason = 'length'", [8], {"finish_reason"}),
+        ("LANGUAGE = 'en' and num_output_tokens is null", [9], {"Language", "num_output_tokens"}),
+        ("row_index in (7, 8)", [7, 8], set()),
+        ("id = 'it''s' -- a remark", [9], {"id"}),
+        ("logprobs[1] < -1 or top_logprobs[1][1] = -1", [7, 8], {"logprobs", "top_logprobs"}),
+        ("meta.a = 2", [8], {"meta"}),
+        ("null", [], set()),
+        ("true", [7, 8, 9], set()),
+    ],
+)
+def test_rows_that_match(text: str, rows: list[int], columns: set[str]) -> None:
+    predicate = Predicate(text, SCHEMA)
+    assert set(predicate.columns) == {"row_index", *columns}
+    table = TABLE.select(predicate.columns)
+    assert predicate.matches(table).tolist() == rows
+    for index in range(3):
+        assert predicate.matches(table.slice(index, 1)).tolist() == [row for row in rows if row == 7 + index]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "empty"),
+        ("num_output_tokens", "true or false, but is INTEGER"),
+        ("finish_reson = 'length'", "finish_reson"),
+        ("finish_reason = ", "syntax error"),
+        ("((", "syntax error"),
+        ("finish_reason", "true or false, but is VARCHAR"),
+        ("num_output_tokens + meta > 3", None),
+        ("true; drop table output", "syntax error"),
+        ("1) union select (1", "one expression"),
+        ("true) from range(3) where (true", "one expression"),
+        ("true, false", None),
+        ("true) as a, (false", "one expression"),
+        ("?", None),
+        ("row_index in (select 7)", "a query"),
+        ("exists (from read_text('/etc/hostname'))", "a query"),
+        ("(select count(*) from '/etc/hostname') > 0", "a query"),
+        ("read_text('/etc/hostname') is not null", None),
+        ("count(*) > 1", "aggregate"),
+        ("sum(row_index) over () > 1", "a window"),
+        ("nextval('x') = 1", None),
+    ],
+)
+def test_what_is_no_expression_about_a_row_is_one_clear_line(text: str, what: str | None) -> None:
+    with pytest.raises(PredicateError) as caught:
+        Predicate(text, SCHEMA)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"got {text!r}" in message
+    assert what is None or what in message
+    assert ", ".join(SCHEMA.names) in message
+
+
+def test_a_value_that_does_not_fit_is_one_clear_line() -> None:
+    predicate = Predicate("id::int = 3", SCHEMA)
+    with pytest.raises(PredicateError, match="'a'"):
+        predicate.matches(TABLE.select(predicate.columns))
+
+
+def test_the_settings_cannot_be_changed_back() -> None:
+    predicate = Predicate("true", SCHEMA)
+    for statement in ("SET enable_external_access = true", "SELECT * FROM read_text('/etc/hostname')", "FROM TABLE"):
+        with pytest.raises(Exception, match=r"(?i)config|disabled|exist|syntax"):
+            predicate._connection.execute(statement).fetchall()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_amid_a_query_is_a_stop(number: signal.Signals) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    table = pa.table({"id": np.arange(1 << 14), "row_index": np.arange(1 << 14)})
+    slow = Predicate("list_sum(list_transform(range(1500), lambda x: (x * id) % 7)) > 0", table.schema, "input")
+    table = table.rename_columns({"row_index": slow.key}).select(slow.columns)
+    before = signal.signal(number, interrupt)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), number))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            slow.matches(table)
+    finally:
+        timer.join()
+        signal.signal(number, before)

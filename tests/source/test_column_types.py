@@ -1,0 +1,139 @@
+import json
+import pathlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from inputs import holds, open_jsonl
+
+from batchinf.base.errors import InputError
+from batchinf.source import files as input_files
+from batchinf.source import types
+from batchinf.source.files import InputLocation
+from batchinf.source.formats import arrow, csv
+from batchinf.source.rows import open_source
+from batchinf.source.types import is_json_column
+
+
+@pytest.mark.parametrize(
+    ("values", "type"),
+    [
+        ([True, None, False], pa.bool_()),
+        ([1, -(2**63), 2**63 - 1], pa.int64()),
+        ([1, 2.5], pa.float64()),
+        ([2**60 + 1, 2.5], pa.float64()),
+        ([1, 2**63], None),
+        ([1.5, -(2**63) - 1], None),
+        ([1, True], None),
+        (["a", 1], None),
+        (["a", None], pa.string()),
+        ([None, None], pa.string()),
+        ([[1], [], [2.5, None]], pa.list_(pa.float64())),
+        ([[], []], pa.list_(pa.string())),
+        ([[1], ["a"]], None),
+        ([[1], 1], None),
+        ([{"a": 1}, {"b": "x"}], pa.struct([("a", pa.int64()), ("b", pa.string())])),
+        ([{"a": 1}, {"a": "x"}], None),
+        ([{}], None),
+        ([{str(i): i for i in range(300)}], None),
+        ([{"\ud800": 1}], None),
+        ([[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]], None),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_column_types(
+    values: list[object],
+    type: pa.DataType | None,
+    block: int,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(input_files, "BLOCK_BYTES", block)
+    found = open_jsonl(tmp_path, *[{"x": value} for value in values], "broken", {"y": 1})
+    field = found.schema.field("x")
+    assert field.type == (type or pa.string())
+    assert is_json_column(field) == (type is None)
+    stored = found.read_columns(0, len(values), ["x"]).column("x").to_pylist()
+    if type is None:
+        assert [text and json.loads(text.replace("?", "\\ud800")) for text in stored] == values
+    else:
+        assert all(map(holds, stored, values))
+    assert [row.values.get("x") for row in found.read(0, len(values))] == values
+    found.close()
+
+
+def test_types_are_settled_over_all_files(tmp_path: pathlib.Path) -> None:
+    for name, value in [("a", 1), ("b", 2.5), ("c", None)]:
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps({"x": value, "y": value and name, "z": [name, value][name == "b"]})
+        )
+    found = open_source(InputLocation(str(tmp_path / "*.jsonl")), tmp_path / "cache")
+    assert [is_json_column(field) for field in found.schema] == [False, False, True]
+    assert found.read_columns(0, 3, ["x", "y", "z"]).to_pylist() == [
+        {"x": 1.0, "y": "a", "z": '"a"'},
+        {"x": 2.5, "y": "b", "z": "2.5"},
+        {"x": None, "y": None, "z": '"c"'},
+    ]
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("cells", "type", "values"),
+    [
+        ("1 -2 0", pa.int64(), [1, -2, 0]),
+        ("1 2.5 1e3", pa.float64(), [1.0, 2.5, 1000.0]),
+        ("9223372036854775807 1", pa.int64(), [2**63 - 1, 1]),
+        ("9223372036854775808 1", pa.string(), ["9223372036854775808", "1"]),
+        ("9007199254740993 1.5", pa.string(), ["9007199254740993", "1.5"]),
+        ("007 1", pa.string(), ["007", "1"]),
+        ("-0 1", pa.float64(), [-0.0, 1.0]),
+        ("1 _ 2", pa.int64(), [1, None, 2]),
+        ("a _ 2", pa.string(), ["a", "", "2"]),
+        ("_ _", pa.string(), ["", ""]),
+        ("nan 1", pa.string(), ["nan", "1"]),
+    ],
+)
+@pytest.mark.parametrize("batch_rows", [1, 1024])
+def test_csv_types(
+    cells: str,
+    type: pa.DataType,
+    values: list[object],
+    batch_rows: int,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(csv, "BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(arrow, "BATCH_ROWS", batch_rows)
+    (tmp_path / "x.csv").write_text("\ufeffk,x\r\n" + "".join(f"k,{cell.strip('_')}\r\n" for cell in cells.split()))
+    found = open_source(InputLocation(str(tmp_path / "x.csv")), tmp_path / "cache")
+    assert found.schema.field("x").type == type
+    assert [row.values["x"] for row in found.read(0, found.num_rows)] == values
+    assert found.read_columns(0, found.num_rows, ["x"]).column("x").to_pylist() == values
+    found.close()
+
+
+def test_columns_beyond_a_bound_stay_in_the_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(types, "MAX_COLUMNS", 3)
+    found = open_jsonl(tmp_path, *[{f"x{i}": i} for i in range(5)])
+    assert found.schema.names == ["x0", "x1", "x2"]
+    assert found.read(4, 5)[0].values == {"x4": 4}
+    with pytest.raises(KeyError):
+        found.read_columns(0, 1, ["x4"])
+    found.close()
+
+
+def test_parquet_files_whose_types_do_not_meet(tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": ["a"]}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match="column 'x' is int64 in one file and string in another"):
+        open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")
+
+
+def test_parquet_files_whose_types_meet(tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"x": [2**60 + 1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": [0.5], "y": [b"b"]}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"x": pa.nulls(1)}), tmp_path / "c.parquet")
+    found = open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")
+    assert [row.values for row in found.read(0, 3)] == [{"x": 2**60 + 1}, {"x": 0.5, "y": b"b"}, {"x": None}]
+    assert found.read_columns(0, 3, ["y", "x"]).to_pydict() == {"y": [None, b"b", None], "x": [2.0**60, 0.5, None]}
+    found.close()

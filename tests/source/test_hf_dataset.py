@@ -1,0 +1,64 @@
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from inputs import check, records
+
+from batchinf.base.errors import InputError
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import open_source
+
+
+def test_a_dataset_by_id_is_asked_for_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    rows = records(200)
+    (tmp_path / "repo").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "repo" / "train-0.parquet")
+    location = InputLocation(str(tmp_path / "repo"), "hf", split="train")
+    first = open_source(location, tmp_path / "cache")
+    check(first, list(rows))
+    first.close()
+    shutil.rmtree(tmp_path / "repo")
+    again = open_source(location, tmp_path / "cache")
+    check(again, list(rows))
+    assert again.fingerprint == first.fingerprint
+    again.close()
+    with pytest.raises(InputError, match=r"there is no file or folder .* cannot be loaded as a Hugging Face dataset"):
+        open_source(location, tmp_path / "another cache")
+
+
+def test_a_slice_of_a_split(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "train.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(50)))
+    for _ in range(2):
+        found = open_source(InputLocation(str(tmp_path / "repo"), "hf", split="train[10:30]"), tmp_path / "cache")
+        assert [row.values["x"] for row in found.read(0, found.num_rows)] == list(range(10, 30))
+        found.close()
+
+
+def test_the_fingerprint_of_a_saved_dataset_is_of_its_rows(tmp_path: pathlib.Path) -> None:
+    found = []
+    for name, word in [("a", "x"), ("b", "x"), ("c", "y")]:
+        datasets.Dataset.from_list([{"prompt": word}] * 10).save_to_disk(tmp_path / name)
+        found.append(open_source(InputLocation(str(tmp_path / name)), tmp_path / f"cache {name}").fingerprint)
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_dataset_that_the_hub_does_not_give(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import sys, pathlib; from batchinf.source.rows import *; from batchinf.base.errors import InputError\n"
+        "try: open_source(InputLocation('no-such/dataset'), pathlib.Path(sys.argv[1]))\n"
+        "except InputError as error: print(error)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("there is no file or folder no-such/dataset, and it cannot be loaded as a ")
+    assert done.stdout.count("\n") == 1

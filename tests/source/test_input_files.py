@@ -1,0 +1,39 @@
+import pathlib
+
+import pytest
+from inputs import refusal
+
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import open_source
+
+
+@pytest.mark.parametrize(
+    ("files", "location", "message"),
+    [
+        ({}, InputLocation("none.jsonl"), "none.jsonl does not exist"),
+        ({}, InputLocation("./no/such/folder"), "does not exist"),
+        ({}, InputLocation("s3://bucket/x.jsonl"), "Install s3fs"),
+        ({}, InputLocation("*.jsonl"), "no file matches"),
+        ({"x.yaml": b"x"}, InputLocation("x.yaml"), "the ending of x.yaml is not known; the formats are jsonl, parq"),
+        ({"x.parquet.gz": b"x"}, InputLocation("x.parquet.gz"), "ending of x.parquet.gz is not known"),
+        ({"x.jsonl": b"{}"}, InputLocation("x.jsonl", "xml"), "format 'xml' is not known"),
+        ({"x.jsonl": b"{}", "x.csv": b"a"}, InputLocation("x.*"), "mixes formats: x.csv, x.jsonl"),
+        ({"f/x.jsonl": b"{}", "f/x.csv": b"a"}, InputLocation("f"), "f mixes formats"),
+        ({"f/x.md": b"x", "f/_x.csv": b"x", "f/.x.csv": b"x"}, InputLocation("f"), "f has no data file"),
+        ({"f/x.csv": b"x"}, InputLocation("f", "jsonl"), "f has no jsonl file"),
+    ],
+)
+def test_one_clear_line_for_what_cannot_be_found(
+    files: dict[str, bytes], location: InputLocation, message: str, tmp_path: pathlib.Path
+) -> None:
+    said = refusal(files, location, tmp_path)
+    assert message in said
+    assert "\n" not in said
+
+
+def test_a_folder_that_is_told_its_format(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    (tmp_path / "x.jsonl").write_text("{}")
+    found = open_source(InputLocation(str(tmp_path), "jsonl"), tmp_path / ".cache")
+    assert found.num_rows == 1
+    found.close()

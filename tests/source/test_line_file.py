@@ -1,0 +1,122 @@
+import json
+import os
+import pathlib
+import shutil
+import tracemalloc
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from inputs import holds, open_jsonl, peaks
+
+from batchinf.source import files as input_files
+from batchinf.source.files import InputLocation
+from batchinf.source.formats import lines as line_format
+from batchinf.source.rows import open_source
+from batchinf.source.types import is_json_column
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+json_lines = st.one_of(
+    st.dictionaries(st.sampled_from(["a", "b", "c", "\ud800", ""]), json_values, max_size=4).map(json.dumps),
+    st.dictionaries(st.sampled_from("ab"), st.integers(-9, 9) | st.floats(-9, 9), max_size=2).map(json.dumps),
+    json_values.map(json.dumps),
+    st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]), max_size=20),
+    st.sampled_from(
+        ["", " ", "\t\r", "{", "}", '{"a": [{}', "{}]}", "{},{}", '{"a": NaN}', '{"a": "\\ud800"}', "\ufeff{}"]
+    ),
+)
+
+
+def expected_of_line(line: str) -> dict[str, object] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(json_lines, max_size=20), end=st.sampled_from(["", "\n"]), block=st.sampled_from([3, 7, 1 << 20]))
+def test_jsonl_of_any_lines(
+    lines: list[str], end: str, block: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_files, "BLOCK_BYTES", block)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(("\n".join([*lines, '{"last": 1}']) + end).encode())
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    if lines and lines[0].startswith("\ufeff"):
+        lines = [lines[0][1:], *lines[1:]]
+    expected = [(i, expected_of_line(line)) for i, line in enumerate(lines, 1) if line.strip(" \t\r")]
+
+    found = open_source(InputLocation(str(path)), tmp_path / "cache")
+    rows = found.read(0, found.num_rows)[:-1]
+    assert [json.dumps(dict(row.values)) for row in rows] == [json.dumps(record or {}) for _, record in expected]
+    for row, (number, record) in zip(rows, expected, strict=True):
+        assert (row.error is None) == (record is not None)
+        assert row.error is None or row.error.startswith(f"x.jsonl line {number}: not ")
+
+    read = found.read_columns(0, found.num_rows - 1, found.schema.names)
+    for field in found.schema:
+        values = [(record or {}).get(field.name) for _, record in expected]
+        for value, stored in zip(values, read.column(field.name).to_pylist(), strict=True):
+            if is_json_column(field):
+                text = None if value is None else json.dumps(value, ensure_ascii=False)
+                assert stored == (text and text.encode(errors="replace").decode())
+            else:
+                assert holds(stored, value)
+    found.close()
+
+
+@pytest.mark.parametrize("format", ["jsonl", "text"])
+def test_a_line_too_long_to_hold_is_an_error_row(
+    format: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_format, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(input_files, "BLOCK_BYTES", 16)
+    lengths = [10, 100, 101, 10, 500, 500, 10, 90, 90]
+    lines = [json.dumps({"x": "y" * (length - 9)}) for length in lengths]
+    assert [len(line) for line in lines] == lengths
+    (tmp_path / "x").write_text("\n".join(lines))
+    found = open_source(InputLocation(str(tmp_path / "x"), format), tmp_path / "cache")
+    for start, stop in [(0, 9), (2, 3), (3, 6), (6, 9)]:
+        errors = [row.error for row in found.read(start, stop)]
+        assert errors == [
+            f"x line {i + 1}: longer than 100 bytes" if lengths[i] > 100 else None for i in range(start, stop)
+        ]
+    found.close()
+
+
+def test_lines_of_a_megabyte(tmp_path: pathlib.Path) -> None:
+    texts = [chr(97 + i) * (1_300_000 * (i % 3) + 1) for i in range(9)]
+    found = open_jsonl(tmp_path, *[{"x": text} for text in texts])
+    assert [row.values["x"] for row in found.read(0, 9)] == texts
+    assert found.read_columns(3, 6, ["x"]).column("x").to_pylist() == texts[3:6]
+    found.close()
+
+
+def test_memory_for_a_small_column_of_long_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_format, "MAX_LINE_BYTES", 1 << 20)
+    found = open_jsonl(tmp_path, *[{"text": "x" * 100_000, "id": number} for number in range(300)])
+    found.read_columns(0, 1, ["id"])
+    tracemalloc.start()
+    assert found.read_columns(0, 300, ["id"]).column("id").to_pylist() == list(range(300))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # All rows are 30 MB; those that are read at once, and one of them parsed, are no more than this.
+    assert peak < 6 << 20
+    found.close()
+
+
+def test_memory_for_one_huge_line(tmp_path: pathlib.Path) -> None:
+    with open(tmp_path / "x.jsonl", "wb") as stream:
+        stream.truncate(400 << 20)
+        stream.seek(0, os.SEEK_END)
+        stream.write(b'\n{"id": 5}\n')
+    first_pass, with_rows, *found = peaks(tmp_path / "x.jsonl", tmp_path / "cache", 1, 2)
+    assert found == [2, 5]
+    assert first_pass < 100
+    assert with_rows < 200

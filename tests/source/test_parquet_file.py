@@ -1,0 +1,45 @@
+import pathlib
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from inputs import peaks
+
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import open_source
+
+
+def test_changed_parquet_changes_the_fingerprint(tmp_path: pathlib.Path) -> None:
+    found = []
+    for i, prompt in enumerate(["a", "b"]):
+        pq.write_table(pa.table({"x": [prompt] * 100}), tmp_path / "x.parquet")
+        found.append(open_source(InputLocation(str(tmp_path / "x.parquet")), tmp_path / str(i)))
+        found[-1].close()
+    assert found[0].fingerprint != found[1].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_chars", "is_repeated", "group_rows", "num_read"),
+    [
+        (1_000_000, 300, False, 20_000, 1000),  # one row group of 1 million rows, spooled
+        (12_000, 25_000, True, 20_000, 10),  # one value in all rows of a group that is read directly
+        (1000, 300_000, True, 100, 10),  # the same, spooled
+    ],
+)
+def test_memory_for_one_huge_row_group(
+    num_rows: int, num_chars: int, is_repeated: bool, group_rows: int, num_read: int, tmp_path: pathlib.Path
+) -> None:
+    width = pa.array(["x" * num_chars if is_repeated else "x" * (num_chars - 7)])
+    texts = width.take(pa.array([0] * num_rows, pa.int32()))
+    if not is_repeated:
+        texts = pc.binary_join_element_wise(texts, pa.array([f"{i:07d}" for i in range(num_rows)]), "")
+    assert texts.nbytes >= 300_000_000
+    rows = pa.table({"id": range(num_rows), "text": texts})
+    compression = "snappy" if is_repeated else "none"
+    pq.write_table(rows, tmp_path / "x.parquet", num_rows, use_dictionary=is_repeated, compression=compression)
+    for bound in (90, 20):  # MiB: of the first pass, and of opening again
+        first_pass, with_rows, *found = peaks(tmp_path / "x.parquet", tmp_path / "cache", group_rows, num_read)
+        assert found == [num_read, num_rows - 1]
+        assert first_pass < bound
+        assert with_rows < bound + 50
