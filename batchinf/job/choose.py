@@ -23,7 +23,6 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.prompts.scoring import prompt_builder
 from batchinf.records import BoolArray, Int64Array, Uint64Array
 from batchinf.schedule.order import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
@@ -33,6 +32,7 @@ from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.score.prompts import prompt_builder
 
 # 16 bytes each; sorting takes as much again.
 BLOCK_KEYS = 1 << 20

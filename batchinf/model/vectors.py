@@ -10,7 +10,7 @@ from batchinf.base.errors import ModelError, SpecError
 from batchinf.model import files as model_files
 from batchinf.model.identity import Model, text_section
 from batchinf.spec.job import JobSpec
-from batchinf.spec.pooling import OPENAI_LINES, PoolingSpec
+from batchinf.tasks.vectors.section import OPENAI_LINES, PoolingSpec
 
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")

@@ -23,7 +23,7 @@ from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.spec.score import scored_columns
+from batchinf.tasks.score.section import scored_columns
 
 
 def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:

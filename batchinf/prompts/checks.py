@@ -12,10 +12,10 @@ from batchinf.model.identity import Model
 from batchinf.prompts.builder import Renderer
 from batchinf.prompts.chat import GIVEN, own_templates, variables
 from batchinf.prompts.encoder import Encoder, load_tokenizer
-from batchinf.prompts.scoring import NUM_RESERVED
 from batchinf.source.rows import Source
 from batchinf.spec.input import CHAT_FIELDS, InputSpec
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.score.prompts import NUM_RESERVED
 
 # Rows that are looked at for a second BOS: those with one mostly come out of one template.
 _LOOKED_AT = 256

@@ -10,7 +10,7 @@ from batchinf.base.errors import ModelError, RowError, SpecError
 from batchinf.base.text import describe_error, shorten
 from batchinf.model.identity import Model
 from batchinf.spec.job import JobSpec
-from batchinf.spec.logits import LogitsSpec
+from batchinf.tasks.logits.section import LogitsSpec
 
 SECOND_BOS_COLUMN = "has_second_bos"  # of a result, in the journal; the output has no such column
 

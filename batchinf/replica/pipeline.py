@@ -16,7 +16,6 @@ from batchinf.output.parts import write_part
 from batchinf.output.replace import write_replacement
 from batchinf.output.shard import OpenShard
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.scoring import prompt_builder
 from batchinf.records import EngineInfo, Part, Shard
 from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
@@ -31,6 +30,7 @@ from batchinf.schedule.selection import ShardRows, chosen_rows
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import Task
+from batchinf.tasks.score.prompts import prompt_builder
 
 # A row that fails before it reaches the engine, with its message.
 _FAILED_ROW_BYTES = 1 << 10

@@ -52,9 +52,9 @@ from batchinf.replica.worker import Worker, window
 from batchinf.schedule.order import RunOrder
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.logits import Logits
+from batchinf.tasks.logits.task import Logits
 from batchinf.tasks.registry import get_task
-from batchinf.tasks.score import score_sampling
+from batchinf.tasks.score.task import score_sampling
 
 _PROGRESS_S = 1.0
 

@@ -18,8 +18,8 @@ from batchinf.manifest.state import EventLine, State
 from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.prompts.scoring import prompt_builder
 from batchinf.tasks.registry import get_task
+from batchinf.tasks.score.prompts import prompt_builder
 
 # A job is judged once, when so many rows are finished; one whose user accepts so many errors is not.
 FIRST_ROWS = 1000

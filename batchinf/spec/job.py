@@ -27,11 +27,11 @@ from batchinf.spec.fields import (
     wrong,
 )
 from batchinf.spec.input import InputSpec
-from batchinf.spec.logits import LogitsSpec, check_logits
-from batchinf.spec.pooling import TASKS as POOLING_TASKS
-from batchinf.spec.pooling import PoolingSpec, check_pooling
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.spec.score import ScoreSpec, check_score
+from batchinf.tasks.logits.section import LogitsSpec, check_logits
+from batchinf.tasks.score.section import ScoreSpec, check_score
+from batchinf.tasks.vectors.section import TASKS as POOLING_TASKS
+from batchinf.tasks.vectors.section import PoolingSpec, check_pooling
 
 TEXTS = {"type": "array", "items": {"type": "string"}}
 

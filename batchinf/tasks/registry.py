@@ -7,10 +7,10 @@ import pyarrow as pa
 
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.generate import Generate
-from batchinf.tasks.logits import Logits
-from batchinf.tasks.score import Score
-from batchinf.tasks.vectors import Classify, Embed, HiddenStates, Reward
+from batchinf.tasks.generate.task import Generate
+from batchinf.tasks.logits.task import Logits
+from batchinf.tasks.score.task import Score
+from batchinf.tasks.vectors.task import Classify, Embed, HiddenStates, Reward
 
 _TASKS: dict[str, Callable[[JobSpec], "Task"]] = {
     "generate": Generate,

@@ -25,7 +25,7 @@ from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.text import Answers, Detokenizer
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.generate import Generate, seed_of
+from batchinf.tasks.generate.task import Generate, seed_of
 
 vllm = pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams  # noqa: E402

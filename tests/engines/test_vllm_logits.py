@@ -14,8 +14,8 @@ from held import held
 from batchinf.base.errors import BatchinfError
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec.job import JobSpec
-from batchinf.spec.logits import LogitsSpec
 from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.logits.section import LogitsSpec
 from batchinf.tasks.registry import get_task
 from jobs import MODEL
 

@@ -10,11 +10,11 @@ import torch
 
 import jobs
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.prompts.scoring import prompt_builder
 from batchinf.records import Result
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import get_task
+from batchinf.tasks.score.prompts import prompt_builder
 
 if TYPE_CHECKING:
     from batchinf.engines.vllm.engine import VllmEngine

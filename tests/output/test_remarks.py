@@ -18,9 +18,9 @@ from batchinf.manifest.lines import PartLine
 from batchinf.manifest.state import State
 from batchinf.output.counts import WINNERS, Accuracy, accuracy_of_parts, count_right_answers, remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
-from batchinf.prompts.scoring import prompt_builder
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.score.prompts import prompt_builder
 
 BOS = "<|begin_of_text|>"
 NUM_ROWS = 60

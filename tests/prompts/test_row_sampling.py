@@ -24,7 +24,7 @@ from batchinf.spec.docs import json_schema
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
-from batchinf.tasks.generate import Generate, seed_of
+from batchinf.tasks.generate.task import Generate, seed_of
 
 WHOLE = "must be a whole number, at least 1 and at most 2147483647"
 

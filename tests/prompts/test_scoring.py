@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 import jobs
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.prompts.scoring import prompt_builder, windows
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.score.prompts import prompt_builder, windows
 
 TEMPLATES = {path.stem: path.read_text() for path in (jobs.ROOT / "tests" / "chat_templates").glob("*.jinja")}
 CONTEXTS = [

@@ -17,7 +17,7 @@ from batchinf.replica.text import Answer, Answers, Detokenizer
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.generate import Generate
+from batchinf.tasks.generate.task import Generate
 
 SCHEMA = {"type": "object"}
 

@@ -17,7 +17,7 @@ from batchinf.records import Completion, Prompt, Result, TokenLogprobs
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec, OutputSpec, ScriptedSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.generate import Generate, seed_of
+from batchinf.tasks.generate.task import Generate, seed_of
 from batchinf.tasks.registry import get_task
 
 MAX_MODEL_LEN = 64

@@ -24,7 +24,7 @@ from batchinf.results import Ragged, to_ragged
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, ScriptedSpec
-from batchinf.tasks.logits import Logits
+from batchinf.tasks.logits.task import Logits
 
 WIDTH = 1000
 BASE: dict[str, Any] = {"model": "m", "task": "logits", "input": {"path": "-"}, "output": {"path": "-"}}

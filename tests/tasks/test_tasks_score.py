@@ -14,7 +14,7 @@ import jobs
 from batchinf.base.errors import RowError
 from batchinf.records import Completion, Prompt, Request, Result, Scoring, Span, TokenLogprobs
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.score import Score
+from batchinf.tasks.score.task import Score
 
 CHOICES = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
 PAIR = {"context_column": "c", "continuation_column": "t"}

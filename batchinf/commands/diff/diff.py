@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
-from batchinf.commands.diff.changes import Changes, clip_value
 from batchinf.commands.diff.join import Joined, key_of
-from batchinf.commands.diff.scores import ChoiceChanges, ScoreChanges
-from batchinf.commands.diff.text import TextChanges
-from batchinf.commands.diff.vectors import VectorChanges
 from batchinf.results import Results
+from batchinf.tasks.changes import Changes, clip_value
+from batchinf.tasks.generate.changes import TextChanges
+from batchinf.tasks.score.changes import ChoiceChanges, ScoreChanges
+from batchinf.tasks.vectors.changes import VectorChanges
 
 
 def diff_lines(a: str, b: str, on: str | None, to: str | None, num_examples: int) -> Iterator[str]:

@@ -26,12 +26,12 @@ from batchinf.model.vectors import vectors_line
 from batchinf.prompts.checks import prompt_warnings
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.row_values import sampling_line, setting
-from batchinf.prompts.scoring import prompt_builder
 from batchinf.schedule.order import RunOrder
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.registry import get_task
+from batchinf.tasks.score.prompts import prompt_builder
 
 _COLUMNS = 100
 _LONG = 1 << 30  # tokens that fit where nothing says how many

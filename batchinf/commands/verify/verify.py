@@ -25,13 +25,13 @@ from batchinf.job.choose import max_model_len
 from batchinf.job.open import Job, begun_at, check_drift, open_job
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.prompts.scoring import prompt_builder
 from batchinf.records import Prompt
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tasks.columns import prompt_hash
 from batchinf.tasks.registry import get_task
+from batchinf.tasks.score.prompts import prompt_builder
 
 if TYPE_CHECKING:
     from batchinf.commands.verify.reference import Reference

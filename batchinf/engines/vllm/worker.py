@@ -22,7 +22,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import LogprobsTensors
 
-from batchinf.spec.logits import LogitsSpec
+from batchinf.tasks.logits.section import LogitsSpec
 
 # What `engine_arguments` gives as `worker_extension_cls`: vLLM imports it by name in each worker.
 WORKER_EXTENSION = f"{__name__}.RowsExtension"

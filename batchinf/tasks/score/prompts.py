@@ -11,7 +11,7 @@ from batchinf.prompts.encoder import Encoder, begins_with_two, show
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
-from batchinf.spec.score import scored_columns
+from batchinf.tasks.score.section import scored_columns
 
 # vLLM runs a prompt only if one more token fits after it, and gives no logprob for a prompt's first token: so much of
 # `max_model_len` is not for tokens that others are predicted from.

@@ -26,7 +26,7 @@ from batchinf.tasks.columns import (
     prompt_columns,
     strings,
 )
-from batchinf.tasks.generate import seed_of
+from batchinf.tasks.generate.task import seed_of
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
 

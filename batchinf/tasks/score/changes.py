@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.commands.diff.changes import Changes, Deltas, clip_value, delta, equal
 from batchinf.output import counts
 from batchinf.output.counts import ANSWER, WINNERS, Accuracy
 from batchinf.records import BoolArray
 from batchinf.results import Ragged, to_ragged
+from batchinf.tasks.changes import Changes, Deltas, clip_value, delta, equal
 
 _SUMS = ("logprob_sum", "logprob_mean")
 

@@ -1,0 +1,1 @@
+"""Task `generate`: text, n samples of each prompt."""

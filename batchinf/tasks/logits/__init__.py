@@ -1,0 +1,1 @@
+"""Task `logits`: the numbers of the last layer over the vocabulary."""

@@ -1,0 +1,1 @@
+"""Task `score`: logprobs of texts, continuations and choices."""

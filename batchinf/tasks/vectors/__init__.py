@@ -1,0 +1,1 @@
+"""Tasks `embed`, `classify`, `reward` and `hidden_states`: vectors of prompts."""
