@@ -16,10 +16,11 @@ from batchinf.commands.status import status_lines
 from batchinf.manifest.commit_log import encode_commits, read_lines
 from batchinf.manifest.lines import PartLine
 from batchinf.manifest.state import State
-from batchinf.output.counts import WINNERS, Accuracy, accuracy_of_parts, count_right_answers, remarks
+from batchinf.output.counts import accuracy_of_parts, remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.score.accuracy import WINNERS, Accuracy, count_right_answers
 from batchinf.tasks.score.prompts import prompt_builder
 
 BOS = "<|begin_of_text|>"

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 import jobs
 from batchinf.base.errors import BatchinfError, RowError, SpecError
+from batchinf.base.ragged import to_matrix, to_ragged
 from batchinf.commands.diff.diff import diff_lines
 from batchinf.engines.scripted import ScriptedPooling
 from batchinf.job.open import estimated_bytes_per_row
@@ -22,7 +23,7 @@ from batchinf.output.journal import row_bytes
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.worker import num_bytes
-from batchinf.results import Results, to_matrix, to_ragged
+from batchinf.results import Results
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import get_task

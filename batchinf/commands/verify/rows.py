@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import UserError
-from batchinf.results import Results, to_matrix, to_ragged
+from batchinf.base.ragged import to_matrix, to_ragged
+from batchinf.results import Results
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinf.results import to_ragged
+from batchinf.base.ragged import to_ragged
 from batchinf.tasks.changes import Changes, Deltas, clip_value, equal, num_common
 
 _WANTED = ("prompt_hash", "text", "token_ids", "finish_reason", "cumulative_logprob", "logprobs", "error_type")

@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.output import counts
-from batchinf.output.counts import ANSWER, WINNERS, Accuracy
+from batchinf.base.ragged import Ragged, to_ragged
 from batchinf.records import BoolArray
-from batchinf.results import Ragged, to_ragged
 from batchinf.tasks.changes import Changes, Deltas, clip_value, delta, equal
+from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_right_answers
 
 _SUMS = ("logprob_sum", "logprob_mean")
 
@@ -137,7 +136,7 @@ class ChoiceChanges(Changes):
             return
         is_right = []
         for place, job in enumerate("ab"):
-            self._accuracy[place] += counts.count_right_answers(
+            self._accuracy[place] += count_right_answers(
                 pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)})
             )
             is_right.append(pc.equal(table[f"{ANSWER}_{job}"], table[f"{WINNERS[0]}_{job}"]).to_pylist())

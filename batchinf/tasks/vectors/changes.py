@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError
+from batchinf.base.ragged import Ragged, to_matrix, to_ragged
 from batchinf.records import BoolArray, Int64Array
-from batchinf.results import Ragged, Results, to_matrix, to_ragged
+from batchinf.results import Results
 from batchinf.tasks.changes import Changes, Deltas, clip_value, delta, equal, num_common
 
 _BLOCK = 1 << 17  # numbers that are compared together, as float64, in the processor's cache
