@@ -4,14 +4,16 @@ All are frozen. Arrays are numpy, never nested Python lists: a token with its to
 1,960 as Python objects.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from batchinf.base.errors import RowError
+from batchinf.base.json_types import Count, GroupId, PositiveCount, SharedText, Text
 from batchinf.spec.sampling import SamplingSpec
 
 
@@ -53,14 +55,14 @@ class Extent:
     which order they run; None is that of their positions.
     """
 
-    start: int
-    num_rows: int
-    rows_per_shard: int
-    first_shard: int
-    first_row: int
-    stop_row: int
-    selection: str | None = None
-    order: str | None = None
+    start: Count
+    num_rows: Count
+    rows_per_shard: PositiveCount
+    first_shard: Count
+    first_row: Count
+    stop_row: Count
+    selection: Text | None = None
+    order: Text | None = None
 
     @classmethod
     def of_all(
@@ -234,46 +236,88 @@ class EngineStats:
     prefix_cache_hits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A Parquet file that holds one whole shard.
+# Few jobs have such a count: it is written only where it is not 0.
+_RARE = {"is_rare": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCounts:
+    """What is counted of a part's output rows. Each count is defined here and nowhere else.
+
+    The record of a part, its manifest line, the entries of its footer, the checks of both and all sums derive from
+    these fields. A new count is one more field, and the code that counts it in `output.counts.count_rows`.
+    """
+
+    num_rows: Count = 0
+    num_errors: Count = 0
+    num_prompt_tokens: Count = 0
+    """Tokens of the prompts that an engine answered."""
+    num_output_tokens: Count = 0
+    num_nan_rows: Count = 0
+    """Rows with a NaN among the model's numbers."""
+    num_inf_rows: Count = 0
+    """Rows with an infinity among the model's numbers."""
+    num_second_bos: Count = field(default=0, metadata=_RARE)
+    """Rows whose prompts begin with two BOS tokens."""
+    num_answered: Count = field(default=0, metadata=_RARE)
+    """Rows with an `answer` and with scores."""
+    num_right: Count = field(default=0, metadata=_RARE)
+    """Rows whose `best` is the answer."""
+    num_right_per_token: Count = field(default=0, metadata=_RARE)
+    """Rows whose `best_per_token` is the answer."""
+    num_right_per_byte: Count = field(default=0, metadata=_RARE)
+    """Rows whose `best_per_byte` is the answer."""
+
+    @classmethod
+    def sum(cls, counts: Iterable["PartCounts"]) -> Self:
+        """The sum of each count."""
+        sums = map(sum, zip(*map(_counts_of, counts), strict=True))
+        return cls(**dict(zip(COUNT_NAMES, sums, strict=False)))
+
+    def __add__(self, other: "PartCounts") -> Self:
+        return self.sum((self, other))
+
+    def written(self) -> dict[str, int]:
+        """The counts by name, as a manifest line and a footer have them."""
+        counts = zip(COUNT_NAMES, _counts_of(self), strict=True)
+        return {name: number for name, number in counts if number or name in ALWAYS_WRITTEN}
+
+
+COUNT_NAMES = tuple(count.name for count in fields(PartCounts))
+_counts_of = operator.attrgetter(*COUNT_NAMES)
+ALWAYS_WRITTEN = frozenset(count.name for count in fields(PartCounts) if not count.metadata.get("is_rare"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(PartCounts):
+    """A Parquet file that holds one whole shard, and its manifest line. About 500 bytes of memory.
 
     file: its name in `staging/` or, once published, what it will be in `parts/`.
     digest: xxh3-128 of its bytes.
-    num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
-    num_second_bos: rows whose prompts begin with two BOS. num_answered: rows with an answer and with scores, None where
-    the job has no answers; num_right and the next: those whose winner is the answer, raw, by token and by byte.
-    retry: the last retry that it has been through; 0 for none. num_kept, num_kept_errors: rows, and errors among them,
-    that it has from the part in whose place it comes.
+    retry: the last retry that it has been through; 0 for none.
+    replica, incarnation: which made it, where that is known.
+    num_kept, num_kept_errors: rows, and errors among them, that it has from the part in whose place it comes. The
+    coordinator that commits the part needs them; they are not written.
     """
 
-    shard: int
-    file: str
-    num_rows: int
-    num_errors: int
-    num_bytes: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    digest: str
-    num_nan_rows: int = 0
-    num_inf_rows: int = 0
-    num_second_bos: int = 0
-    num_answered: int | None = None
-    num_right: int = 0
-    num_right_per_token: int = 0
-    num_right_per_byte: int = 0
-    retry: int = 0
-    num_kept: int = 0
-    num_kept_errors: int = 0
+    shard: Count
+    file: Text
+    num_bytes: Count
+    digest: Text
+    retry: Count = 0
+    replica: Count | None = None
+    incarnation: SharedText = ""
+    num_kept: Count = field(default=0, metadata={"is_written": False})
+    num_kept_errors: Count = field(default=0, metadata={"is_written": False})
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
     """The processes of one incarnation of a replica, as its `replica_started` event says."""
 
-    replica: int
-    incarnation: str
-    host: str
-    boot_id: str
-    pgid: int
-    pid_start_time: int
+    replica: Count
+    incarnation: Text
+    host: Text
+    boot_id: Text
+    pgid: GroupId
+    pid_start_time: Count

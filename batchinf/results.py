@@ -47,7 +47,7 @@ class Results:
         # What was taken in of the input at the beginning, and then each time that there was more.
         self.taken: tuple[str, ...] = tuple(dict.fromkeys(states[0].source_fingerprints))
         self._is_in_order = all(extent.order is None for state in states for extent in state.extents)
-        self.num_rows = sum(state.num_rows for state in states)
+        self.num_rows = sum(state.counts.num_rows for state in states)
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
         self.parts: list[pathlib.Path] = [
             path for folder, state in found if state is not None for path in _paths(folder.path("parts"), state)

@@ -9,6 +9,7 @@ are links to one small file. What it lacks are the last shards. `batchinf run` c
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -28,7 +29,7 @@ from batchinf.base.storage import Folder
 from batchinf.job.open import Job, new_header, open_job
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
-from batchinf.records import Part
+from batchinf.records import Part, PartCounts
 from batchinf.run.epoch import FOLDERS
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.spec.file import dump_spec, read_spec
@@ -115,7 +116,10 @@ def make_part(folder: Folder, shard: int, num_rows: int) -> Part:
     else:
         os.link(first, target)
     tokens = 4 * num_rows
-    return Part(shard, target.name, num_rows, 0, len(data), tokens, tokens, f"{shard:032x}")
+    counts = PartCounts(num_rows=num_rows, num_prompt_tokens=tokens, num_output_tokens=tokens)
+    return Part(
+        shard=shard, file=target.name, num_bytes=len(data), digest=f"{shard:032x}", **dataclasses.asdict(counts)
+    )
 
 
 def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:

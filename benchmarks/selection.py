@@ -87,9 +87,9 @@ def write_input(folder: pathlib.Path, num_rows: int) -> None:
 def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
     """The output of a job that has done every other row: what of it is read."""
     from batchinf.base.storage import Folder
+    from batchinf.manifest.lines import Header
     from batchinf.manifest.log import Manifest
     from batchinf.manifest.names import part_name
-    from batchinf.manifest.state import Header
     from batchinf.records import Extent, Part
 
     folder = Folder(out)
@@ -102,7 +102,7 @@ def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
         values = pa.array([f"document-{number:012d}" for number in ids]) if is_text else pa.array(ids, "int64")
         table = pa.table({"id": values, "text": ["some answer"] * len(ids), "error_type": pa.nulls(len(ids), "string")})
         pq.write_table(table, out / "parts" / part_name(shard), compression="zstd", write_page_checksum=True)
-        manifest.part(Part(shard, part_name(shard), len(ids), 0, 0, 0, 0, ""))
+        manifest.part(Part(shard=shard, file=part_name(shard), num_rows=len(ids), num_bytes=0, digest=""))
     manifest.commit()
     manifest.close()
 

@@ -33,8 +33,8 @@ import pyarrow as pa
 import xxhash
 
 import jobs
-from batchinf.manifest.lines import PartLine
 from batchinf.manifest.names import part_name
+from batchinf.records import Part
 
 # Of a sample of jobs, what makes their rows: each is compared with an unhurt run of its own.
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -122,7 +122,7 @@ class Soak:
         self._unhurt: dict[str, pa.Table] = {}
         # Of the job that is run now:
         self._everyone: list[psutil.Process] = []
-        self._parts: dict[int, PartLine] = {}
+        self._parts: dict[int, Part] = {}
         self._temp = folder / "tmp"
 
     @property

@@ -87,6 +87,8 @@ def test_a_line_with_its_checksum_that_is_no_json(tmp_path: pathlib.Path) -> Non
             "num_rows": 2**62,
             "rows_per_shard": 1,
             "first_shard": 0,
+            "first_row": 0,
+            "stop_row": 2**62,
             "source_fingerprint": "",
         },
         {"kind": "part", "shard": -1},

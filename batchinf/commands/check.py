@@ -238,8 +238,8 @@ def _summary(folder: Folder, state: State, looked: _Looked, is_deep: bool) -> st
     live = "at work" if _is_live(folder) else "not done; run it again to go on"
     how = "every byte" if is_deep else "sizes and footers; --deep reads every byte"
     return (
-        f"checked {looked.num_parts:,} of {total_shards(state.extents):,} parts, {state.num_rows:,} of {num_rows:,} "
-        f"rows ({how}): {looked.num_wrong:,} wrong, {looked.num_notes:,} notes; the job is "
+        f"checked {looked.num_parts:,} of {total_shards(state.extents):,} parts, {state.counts.num_rows:,} of "
+        f"{num_rows:,} rows ({how}): {looked.num_wrong:,} wrong, {looked.num_notes:,} notes; the job is "
         + ("done" if state.is_done else live)
     )
 

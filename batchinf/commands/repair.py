@@ -10,9 +10,10 @@ from collections import Counter
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
+from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import snapshot_commits
 from batchinf.manifest.names import parse_part_name
-from batchinf.manifest.state import EventLine, State, check_version, list_logs
+from batchinf.manifest.state import State, check_version, list_logs
 from batchinf.output.proof import job_of
 from batchinf.records import Extent
 
@@ -88,9 +89,7 @@ def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
 
 def _is_same(extent: Extent, fields: Fields) -> bool:
     # An extent may be without rows, and the next one then begins where it does.
-    if (extent.start, extent.num_rows) != (fields["start"], fields["num_rows"]):
-        return False
-    return extent.first_row == fields.get("first_row", fields["start"])
+    return all(getattr(extent, name) == fields[name] for name in ("start", "num_rows", "first_row"))
 
 
 def _apply(folder: Folder, state: State, fields: Fields) -> None:
@@ -98,7 +97,7 @@ def _apply(folder: Folder, state: State, fields: Fields) -> None:
         return  # a snapshot says it again
     try:
         state.apply(fields)
-    except LookupError as error:
+    except (LookupError, ValueError) as error:
         raise OutputError(
             f"{folder.path('manifest')} cannot be repaired: a line that says how rows are cut is damaged; put back a "
             "whole copy of it, or give the job another output.path"

@@ -69,13 +69,13 @@ def _total_lines(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_shards
         f"model {spec.model.name}, task {spec.task}, begun {header.created_at}, "
         f"{sum(state.last_epoch for state in states)} start(s), "
         f"{duration(sum(state.device_s for state in states))} of device time in ended replicas",
-        f"committed: {sum(state.num_rows for state in states):,} of {num_rows:,} rows in "
+        f"committed: {sum(state.counts.num_rows for state in states):,} of {num_rows:,} rows in "
         f"{sum(len(state.parts) for state in states):,} of {num_shards:,} parts, "
-        f"{sum(state.num_errors for state in states):,} errors, "
+        f"{sum(state.counts.num_errors for state in states):,} errors, "
         f"{sum(state.num_bytes for state in states) / 2**20:,.1f} MiB, "
-        f"{short_count(sum(state.num_prompt_tokens for state in states))} prompt and "
-        f"{short_count(sum(state.num_output_tokens for state in states))} output tokens",
-        *remarks(jobs),
+        f"{short_count(sum(state.counts.num_prompt_tokens for state in states))} prompt and "
+        f"{short_count(sum(state.counts.num_output_tokens for state in states))} output tokens",
+        *remarks(states),
     ]
 
 
@@ -104,7 +104,7 @@ def _slices_lines(out: str, jobs: Sequence[JobFolder]) -> list[str]:
 def _slice_lines(job: JobFolder, state: State) -> list[str]:
     snapshot = read_status(job.folder)
     stands = _stands(job.folder, state, snapshot)
-    rows = f"{state.num_rows:,} of {_totals(state)[0]:,} rows, {state.num_errors:,} errors"
+    rows = f"{state.counts.num_rows:,} of {_totals(state)[0]:,} rows, {state.counts.num_errors:,} errors"
     lines = [f"  slice {job.slice}: {stands}; {rows}"]
     if snapshot is not None and not state.is_done and _live_holder(job.folder) is not None:
         lines.append(f"    {duration(time.time() - snapshot.updated_at)} ago: {status_line(snapshot)}")

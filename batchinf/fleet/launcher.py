@@ -12,9 +12,9 @@ from batchinf.fleet.fleet import Ended, Fleet, Member
 from batchinf.fleet.local import cache_root
 from batchinf.fleet.out_of_memory import EngineSettings, kept
 from batchinf.job.open import Job, begun_at
+from batchinf.manifest.lines import Retry
 from batchinf.manifest.lock import Holder, process_start
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import Retry
 from batchinf.manifest.state import State
 from batchinf.model.identity import Model, check_weights
 from batchinf.model.lora import Adapter

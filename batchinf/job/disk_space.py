@@ -69,7 +69,7 @@ def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: 
     per_row = estimated_bytes_per_row(job.spec) + job.spec.num_samples * _kept_bytes(job)
     if state is None:
         return num_rows * per_row
-    num_done = state.num_rows // job.spec.num_samples
+    num_done = state.counts.num_rows // job.spec.num_samples
     if num_done:
         per_row = -(-state.num_bytes // num_done)
     num_left = max(0, num_rows - num_done)

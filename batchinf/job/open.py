@@ -14,7 +14,8 @@ from batchinf.base.errors import DriftError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.base.storage import Folder
 from batchinf.job.size import LIKELY_TOKENS, bytes_per_row
-from batchinf.manifest.state import MANIFEST_VERSION, Header, State
+from batchinf.manifest.lines import Header
+from batchinf.manifest.state import MANIFEST_VERSION, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.model.vectors import bytes_per_vectors, check_not_batch_file, resolve_pooling

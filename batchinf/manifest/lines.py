@@ -1,128 +1,102 @@
-"""The lines of a manifest and the types of their fields. A checksum proves that a line is whole, no more."""
+"""The lines of a manifest as records: each is defined once, and is written, read and checked by that definition.
 
-import datetime
+A checksum proves that a line is whole, no more: which program wrote it, it does not say.
+"""
+
 import operator
-import sys
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from batchinf.records import Part
+from batchinf.base.json_types import Count, Flag, PositiveCount, Seconds, Text, Time
+from batchinf.manifest.commit_log import Fields
+from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, Extent, Part, ProcessGroup
 
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
-
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-PositiveCount = Annotated[int, Field(ge=1, le=2**63 - 1)]
-# A group of 0 is the reader's own, and 1 is the system's: neither was ever a replica's.
-GroupId = Annotated[int, Field(ge=2, le=2**31 - 1)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+HEAD_START = "head_start"  # all that happens before a job has a header, where its replicas have a head start
 
 
-def _is_time(text: str) -> str:
-    if datetime.datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("a time without its zone")
-    return text
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the job is. identity, layout and spec are JSON values."""
 
-
-def _is_text(text: str) -> str:
-    text.encode()  # half characters are valid JSON
-    return text
-
-
-LineText = Annotated[str, AfterValidator(_is_text)]
-Time = Annotated[LineText, AfterValidator(_is_time)]
-
-
-class _Line(BaseModel):
-    # Of the same format version, a line may yet say more than this reader knows.
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class _Header(_Line):
     format_version: PositiveCount
-    job_id: LineText
+    job_id: Text
     created_at: Time
-    identity: dict[str, Any]
-    fingerprint: LineText
-    layout: dict[str, Any]
-    spec: dict[str, Any]
+    identity: Fields
+    fingerprint: Text
+    layout: Fields
+    spec: Fields
 
 
-class _Extent(_Line):
-    start: Count
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A retry that has begun.
+
+    overrides: the sampling fields that are other than the job's, by dotted name, JSON values; fingerprint: of these.
+    num_rows, num_shards: input rows that were chosen, and shards that hold them. selection: digest of the file that
+    says which.
+    """
+
+    number: PositiveCount
+    predicate: Text
+    overrides: dict[Text, Any]
+    fingerprint: Text
     num_rows: Count
-    rows_per_shard: PositiveCount
-    first_shard: Count
-    source_fingerprint: LineText
-    first_row: Count | None = None
-    stop_row: Count | None = None
-    selection: LineText | None = None
-    order: LineText | None = None
-    limit: PositiveCount | None = None
+    num_shards: Count
+    selection: Text
 
-    @model_validator(mode="after")
-    def _has_rows(self) -> Self:
-        first_row = self.start if self.first_row is None else self.first_row
-        num_rows = self.num_rows if self.stop_row is None else self.stop_row - first_row
-        if num_rows < self.num_rows or (self.selection is None and num_rows != self.num_rows):
-            raise ValueError("more rows, or fewer, than there are")
-        return self
+    def __str__(self) -> str:
+        changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
+        return f"retry {self.number} ({self.predicate}{changes})"
 
 
-class _Part(_Line):
-    shard: Count
-    file: LineText
-    num_rows: Count
-    num_errors: Count
-    num_bytes: Count
-    num_prompt_tokens: Count
-    num_output_tokens: Count
-    digest: LineText
-    replica: Count | None
-    incarnation: LineText
-    num_nan_rows: Count = 0
-    num_inf_rows: Count = 0
-    num_second_bos: Count = 0
-    num_answered: Count | None = None
-    num_right: Count = 0
-    num_right_per_token: Count = 0
-    num_right_per_byte: Count = 0
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The sums over the logs that a snapshot replaces. process_groups: those that were not said to have ended."""
+
+    replaces: list[Text]
+    device_s: Seconds
+    event_counts: dict[Text, Count]
+    process_groups: list[ProcessGroup]
 
 
-class _Event(_Line):
-    name: LineText
+class EventLine(NamedTuple):
+    """Something that happened, at a UTC time in ISO format."""
+
+    name: str
+    at: str
+    fields: Fields
+
+
+# -- what is read again of some events -------------------------------------------------------------------------------
+
+
+class _Event(BaseModel):
+    # A line may say more than this reader knows.
+    model_config = ConfigDict(extra="ignore")
+
+    name: Text
     at: Time
 
 
-class _Group(_Line):
-    replica: Count
-    incarnation: LineText
-    host: LineText
-    boot_id: LineText
-    pgid: GroupId
-    pid_start_time: Count
-
-
-class _ReplicaStarted(_Event, _Group):
-    devices: list[LineText] = []
-
-
 class _ReplicaEnded(_Event):
-    incarnation: LineText
+    incarnation: Text
     device_s: Seconds
 
 
 class _HeadStart(_Event):
-    job_id: LineText
+    job_id: Text
 
 
 class _Ready(_Event):
-    device: str = ""
-    versions: dict[LineText, LineText]
+    device: Text = ""
+    versions: dict[Text, Text]
 
 
 class _Death(_Event):
-    origin: LineText
+    origin: Text
     replica: Count
     shards: list[Count]
     suspects: list[Count]
@@ -130,17 +104,17 @@ class _Death(_Event):
     accused: list[Count]
     later: list[list[Count]]
     num_deaths: Count
-    is_found: bool
+    is_found: Flag
     doubted: Count | None
 
 
 class _Condemned(_Event):
     row_index: Count
-    message: LineText
+    message: Text
 
 
 class _Forgotten(_Event):
-    kept_as: LineText
+    kept_as: Text
 
 
 class _Lost(_Event):
@@ -148,42 +122,16 @@ class _Lost(_Event):
 
 
 class _StepDown(_Event):
-    lowered: dict[LineText, Any]
-    applies_to: dict[LineText, Any]
+    lowered: dict[Text, Any]
+    applies_to: dict[Text, Any]
 
 
-class _Retry(_Line):
-    number: PositiveCount
-    predicate: LineText
-    overrides: dict[LineText, Any]
-    fingerprint: LineText
-    num_rows: Count
-    num_shards: Count
-    selection: LineText
+class _ReplicaStarted(_Event):
+    devices: list[Text] = []
 
 
-class _Snapshot(_Line):
-    replaces: list[LineText]
-    device_s: Seconds
-    event_counts: dict[LineText, Count]
-    process_groups: list[_Group]
-
-
-_KINDS: dict[str, type[_Line]] = {
-    "header": _Header,
-    "extent": _Extent,
-    "part": _Part,
-    "replacing": _Part,
-    "retry": _Retry,
-    "event": _Event,
-    "counted_event": _Event,
-    "kept_event": _Event,
-    "done": _Event,
-    "snapshot": _Snapshot,
-}
-# Events of which something is read again.
 _EVENTS: dict[str, type[_Event]] = {
-    "head_start": _HeadStart,
+    HEAD_START: _HeadStart,
     "replica_started": _ReplicaStarted,
     "replica_ended": _ReplicaEnded,
     "ready": _Ready,
@@ -193,68 +141,90 @@ _EVENTS: dict[str, type[_Event]] = {
     "lost": _Lost,
     "oom_step_down": _StepDown,
 }
+_TAKEN = {"kind", "name", "at", "commit", "crc"}
 
 
-def check_line(fields: dict[str, Any]) -> None:
-    """Raise ValueError or LookupError if a line lacks a field, or has one of another type. Unknown kinds pass."""
-    kind = fields["kind"]
-    if not isinstance(kind, str):
-        raise ValueError("a kind that is no text")
-    if (expected := _KINDS.get(kind)) is None:
-        return
-    if expected is _Event:
-        expected = _EVENTS.get(str(fields.get("name")), _Event)
-    line = expected.model_validate(fields)
-    if isinstance(line, _Extent) and 4 * (line.num_rows // line.rows_per_shard) > MAX_SHARDS:
+class _ExtentOrigin(BaseModel):
+    """What an extent's line says beside the extent."""
+
+    source_fingerprint: Text
+    limit: PositiveCount | None = None
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+_HEADER, _RETRY, _SNAPSHOT = TypeAdapter(Header), TypeAdapter(Retry), TypeAdapter(Snapshot)
+_EXTENT, _PART, _GROUP = TypeAdapter(Extent), TypeAdapter(Part), TypeAdapter(ProcessGroup)
+
+
+def read_line(line: Fields) -> Header | Extent | Part | Retry | EventLine | Snapshot | None:
+    """A line as its record; None for an unknown kind.
+
+    Raises ValueError or LookupError if it lacks a field, or has one of another type.
+    """
+    match line["kind"]:
+        case "part" | "replacing":
+            if not line.keys() >= ALWAYS_WRITTEN:
+                raise LookupError(f"a part without {sorted(ALWAYS_WRITTEN - line.keys())}")
+            return _PART.validate_python(line)
+        case "event" | "counted_event" | "kept_event" | "done":
+            return _read_event(line)
+        case "header":
+            return _HEADER.validate_python(line)
+        case "extent":
+            _ExtentOrigin.model_validate(line)
+            return _checked(_EXTENT.validate_python(line))
+        case "retry":
+            return _RETRY.validate_python(line)
+        case "snapshot":
+            return _SNAPSHOT.validate_python(line)
+        case str():
+            return None
+    raise ValueError("a kind that is no text")
+
+
+def _checked(extent: Extent) -> Extent:
+    num_rows = extent.stop_row - extent.first_row
+    if num_rows < extent.num_rows or (extent.selection is None and num_rows != extent.num_rows):
+        raise ValueError("more rows, or fewer, than there are")
+    if 4 * (extent.num_rows // extent.rows_per_shard) > MAX_SHARDS:
         raise ValueError("more shards than can be")
+    return extent
 
 
-class PartLine(NamedTuple):
-    """A committed part, and which replica made it where that is known. About 500 bytes of memory."""
-
-    shard: int
-    file: str
-    num_rows: int
-    num_errors: int
-    num_bytes: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    digest: str
-    num_nan_rows: int = 0
-    num_inf_rows: int = 0
-    num_second_bos: int = 0
-    num_answered: int | None = None
-    num_right: int = 0
-    num_right_per_token: int = 0
-    num_right_per_byte: int = 0
-    retry: int = 0
-    replica: int | None = None
-    incarnation: str = ""
-
-    @classmethod
-    def of(cls, part: "Part | PartLine", replica: int | None = None, incarnation: str = "") -> "PartLine":
-        """A part as its line."""
-        return cls._make((*_VALUES(part), replica, incarnation))
-
-    def fields(self) -> dict[str, Any]:
-        """As they are written."""
-        return without_rare(self._asdict())
+def _read_event(line: Fields) -> EventLine:
+    _EVENTS.get(str(line.get("name")), _Event).model_validate(line)
+    event = EventLine(line["name"], line["at"], {name: value for name, value in line.items() if name not in _TAKEN})
+    if event.name == "replica_started":
+        read_group(event)
+    return event
 
 
-# What few jobs have.
-_RARE = frozenset("num_second_bos num_answered num_right num_right_per_token num_right_per_byte".split())
+def read_group(event: EventLine) -> ProcessGroup:
+    """The process group that a `replica_started` event names. Raises ValueError if a field is not as it should be."""
+    return _GROUP.validate_python(event.fields)
 
 
-def without_rare(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a part, without those that few jobs have where there is nothing of them."""
-    return {k: v for k, v in fields.items() if k not in _RARE or v != PartLine._field_defaults[k]}
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+_PART_NAMES = tuple(
+    own.name for own in fields(Part) if own.name not in COUNT_NAMES and own.metadata.get("is_written", True)
+)
+_part_values = operator.attrgetter(*_PART_NAMES)
 
 
-_FIELDS = operator.itemgetter(*PartLine._fields)
-_VALUES = operator.attrgetter(*PartLine._fields[:-2])
+def part_line(kind: Literal["part", "replacing"], part: Part) -> Fields:
+    """The line of a part."""
+    return {"kind": kind, **dict(zip(_PART_NAMES, _part_values(part), strict=True)), **part.written()}
 
 
-def part_line(fields: dict[str, Any]) -> PartLine:
-    """A line's fields as a part. Raises KeyError where one is missing."""
-    line = PartLine(*_FIELDS({**PartLine._field_defaults, **fields}))  # earlier versions said less
-    return line._replace(incarnation=sys.intern(line.incarnation))
+def event_line(kind: Literal["event", "counted_event", "kept_event", "done"], event: EventLine) -> Fields:
+    """The line of an event. Raises ValueError if it could not be read again."""
+    if taken := _TAKEN & event.fields.keys():
+        raise ValueError(f"event {event.name}: the line itself has the fields {sorted(taken)}")
+    line = {"kind": kind, "name": event.name, "at": event.at, **event.fields}
+    try:
+        read_line(line)
+    except ValueError as error:
+        raise ValueError(f"event {event.name} could not be read again: {error}") from error
+    return line

@@ -12,34 +12,12 @@ from batchinf.base import faults
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, disk_error
 from batchinf.manifest.commit_log import CommitLog, Fields, encode_commits
-from batchinf.manifest.lines import PartLine
+from batchinf.manifest.lines import EventLine, Header, Retry, event_line, part_line
 from batchinf.manifest.lock import JobLock
-from batchinf.manifest.names import Retry
-from batchinf.manifest.state import (
-    HEAD_START,
-    MANIFEST_FOLDER,
-    TAKEN,
-    EventLine,
-    Header,
-    State,
-    last_epoch,
-    list_logs,
-    read_state,
-)
-from batchinf.records import Extent, Part, ProcessGroup
+from batchinf.manifest.state import MANIFEST_FOLDER, State, last_epoch, list_logs, read_state
+from batchinf.records import Extent, Part
 
 _LINES_PER_COMMIT = 1000
-# What a reader needs of an event; the line's own keys are taken.
-_REQUIRED = {
-    HEAD_START: {"job_id"},
-    "replica_started": {field.name for field in dataclasses.fields(ProcessGroup)},
-    "replica_ended": {"incarnation", "device_s"},
-    "lost": {"shards"},
-}
-
-
-def _event_line(kind: str, event: EventLine) -> Fields:
-    return {"kind": kind, "name": event.name, "at": event.at, **event.fields}
 
 
 def _extent_line(extent: Extent, source_fingerprint: str, more: Fields) -> Fields:
@@ -65,12 +43,12 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     limits = [{"limit": state.limits[i]} if i in state.limits else {} for i in range(len(state.extents))]
     yield from map(_extent_line, state.extents, state.source_fingerprints, limits)
     yield from ({"kind": "retry", **dataclasses.asdict(retry)} for retry in state.retries.values())
-    yield from ({"kind": "part", **part.fields()} for part in state.parts.values())
-    yield from ({"kind": "replacing", **part.fields()} for part in state.replacing.values())
-    yield from (_event_line("counted_event", event) for event in state.events)
-    yield from (_event_line("kept_event", event) for event in state.kept.values())
+    yield from (part_line("part", part) for part in state.parts.values())
+    yield from (part_line("replacing", part) for part in state.replacing.values())
+    yield from (event_line("counted_event", event) for event in state.events)
+    yield from (event_line("kept_event", event) for event in state.kept.values())
     if state.done is not None:
-        yield _event_line("done", state.done)
+        yield event_line("done", state.done)
 
 
 class Manifest:
@@ -119,13 +97,14 @@ class Manifest:
         """There are these rows to run; a job that was done is done no longer. more: `limit`, where it is raised."""
         self._lines.append(_extent_line(extent, source_fingerprint, more or {}))
 
-    def part(self, part: Part | PartLine, replica: int | None = None, incarnation: str = "") -> None:
-        """A shard is done: this published part holds it."""
-        self._lines.append({"kind": "part", **PartLine.of(part, replica, incarnation).fields()})
+    def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
+        """A shard is done: this published part holds it. replica, incarnation: which made it, where that is known."""
+        made = dataclasses.replace(part, replica=replica, incarnation=incarnation)
+        self._lines.append(part_line("part", made))
 
     def replacing(self, part: Part) -> None:
         """This part is about to be put in the place of its shard's, whose line counts until its own comes."""
-        self._lines.append({"kind": "replacing", **PartLine.of(part).fields()})
+        self._lines.append(part_line("replacing", part))
 
     def retry(self, retry: Retry) -> None:
         """A retry begins; a job that was done is done no longer."""
@@ -134,17 +113,15 @@ class Manifest:
     def event(self, name: str, /, **fields: Any) -> None:
         """Something happened. `fields` are JSON values.
 
-        A `replica_started` has at least the fields of ProcessGroup, a `replica_ended` incarnation and device_s; the
-        `shards` of a `lost` count as not committed from here on, and the job as not done. One with `kept_as` stays in
-        `State.kept` under that name, until the next with the same, or a `forgotten` one.
+        Raises ValueError where `manifest.lines` knows the event and its fields are other ones. The `shards` of a `lost`
+        count as not committed from here on, and the job as not done. One with `kept_as` stays in `State.kept` under
+        that name, until the next with the same, or a `forgotten` one.
         """
-        if wrong := (_REQUIRED.get(name, set()) - fields.keys()) | (TAKEN & fields.keys()):
-            raise ValueError(f"event {name}: these fields are missing, or taken by the line itself: {sorted(wrong)}")
-        self._lines.append(_event_line("event", EventLine(name, _now(), fields)))
+        self._lines.append(event_line("event", EventLine(name, _now(), fields)))
 
     def done(self, **fields: Any) -> None:
         """Every shard is done."""
-        self._lines.append(_event_line("done", EventLine("done", _now(), fields)))
+        self._lines.append(event_line("done", EventLine("done", _now(), fields)))
 
     def commit(self) -> None:
         """Make the buffered lines count: durable when this returns, all or none of them.

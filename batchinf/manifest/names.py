@@ -1,8 +1,6 @@
-"""Names of part files and of incarnations, and the record of a retry, which decides whose files are whose."""
+"""Names of part files and of incarnations, which say whose files are whose."""
 
 import re
-from dataclasses import dataclass
-from typing import Any
 
 _PART = re.compile(r"part-(\d{6,})\.parquet")
 _STAGING = re.compile(r"(\d{6,})-[A-Za-z0-9._-]+\.parquet")
@@ -31,28 +29,6 @@ def parse_staging_name(name: str) -> int | None:
 
 
 _INCARNATION = re.compile(r"\d+\.r(\d+)\.\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """A retry that has begun.
-
-    overrides: the sampling fields that are other than the job's, by dotted name, JSON values; fingerprint: of these.
-    num_rows, num_shards: input rows that were chosen, and shards that hold them. selection: digest of the file that
-    says which.
-    """
-
-    number: int
-    predicate: str
-    overrides: dict[str, Any]
-    fingerprint: str
-    num_rows: int
-    num_shards: int
-    selection: str
-
-    def __str__(self) -> str:
-        changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
-        return f"retry {self.number} ({self.predicate}{changes})"
 
 
 def incarnation_name(epoch: int, number: int, retry: int) -> str:

@@ -1,20 +1,18 @@
 """Counts over output rows: right answers, numbers that are not finite, prompts with a second BOS."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from batchinf.base.storage import Folder
-from batchinf.manifest.lines import PartLine
-from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.prompts import encoder
-from batchinf.records import BoolArray
-from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_right_answers
+from batchinf.records import BoolArray, PartCounts
+from batchinf.tasks.score.accuracy import Accuracy, count_right_answers
 
 # Numbers that are looked at together, so that what is made of them stays in the processor's cache.
 _PIECE = 1 << 18
@@ -33,6 +31,27 @@ def _is_floating(item: pa.DataType) -> bool:
     while _is_lists(item):
         item = item.value_type
     return bool(pa.types.is_floating(item))
+
+
+def count_rows(
+    table: pa.Table | pa.RecordBatch, numbers: Sequence[str] = (), *, has_answer: bool = False
+) -> PartCounts:
+    """All that is counted of output rows but `num_second_bos`, which no column says.
+
+    numbers: the columns of what the model gave. has_answer: there is a column `answer`.
+    """
+    num_output_tokens = table.column("num_output_tokens")
+    answered = table.column("num_prompt_tokens").filter(num_output_tokens.is_valid())
+    num_nan_rows, num_inf_rows = count_non_finite_rows(table, numbers)
+    counts = PartCounts(
+        num_rows=table.num_rows,
+        num_errors=table.num_rows - table.column("error_type").null_count,
+        num_prompt_tokens=pc.sum(answered, min_count=0).as_py(),
+        num_output_tokens=pc.sum(num_output_tokens, min_count=0).as_py(),
+        num_nan_rows=num_nan_rows,
+        num_inf_rows=num_inf_rows,
+    )
+    return counts + replace(count_right_answers(table), num_rows=0) if has_answer else counts
 
 
 def count_non_finite_rows(table: pa.Table, names: Sequence[str]) -> tuple[int, int]:
@@ -97,34 +116,6 @@ def non_finite_lines(num_nan_rows: int, num_inf_rows: int) -> list[str]:
     return said
 
 
-def accuracy_of_parts(folder: Folder, parts: Iterable[PartLine]) -> Accuracy | None:
-    """Of a job with an `answer`: what its parts' lines say, or, where an earlier version wrote them without these
-    counts, four columns of the part, a row group at a time. None where such a part cannot be read.
-    """
-    total = Accuracy()
-    for part in parts:
-        try:
-            total += _of_line(part) or _of_file(folder, part)
-        except (pa.ArrowException, OSError, KeyError, ValueError):
-            return None
-    return total
-
-
-def _of_line(part: PartLine) -> Accuracy | None:
-    if part.num_answered is None:
-        return None
-    right = part.num_right, part.num_right_per_token, part.num_right_per_byte
-    return Accuracy(part.num_rows, part.num_answered, *right)
-
-
-def _of_file(folder: Folder, part: PartLine) -> Accuracy:
-    total = Accuracy()
-    with pq.ParquetFile(folder.path(f"parts/{part_name(part.shard)}")) as file:
-        for batch in file.iter_batches(columns=[ANSWER, *WINNERS]):
-            total += count_right_answers(pa.Table.from_batches([batch]))
-    return total
-
-
 def accuracy_lines(found: Accuracy | None) -> list[str]:
     """For people; nothing where no row has an answer."""
     if found is None or not found.num_answered:
@@ -134,23 +125,18 @@ def accuracy_lines(found: Accuracy | None) -> list[str]:
     return [f"accuracy: {found}{others}"]
 
 
-def remarks(jobs: Sequence[tuple[Folder, State]]) -> list[str]:
-    """For people, of what is committed of a job, or of all slices of one: each with its folder."""
-    parts = [part for _, state in jobs for part in state.parts.values()]
+def remarks(states: Sequence[State]) -> list[str]:
+    """For people, of what is committed of a job, or of all slices of one."""
+    counts = PartCounts.sum(state.counts for state in states)
     return [
-        *accuracy_lines(accuracy_of(jobs)),
-        *non_finite_lines(sum(part.num_nan_rows for part in parts), sum(part.num_inf_rows for part in parts)),
-        *encoder.second_bos_lines(sum(part.num_second_bos for part in parts)),
+        *accuracy_lines(accuracy_of(states)),
+        *non_finite_lines(counts.num_nan_rows, counts.num_inf_rows),
+        *encoder.second_bos_lines(counts.num_second_bos),
     ]
 
 
-def accuracy_of(jobs: Sequence[tuple[Folder, State]]) -> Accuracy | None:
-    """Of a job, or of all slices of one. None where there are no answers, or where a part cannot be read."""
-    total = Accuracy()
-    for folder, state in jobs:
-        if state.header.spec.get("input", {}).get("answer_column") is None:
-            return None
-        if (found := accuracy_of_parts(folder, state.parts.values())) is None:
-            return None
-        total += found
-    return total
+def accuracy_of(states: Sequence[State]) -> Accuracy | None:
+    """Of a job, or of all slices of one; None where there are no answers."""
+    if any(state.header.spec.get("input", {}).get("answer_column") is None for state in states):
+        return None
+    return Accuracy.sum(state.counts for state in states)

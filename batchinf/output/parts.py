@@ -5,26 +5,24 @@ Publishing and committing parts is the coordinator's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import without_rare
 from batchinf.manifest.names import staging_name
-from batchinf.output import counts
+from batchinf.output.counts import count_rows, number_columns
 from batchinf.output.journal import UNSEALED, SealingWriter, is_sealed, joined, row_bytes
 from batchinf.output.shard import OpenShard
 from batchinf.prompts import encoder
-from batchinf.records import Int64Array, Part, Shard
+from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, Int64Array, Part, PartCounts, Shard
 from batchinf.schedule.selection import ShardRows
 from batchinf.source.rows import Source
-from batchinf.tasks.score.accuracy import ANSWER, count_right_answers
+from batchinf.tasks.score.accuracy import ANSWER
 
 PART_VERSION = 1
 _PREFIX = "batchinf."
@@ -64,64 +62,38 @@ def write_part(
     name = staging_name(shard.index, incarnation)
     names = ([] if id_column is None else [id_column]) + list(keep_columns)
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
-    totals, results = _Totals(num_second_bos=num_second_bos), shard.task.result_schema
-    numbers, has_answer = counts.number_columns(results), ANSWER in results.names
+    results, merged = shard.task.result_schema, _Merged(shard)
+    numbers, has_answer = number_columns(results), ANSWER in results.names
+    # A retry has some of the rows, and the part before counted all.
+    counts = PartCounts(num_second_bos=max(num_second_bos, merged.num_second_bos))
     with folder.writing(f"staging/{name}", fault="parts") as file:
         sink = SealingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
-            tables = _output(shard, source, names, totals)
+            tables = _output(shard, merged, source, names)
             for table in _row_groups(tables if merge is None else merge(tables), shard.task.row_group_bytes):
-                totals.add(table, numbers, has_answer)
+                counts += count_rows(table, numbers, has_answer=has_answer)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
-            writer.add_key_value_metadata(
-                {**metadata, **_own_metadata(shard.shard, shard.rows), **totals.metadata(), **UNSEALED}
-            )
+            own = {**_own_metadata(shard.shard, shard.rows), **count_entries(counts)}
+            writer.add_key_value_metadata({**metadata, **own, **UNSEALED})
             sink.hold()
         sink.seal()
-    return totals.part(shard.index, name, sink.num_bytes, sink.hexdigest())
+    return _part(counts, shard.index, name, sink.num_bytes, sink.hexdigest())
 
 
-@dataclass(slots=True)
-class _Totals:
-    """Sums over output rows. num_prompt_tokens: of the rows that an engine answered."""
+def _part(counts: PartCounts, shard: int, file: str, num_bytes: int, digest: str) -> Part:
+    return Part(shard=shard, file=file, num_bytes=num_bytes, digest=digest, **asdict(counts))
 
-    num_rows: int = 0
-    num_errors: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_nan_rows: int = 0
-    num_inf_rows: int = 0
-    num_second_bos: int = 0
-    num_answered: int | None = None
-    num_right: int = 0
-    num_right_per_token: int = 0
-    num_right_per_byte: int = 0
 
-    def add(self, table: pa.Table, numbers: Sequence[str], has_answer: bool) -> None:
-        """Count these output rows too. numbers: the columns of what the model gave."""
-        num_output_tokens = table.column("num_output_tokens")
-        answered = table.column("num_prompt_tokens").filter(num_output_tokens.is_valid())
-        self.num_rows += table.num_rows
-        self.num_errors += table.num_rows - table.column("error_type").null_count
-        self.num_prompt_tokens += pc.sum(answered, min_count=0).as_py()
-        self.num_output_tokens += pc.sum(num_output_tokens, min_count=0).as_py()
-        num_nan_rows, num_inf_rows = counts.count_non_finite_rows(table, numbers)
-        self.num_nan_rows += num_nan_rows
-        self.num_inf_rows += num_inf_rows
-        if has_answer:
-            found = count_right_answers(table)
-            self.num_answered = (self.num_answered or 0) + found.num_answered
-            self.num_right += found.num_right
-            self.num_right_per_token += found.num_right_per_token
-            self.num_right_per_byte += found.num_right_per_byte
+def count_entries(counts: PartCounts) -> dict[str, str]:
+    """The counts as a part's footer states them."""
+    return {f"{_PREFIX}{name}": str(value) for name, value in counts.written().items()}
 
-    def metadata(self) -> dict[str, str]:
-        """As they stand in a part's metadata."""
-        return {f"{_PREFIX}{name}": str(value) for name, value in without_rare(asdict(self)).items()}
 
-    def part(self, shard: int, file: str, num_bytes: int, digest: str) -> Part:
-        """The record of a part with these rows."""
-        return Part(shard=shard, file=file, num_bytes=num_bytes, digest=digest, **asdict(self))
+def stated_counts(entries: Mapping[str, str]) -> PartCounts:
+    """The counts that a footer states. Raises KeyError where one is missing, ValueError where one is no number."""
+    required, rare = ALWAYS_WRITTEN, set(COUNT_NAMES) - ALWAYS_WRITTEN
+    names = [*required, *(name for name in rare if f"{_PREFIX}{name}" in entries)]
+    return PartCounts(**{name: int(entries[f"{_PREFIX}{name}"]) for name in names})
 
 
 def _own_metadata(shard: Shard, rows: ShardRows) -> dict[str, str]:
@@ -147,11 +119,9 @@ def _row_groups(pieces: Iterator[pa.Table], limit: int | None) -> Iterator[pa.Ta
         yield pa.concat_tables(group)
 
 
-def _output(shard: OpenShard, source: Source, names: Sequence[str], totals: _Totals) -> Iterator[pa.Table]:
+def _output(shard: OpenShard, merged: "_Merged", source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
     """The output rows of a complete shard in order, in pieces of about PIECE_BYTES or of one result."""
-    merged, is_whole = _Merged(shard), bool(shard.chosen.all())
-    # Of the rows of a retry the part before counts the others too, and all of them, unless it is of an earlier version.
-    totals.num_second_bos = max(totals.num_second_bos, merged.num_second_bos)
+    is_whole = bool(shard.chosen.all())
     starts = np.concatenate([[0], np.cumsum(shard.num_requests, dtype=np.int64)])
     rows = np.repeat(np.arange(shard.shard.num_rows, dtype=np.int32), shard.num_requests)
     is_first = np.diff(rows, prepend=-1) != 0
@@ -263,18 +233,17 @@ def verify_part(
             data = memoryview(file.read_buffer())
         if deep and not is_sealed(data):
             return None
-        totals = _stated_totals(pq.read_metadata(path), shard, rows or ShardRows(shard.start, shard.stop), fingerprint)
-    except (pa.ArrowException, OSError, ValueError):
+        counts = _counts_of(pq.read_metadata(path), shard, rows or ShardRows(shard.start, shard.stop), fingerprint)
+    except (pa.ArrowException, OSError, ValueError, KeyError):
         return None
-    return None if totals is None else totals.part(shard.index, path.name, len(data), xxhash.xxh3_128_hexdigest(data))
+    return None if counts is None else _part(counts, shard.index, path.name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def _stated_totals(footer: pq.FileMetaData, shard: Shard, rows: ShardRows, fingerprint: str) -> _Totals | None:
+def _counts_of(footer: pq.FileMetaData, shard: Shard, rows: ShardRows, fingerprint: str) -> PartCounts | None:
+    """The counts of a part; None where the footer does not state this job and these rows of it."""
     own = {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
     expected = {**_own_metadata(shard, rows), f"{_PREFIX}fingerprint": fingerprint}
     if any(own.get(key) != value for key, value in expected.items()):
         return None
-    # A part of an earlier version may lack a count that was added since.
-    stated = {field.name: own.get(f"{_PREFIX}{field.name}") for field in fields(_Totals)}
-    totals = _Totals(**{name: int(value) for name, value in stated.items() if value is not None})
-    return totals if totals.num_rows == footer.num_rows else None
+    counts = stated_counts(own)
+    return counts if counts.num_rows == footer.num_rows else None

@@ -8,9 +8,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from batchinf.base import faults
+from batchinf.output.counts import count_rows
 from batchinf.output.shard import OpenShard
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.byte_queue import ByteQueue
@@ -182,12 +182,10 @@ class Writer(threading.Thread):
 
     def _count(self, results: pa.RecordBatch) -> None:
         # As they are stored: what an engine must generate to score a text is no output.
-        output = results.column("num_output_tokens")
-        self.totals.num_output_tokens += pc.sum(output, min_count=0).as_py()
-        self.totals.num_prompt_tokens += pc.sum(
-            results.column("num_prompt_tokens").filter(output.is_valid()), min_count=0
-        ).as_py()
-        self.totals.num_errors += results.num_rows - results.column("error_type").null_count
+        counts = count_rows(results)
+        self.totals.num_output_tokens += counts.num_output_tokens
+        self.totals.num_prompt_tokens += counts.num_prompt_tokens
+        self.totals.num_errors += counts.num_errors
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 from batchinf.base.errors import BatchinfError, RowError
 from batchinf.base.storage import Folder
 from batchinf.job.open import Job, begun_at
+from batchinf.manifest.lines import EventLine
 from batchinf.manifest.names import part_name
-from batchinf.manifest.state import EventLine, State
+from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
@@ -108,7 +109,8 @@ def report(job: Job, state: State) -> list[str]:
     found = commonest(job.folder, state, Journal(job.folder, "look", get_task(job.spec).result_schema))
     return [
         *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
-        f"kept: {state.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had finished",
+        f"kept: {state.counts.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had "
+        "finished",
         "mend the spec or the input and give the new job another output.path; or let this one run on, error rows and "
         "all: the same command with --set max_error_rate=1",
     ]

@@ -226,7 +226,8 @@ def _run_rest(
     retry = None if phase is None else phase.retry
     fleet = fleet or launcher.fleet(state.header.job_id, job.spec, 0 if retry is None else retry.number)
     fleet.give_work(work_of(job, state, retry))
-    committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
+    counts = state.counts
+    committed = Committed(int(state.committed.sum()), counts.num_rows, counts.num_errors)
     num_shards = total_shards(state.extents)
     num_rows = total_rows(state.extents) * job.spec.num_samples
     is_done = state.committed
@@ -301,17 +302,18 @@ def _tidy(folder: Folder) -> None:
 
 def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
     folder = job_folder(file.spec.output.path, file.slice)
+    counts = state.counts
     summary = Summary(
         folder=os.fspath(folder.root),
-        num_rows=state.num_rows,
-        num_errors=state.num_errors,
-        num_prompt_tokens=state.num_prompt_tokens,
-        num_output_tokens=state.num_output_tokens,
+        num_rows=counts.num_rows,
+        num_errors=counts.num_errors,
+        num_prompt_tokens=counts.num_prompt_tokens,
+        num_output_tokens=counts.num_output_tokens,
         num_parts=len(state.parts),
         num_bytes=state.num_bytes,
         device_s=state.device_s,
         was_done=was_done,
-        remarks=(*remarks([(folder, state)]), *forecast(state)),
+        remarks=(*remarks([state]), *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:

@@ -17,9 +17,10 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started
 from batchinf.job.open import location_of, new_job_id
+from batchinf.manifest.lines import HEAD_START
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.state import HEAD_START, State, read_beginning
+from batchinf.manifest.state import State, read_beginning
 from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter

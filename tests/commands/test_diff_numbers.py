@@ -16,8 +16,9 @@ from batchinf.base.errors import OutputError
 from batchinf.commands.diff import join
 from batchinf.commands.diff.diff import diff_lines
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import PartLine
+from batchinf.manifest.lines import part_line
 from batchinf.manifest.names import part_name
+from batchinf.records import Part
 
 NUM_ROWS = 40
 
@@ -39,14 +40,14 @@ def job(
     lines: list[dict[str, Any]] = [
         {"kind": "header", "format_version": 1, **texts, "identity": {"task": task}, "layout": {}, "spec": resolved},
         {"kind": "extent", "start": 0, "num_rows": 600, "rows_per_shard": 60, "first_shard": 0,
-         "source_fingerprint": taken},
+         "first_row": 0, "stop_row": 600, "source_fingerprint": taken},
     ]  # fmt: skip
     bounds = [0, *cuts, table.num_rows]
     for shard, (start, stop) in enumerate(itertools.pairwise(bounds)):
         piece = table.slice(start, stop - start)
         pq.write_table(piece, folder / "parts" / part_name(shard), **{"row_group_size": 7, **parquet})
-        line = PartLine(shard, part_name(shard), piece.num_rows, 0, 1, 1, 1, "00")
-        lines.append({"kind": "part", **line.fields()})
+        part = Part(shard=shard, file=part_name(shard), num_rows=piece.num_rows, num_bytes=1, digest="00")
+        lines.append(part_line("part", part))
     lines.append({"kind": "done", "name": "done", "at": texts["created_at"]})
     (folder / "manifest" / "000001.jsonl").write_bytes(encode_commits([lines]))
     return str(folder)

@@ -17,8 +17,9 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective, explain, kept, recognise, step_down
+from batchinf.manifest.lines import Header
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.state import Header, read_state
+from batchinf.manifest.state import read_state
 from batchinf.model.memory import GIB, Fit, Needs, batch_limits, kv_cache_of
 from batchinf.replica.messages import Failed
 from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, JobSpec, ModelSpec

@@ -10,7 +10,8 @@ import pytest
 import jobs
 from batchinf.base.errors import DriftError
 from batchinf.fleet.platforms import Platforms, kept_as
-from batchinf.manifest.state import EventLine, State
+from batchinf.manifest.lines import EventLine
+from batchinf.manifest.state import State
 from batchinf.records import EngineInfo
 
 VERSIONS = {"batchinf": "0.1.0", "python": "3.11.7", "vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.1.0",

@@ -16,8 +16,9 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.quarantine import Case, Quarantine
 from batchinf.fleet.trials import Trials
+from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.state import EventLine, State
+from batchinf.manifest.state import State
 from batchinf.records import Extent, Shard
 from batchinf.replica.flight import FlightRecord, InFlight
 from batchinf.schedule.order import RunOrder

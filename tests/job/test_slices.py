@@ -106,7 +106,7 @@ def test_parts_and_closing_lines_name_the_slice(sliced: dict[str, Any]) -> None:
 def test_status_sums_over_slices_and_names_those_that_are_missing(sliced: dict[str, Any]) -> None:
     num_rows = len(jobs.unhurt(json.dumps(SAMPLING)))
     states = [jobs.state_of(sliced["out"] / f"slice-{index}") for index in (0, 2, 3)]
-    committed = sum(state.num_rows for state in states)
+    committed = sum(state.counts.num_rows for state in states)
     before, after = sliced["status"], sliced["status after kill"]
     assert "4 slices: 3 done, 1 not begun" in before
     assert f"committed: {committed:,} of {num_rows:,} rows" in before
@@ -126,7 +126,7 @@ def test_head_is_in_the_order_of_rows(sliced: dict[str, Any]) -> None:
         assert keys == sorted(set(keys))
         assert rows == [whole[key] for key in keys]
         lengths.append(len(rows))
-    finished = sum(jobs.state_of(sliced["out"] / f"slice-{index}").num_rows for index in (0, 2, 3))
+    finished = sum(jobs.state_of(sliced["out"] / f"slice-{index}").counts.num_rows for index in (0, 2, 3))
     assert lengths[0] == finished
     # Three parts of 20 rows were committed before the kill.
     assert lengths[1] >= finished + 3 * 20 * 2

@@ -14,10 +14,6 @@ from test_tasks_generate import make_results, make_spec
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import PartLine
-from batchinf.manifest.state import read_state
-from batchinf.output import parts
 from batchinf.output.counts import count_non_finite_rows, non_finite_lines, number_columns
 from batchinf.output.journal import Journal
 from batchinf.output.parts import verify_part, write_part
@@ -127,26 +123,6 @@ def test_kept_and_counted_in_a_part(folder: Folder, dtype: str) -> None:
     metadata = pq.read_metadata(folder.path(f"staging/{part.file}")).metadata
     assert (metadata[b"batchinf.num_nan_rows"], metadata[b"batchinf.num_inf_rows"]) == (b"2", b"2")
     assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d", deep=True) == part
-
-
-def test_a_part_and_a_log_of_before_the_counts(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = ("num_nan_rows", "num_inf_rows")
-    metadata = parts._Totals.metadata
-    without = lambda self: {k: v for k, v in metadata(self).items() if not k.endswith(counts)}  # noqa: E731
-    monkeypatch.setattr(parts._Totals, "metadata", without)
-    part = hurt_part(folder, "float32")
-    adopted = verify_part(folder, f"staging/{part.file}", SHARD, "f00d", deep=True)
-    assert adopted is not None
-    assert (adopted.num_rows, adopted.num_nan_rows, adopted.num_inf_rows) == (part.num_rows, 0, 0)
-    line = {k: v for k, v in PartLine.of(part)._asdict().items() if k not in counts}
-    texts = {"job_id": "j", "created_at": "2026-01-01T00:00:00+00:00", "fingerprint": "f00d"}
-    header = {"kind": "header", "format_version": 1, **texts, "identity": {}, "layout": {}, "spec": {}}
-    extent = {"kind": "extent", "start": 0, "num_rows": 600, "rows_per_shard": 60, "first_shard": 0}
-    lines_ = [header, {**extent, "source_fingerprint": "f"}, {"kind": "part", **line}]
-    folder.path("manifest/000001.jsonl").write_bytes(encode_commits([lines_]))
-    state = read_state(folder)
-    assert state is not None
-    assert state.parts[SHARD.index] == PartLine.of(part)._replace(num_nan_rows=0, num_inf_rows=0)
 
 
 def test_a_whole_job_says_so_at_its_end(tmp_path: pathlib.Path) -> None:

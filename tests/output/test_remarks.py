@@ -1,4 +1,4 @@
-"""Accuracy and the second BOS: counted as plain Python counts them, after a kill, a retry, and in a log of before."""
+"""Accuracy and the second BOS: counted as plain Python counts them, after a kill and after a retry."""
 
 import json
 import pathlib
@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import jobs
@@ -14,9 +13,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.commands.status import status_lines
 from batchinf.manifest.commit_log import encode_commits, read_lines
-from batchinf.manifest.lines import PartLine
-from batchinf.manifest.state import State
-from batchinf.output.counts import accuracy_of_parts, remarks
+from batchinf.output.counts import remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -30,9 +27,9 @@ NUM_ROWS = 60
 def counted(rows: list[dict[str, Any]]) -> Accuracy:
     """In plain Python."""
     answered = [row for row in rows if row["answer"] is not None and row["best"] is not None]
-    return Accuracy(
-        len(rows), len(answered), *(sum(row[name] == row["answer"] for row in answered) for name in WINNERS)
-    )
+    right = (sum(row[name] == row["answer"] for row in answered) for name in WINNERS)
+    names = ("num_right", "num_right_per_token", "num_right_per_byte")
+    return Accuracy(num_rows=len(rows), num_answered=len(answered), **dict(zip(names, right, strict=True)))
 
 
 def drawn(seed: int, num_rows: int = 200) -> pa.Table:
@@ -52,18 +49,6 @@ def test_counted_as_plain_python_counts(seed: int) -> None:
     everything = count_right_answers(table.slice(0, 60)) + count_right_answers(table.slice(60))
     assert everything == count_right_answers(table)
     assert everything.shares[1] == everything.num_right_per_token / everything.num_answered
-
-
-def test_a_part_whose_line_says_nothing_is_read(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "parts").mkdir()
-    table = drawn(9)
-    pq.write_table(table, tmp_path / "parts" / "part-000003.parquet", row_group_size=17)
-    silent = PartLine(3, "x", table.num_rows, 0, 1, 1, 1, "00")
-    known = PartLine(4, "y", 10, 0, 1, 1, 1, "00", num_answered=8, num_right=3, num_right_per_token=2)
-    assert accuracy_of_parts(Folder(tmp_path), [silent, known]) == count_right_answers(table) + Accuracy(10, 8, 3, 2, 0)
-    assert accuracy_of_parts(Folder(tmp_path), [silent._replace(shard=5), known]) is None
-    assert "num_answered" not in silent.fields() and known.fields()["num_right_per_token"] == 2
-    assert PartLine(4, "y", 10, 0, 1, 1, 1, "00", num_answered=0).fields()["num_answered"] == 0
 
 
 # -- two BOS -----------------------------------------------------------------------------------------------------------
@@ -183,24 +168,10 @@ def test_right_after_a_kill_and_after_a_retry(job: dict[str, Any]) -> None:
 
 
 def test_slices_are_summed(job: dict[str, Any]) -> None:
-    folder, state = Folder(job["out"]), jobs.state_of(job["out"])
+    state = jobs.state_of(job["out"])
     found = counted(jobs.rows_of(job["out"]))
     others = f"{2 * (NUM_ROWS - found.num_answered)} rows have no answer, or no scores"
-    assert remarks([(folder, state)] * 2)[0] == f"accuracy: {found + found}; {others}"
-
-
-def test_a_log_of_before_the_counts(job: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    """What the line does not say is read from the parts, and what no column says is not said."""
-    folder, state = Folder(job["out"]), State()
-    for log in sorted(folder.list("manifest")):
-        for _, fields in read_lines(folder, f"manifest/{log}"):
-            state.apply({k: v for k, v in fields.items() if not k.startswith(("num_right", "num_ans", "num_second"))})
-    assert {part.num_answered for part in state.parts.values()} == {None}
-    [line] = remarks([(folder, state)])
-    assert line == job["said"][0]
-    # Of a part that is gone nothing can be said, and nothing fails.
-    made = Folder(tmp_path)
-    assert remarks([(made, state)]) == []
+    assert remarks([state] * 2)[0] == f"accuracy: {found + found}; {others}"
 
 
 def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path: pathlib.Path) -> None:

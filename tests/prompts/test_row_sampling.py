@@ -322,4 +322,4 @@ def test_renamed_columns_and_what_a_structure_misses_from_json_lines(tmp_path: p
         assert row["error_message"].startswith("the text does not parse as JSON (finish_reason ")
         assert row["text"] is not None
         assert len(row["token_ids"]) == row["num_output_tokens"] > 0
-    assert jobs.state_of(tmp_path / "out").num_errors == 12
+    assert jobs.state_of(tmp_path / "out").counts.num_errors == 12

@@ -12,7 +12,9 @@ from batchinf import records
 from batchinf.replica import messages
 from batchinf.replica.channel import Channel
 
-PART = records.Part(3, "000003-a.parquet", 10, 1, 2048, 70, 90, "00ff")
+PART = records.Part(
+    shard=3, file="000003-a.parquet", num_rows=10, num_errors=1, num_bytes=2048, digest="00ff", num_kept=2
+)
 MESSAGES = (
     messages.Launch(1, "000001.0001", "out", "ab", "{}", "model", "tokenizer", None, (0, 2)),
     messages.Work("{}", {"batchinf.job_id": "ab"}, "source", ("first",), (records.Extent.of_all(0, 9, 3, 0, 0),), None),

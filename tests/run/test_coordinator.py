@@ -83,7 +83,7 @@ def test_each_request_to_stop_exits_with_75_and_loses_nothing(tmp_path: pathlib.
         assert "Traceback" not in errors
         assert jobs.snapshot_of(out)["state"] == "stopped"
         assert not (out / "lock").exists()
-        before, finished = finished, jobs.state_of(out).num_rows + num_journalled(out)
+        before, finished = finished, jobs.state_of(out).counts.num_rows + num_journalled(out)
         assert finished > before
     assert "stopped before its end" in jobs.run("status", out).stdout
     jobs.finish(spec, "--set", "scripted.step_s=0")
@@ -128,7 +128,7 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "second": jobs.run("run", spec),
         "status": jobs.run("status", out),
         "head": head_rows(str(out), 1000),
-        "committed": jobs.state_of(out).num_rows,
+        "committed": jobs.state_of(out).counts.num_rows,
     }
     process.send_signal(signal.SIGINT)
     time.sleep(1.0)
@@ -199,7 +199,7 @@ def test_a_crash_costs_at_most_an_interval_of_finished_requests(tmp_path: pathli
     jobs.kill(everyone)
     process.communicate()
     assert jobs.are_gone(everyone)
-    assert jobs.state_of(out).num_rows == 0
+    assert jobs.state_of(out).counts.num_rows == 0
     kept = num_journalled(out)
     assert kept >= finished > 30
     jobs.finish(spec, "--set", "scripted.step_s=0")
@@ -342,7 +342,7 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
     member.replica = LocalReplica(
         launch_of(tmp_path), process, channel, FlightRecord.create(), tmp_path / "log", 0, tmp_path / "sockets"
     )
-    closed = ShardClosed(Part(7, "000007-x.parquet", 1, 0, 1, 1, 1, ""))
+    closed = ShardClosed(Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest=""))
     replica = Channel(theirs, "000001.0001")
     replica.send(closed)
     replica.send(Failed("OSError", "the cause", 1))

@@ -53,7 +53,7 @@ def test_most_of_the_first_rows_failing_ends_a_job_early(tmp_path: pathlib.Path)
     null, long = said.index("× null_prompt: column 'prompt' is null"), said.index("× prompt_too_long: got ")
     assert null < said.index("no prompt can be made of {'prompt': None}") < long
     assert long < said.index("prompt '<|begin_of_text|>word word")
-    assert f"kept: {state.num_rows:,} rows in {len(state.parts)} parts" in said
+    assert f"kept: {state.counts.num_rows:,} rows in {len(state.parts)} parts" in said
     assert "--set max_error_rate=1" in said
     assert max(map(len, said.splitlines())) < 500
 
@@ -90,7 +90,7 @@ def test_just_below_half_runs_to_its_end(tmp_path: pathlib.Path) -> None:
 def test_nobody_is_judged_by_fewer_than_1000_rows(tmp_path: pathlib.Path) -> None:
     done = jobs.run("run", job_of(tmp_path, lambda index: None, 900))
     assert done.returncode == 3, done.stderr
-    assert jobs.state_of(tmp_path / "out").num_errors == 900
+    assert jobs.state_of(tmp_path / "out").counts.num_errors == 900
 
 
 def test_errors_are_counted_by_what_they_say_but_for_numbers(tmp_path: pathlib.Path) -> None:

@@ -18,5 +18,5 @@ def test_time_in_which_engines_wait_for_the_input_is_not_that_of_rows(tmp_path: 
     [hours] = re.findall(r"all 80 rows take (\S+) device-hours", done.stdout)
     state = jobs.state_of(tmp_path / "out")
     assert state.device_s > 8
-    run_s = float(hours) * 3600 * state.num_rows / 80
+    run_s = float(hours) * 3600 * state.counts.num_rows / 80
     assert run_s < (state.device_s - 8) * 1.01

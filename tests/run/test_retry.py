@@ -96,7 +96,7 @@ def test_errors_are_retried_once_their_cause_is_gone(
     assert min(kinds.values()) > 3
     state = jobs.state_of(out)
     assert state.is_done
-    assert (state.num_rows, state.num_errors) == (len(before), kinds["prompt_too_long"])
+    assert (state.counts.num_rows, state.counts.num_errors) == (len(before), kinds["prompt_too_long"])
     retry = state.retries[1]
     assert (retry.predicate, retry.overrides) == ("errors", {"sampling.min_tokens": 0})
     assert retry.num_rows == sum(kinds.values())

@@ -1,34 +1,18 @@
 """The accuracy of multiple-choice rows that have an `answer`. Parts count it, and `diff` compares two jobs by it."""
 
-from dataclasses import dataclass
-
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from batchinf.records import PartCounts
 
 ANSWER = "answer"
 WINNERS = ("best", "best_per_token", "best_per_byte")
 
 
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """num_answered: rows with an answer and with scores. num_right: those whose `best` is the answer; the others those
-    whose `best_per_token` and `best_per_byte` is. num_rows: all output rows.
-    """
+class Accuracy(PartCounts):
+    """The counts of rows with an answer, as shares that are right."""
 
-    num_rows: int = 0
-    num_answered: int = 0
-    num_right: int = 0
-    num_right_per_token: int = 0
-    num_right_per_byte: int = 0
-
-    def __add__(self, other: "Accuracy") -> "Accuracy":
-        return Accuracy(
-            self.num_rows + other.num_rows,
-            self.num_answered + other.num_answered,
-            self.num_right + other.num_right,
-            self.num_right_per_token + other.num_right_per_token,
-            self.num_right_per_byte + other.num_right_per_byte,
-        )
+    __slots__ = ()
 
     @property
     def shares(self) -> tuple[float, float, float]:
@@ -50,8 +34,14 @@ def count_right_answers(table: pa.Table) -> Accuracy:
     answer = table.column(ANSWER)
     # A row that failed, or with NaN among its scores, has no winner.
     is_answered = pc.and_(answer.is_valid(), table.column(WINNERS[0]).is_valid())
-    right = (_num(pc.equal(answer, table.column(name))) for name in WINNERS)
-    return Accuracy(table.num_rows, _num(is_answered), *right)
+    raw, per_token, per_byte = (_num(pc.equal(answer, table.column(name))) for name in WINNERS)
+    return Accuracy(
+        num_rows=table.num_rows,
+        num_answered=_num(is_answered),
+        num_right=raw,
+        num_right_per_token=per_token,
+        num_right_per_byte=per_byte,
+    )
 
 
 def _num(is_such: pa.ChunkedArray) -> int:
