@@ -1,5 +1,9 @@
 """Records that cross package boundaries: shards, requests, completions, results, parts.
 
+A row is known by its `row_index`, its position in the source, which names it in the output too. Its place says when it
+runs: places count through the run order, and a shard is a run of places. A shard's rows, sorted by `row_index`, have
+the local indices 0, 1, 2 … within it. `request_index` counts a row's requests.
+
 All are frozen. Arrays are numpy, never nested Python lists: a token with its top 20 is 172 bytes here, and about
 1,960 as Python objects.
 """
@@ -13,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.base.errors import RowError
-from batchinf.base.json_types import Count, GroupId, PositiveCount, SharedText, Text
+from batchinf.base.json_types import Count, GroupId, JsonText, PositiveCount, SharedText
 from batchinf.spec.sampling import SamplingSpec
 
 
@@ -61,8 +65,8 @@ class Extent:
     first_shard: Count
     first_row: Count
     stop_row: Count
-    selection: Text | None = None
-    order: Text | None = None
+    selection: JsonText | None = None
+    order: JsonText | None = None
 
     @classmethod
     def of_all(
@@ -198,7 +202,7 @@ class Completion:
 class Result:
     """One finished request, ready to be stored: a completion with its text, or an error.
 
-    A row is finished when it has `num_requests` results. Text that was produced stays beside an error. reasoning: what
+    A row is finished when it has `num_requests` results. JsonText that was produced stays beside an error. reasoning: what
     the model thought before the text, where that is split off; the text is None where it never came to an end.
     """
 
@@ -301,9 +305,9 @@ class Part(PartCounts):
     """
 
     shard: Count
-    file: Text
+    file: JsonText
     num_bytes: Count
-    digest: Text
+    digest: JsonText
     retry: Count = 0
     replica: Count | None = None
     incarnation: SharedText = ""
@@ -316,8 +320,8 @@ class ProcessGroup:
     """The processes of one incarnation of a replica, as its `replica_started` event says."""
 
     replica: Count
-    incarnation: Text
-    host: Text
-    boot_id: Text
+    incarnation: JsonText
+    host: JsonText
+    boot_id: JsonText
     pgid: GroupId
     pid_start_time: Count

@@ -16,9 +16,9 @@ GroupId = Annotated[int, Field(strict=True, ge=2, le=2**31 - 1)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 # Half characters are valid JSON, but no text: pydantic looks for them only where a length is asked for.
-Text = Annotated[str, Field(strict=True, min_length=0)]
+JsonText = Annotated[str, Field(strict=True, min_length=0)]
 # One object for all equal texts, where few differ among many records.
-SharedText = Annotated[Text, AfterValidator(sys.intern)]
+SharedText = Annotated[JsonText, AfterValidator(sys.intern)]
 
 
 def _is_time(text: str) -> str:
@@ -28,4 +28,4 @@ def _is_time(text: str) -> str:
 
 
 # In ISO format, with its zone.
-Time = Annotated[Text, AfterValidator(_is_time)]
+Time = Annotated[JsonText, AfterValidator(_is_time)]

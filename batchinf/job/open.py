@@ -30,7 +30,7 @@ from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import NewRows, Source, open_source
 from batchinf.spec.file import SpecFile
-from batchinf.spec.job import JobSpec, fields, fingerprint, identity_defaults
+from batchinf.spec.job import JobSpec, fields, fingerprint
 from batchinf.tasks.registry import get_task
 
 OnModelFound = Callable[[JobSpec, Model, tuple[Adapter, ...]], object]
@@ -139,18 +139,8 @@ def _open_job(
     if state is not None:
         identity["input.limit"] = limit
     # Through JSON and back, so that it compares equal to what the manifest gives.
-    identity = without_later_fields(json.loads(json.dumps(identity)), began_as)
+    identity = json.loads(json.dumps(identity))
     return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
-
-
-def without_later_fields(identity: dict[str, Any], began_as: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity without fields that say nothing, of which the job that began knew nothing: they came with a later
-    version, and leave that job as it was.
-
-    began_as: its identity; empty where it has yet to begin.
-    """
-    later = {name: value for name, value in identity_defaults().items() if began_as and name not in began_as}
-    return {name: value for name, value in identity.items() if name not in later or later[name] != value}
 
 
 def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:

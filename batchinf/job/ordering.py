@@ -17,6 +17,7 @@ import xxhash
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.job import choose
+from batchinf.job.choose import Say
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.state import State
 from batchinf.prompts.builder import Outline, PromptBuilder
@@ -172,8 +173,6 @@ _MOST_TOKENS = 2**32 - 1
 # a half are alike. In plain order, or with more waves, whoever is up first has the longest of all, and the others wait
 # for it at the end (`benchmarks/tail.py`).
 WAVES_AND_HANDS = (2, 128)
-
-Say = Callable[[str], None]
 
 
 def begin_or_restore(

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from batchinf.base.json_types import Count, Flag, PositiveCount, Seconds, Text, Time
+from batchinf.base.json_types import Count, Flag, JsonText, PositiveCount, Seconds, Time
 from batchinf.manifest.commit_log import Fields
 from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, Extent, Part, ProcessGroup
 
@@ -22,10 +22,10 @@ class Header:
     """What the job is. identity, layout and spec are JSON values."""
 
     format_version: PositiveCount
-    job_id: Text
+    job_id: JsonText
     created_at: Time
     identity: Fields
-    fingerprint: Text
+    fingerprint: JsonText
     layout: Fields
     spec: Fields
 
@@ -40,12 +40,12 @@ class Retry:
     """
 
     number: PositiveCount
-    predicate: Text
-    overrides: dict[Text, Any]
-    fingerprint: Text
+    predicate: JsonText
+    overrides: dict[JsonText, Any]
+    fingerprint: JsonText
     num_rows: Count
     num_shards: Count
-    selection: Text
+    selection: JsonText
 
     def __str__(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
@@ -53,12 +53,12 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SnapshotSums:
     """The sums over the logs that a snapshot replaces. process_groups: those that were not said to have ended."""
 
-    replaces: list[Text]
+    replaces: list[JsonText]
     device_s: Seconds
-    event_counts: dict[Text, Count]
+    event_counts: dict[JsonText, Count]
     process_groups: list[ProcessGroup]
 
 
@@ -77,26 +77,26 @@ class _Event(BaseModel):
     # A line may say more than this reader knows.
     model_config = ConfigDict(extra="ignore")
 
-    name: Text
+    name: JsonText
     at: Time
 
 
 class _ReplicaEnded(_Event):
-    incarnation: Text
+    incarnation: JsonText
     device_s: Seconds
 
 
 class _HeadStart(_Event):
-    job_id: Text
+    job_id: JsonText
 
 
 class _Ready(_Event):
-    device: Text = ""
-    versions: dict[Text, Text]
+    device: JsonText = ""
+    versions: dict[JsonText, JsonText]
 
 
 class _Death(_Event):
-    origin: Text
+    origin: JsonText
     replica: Count
     shards: list[Count]
     suspects: list[Count]
@@ -110,11 +110,11 @@ class _Death(_Event):
 
 class _Condemned(_Event):
     row_index: Count
-    message: Text
+    message: JsonText
 
 
 class _Forgotten(_Event):
-    kept_as: Text
+    kept_as: JsonText
 
 
 class _Lost(_Event):
@@ -122,12 +122,12 @@ class _Lost(_Event):
 
 
 class _StepDown(_Event):
-    lowered: dict[Text, Any]
-    applies_to: dict[Text, Any]
+    lowered: dict[JsonText, Any]
+    applies_to: dict[JsonText, Any]
 
 
 class _ReplicaStarted(_Event):
-    devices: list[Text] = []
+    devices: list[JsonText] = []
 
 
 _EVENTS: dict[str, type[_Event]] = {
@@ -147,17 +147,17 @@ _TAKEN = {"kind", "name", "at", "commit", "crc"}
 class _ExtentOrigin(BaseModel):
     """What an extent's line says beside the extent."""
 
-    source_fingerprint: Text
+    source_fingerprint: JsonText
     limit: PositiveCount | None = None
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
-_HEADER, _RETRY, _SNAPSHOT = TypeAdapter(Header), TypeAdapter(Retry), TypeAdapter(Snapshot)
+_HEADER, _RETRY, _SNAPSHOT = TypeAdapter(Header), TypeAdapter(Retry), TypeAdapter(SnapshotSums)
 _EXTENT, _PART, _GROUP = TypeAdapter(Extent), TypeAdapter(Part), TypeAdapter(ProcessGroup)
 
 
-def read_line(line: Fields) -> Header | Extent | Part | Retry | EventLine | Snapshot | None:
+def read_line(line: Fields) -> Header | Extent | Part | Retry | EventLine | SnapshotSums | None:
     """A line as its record; None for an unknown kind.
 
     Raises ValueError or LookupError if it lacks a field, or has one of another type.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
-from batchinf.manifest.lines import HEAD_START, EventLine, Header, Retry, Snapshot, read_group, read_line
+from batchinf.manifest.lines import HEAD_START, EventLine, Header, Retry, SnapshotSums, read_group, read_line
 from batchinf.records import Extent, Part, PartCounts, ProcessGroup
 from batchinf.schedule.shards import follows, num_shards
 
@@ -138,7 +138,7 @@ class State:
                 if "limit" in fields:
                     self.limits[len(self.extents)] = fields["limit"]
                 self._extend(extent, fields["source_fingerprint"])
-            case Snapshot() as snapshot:
+            case SnapshotSums() as snapshot:
                 self.device_s, self.event_counts = snapshot.device_s, Counter(snapshot.event_counts)
                 self._groups = {group.incarnation: group for group in snapshot.process_groups}
 

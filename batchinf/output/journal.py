@@ -11,7 +11,6 @@ import io
 import mmap
 import os
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from batchinf.base.file_header import HEADER_BYTES, FileHeader
 from batchinf.base.storage import Folder
 from batchinf.manifest.names import retry_of
 
@@ -29,12 +29,6 @@ _FOLDER = "journal"
 _NAME = re.compile(r"(?P<shard>\d{6,})-(?P<incarnation>[A-Za-z0-9._-]+)-(?P<seq>\d{5,})")
 _INCARNATION = re.compile(r"[A-Za-z0-9._-]+")
 
-_MAGIC = b"batchinf"
-_VERSION = 1
-# Magic, format version, shard, payload bytes, number of results, xxh3-128 of the payload, 8 bytes to spare; then the
-# xxh3-64 of all these. 64 bytes keep the payload's buffers aligned in a memory map.
-_HEADER = struct.Struct("<8sIIQQ16s8x")
-_HEADER_BYTES = _HEADER.size + 8
 _READ_BYTES = 1 << 20
 RESULT_KEYS = ("row_index", "request_index", "num_requests")
 # Small batches are joined up to this: taking at random from few large ones is quicker.
@@ -61,7 +55,7 @@ class Segment:
             # The map outlives the file that it was made from, as long as a table needs it.
             with pa.memory_map(os.fspath(self._path)) as file:
                 self._mapped = file.read_buffer()
-            payload = self._mapped.slice(_HEADER_BYTES)
+            payload = self._mapped.slice(HEADER_BYTES)
             self._table = pa.ipc.open_stream(pa.BufferReader(payload)).read_all()
         return self._table
 
@@ -109,13 +103,13 @@ class Journal:
         """Make these results durable as one segment. The table is of the journal's schema."""
         name = self._next_name(shard)
         with self._folder.writing(f"{_FOLDER}/{name}", fault="journal") as file:
-            file.write(bytes(_HEADER_BYTES))
+            file.write(bytes(HEADER_BYTES))
             payload = HashingWriter(file)
             with pa.ipc.new_stream(payload, self._schema) as stream:
                 for batch in joined(table.to_batches()):
                     stream.write_batch(batch)
             file.seek(0)
-            file.write(_header(shard, table.num_rows, payload))
+            file.write(FileHeader(shard, payload.num_bytes, table.num_rows, payload.digest()).encode())
         return Segment(self._folder, name, table.num_rows)
 
     def forget(self, segment: Segment) -> None:
@@ -184,22 +178,14 @@ def _retry(name: str) -> int:
     return retry_of(match["incarnation"]) if match else 0
 
 
-def _header(shard: int, num_rows: int, payload: "HashingWriter") -> bytes:
-    header = _HEADER.pack(_MAGIC, _VERSION, shard, payload.num_bytes, num_rows, payload.digest())
-    return header + xxhash.xxh3_64_digest(header)
-
-
 def _check_bytes(shard: int, file: io.FileIO) -> int:
     """The number of results in a segment, once every byte is found to be as written. Holds 1 MiB at a time."""
-    header = file.read(_HEADER_BYTES)
-    if len(header) < _HEADER_BYTES or xxhash.xxh3_64_digest(header[: _HEADER.size]) != header[_HEADER.size :]:
-        raise _DamagedError("its header is torn or altered")
-    magic, version, own_shard, num_bytes, num_rows, digest = _HEADER.unpack_from(header)
-    if (magic, version, own_shard) != (_MAGIC, _VERSION, shard):
-        raise _DamagedError("it is of another format version, or another shard's")
-    if digest_of(file) != (num_bytes, digest):
+    header = FileHeader.decode(file.read(HEADER_BYTES))
+    if header is None or header.number != shard:
+        raise _DamagedError("its header is torn, altered, of another format version or another shard's")
+    if digest_of(file) != (header.first, header.digest):
         raise _DamagedError("its payload is torn or altered")
-    return int(num_rows)
+    return header.second
 
 
 def digest_of(file: io.FileIO) -> tuple[int, bytes]:

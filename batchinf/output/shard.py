@@ -38,13 +38,13 @@ class OpenShard:
         self.is_given_back = False  # before anything of it was run: what was made of it counts no more
         self.num_requests = np.zeros(shard.num_rows, np.int32)
         self._journal = journal
-        # Slots are given to a row's requests when its first result comes; -1 is before that.
+        # The shard's requests are numbered as rows get their first result: a row's are consecutive. -1 is before that.
         self.chosen = np.ones(shard.num_rows, np.bool_) if chosen is None else chosen
-        self._first_slot = np.where(self.chosen, np.int64(-1), np.int64(0))
+        self._first_request = np.where(self.chosen, np.int64(-1), np.int64(0))
         self._num_rows = int(np.count_nonzero(self.chosen))
         self._num_done = np.zeros(shard.num_rows, np.int32)
         self._is_done = np.zeros(shard.num_rows, np.bool_)
-        self._num_slots = 0
+        self._num_known = 0
         self._num_begun = 0
 
     @property
@@ -55,28 +55,28 @@ class OpenShard:
     @property
     def is_complete(self) -> bool:
         """Whether all rows are finished: each has its `num_requests` results."""
-        return self._num_begun == self._num_rows and self.num_results == self._num_slots
+        return self._num_begun == self._num_rows and self.num_results == self._num_known
 
     def is_done(self, row_index: int, request_index: int) -> bool:
         """Whether there is a result for this request."""
-        slot = self._first_slot[self.rows.local(row_index)]
-        return bool(slot >= 0 and self._is_done[slot + request_index])
+        first = self._first_request[self.rows.local(row_index)]
+        return bool(first >= 0 and self._is_done[first + request_index])
 
     def is_finished(self, row_index: int) -> bool:
         """Whether there are results for all requests of this row, or none is to be run."""
-        place = self.rows.local(row_index)
-        return self.are_finished(place, place + 1)
+        local = self.rows.local(row_index)
+        return self.are_finished(local, local + 1)
 
     def are_finished(self, first: int, last: int) -> bool:
-        """Whether the rows `first` to `last` (exclusive), counted from the shard's first, are all finished."""
+        """Whether the rows with the local indices `first` to `last` (exclusive) are all finished."""
         return bool(np.all(self._are_finished(slice(first, last))))
 
-    def unfinished(self, numbers: Int64Array) -> Int64Array:
-        """Those of these rows, by their numbers among the shard's, that are not finished."""
-        return numbers[~self._are_finished(numbers)]
+    def unfinished(self, local: Int64Array) -> Int64Array:
+        """Those of these rows, all by their local indices, that are not finished."""
+        return local[~self._are_finished(local)]
 
     def _are_finished(self, rows: slice | Int64Array) -> BoolArray:
-        is_begun = self._first_slot[rows] >= 0
+        is_begun = self._first_request[rows] >= 0
         found: BoolArray = is_begun & (self._num_done[rows] == self.num_requests[rows])
         return found
 
@@ -146,11 +146,11 @@ class OpenShard:
         """Mark results as done; which of them are new. Raises ValueError, with nothing marked, for a stranger."""
         rows = self.rows.locals(row_index)
         self._begin_rows(rows, request_index, num_requests)
-        slots = self._first_slot[rows] + request_index
-        is_new = np.zeros(len(slots), np.bool_)
-        is_new[np.unique(slots, return_index=True)[1]] = True
-        is_new &= ~self._is_done[slots]
-        self._is_done[slots[is_new]] = True
+        requests = self._first_request[rows] + request_index
+        is_new = np.zeros(len(requests), np.bool_)
+        is_new[np.unique(requests, return_index=True)[1]] = True
+        is_new &= ~self._is_done[requests]
+        self._is_done[requests[is_new]] = True
         np.add.at(self._num_done, rows[is_new], 1)
         self.num_results += int(np.count_nonzero(is_new))
         return is_new
@@ -165,15 +165,15 @@ class OpenShard:
         counts = np.where(known > 0, known, num_requests[firsts])
         if np.any((counts[inverse] != num_requests) | (request_index < 0) | (request_index >= num_requests)):
             raise ValueError(f"got results that disagree on a row's number of requests in {self.shard}")
-        self._give_slots(distinct[known == 0], counts[known == 0])
+        self._number_requests(distinct[known == 0], counts[known == 0])
 
-    def _give_slots(self, rows: Int64Array, counts: npt.NDArray[np.int32]) -> None:
-        stop = self._num_slots + int(counts.sum(dtype=np.int64))
+    def _number_requests(self, rows: Int64Array, counts: npt.NDArray[np.int32]) -> None:
+        stop = self._num_known + int(counts.sum(dtype=np.int64))
         if stop > len(self._is_done):
             # Longer before a row points into it: other threads ask what is done without a lock.
             spare = np.zeros(max(stop, 2 * len(self._is_done)) - len(self._is_done), np.bool_)
             self._is_done = np.concatenate([self._is_done, spare])
         self.num_requests[rows] = counts
-        self._first_slot[rows] = self._num_slots + np.cumsum(counts, dtype=np.int64) - counts
-        self._num_slots = stop
+        self._first_request[rows] = self._num_known + np.cumsum(counts, dtype=np.int64) - counts
+        self._num_known = stop
         self._num_begun += len(rows)

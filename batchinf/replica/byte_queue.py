@@ -4,7 +4,6 @@ Items go in many at a time: each time wakes the other thread, which costs more t
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
@@ -117,9 +116,7 @@ class ByteQueue(Generic[Item]):
             self._num_bytes = sum(num_bytes for _, num_bytes in self._items)
             self._changed.notify_all()
 
-    def wait_until_room(self, wait_s: float) -> float:
-        """Wait at most `wait_s` seconds for room; the seconds waited."""
-        started = time.monotonic()
+    def wait_until_room(self, wait_s: float) -> None:
+        """Wait at most `wait_s` seconds for room."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self.is_full, wait_s)
-        return time.monotonic() - started

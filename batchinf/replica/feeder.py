@@ -19,8 +19,8 @@ from batchinf.output.shard import OpenShard
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Prompt, Request, Result, Shard
 from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.early_start import UNFORKED
 from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, Trial, Tried
-from batchinf.replica.start import UNFORKED
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.registry import Task
 
@@ -217,8 +217,7 @@ class Feeder(threading.Thread):
         if opened is None or opened.is_finished(row):
             return []
         if not trial.is_probe:
-            place = opened.rows.local(row)
-            self._feed_rows(opened, np.array([place]), trial.attempts)
+            self._feed_rows(opened, np.array([opened.rows.local(row)]), trial.attempts)
             return []
         probes = []
         builder, max_model_len = self._known_limits()
@@ -242,15 +241,15 @@ class Feeder(threading.Thread):
                 return
             self._feed_rows(opened, opened.rows.to_run(first, min(first + ROWS_AT_ONCE, shard.num_rows)), attempts)
 
-    def _feed_rows(self, opened: OpenShard, numbers: Int64Array, attempts: int) -> None:
-        """Feed these rows of a shard, by their numbers among its own, in this order."""
-        left = opened.unfinished(numbers)
+    def _feed_rows(self, opened: OpenShard, local: Int64Array, attempts: int) -> None:
+        """Feed these rows of a shard, by their local indices, in this order."""
+        left = opened.unfinished(local)
         if not len(left):
             return
         faults.point("feeder.read")
         with UNFORKED:
             builder, max_model_len = self._known_limits()
-            rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else numbers), builder.columns)
+            rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else local), builder.columns)
             prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
         ready: list[tuple[PendingRequest, int]] = []
         for prompt in prompts:
@@ -266,12 +265,12 @@ class Feeder(threading.Thread):
         prompts, max_model_len = self._limits
         return prompts(), max_model_len
 
-    def _read(self, positions: Int64Array, columns: Sequence[str]) -> list[Row]:
-        """Rows at these positions, in this order; they are read in the source's own."""
-        by_position = np.argsort(positions, kind="stable")
-        read = self._source.read_rows(positions[by_position], columns)
-        places = dict(zip(by_position.tolist(), read, strict=True))
-        return [places[place] for place in range(len(positions))]
+    def _read(self, row_index: Int64Array, columns: Sequence[str]) -> list[Row]:
+        """These rows, in this order; they are read in the source's own."""
+        in_source = np.argsort(row_index, kind="stable")
+        read = self._source.read_rows(row_index[in_source], columns)
+        rows = dict(zip(in_source.tolist(), read, strict=True))
+        return [rows[i] for i in range(len(row_index))]
 
     def _expand(
         self, opened: OpenShard, prompt: Prompt, attempts: int, max_model_len: int

@@ -18,10 +18,10 @@ from batchinf.output.shard import OpenShard
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import EngineInfo, Part, Shard
 from batchinf.replica.byte_queue import ByteQueue
+from batchinf.replica.early_start import UNFORKED, EngineLimits, after_first_fork, guard_forks
 from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
 from batchinf.replica.flight import FlightRecord
 from batchinf.replica.messages import Event
-from batchinf.replica.start import UNFORKED, Limits, after_first_fork, guard_forks
 from batchinf.replica.text import Answers, Detokenizer, NoAnswers
 from batchinf.replica.worker import Worker, window
 from batchinf.replica.writer import WIDE, Finished, Writer
@@ -68,7 +68,7 @@ class Front:
         self._is_made = threading.Lock()
         self._detokenizer: Future[Detokenizer | None] = Future()
 
-    def start_early(self, limits: Limits, *, after_fork: bool = False) -> None:
+    def start_early(self, limits: EngineLimits, *, after_fork: bool = False) -> None:
         """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it.
 
         after_fork: not before this process has been forked.
@@ -96,7 +96,7 @@ class Front:
         except BaseException as error:
             self._detokenizer.set_exception(error)
 
-    def complete(self, engine: Engine, expected: Limits | None, flight: FlightRecord) -> Worker:
+    def complete(self, engine: Engine, expected: EngineLimits | None, flight: FlightRecord) -> Worker:
         """The worker. expected: the limits by which the feeder has started; where they are others, it starts anew."""
         info = engine.info
         self._ready.resize(_num_ready(info.max_num_seqs))

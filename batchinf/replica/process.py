@@ -28,6 +28,7 @@ from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Request
 from batchinf.replica.channel import Channel
+from batchinf.replica.early_start import UNFORKED, EngineLimits, expected_limits, forks_engine_core, guard_forks
 from batchinf.replica.feeder import Feeder
 from batchinf.replica.flight import FlightRecord
 from batchinf.replica.messages import (
@@ -47,7 +48,6 @@ from batchinf.replica.messages import (
     Work,
 )
 from batchinf.replica.pipeline import Front
-from batchinf.replica.start import UNFORKED, Limits, expected_limits, forks_engine_core, guard_forks
 from batchinf.replica.worker import Worker, window
 from batchinf.schedule.order import RunOrder
 from batchinf.spec.input import InputSpec
@@ -71,7 +71,7 @@ class Replica:
         self._tokenizer: Any = None
         self._work: Work | None = None
         self._starts_engine = False
-        self._front: Future[tuple[Front, Limits | None]] = Future()
+        self._front: Future[tuple[Front, EngineLimits | None]] = Future()
         self._worker: Worker | None = None
         self._feeder: Feeder | None = None
         self._stop: Stop | None = None
@@ -137,7 +137,7 @@ class Replica:
         except BaseException as error:
             self._front.set_exception(error)
 
-    def _start_front(self, work: Work) -> tuple[Front, Limits | None]:
+    def _start_front(self, work: Work) -> tuple[Front, EngineLimits | None]:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
         name, emit, order = self._launch.incarnation, self._channel.send, RunOrder(self._folder, work.extents)

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import xxhash
 
 from batchinf.base.errors import OutputError
+from batchinf.base.file_header import HEADER_BYTES, FileHeader
 from batchinf.base.storage import Folder
 from batchinf.records import BoolArray, Extent, Int64Array
 
@@ -18,8 +19,8 @@ class ShardRows:
     def __init__(
         self, first: int, stop: int, positions: Int64Array | None = None, order: Int64Array | None = None
     ) -> None:
-        """stop: exclusive. positions: int64, those that there are, ascending; None is all. order: int64, the rows'
-        numbers in the order in which they run; None is 0, 1, 2 …
+        """stop: exclusive. positions: int64, those that there are, ascending; None is all. order: int64, the
+        rows' local indices in the order in which they run; None is 0, 1, 2 …
         """
         self._order = order
         self.first, self.last = first, stop - 1
@@ -51,30 +52,30 @@ class ShardRows:
         return self._positions is None
 
     def local(self, row_index: int) -> int:
-        """A row's number among these. Raises LookupError for a row that is not among them."""
-        if (place := self._find(row_index)) is None:
+        """A row's local index. Raises LookupError for a row that is not among them."""
+        if (index := self._find(row_index)) is None:
             raise LookupError(f"row {row_index} is not one of the shard's rows, {self.first} to {self.last}")
-        return place
+        return index
 
     def _find(self, row_index: int) -> int | None:
         if not self.first <= row_index <= self.last:
             return None
         if self._positions is None:
             return row_index - self.first
-        place = int(np.searchsorted(self._positions, row_index))
-        return place if self._positions[place] == row_index else None
+        index = int(np.searchsorted(self._positions, row_index))
+        return index if self._positions[index] == row_index else None
 
     def locals(self, row_index: Int64Array) -> Int64Array:
-        """The numbers of rows among these, int64; -1 for a row that is not among them."""
+        """The local indices of rows, int64; -1 for a row that is not among these."""
         if self._positions is None:
-            is_own, places = (row_index >= self.first) & (row_index <= self.last), row_index - self.first
+            is_own, indices = (row_index >= self.first) & (row_index <= self.last), row_index - self.first
         else:
-            places = np.minimum(np.searchsorted(self._positions, row_index), len(self._positions) - 1)
-            is_own = self._positions[places] == row_index
-        return np.where(is_own, places, np.int64(-1))
+            indices = np.minimum(np.searchsorted(self._positions, row_index), len(self._positions) - 1)
+            is_own = self._positions[indices] == row_index
+        return np.where(is_own, indices, np.int64(-1))
 
     def positions(self, first: int = 0, last: int | None = None) -> Int64Array:
-        """The positions of the rows `first` to `last` (exclusive), counted from the shard's first."""
+        """The `row_index` of the rows with the local indices `first` to `last` (exclusive)."""
         last = len(self) if last is None else last
         if self._positions is None:
             return np.arange(self.first + first, self.first + last, dtype=np.int64)
@@ -86,20 +87,16 @@ class ShardRows:
         return self._order is None
 
     def to_run(self, first: int, last: int) -> Int64Array:
-        """The numbers of the rows that run as the shard's `first` to `last` (exclusive), as they run."""
+        """The local indices of the rows that run as the shard's `first` to `last` (exclusive), as they run."""
         return np.arange(first, last, dtype=np.int64) if self._order is None else self._order[first:last]
 
-    def at(self, numbers: Int64Array) -> Int64Array:
-        """The positions of the rows of these numbers."""
-        return numbers + self.first if self._positions is None else self._positions[numbers]
+    def at(self, local: Int64Array) -> Int64Array:
+        """The `row_index` of the rows with these local indices."""
+        return local + self.first if self._positions is None else self._positions[local]
 
 
 # Rows that retries chose, by the number of the retry; rows that the job chose, by the number of the extent, from 1.
 RETRY_FOLDER, RUN_FOLDER = "retry", "selection"
-_MAGIC = b"batchinf"
-_VERSION = 1
-# Magic, format version, number, first row, number of rows, xxh3-128 of the bits, 8 bytes to spare.
-_HEADER = struct.Struct("<8sIIQQ16s8x")
 # Chosen rows are counted in blocks of so many bytes, and looked for in so many of them at once: 2 million rows.
 _BLOCK_BYTES, _BLOCKS_AT_ONCE = 1 << 10, 1 << 8
 _ONES = np.array([value.bit_count() for value in range(256)], np.uint8)
@@ -126,8 +123,8 @@ class Selection:
 
     def add(self, rows: Int64Array) -> None:
         """Choose rows, by `row_index`."""
-        places = rows - self.first_row
-        np.bitwise_or.at(self._bits, places >> 3, np.left_shift(np.uint8(1), (places & 7).astype(np.uint8)))
+        offsets = rows - self.first_row
+        np.bitwise_or.at(self._bits, offsets >> 3, np.left_shift(np.uint8(1), (offsets & 7).astype(np.uint8)))
         self._firsts = None
 
     def until(self, stop_row: int) -> "Selection":
@@ -138,8 +135,8 @@ class Selection:
     def chosen(self, rows: ShardRows) -> BoolArray:
         """Which of a shard's rows are chosen, bool [len(rows)]; rows that came later are not."""
         if not rows.is_consecutive:
-            places = rows.positions() - self.first_row
-            known = places[: np.searchsorted(places, self.num_rows)]
+            offsets = rows.positions() - self.first_row
+            known = offsets[: np.searchsorted(offsets, self.num_rows)]
             found = np.zeros(len(rows), np.bool_)
             found[: len(known)] = self._bits[known >> 3] >> (known & 7).astype(np.uint8) & 1
             return found
@@ -193,8 +190,7 @@ class Selection:
     def encode(self, number: int) -> tuple[bytes, str]:
         """The bytes of the file of this number, and their digest."""
         digest = xxhash.xxh3_128_digest(self._bits.data)
-        header = _HEADER.pack(_MAGIC, _VERSION, number, self.first_row, self.num_rows, digest)
-        data = header + xxhash.xxh3_64_digest(header) + self._bits.tobytes()
+        data = FileHeader(number, self.first_row, self.num_rows, digest).encode() + self._bits.tobytes()
         return data, xxhash.xxh3_128_hexdigest(data)
 
 
@@ -228,18 +224,14 @@ def read_selection(
         data = np.memmap(folder.path(selection_name(number, where)), np.uint8, "r")
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it is empty
         return None
-    size = _HEADER.size + 8
-    head, bits = data[:size].tobytes(), data[size:]
-    if len(head) < size or xxhash.xxh3_64_digest(head[: _HEADER.size]) != head[_HEADER.size :]:
+    header, bits = FileHeader.decode(data[:HEADER_BYTES].tobytes()), data[HEADER_BYTES:]
+    if header is None or header.number != number or len(bits) != -(-header.second // 8):
         return None
-    magic, version, own_number, first_row, num_rows, own_digest = _HEADER.unpack_from(head)
-    if (magic, version, own_number) != (_MAGIC, _VERSION, number) or len(bits) != -(-num_rows // 8):
-        return None
-    if xxhash.xxh3_128_digest(bits.data) != own_digest:
+    if xxhash.xxh3_128_digest(bits.data) != header.digest:
         return None
     if digest is not None and xxhash.xxh3_128_hexdigest(data.data) != digest:
         return None
-    return Selection(first_row, num_rows, bits.view(np.ndarray))
+    return Selection(header.first, header.second, bits.view(np.ndarray))
 
 
 _ORDER_MAGIC, _ORDER_VERSION = b"bi-order", 1

@@ -23,12 +23,6 @@ SHARDS_PER_REPLICA = 16
 _MOST_EARLY_SHARDS = 64
 
 
-def next_extent(extents: Sequence[Extent], num_rows: int, rows_per_shard: int) -> Extent:
-    """The extent of all of the next `num_rows` rows after these; the first one where there are none."""
-    first_row = extents[-1].stop_row if extents else 0
-    return Extent.of_all(_end(extents), num_rows, rows_per_shard, total_shards(extents), first_row)
-
-
 def follows(extents: Sequence[Extent], extent: Extent) -> bool:
     """Whether an extent may come after these. The first may begin anywhere: a slice's rows are some of the input's."""
     start, first_row = (_end(extents), extents[-1].stop_row) if extents else (extent.start, extent.first_row)

@@ -272,11 +272,6 @@ def fields(spec: JobSpec, resume: Resume) -> dict[str, Any]:
     return {name: value for name, value, kind in _walk(spec) if kind == resume}
 
 
-def identity_defaults() -> dict[str, Any]:
-    """The identity fields of a spec that says nothing but what it must, as `fields` gives them."""
-    return fields(JobSpec.model_validate({"model": "-", "input": {"path": "-"}, "output": {"path": "-"}}), "identity")
-
-
 def fingerprint(identity: dict[str, Any]) -> str:
     """32 hexadecimal digits that stand for an identity."""
     text = json.dumps(identity, sort_keys=True, ensure_ascii=False)

@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from extents import next_extent
 
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.storage import Folder
 from batchinf.commands.diff.diff import diff_lines
 from batchinf.manifest.log import Manifest
-from batchinf.schedule.shards import next_extent
 
 NUM_ROWS = 120
 

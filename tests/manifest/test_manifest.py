@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extents import next_extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from batchinf.manifest.lock import LOCK, JobLock, LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import MANIFEST_VERSION, NUM_KEPT_EVENTS, State, last_epoch, read_beginning, read_state
 from batchinf.records import Extent, Part, PartCounts, ProcessGroup
-from batchinf.schedule.shards import next_extent, total_shards
+from batchinf.schedule.shards import total_shards
 
 HEADER = Header(1, "job", "2026-01-01T00:00:00+00:00", {"model": "é", "n": 1}, "f" * 32, {"x": [1, None]}, {"y": 2.5})
 FIRST = Extent.of_all(0, 100, 10, 0)

@@ -24,10 +24,10 @@ from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import EngineInfo, Extent, Shard
 from batchinf.replica import start
+from batchinf.replica.early_start import EngineLimits, expected_limits
 from batchinf.replica.flight import FlightRecord
 from batchinf.replica.messages import Assign, Begin, Event, Revoke, Revoked, ShardBegun, ShardClosed
 from batchinf.replica.pipeline import Front
-from batchinf.replica.start import Limits, expected_limits
 from batchinf.schedule.shards import PendingShards, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import get_task
@@ -39,7 +39,7 @@ SHARDS = [Shard(index, index * 10, index * 10 + 10) for index in range(NUM_ROWS 
 class Early:
     """What a replica has around an engine that is not up yet."""
 
-    def __init__(self, folder: pathlib.Path, expected: Limits | None) -> None:
+    def __init__(self, folder: pathlib.Path, expected: EngineLimits | None) -> None:
         rows = [{"prompt": "one two three four " * (number % 7)} for number in range(NUM_ROWS)]
         path = folder / "prompts.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -112,10 +112,10 @@ def size() -> int:
 
 
 @pytest.fixture
-def early(tmp_path: pathlib.Path) -> Iterator[Callable[[Limits | None], Early]]:
+def early(tmp_path: pathlib.Path) -> Iterator[Callable[[EngineLimits | None], Early]]:
     made: list[Early] = []
 
-    def make(expected: Limits | None) -> Early:
+    def make(expected: EngineLimits | None) -> Early:
         folder = tmp_path / str(len(made))
         folder.mkdir()
         made.append(Early(folder, expected))
@@ -127,7 +127,7 @@ def early(tmp_path: pathlib.Path) -> Iterator[Callable[[Limits | None], Early]]:
 
 
 @pytest.fixture
-def late_rows(early: Callable[[Limits | None], Early]) -> list[dict[str, Any]]:
+def late_rows(early: Callable[[EngineLimits | None], Early]) -> list[dict[str, Any]]:
     """The rows of an engine that was up before it was given any."""
     one = early(None)
     one.assign(*SHARDS)
@@ -137,9 +137,9 @@ def late_rows(early: Callable[[Limits | None], Early]) -> list[dict[str, Any]]:
 
 
 def test_requests_wait_for_the_engine_and_nothing_has_begun(
-    early: Callable[[Limits | None], Early], late_rows: list[dict[str, Any]], size: int
+    early: Callable[[EngineLimits | None], Early], late_rows: list[dict[str, Any]], size: int
 ) -> None:
-    one = early(Limits(MAX_MODEL_LEN, size, 64))
+    one = early(EngineLimits(MAX_MODEL_LEN, size, 64))
     one.assign(*SHARDS)
     one.wait_for(*range(NUM_ROWS))
     rows = one.run(len(SHARDS))
@@ -148,10 +148,16 @@ def test_requests_wait_for_the_engine_and_nothing_has_begun(
 
 
 @pytest.mark.parametrize(
-    "expected", [Limits(2048, 1536, 64), Limits(8, 1536, 64), Limits(MAX_MODEL_LEN, 300, 64), Limits(8, 300, 2)]
+    "expected",
+    [
+        EngineLimits(2048, 1536, 64),
+        EngineLimits(8, 1536, 64),
+        EngineLimits(MAX_MODEL_LEN, 300, 64),
+        EngineLimits(8, 300, 2),
+    ],
 )
 def test_where_the_engine_has_other_limits_all_is_made_anew(
-    expected: Limits, early: Callable[[Limits | None], Early], late_rows: list[dict[str, Any]]
+    expected: EngineLimits, early: Callable[[EngineLimits | None], Early], late_rows: list[dict[str, Any]]
 ) -> None:
     one = early(expected)
     one.assign(*SHARDS)
@@ -161,10 +167,10 @@ def test_where_the_engine_has_other_limits_all_is_made_anew(
 
 
 def test_all_can_be_taken_back_before_the_engine_is_up(
-    early: Callable[[Limits | None], Early], late_rows: list[dict[str, Any]], size: int
+    early: Callable[[EngineLimits | None], Early], late_rows: list[dict[str, Any]], size: int
 ) -> None:
     # Room for 2 + 16 requests: the first shard is whole and waits, the second is being put in, the others are unread.
-    one = early(Limits(MAX_MODEL_LEN, size, 2))
+    one = early(EngineLimits(MAX_MODEL_LEN, size, 2))
     one.assign(*SHARDS)
     one.wait_for(*range(15))
     one.feeder.revoke([0, 1, 5])
@@ -179,8 +185,8 @@ def test_all_can_be_taken_back_before_the_engine_is_up(
     assert sorted(event.shard for event in one.of(ShardBegun)) == [0, 3, 4]
 
 
-def test_after_the_beginning_a_replica_is_asked(early: Callable[[Limits | None], Early], size: int) -> None:
-    one = early(Limits(MAX_MODEL_LEN, size, 64))
+def test_after_the_beginning_a_replica_is_asked(early: Callable[[EngineLimits | None], Early], size: int) -> None:
+    one = early(EngineLimits(MAX_MODEL_LEN, size, 64))
     one.assign(SHARDS[0])
     one.wait_for(*range(10))
     one.run(1)
@@ -191,9 +197,9 @@ def test_after_the_beginning_a_replica_is_asked(early: Callable[[Limits | None],
 @pytest.mark.parametrize(
     ("engine", "config", "expected"),
     [
-        ({}, (4096, 300), Limits(4096, 300, 1024)),
-        ({"max_model_len": 512, "max_num_seqs": 8}, (4096, 300), Limits(512, 300, 8)),
-        ({"max_model_len": 512}, (None, 300), Limits(512, 300, 1024)),
+        ({}, (4096, 300), EngineLimits(4096, 300, 1024)),
+        ({"max_model_len": 512, "max_num_seqs": 8}, (4096, 300), EngineLimits(512, 300, 8)),
+        ({"max_model_len": 512}, (None, 300), EngineLimits(512, 300, 1024)),
         ({}, (None, 300), None),
         ({}, (4096, None), None),
         # What vLLM makes of these is its own affair.
@@ -202,7 +208,7 @@ def test_after_the_beginning_a_replica_is_asked(early: Callable[[Limits | None],
     ],
 )
 def test_limits_that_are_known_before(
-    engine: dict[str, Any], config: tuple[int | None, int | None], expected: Limits | None
+    engine: dict[str, Any], config: tuple[int | None, int | None], expected: EngineLimits | None
 ) -> None:
     sections = {"model": {"name": "m"}, "input": {"path": "p"}, "output": {"path": "o"}, "engine": engine}
     assert expected_limits(JobSpec.model_validate(sections), *config, []) == expected
@@ -322,7 +328,7 @@ def test_shards_of_a_replica_that_does_not_come_up_are_done_by_the_other(action:
 def test_a_process_is_forked_only_between_two_pieces_of_work() -> None:
     script = """
 import os, threading, time
-from batchinf.replica.start import UNFORKED, guard_forks
+from batchinf.replica.early_start import UNFORKED, guard_forks
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 guard_forks()
@@ -358,7 +364,7 @@ def test_the_feeder_waits_for_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not start.forks_engine_core()
     script = """
 import os, subprocess, threading
-from batchinf.replica.start import after_first_fork, guard_forks
+from batchinf.replica.early_start import after_first_fork, guard_forks
 
 guard_forks()
 began = []

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from extents import next_extent
 from inputs import open_jsonl
 
 from batchinf.base.errors import OutputError
@@ -20,7 +21,7 @@ from batchinf.schedule.selection import (
     selection_name,
     write_selection,
 )
-from batchinf.schedule.shards import follows, next_extent, shard_at, total_shards
+from batchinf.schedule.shards import follows, shard_at, total_shards
 
 
 def choose(folder: Folder, number: int, chosen: list[int], first_row: int, stop_row: int) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from extents import next_extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from batchinf.schedule.shards import (
     PendingShards,
     ReplicaLoad,
     choose_rows_per_shard,
-    next_extent,
     next_shards,
     num_shards,
     revocations,

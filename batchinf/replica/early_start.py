@@ -1,4 +1,4 @@
-"""The start of an engine: the limits that are known before it is up, and when the process may be forked."""
+"""What may begin before the engine is up: by which limits requests are made, and when this process may be forked."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ _LIKELY_SEQS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """max_num_seqs: a likely one where the spec names none; nothing that is stored depends on it."""
 
     max_model_len: int
@@ -23,18 +23,18 @@ class Limits:
 
 def expected_limits(
     spec: JobSpec, max_model_len: int | None, vocab_size: int | None, tokenizer: Sized
-) -> Limits | None:
+) -> EngineLimits | None:
     """The limits of the engine that `spec` asks for; None where they cannot be told.
 
     max_model_len, vocab_size: as the model's config has them. The engine may have others all the same.
     """
     if spec.scripted is not None:
-        return Limits(spec.scripted.max_model_len, len(tokenizer), spec.scripted.max_num_seqs)
+        return EngineLimits(spec.scripted.max_model_len, len(tokenizer), spec.scripted.max_num_seqs)
     given = spec.engine.get("max_model_len", max_model_len)
     if not isinstance(given, int) or given <= 0 or vocab_size is None:  # as where vLLM takes what fits its memory
         return None
     most = spec.engine.get("max_num_seqs")
-    return Limits(given, vocab_size, most if isinstance(most, int) and most > 0 else _LIKELY_SEQS)
+    return EngineLimits(given, vocab_size, most if isinstance(most, int) and most > 0 else _LIKELY_SEQS)
 
 
 # Held by who must not be forked under; a fork waits for it.

@@ -1,0 +1,13 @@
+"""Extents for tests: what a job without a selection would cut."""
+
+from collections.abc import Sequence
+
+from batchinf.records import Extent
+from batchinf.schedule.shards import total_shards
+
+
+def next_extent(extents: Sequence[Extent], num_rows: int, rows_per_shard: int) -> Extent:
+    """The extent of all of the next `num_rows` rows after these; the first one where there are none."""
+    last = extents[-1] if extents else Extent.of_all(0, 0, 1, 0)
+    first_shard = total_shards(extents)
+    return Extent.of_all(last.start + last.num_rows, num_rows, rows_per_shard, first_shard, last.stop_row)
