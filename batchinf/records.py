@@ -202,7 +202,7 @@ class Completion:
 class Result:
     """One finished request, ready to be stored: a completion with its text, or an error.
 
-    A row is finished when it has `num_requests` results. JsonText that was produced stays beside an error. reasoning: what
+    A row is finished when it has `num_requests` results. Text that was produced stays beside an error. reasoning: what
     the model thought before the text, where that is split off; the text is None where it never came to an end.
     """
 
