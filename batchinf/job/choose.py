@@ -192,7 +192,7 @@ class Chosen:
         return Choice(start, self.num_rows, self.first_row, self.stop_row, digest)
 
 
-def begin_selection(job: Job, file: SpecFile, say: Say, check_lock: Callable[[], None] = lambda: None) -> Choice:
+def begin_selection(job: Job, file: SpecFile, say: Say, check_lock: Callable[[], None]) -> Choice:
     """The rows that a job, or a slice, runs that has not begun; their bitmap is written, slices agree on theirs.
 
     check_lock: raises where another process runs the job by now, whose bitmap must stay as it is.
@@ -282,7 +282,7 @@ def described(job: Job) -> str:
 class _Scan:
     """One pass over some rows. With `with`, as it may hold a temporary file."""
 
-    def __init__(self, job: Job, file: SpecFile, scratch: pathlib.Path | None, state: State | None = None) -> None:
+    def __init__(self, job: Job, file: SpecFile, scratch: pathlib.Path | None, state: State | None) -> None:
         given = job.spec.input
         self._file = file
         self._source = job.source

@@ -59,7 +59,7 @@ def check_size(file: SpecFile, job: Job, num_rows: int | None) -> None:
         raise file.error("output.max_output_bytes", found)
 
 
-def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None = None) -> int:
+def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None) -> int:
     """Bytes that the parts still to come and the journal will take.
 
     From the parts that are there if there are any, else from the spec and the kept columns of the first rows.

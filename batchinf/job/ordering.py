@@ -188,7 +188,7 @@ def begin_or_restore(
     return None
 
 
-def begin_order(job: Job, choice: Choice, say: Say, check_lock: Callable[[], None] = lambda: None) -> Choice:
+def begin_order(job: Job, choice: Choice, say: Say, check_lock: Callable[[], None]) -> Choice:
     """The chosen rows of a job that has not begun, with their order, which is written."""
     ordered_by: str = job.spec.input.order
     if ordered_by == "auto":

@@ -96,7 +96,7 @@ def _decode(line: bytes) -> Fields | None:
 class CommitLog:
     """The writing end of one such file, which exists and which no other process writes."""
 
-    def __init__(self, folder: Folder, name: str, num_commits: int = 0, fault: str = "commit_log") -> None:
+    def __init__(self, folder: Folder, name: str, num_commits: int, fault: str) -> None:
         """num_commits: those that the file has. fault: the prefix of its fault points."""
         self._path = folder.path(name)
         self._fault = fault

@@ -170,17 +170,16 @@ def find_flaw(
     shard: Shard,
     line: Part,
     num_samples: int,
-    order: RunOrder | None = None,
+    order: RunOrder,
     *,
     is_deep: bool,
 ) -> Flaw | None:
-    """What is wrong with a shard's part, or None. num_samples: output rows for each row of the source. order: None
-    where places are positions.
+    """What is wrong with a shard's part, or None. num_samples: output rows for each row of the source.
 
     is_deep: every byte is read, in bounded memory, and the keys of all rows.
     """
     path = folder.path(f"parts/{part_name(shard.index)}")
-    rows = ShardRows(shard.start, shard.stop) if order is None else order.of(shard)
+    rows = order.of(shard)
     try:
         if plain := _plain_flaw(path, job_id, shard, rows.first, line):
             return Flaw(plain, is_plain=True)

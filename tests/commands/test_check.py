@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ from batchinf.manifest.state import State, read_state
 from batchinf.output import proof
 from batchinf.output.journal import Journal
 from batchinf.output.proof import changed_parts, find_flaw
+from batchinf.schedule.order import RunOrder
 from batchinf.schedule.selection import ShardRows
 from batchinf.schedule.shards import shard_at
 from batchinf.spec.job import JobSpec
@@ -262,7 +264,7 @@ def test_one_flipped_bit_anywhere_in_a_part_is_found(out: pathlib.Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance, state, folder = random.Random(seed), jobs.state_of(out), Folder(out)
-    path, place, line = part(out, 8), shard_at(state.extents, 8), state.parts[8]
+    path, place, line, order = part(out, 8), shard_at(state.extents, 8), state.parts[8], RunOrder(folder, state.extents)
     data, num_plain = path.read_bytes(), 0
     size, footer = len(data), int.from_bytes(data[-8:-4], "little") + 8
     places = [*range(8), *range(size - 8, size), *chance.sample(range(size), 300)]
@@ -270,14 +272,14 @@ def test_one_flipped_bit_anywhere_in_a_part_is_found(out: pathlib.Path) -> None:
     for byte in places:
         bit = chance.randrange(8)
         flip(path, byte, bit)
-        flaw = find_flaw(folder, state.header.job_id, place, line, 1, is_deep=True)
+        flaw = find_flaw(folder, state.header.job_id, place, line, 1, order, is_deep=True)
         assert flaw is not None, f"seed {seed}: byte {byte}, bit {bit}"
         assert flaw.what
         num_plain += flaw.is_plain
         assert (changed_parts(folder, state) == [8]) == flaw.is_plain, f"seed {seed}: byte {byte}, bit {bit}"
         path.write_bytes(data)
     assert 0 < num_plain < len(places)
-    assert find_flaw(folder, state.header.job_id, place, line, 1, is_deep=True) is None
+    assert find_flaw(folder, state.header.job_id, place, line, 1, order, is_deep=True) is None
 
 
 def test_a_bit_that_a_resume_cannot_see_is_repaired(out: pathlib.Path) -> None:
@@ -330,12 +332,13 @@ def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> No
     state = jobs.state_of(out)
     line, place = state.parts[1], shard_at(state.extents, 1)
     job_id, folder = state.header.job_id, Folder(out)
-    found = find_flaw(folder, job_id, place, line._replace(digest="0" * 32), 1, is_deep=True)
+    order = RunOrder(folder, state.extents)
+    found = find_flaw(folder, job_id, place, replace(line, digest="0" * 32), 1, order, is_deep=True)
     assert found == proof.Flaw("is another file than the one committed, though whole in itself", is_plain=False)
-    found = find_flaw(folder, job_id, place, line._replace(num_output_tokens=1), 1, is_deep=False)
+    found = find_flaw(folder, job_id, place, replace(line, num_output_tokens=1), 1, order, is_deep=False)
     assert found is not None
     assert "states num_output_tokens" in found.what
-    found = find_flaw(folder, job_id, place, line, 2, is_deep=False)
+    found = find_flaw(folder, job_id, place, line, 2, order, is_deep=False)
     assert found == proof.Flaw("has 12 rows, 24 are right", is_plain=False)
 
 

@@ -323,7 +323,7 @@ def test_who_has_lost_the_job_writes_no_bitmap(tmp_path: pathlib.Path) -> None:
     with pytest.raises(LockLost):
         choosing.begin_selection(job, file, print, is_lost)
     assert not job.folder.exists("selection")
-    choosing.begin_selection(job, file, print)
+    choosing.begin_selection(job, file, print, lambda: None)
     assert job.folder.exists("selection/000001.rows")
     job.source.close()
 

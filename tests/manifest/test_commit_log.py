@@ -53,7 +53,7 @@ def whole_at(offset: int) -> int:
 
 
 def test_what_is_committed_is_read(folder: Folder) -> None:
-    log = CommitLog(folder, NAME)
+    log = CommitLog(folder, NAME, 0, "commit_log")
     for num, commit in enumerate(COMMITS):
         assert read(folder) == lines_of(COMMITS[:num])
         log.commit(commit)
@@ -64,7 +64,7 @@ def test_what_is_committed_is_read(folder: Folder) -> None:
 
 def test_a_log_is_gone_on_with(folder: Folder) -> None:
     write(folder, encode_commits(COMMITS[:2]))
-    log = CommitLog(folder, NAME, num_commits=2)
+    log = CommitLog(folder, NAME, 2, "commit_log")
     log.commit(COMMITS[2])
     log.close()
     assert folder.read(NAME) == encode_commits(COMMITS[:3])
@@ -135,7 +135,7 @@ def test_a_commit_that_is_missing_is_damage(folder: Folder, cut: int) -> None:
 
 @pytest.mark.parametrize("room", [0, 20, len(encode_commits([COMMITS[1]], 1)) - 5])
 def test_a_full_disk_is_recovered_from(folder: Folder, room: int) -> None:
-    log = CommitLog(folder, NAME)
+    log = CommitLog(folder, NAME, 0, "commit_log")
     log.commit(COMMITS[0])
     before = folder.read(NAME)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -156,7 +156,7 @@ import sys
 from batchinf.manifest.commit_log import CommitLog
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-log = CommitLog(Folder(sys.argv[1]), "log.jsonl")
+log = CommitLog(Folder(sys.argv[1]), "log.jsonl", 0, "commit_log")
 for value in range(3):
     try:
         log.commit([{"kind": "a", "value": value}, {"kind": "b"}])
@@ -190,4 +190,4 @@ def test_killed_while_committing(folder: Folder, step: str, num: int) -> None:
 
 def test_a_log_that_does_not_open(tmp_path: pathlib.Path) -> None:
     with pytest.raises(OutputError, match=r"cannot write .*: no such file or directory"):
-        CommitLog(Folder(tmp_path / "missing"), NAME)
+        CommitLog(Folder(tmp_path / "missing"), NAME, 0, "commit_log")

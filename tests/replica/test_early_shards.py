@@ -23,7 +23,7 @@ from batchinf.fleet.fleet import Fleet
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import EngineInfo, Extent, Shard
-from batchinf.replica import start
+from batchinf.replica import early_start
 from batchinf.replica.early_start import EngineLimits, expected_limits
 from batchinf.replica.flight import FlightRecord
 from batchinf.replica.messages import Assign, Begin, Event, Revoke, Revoked, ShardBegun, ShardClosed
@@ -356,12 +356,12 @@ with UNFORKED:
 def test_the_feeder_waits_for_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
-    assert start.forks_engine_core()
+    assert early_start.forks_engine_core()
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    assert not start.forks_engine_core()
+    assert not early_start.forks_engine_core()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    assert not start.forks_engine_core()
+    assert not early_start.forks_engine_core()
     script = """
 import os, subprocess, threading
 from batchinf.replica.early_start import after_first_fork, guard_forks
