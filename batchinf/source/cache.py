@@ -21,7 +21,7 @@ import xxhash
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder, create, naming
-from batchinf.source.files import BLOCK_BYTES, Format, InputFile
+from batchinf.source.files import BLOCK_BYTES, InputFile
 
 CACHE_VERSION = 1
 
@@ -59,14 +59,14 @@ class FileEntry:
     """
 
     path: str
-    format: Format
+    format: str
     size: int
     mtime_ns: int
     hash: str
     num_rows: int
     schema: str
     artifacts: Mapping[str, Artifact]
-    num_bytes: int = 0  # see `Found`
+    num_bytes: int  # see `FileFindings`
 
     def arrow_schema(self) -> pa.Schema:
         """Columns as found in this file alone; a JSON column carries `JSON_MARK`."""
@@ -89,8 +89,7 @@ def load_entries(cache: Folder) -> dict[str, FileEntry]:
     def entry(found: dict[str, Any]) -> FileEntry:
         return FileEntry(**{**found, "artifacts": {k: Artifact(**a) for k, a in found["artifacts"].items()}})
 
-    # Without its number of bytes, as an earlier version wrote it, what is appended to a file cannot be told.
-    return {name: entry(found) for name, found in read_record(cache, "files.json").items() if "num_bytes" in found}
+    return {name: entry(found) for name, found in read_record(cache, "files.json").items()}
 
 
 def save_entries(cache: Folder, entries: Mapping[str, FileEntry]) -> None:
@@ -167,7 +166,7 @@ def map_int64(cache: Folder, artifact: Artifact | None) -> npt.NDArray[np.int64]
 class Scratch:
     """The artifacts of one input file in the making: under temporary names until `publish`, removed without it."""
 
-    def __init__(self, cache: Folder, file: InputFile, format: Format) -> None:
+    def __init__(self, cache: Folder, file: InputFile, format: str) -> None:
         self._cache = cache
         self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode())
         self._files: dict[str, IO[bytes]] = {}

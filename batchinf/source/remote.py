@@ -13,7 +13,9 @@ from typing import Any
 import xxhash
 
 from batchinf.base.errors import BatchinfError, InputError
-from batchinf.source.files import Format, InputFile, InputLocation, data_files, one_format
+from batchinf.source.files import InputFile, InputLocation
+from batchinf.source.find import data_files, one_format
+from batchinf.source.formats.base import FileFormat
 
 UNKNOWN = -1  # in a stamp: what the file system does not say
 _HTTP = ("http", "https")
@@ -104,7 +106,7 @@ def _closed(stream: Any) -> None:
     sync(stream.loop, stream._close)
 
 
-def find_remote(input: InputLocation) -> tuple[Format, list[InputFile]]:
+def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     """The files of a URL of a file, glob or folder, sorted by name, and their one format."""
     with _told(input.path):
         system, path = _connect(input.path)
