@@ -107,9 +107,7 @@ def test_a_file_that_grows_during_the_scan(tmp_path: pathlib.Path, monkeypatch: 
     assert not [file for file in data_files(tmp_path / "cache") if file.name != "lock"]
 
 
-def test_an_interrupted_scan_goes_on_where_it_was(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_scan_goes_on_where_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "SAVE_BYTES", 0)
     (tmp_path / "a.csv").write_text("x\n1\n")
     (tmp_path / "b.csv").write_text("x,x\n1,2\n")
