@@ -1,6 +1,6 @@
-"""Input files that a URL names, through fsspec: which they are, whether they are as they were, their bytes once.
+"""Input files that a URL names: fsspec lists them, tells their versions, and fetches each once.
 
-Credentials are those of the environment, as each file system's library takes them: never in a URL, which is recorded.
+Each file system's library takes credentials from the environment. A URL has none, as it is recorded.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """A row's content as a number: the same wherever the row stands, in whatever file, and whatever other rows there are.
 
-Columns are taken by name, values by their text: the integer 5, the float 5.0 and the text 5 are one, and null is the
-same as absent, since what type a column has and which columns there are hangs on the input's other rows. The hash of a
-row is part of what `input.sample` promises: a change here needs another name there.
+It is made of each column's name and each value's text. The integer 5, the float 5.0 and the text 5 are the same, and so
+are null and absent, because the types and columns depend on the input's other rows. `input.sample` promises the same
+rows for ever: a change of the hash needs another name there.
 """
 
 import json

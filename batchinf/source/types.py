@@ -1,6 +1,6 @@
-"""The Arrow types of columns: settled in one pass over JSON or CSV values, made plain, merged over all files.
+"""The Arrow types of columns: found in one pass over JSON or CSV values, made plain, and merged over all files.
 
-A type is None where no Arrow type holds all values as they are: such a column is JSON, or strings.
+A type is None if no Arrow type holds all values as they are. `MixedTypes` says what such a column becomes.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""What an input format is: its name and endings, the scan of a file, and the reader of its rows.
+"""The base class of an input format: its name and endings, the scan of a file, and the reader of its rows.
 
 Each format is a module beside this one, and a line in `registry`. What readers of Arrow data share is here too.
 """

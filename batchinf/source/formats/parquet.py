@@ -1,4 +1,4 @@
-"""Parquet: small row groups are read as they are; a file with a large one, any row of which costs all, is spooled."""
+"""Parquet: files of small row groups are read directly; one with a large group, which each row would cost, is spooled."""
 
 import itertools
 import json
