@@ -1,4 +1,4 @@
-"""Parquet: files of small row groups are read directly; one with a large group, which each row would cost, is spooled."""
+"""Parquet: files of small row groups are read directly; a file with a large group, which each row costs, is spooled."""
 
 import itertools
 import json
