@@ -27,6 +27,7 @@ from batchinf.records import Extent
 from batchinf.schedule.order import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.source.files import InputLocation
+from batchinf.source.formats.registry import read_as
 from batchinf.source.rows import NewRows, Source, open_source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, fields, fingerprint, identity_defaults
@@ -179,14 +180,14 @@ def carried_columns(spec: JobSpec) -> list[str]:
 
 
 def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
-    """The job's source; what its first pass finds is kept in `cache`. See `open_source`."""
+    """The job's source; what its scan finds is kept in `cache`. See `open_source`."""
     return open_source(location_of(spec), cache, taken, new)
 
 
 def location_of(spec: JobSpec) -> InputLocation:
     """Where a job's input is."""
     where = spec.input
-    format = "jsonl" if where.format == "openai" else where.format
+    format = read_as(where.format)
     return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
 
 

@@ -62,7 +62,7 @@ def resolve_pooling(spec: JobSpec, model: Model) -> PoolingSpec:
 
 def check_not_batch_file(spec: JobSpec) -> None:
     """Raise SpecError where an input turns out to be a batch file, of which a task that makes vectors has no use."""
-    if spec.is_pooling and spec.input.format == "openai":
+    if spec.is_pooling and spec.input.is_batch_file:
         raise SpecError(f"input.format: {OPENAI_LINES.format(task=spec.task)}")
 
 

@@ -71,7 +71,7 @@ class Renderer:
         self._chat = None if tokenizer is None or not where.is_chat else ChatTemplate(where, tokenizer, begun_at)
 
     def _named_columns(self) -> tuple[tuple[str, str], ...]:
-        if self._input.format == "openai":
+        if self._input.is_batch_file:
             return tuple(("input.format openai", column) for column in COLUMNS)
         if self._turns:
             fields = [(f"input.messages[{number}].content", turn) for number, (_, turn) in enumerate(self._turns)]
@@ -181,7 +181,7 @@ class PromptBuilder:
         self._sampling = RowSampling(spec.sampling)
         self._positions = RowPositions(spec)
         self._adapter = RowAdapter(spec)
-        self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.format == "openai" else None
+        self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.is_batch_file else None
         # A chat template writes them all; the tokenizer's own would come a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
         self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)

@@ -72,7 +72,7 @@ def check_order(spec: JobSpec) -> None:
             "input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching is false: "
             "leave one of them out"
         )
-    if order == "longest" and spec.input.format != "openai" and "max_tokens" not in spec.sampling.columns:
+    if order == "longest" and not spec.input.is_batch_file and "max_tokens" not in spec.sampling.columns:
         raise SpecError(
             "input.order: got longest, but all rows have the same max_tokens; name the column of each row's own, as in "
             "sampling.max_tokens: {column: budget}, or leave it out"
@@ -83,7 +83,7 @@ def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str
     """What runs, but may not be meant, in a line each."""
     where = spec.input
     form = "prompt_template" if where.prompt_template is not None else "prompt_column"
-    is_text = not where.is_chat and where.token_ids_column is None and where.format != "openai"
+    is_text = not where.is_chat and where.token_ids_column is None and not where.is_batch_file
     is_text &= spec.task != "score"  # which scores texts as they are, and begins them as `Boundary` says
     if is_text and model.has_chat_template:
         yield (

@@ -17,7 +17,7 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.run.closing import CHOSEN
 from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
-from batchinf.source.formats.huggingface import is_dataset
+from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile, dump_spec
 from batchinf.spec.job import JobSpec

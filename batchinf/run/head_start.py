@@ -25,8 +25,8 @@ from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter
 from batchinf.prompts.openai import may_be_batch
 from batchinf.run.recovery import end_process_groups, note_ended
-from batchinf.source.files import InputLocation, find_files
-from batchinf.source.formats.huggingface import is_dataset
+from batchinf.source.files import InputLocation
+from batchinf.source.find import find_files, is_dataset
 from batchinf.source.remote import is_url
 from batchinf.spec.job import JobSpec
 

@@ -81,7 +81,7 @@ def _seconds(at: str) -> float:
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> RecoveredJob:
     """Bring folder and manifest together again; the manifest's new lines are committed by the caller."""
     folder = job.folder
-    own = ("parts", "staging", "journal", "manifest", "source", "source/generations")
+    own = ("parts", "staging", "journal", "manifest", "source", "source/versions")
     for name in ("", *own, selection.RETRY_FOLDER, selection.RUN_FOLDER):
         folder.sweep(name)
     _settle(folder, state, manifest)

@@ -51,7 +51,7 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
     with tempfile.TemporaryDirectory() as scratch:
-        # A job that has begun has its first pass over the input behind it.
+        # A job that has begun has its scan of the input behind it.
         own = folder.path(SOURCE_FOLDER)
         job = open_job(file, own, state) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):

@@ -29,7 +29,7 @@ def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revisi
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    if spec.sampling.structured_outputs is not None or spec.input.format == "openai":  # they begin after the thinking
+    if spec.sampling.structured_outputs is not None or spec.input.is_batch_file:  # they begin after the thinking
         given["reasoning_parser"] = spec.model.reasoning_parser
     given["logprobs_mode"] = spec.sampling.logprobs_mode
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})

@@ -83,7 +83,7 @@ def _check_input(where: InputSpec) -> None:
     if where.answer_column is not None and where.choices_column is None:
         raise wrong("got it without choices_column; it is the index of the right choice: leave it out",
                     "input.answer_column")  # fmt: skip
-    if where.format == "openai":
+    if where.is_batch_file:
         raise wrong("got openai with task score; its lines have prompts and nothing to score", "input.format")
     if where.on_overlong != "error":
         raise wrong(f"got {where.on_overlong} with task score, which cuts a long context at its left and scores a long "

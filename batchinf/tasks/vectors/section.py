@@ -65,7 +65,7 @@ def check_pooling(spec: Any) -> None:
     if spec.model.reasoning_parser is not None:
         reason = f"got '{spec.model.reasoning_parser}'; must be left out with task {task}, which generates no text"
         raise wrong(reason, "model.reasoning_parser")
-    if spec.input.format == "openai":
+    if spec.input.is_batch_file:
         raise wrong(OPENAI_LINES.format(task=task), "input.format")
     if spec.output.logprobs_dtype != "float32":
         reason = f"got '{spec.output.logprobs_dtype}'; must be left out with task {task}, which has no logprobs"

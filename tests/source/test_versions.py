@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import random
-import shutil
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ import pytest
 from batchinf.base.errors import DriftError, InputError
 from batchinf.base.storage import Folder
 from batchinf.source import files as input_files
-from batchinf.source.cache import load_entries, read_record, write_record
+from batchinf.source.cache import load_entries
 from batchinf.source.files import InputLocation
 from batchinf.source.formats import csv
 from batchinf.source.rows import Source, open_source
@@ -73,20 +72,7 @@ def test_what_is_new_comes_behind_wherever_its_name_sorts(input: Input) -> None:
     assert len(input.taken) == 3
 
 
-def test_more_comes_to_an_input_that_an_earlier_version_looked_at(input: Input) -> None:
-    # It kept no generations, and of no file how many bytes it had.
-    shutil.rmtree(input.cache / "generations")
-    entries = read_record(Folder(input.cache), "files.json")
-    for entry in entries.values():
-        del entry["num_bytes"]
-    write_record(Folder(input.cache), "files.json", entries)
-    assert numbers_of(input.open()) == [1, 2, 3, 4]
-    with (input.data / "b.jsonl").open("a") as file:
-        file.write(lines(8))
-    assert input.take() == [1, 2, 3, 4, 8]
-
-
-def test_earlier_generations_stay_readable(input: Input) -> None:
+def test_earlier_versions_stay_readable(input: Input) -> None:
     first = input.taken
     input.write(a=lines(5))
     input.take()
@@ -246,7 +232,7 @@ def test_a_record_that_is_gone_or_altered(input: Input) -> None:
     first = input.taken
     input.write(a=lines(5))
     input.take()
-    records = {path.stem: path for path in (input.cache / "generations").iterdir()}
+    records = {path.stem: path for path in (input.cache / "versions").iterdir()}
     data = records[input.taken[-1]].read_bytes()
     records[input.taken[-1]].write_bytes(data.replace(b"a.jsonl", b"b.jsonl"))
     with pytest.raises(InputError, match=r"is gone or damaged, which says where each row is"):
@@ -258,8 +244,8 @@ def test_a_record_that_is_gone_or_altered(input: Input) -> None:
     assert numbers_of(input.open()) == [1, 2, 3, 4, 5]
 
 
-def test_a_job_from_before_there_were_records(input: Input) -> None:
-    for path in (input.cache / "generations").iterdir():
+def test_a_first_record_that_is_gone_is_made_again(input: Input) -> None:
+    for path in (input.cache / "versions").iterdir():
         path.unlink()
     assert numbers_of(input.open()) == [1, 2, 3, 4]
     input.write(a=lines(5))

@@ -9,7 +9,7 @@ import pytest
 from inputs import FILES, FORMATS, check, data_files, make_jsonl, make_jsonl_folder
 
 from batchinf.base.errors import InputError
-from batchinf.source import first_pass
+from batchinf.source import scan
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import open_source
 from batchinf.source.types import JsonTypes
@@ -38,7 +38,7 @@ def test_a_touched_file_is_hashed_and_not_read_again(
     for file in data_files(tmp_path / "data"):
         os.utime(file, ns=(0, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(first_pass, "_first_pass", None)
+        patch.setattr(scan, "_scan", None)
         touched = open_source(InputLocation(path), tmp_path / "cache")
     assert touched.fingerprint == first.fingerprint
     check(touched, expected)
@@ -81,7 +81,7 @@ def test_concurrent_first_opens(tmp_path: pathlib.Path) -> None:
     assert found == {str(sum(isinstance(record, dict) for record in expected))}
 
 
-def test_a_first_pass_that_was_killed_leaves_nothing_in_the_way(tmp_path: pathlib.Path) -> None:
+def test_a_scan_that_was_killed_leaves_nothing_in_the_way(tmp_path: pathlib.Path) -> None:
     path, expected = make_jsonl(tmp_path)
     (tmp_path / "cache").mkdir()
     leftover, of_another_host = (f".tmp-{host}-1-x.offsets" for host in (os.uname().nodename, "elsewhere.invalid"))
@@ -94,7 +94,7 @@ def test_a_first_pass_that_was_killed_leaves_nothing_in_the_way(tmp_path: pathli
     found.close()
 
 
-def test_a_file_that_grows_during_the_first_pass(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_grows_during_the_scan(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"x": 1}\n')
 
@@ -107,22 +107,18 @@ def test_a_file_that_grows_during_the_first_pass(tmp_path: pathlib.Path, monkeyp
     assert not [file for file in data_files(tmp_path / "cache") if file.name != "lock"]
 
 
-def test_an_interrupted_first_pass_goes_on_where_it_was(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(first_pass, "SAVE_BYTES", 0)
+def test_an_interrupted_scan_goes_on_where_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "SAVE_BYTES", 0)
     (tmp_path / "a.csv").write_text("x\n1\n")
     (tmp_path / "b.csv").write_text("x,x\n1,2\n")
     with pytest.raises(InputError, match=r"b\.csv has two columns"):
         open_source(InputLocation(str(tmp_path / "*.csv")), tmp_path / "cache")
     (tmp_path / "b.csv").write_text("x\n2\n")
-    passed = []
-    one_pass = first_pass._first_pass
-    monkeypatch.setattr(
-        first_pass, "_first_pass", lambda file, *rest: passed.append(file.name) or one_pass(file, *rest)
-    )
+    scanned = []
+    scan_one = scan._scan
+    monkeypatch.setattr(scan, "_scan", lambda file, *rest: scanned.append(file.name) or scan_one(file, *rest))
     found = open_source(InputLocation(str(tmp_path / "*.csv")), tmp_path / "cache")
-    assert passed == ["b.csv"]
+    assert scanned == ["b.csv"]
     assert [row.values for row in found.read(0, 2)] == [{"x": 1}, {"x": 2}]
     found.close()
 
