@@ -1,4 +1,4 @@
-"""Which row kills engines: the suspects of each death, and what to try next. Pure: no input, no output.
+"""Which row kills engines: the suspects of each death, what to try next, and how the replicas are made to try it.
 
 First death: all that was in the engine is run again, once. Second: who was there both times is accused. Those whose
 prompts had not been run yet are probed one by one, a token each, which costs no restart until the one is found; the
@@ -12,10 +12,21 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.state import State
 from batchinf.records import Shard
-from batchinf.replica.flight import InFlight
+from batchinf.replica.in_flight import InFlightRequest
+from batchinf.replica.messages import Trial
+from batchinf.schedule.order import RunOrder
+from batchinf.schedule.shards import shard_at
 
 RowIndices = tuple[int, ...]
+_CASE, _CONDEMNED = "case/", "condemned/"
+_LONGEST_CAUSE = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +73,15 @@ class Case:
             return tuple((row,) for row in self.accused)
         return (self.accused[: max(1, len(self.accused) // 2)],) if self.stage == "halve" else ()
 
-    def died(self, flight: Sequence[InFlight], is_fresh: bool, is_outside: bool) -> tuple["Case", int | None]:
+    def died(self, in_flight: Sequence[InFlightRequest], is_fresh: bool, is_outside: bool) -> tuple["Case", int | None]:
         """After one more death with this in the engine: the case, and the row that did it, once that is certain.
 
         is_fresh: nothing had come out of this incarnation's engine. is_outside: a signal from outside ended it.
         """
         case = replace(self, num_deaths=self.num_deaths + 1)
-        there = _rows(flight)
+        there = _rows(in_flight)
         if self.stage == "replay":
-            return case._accuse(flight), None
+            return case._accuse(in_flight), None
         tried = {row for group in self.groups for row in group}
         live = tuple(row for row in there if row in tried)
         if len(live) > 1:
@@ -83,10 +94,10 @@ class Case:
             return replace(case, accused=accused, doubted=live[0] if live else None), None
         return case._condemn(live[0]), live[0]
 
-    def _accuse(self, flight: Sequence[InFlight]) -> "Case":
-        both = [item for item in flight if item.row_index in set(self.suspects)]
+    def _accuse(self, in_flight: Sequence[InFlightRequest]) -> "Case":
+        both = [item for item in in_flight if item.row_index in set(self.suspects)]
         if not both:
-            return replace(self, suspects=_rows(flight), num_deaths=1)
+            return replace(self, suspects=_rows(in_flight), num_deaths=1)
         new = _rows([item for item in both if not item.has_output])
         old = _rows([item for item in both if item.has_output])
         stage: Literal["probe", "halve"] = "probe" if new else "halve"
@@ -117,12 +128,12 @@ class Case:
         return replace(self, stage="replay", later=(), suspects=self.suspects if self.is_found else ())
 
 
-def _rows(flight: Iterable[InFlight]) -> RowIndices:
-    return tuple(dict.fromkeys(item.row_index for item in flight))
+def _rows(in_flight: Iterable[InFlightRequest]) -> RowIndices:
+    return tuple(dict.fromkeys(item.row_index for item in in_flight))
 
 
 class Quarantine:
-    """All open cases of a job, and the rows that were condemned."""
+    """All open cases of a job, and the rows that were condemned. Pure: no input, no output."""
 
     def __init__(self, cases: Iterable[Case] = (), condemned: Mapping[int, str] | None = None) -> None:
         """condemned: why, by row."""
@@ -143,7 +154,7 @@ class Quarantine:
         replica: int,
         incarnation: str,
         shards: Iterable[Shard],
-        flight: Sequence[InFlight],
+        in_flight: Sequence[InFlightRequest],
         is_fresh: bool = True,
         is_outside: bool = False,
         rows_of: Callable[[Shard], Container[int]] = lambda shard: range(shard.start, shard.stop),
@@ -154,10 +165,10 @@ class Quarantine:
         """
         case, row = self.of(replica), None
         if case is None:
-            case = Case(incarnation, replica, (), _rows(flight))
+            case = Case(incarnation, replica, (), _rows(in_flight))
         else:
-            case, row = case.died(flight, is_fresh, is_outside)
-        rows = _rows(flight)
+            case, row = case.died(in_flight, is_fresh, is_outside)
+        rows = _rows(in_flight)
         held = ((shard.index, rows_of(shard)) for shard in shards)
         hit = [index for index, own in held if any(row in own for row in rows)]
         case = replace(case, shards=tuple(sorted({*case.shards, *hit})))
@@ -186,3 +197,153 @@ class Quarantine:
         for number, case in enumerate(list(self._cases.values())):
             if case.replica not in replicas:
                 self._cases[case.origin] = replace(case, replica=replicas[number % len(replicas)])
+
+
+class Trials:
+    """Carries out what a quarantine finds: deaths go into the manifest before anything is run again.
+
+    While a case is on trial its replica runs nothing else; the others go on with all shards that have no suspect.
+    """
+
+    def __init__(
+        self,
+        order: RunOrder,
+        state: State,
+        is_done: npt.NDArray[np.bool_],
+        fleet: Fleet,
+        manifest: Manifest,
+    ) -> None:
+        """state: as the manifest has it: cases that an earlier coordinator left open are gone on with.
+
+        is_done: bool [total_shards], the shards that nobody is to run.
+        """
+        kept = [event.fields for event in state.kept.values()]
+        cases = [Case.of(fields) for fields in kept if fields["kept_as"].startswith(_CASE)]
+        condemned = {
+            fields["row_index"]: fields["message"] for fields in kept if fields["kept_as"].startswith(_CONDEMNED)
+        }
+        self._order = order
+        self._fleet = fleet
+        self._manifest = manifest
+        self._quarantine = Quarantine(cases, condemned)
+        self._given: dict[int, tuple[str, str]] = {}
+        self._tried_in: set[str] = set()  # incarnations out of whose engine a trial came well
+        self._num_tried: dict[int, int] = {}  # probes that went well since the last row was condemned
+        for case in cases:
+            for shard in case.shards:
+                if is_done[shard]:
+                    self.forget(shard)
+        self._quarantine.hand_over([replica.number for replica in fleet.replicas])
+
+    @property
+    def shards(self) -> set[int]:
+        """Shards that nobody but their case's replica may run."""
+        return self._quarantine.shards
+
+    def movable(self, replica: FleetReplica) -> tuple[int, ...]:
+        """Shards that another may run in a replica's stead, oldest first.
+
+        A suspect that killed another replica would begin a search of its own there, and what was found here would not
+        count.
+        """
+        held = self.shards
+        return tuple(shard for shard in replica.unbegun if shard not in held)
+
+    def is_on_trial(self, replica: FleetReplica) -> bool:
+        """Whether nothing but suspects may be in a replica's engine."""
+        case = self._quarantine.of(replica.number)
+        return case is not None and case.is_on_trial
+
+    def has_case(self, replica: FleetReplica) -> bool:
+        """Whether a replica has shards of an open case to run."""
+        return self._quarantine.of(replica.number) is not None
+
+    def condemned_in(self, shard: Shard) -> tuple[tuple[int, str], ...]:
+        """Rows of a shard that must not reach an engine, with what to say of it."""
+        condemned = self._quarantine.condemned
+        rows = self._order.of(shard) if condemned else ()
+        return tuple(item for item in condemned.items() if item[0] in rows)
+
+    def note_death(self, end: Ended) -> str:
+        """Take in an end, in the manifest's next commit; what there is to say of it to the user."""
+        if not end.in_flight:
+            self._hand_over()
+            return ""
+        number = end.replica.number
+        is_fresh = end.incarnation not in self._tried_in
+        before = self._quarantine.of(number)
+        case, row = self._quarantine.died(
+            number, end.incarnation, end.shards, end.in_flight, is_fresh, end.was_killed, self._order.of
+        )
+        self._keep(case, end)
+        if row is not None:
+            message = f"the engine died whenever this row was in it: {end.cause}"[:_LONGEST_CAUSE]
+            self._quarantine.condemned[row] = message
+            self._manifest.event("condemned", kept_as=f"{_CONDEMNED}{row}", row_index=row, message=message)
+            said = f"row {row} kills the engine: it becomes an error row"
+            # An engine that condemns row after row, and does nothing well between them, is broken itself. A probe that
+            # went well says little of one that does not outlive a few steps.
+            if self._num_tried.pop(number, 0) and before is not None and before.stage == "probe":
+                self._fleet.excuse(end.replica)
+        elif case.is_on_trial:
+            # The search makes headway with each death, until one row is left.
+            self._fleet.excuse(end.replica)
+            said = f"{len(case.accused)} rows are suspected of it, and run apart"
+        else:
+            said = f"the {len(case.suspects)} rows that were in the engine run again"
+        self._hand_over()
+        return said
+
+    def _keep(self, case: Case, end: Ended) -> None:
+        incarnation, cause = end.incarnation, end.cause[:_LONGEST_CAUSE]
+        self._manifest.event(
+            "death",
+            kept_as=f"{_CASE}{case.origin}",
+            incarnation=incarnation,
+            cause=cause,
+            was_killed=end.was_killed,
+            **case.fields(),
+        )
+
+    def _hand_over(self) -> None:
+        left = [replica.number for replica in self._fleet.replicas if not replica.is_given_up]
+        if left:
+            self._quarantine.hand_over(left)
+
+    def give(self, next_attempt: Callable[[Iterable[Shard]], int]) -> None:
+        """Give each replica that is up, and has not got it yet, its case's shards or the next trial of them."""
+        for replica in self._fleet.replicas:
+            case = self._quarantine.of(replica.number)
+            if case is None or not replica.is_running or replica.handle is None:
+                continue
+            given = case.origin, replica.handle.incarnation
+            if self._given.get(replica.number) == given:
+                continue
+            self._given[replica.number] = given
+            shards = tuple(shard_at(self._order.extents, index) for index in case.shards)
+            if case.is_on_trial:
+                trial = Trial(shards, case.groups, case.stage == "probe", next_attempt(shards))
+                self._fleet.try_rows(replica, trial)
+            else:
+                for shard in shards:
+                    self._fleet.assign(replica, [shard], next_attempt([shard]), self.condemned_in(shard))
+
+    def survived(self, replica: FleetReplica, rows: Iterable[int]) -> None:
+        """A replica's engine came well out of a trial of these rows."""
+        before = self._quarantine.of(replica.number)
+        if before is not None and replica.handle is not None:
+            self._tried_in.add(replica.handle.incarnation)
+            if before.stage == "probe":
+                self._num_tried[before.replica] = self._num_tried.get(before.replica, 0) + 1
+        after = self._quarantine.survived(replica.number, rows)
+        # All probes were given at once; anything else comes one by one.
+        if before is None or after is None or not before.stage == after.stage == "probe":
+            self._given.pop(replica.number, None)
+
+    def forget(self, shard: int) -> None:
+        """A shard is committed: what was known of its rows is of no more use."""
+        for name in self._quarantine.committed(shard):
+            self._manifest.event("forgotten", kept_as=f"{_CASE}{name}")
+        for row, _ in self.condemned_in(shard_at(self._order.extents, shard)):
+            del self._quarantine.condemned[row]
+            self._manifest.event("forgotten", kept_as=f"{_CONDEMNED}{row}")

@@ -14,6 +14,7 @@ from batchinf.base import faults
 from batchinf.base.errors import BatchinfError
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
+from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started
 from batchinf.job.open import location_of, new_job_id
@@ -24,7 +25,7 @@ from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter
 from batchinf.prompts.openai import may_be_batch
-from batchinf.run.recovery import end_process_groups, note_ended
+from batchinf.run.recovery import note_ended
 from batchinf.source.files import InputLocation, find_files
 from batchinf.source.formats.huggingface import is_dataset
 from batchinf.source.remote import is_url
@@ -83,9 +84,16 @@ class HeadStart:
     """
 
     def __init__(
-        self, folder: Folder, epoch: int, lock: JobLock, state: State | None, say: Callable[[str], None]
+        self,
+        backend: Backend,
+        folder: Folder,
+        epoch: int,
+        lock: JobLock,
+        state: State | None,
+        say: Callable[[str], None],
     ) -> None:
         """state: of a job that is gone on with; all then is as if this were not there."""
+        self._backend = backend
         self._folder, self._epoch, self._lock, self._state, self._say = folder, epoch, lock, state, say
         self._before = State() if state is not None else read_beginning(folder)
         self._manifest: Manifest | None = None
@@ -94,7 +102,7 @@ class HeadStart:
         self.fleet: Fleet | None = None
 
     def __enter__(self) -> Self:
-        end_process_groups(self._before)
+        self._backend.end_leftovers(self._before.running_replicas, self._before.job_id)
         return self
 
     def __exit__(
@@ -113,7 +121,9 @@ class HeadStart:
             self._start(spec, model, adapters)
 
     def _start(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...]) -> None:
-        launcher = Launcher.of(spec, model, adapters, self._folder, self._epoch, None, self._say)
+        launcher = Launcher.of(
+            self._backend, spec, model, adapters, self._folder, self._epoch, None, self._say
+        )
         manifest = self.open_manifest()
         manifest.event(HEAD_START, job_id=self.job_id)
         # Known by its id before it has sockets, which lie elsewhere.
@@ -121,7 +131,7 @@ class HeadStart:
         self._say(f"starting {len(launcher.slots)} replica(s) while the input is read")
         with shielded():
             self.launcher, self.fleet = launcher, launcher.fleet(self.job_id)
-            note_started(manifest, self.fleet.start_due())
+            note_started(manifest, self._backend, self.fleet.start_due())
         faults.point("head_start.started")
 
     def open_manifest(self) -> Manifest:

@@ -1,4 +1,4 @@
-"""What an earlier life of the job left behind: processes to end, parts to adopt, files to sweep.
+"""What an earlier life of the job left behind: replicas to account for, parts to adopt, files to sweep.
 
 Only names of our own pattern are touched. Nothing here can lose a row: what is not adopted is run again.
 """
@@ -7,10 +7,8 @@ import datetime
 from dataclasses import dataclass
 
 from batchinf.base.storage import Folder
-from batchinf.fleet.local import end_process_group, sweep_sockets
 from batchinf.fleet.status import JobStatus
 from batchinf.job.open import Job
-from batchinf.manifest.lock import Holder, process_start
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name
 from batchinf.manifest.state import State
@@ -18,7 +16,7 @@ from batchinf.output import journal
 from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces, with_retry
-from batchinf.records import Extent, Part, ProcessGroup
+from batchinf.records import Extent, Part
 from batchinf.schedule import selection
 from batchinf.schedule.order import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
@@ -32,30 +30,6 @@ class RecoveredJob:
     lost: tuple[int, ...]
 
 
-def end_process_groups(state: State) -> int:
-    """End what runs on of earlier epochs on this host; the number of groups that were still there."""
-    num_ended = sum(_end(group) for group in state.process_groups if _is_ours(group))
-    # This life may have fewer replicas than the last: theirs would lie there for ever.
-    if state.job_id is not None:
-        sweep_sockets(state.job_id)
-    return num_ended
-
-
-def _is_ours(group: ProcessGroup) -> bool:
-    me = Holder.this_process()
-    return group.host == me.host and group.boot_id == me.boot_id
-
-
-def _end(group: ProcessGroup) -> bool:
-    # A process id is not used again while a group of that number has members; a leader that started at another time
-    # is a stranger.
-    started = process_start(group.pgid)
-    if started is not None and started != group.pid_start_time:
-        return False
-    # Waited for: a device is free only when those that held it are gone.
-    return end_process_group(group.pgid)
-
-
 def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_at: float = 0.0) -> None:
     """Say of replicas whose coordinator was killed that they have ended, with the device time that they took.
 
@@ -65,13 +39,13 @@ def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_
     starts = {event.fields["incarnation"]: event for event in state.events if event.name == "replica_started"}
     last_seen = max((_seconds(event.at) for event in state.events), default=0.0)
     last_seen = max(last_seen, seen_at, status.updated_at if status is not None else 0.0)
-    for group in state.process_groups:
+    for replica in state.running_replicas:
         device_s = 0.0
-        if (start := starts.get(group.incarnation)) is not None:
+        if (start := starts.get(replica.incarnation)) is not None:
             num_devices = max(1, len(start.fields.get("devices", ())))
             device_s = round(max(0.0, last_seen - _seconds(start.at)) * num_devices, 1)
         cause = "its coordinator was killed"
-        manifest.event("replica_ended", incarnation=group.incarnation, device_s=device_s, cause=cause)
+        manifest.event("replica_ended", incarnation=replica.incarnation, device_s=device_s, cause=cause)
 
 
 def _seconds(at: str) -> float:
