@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.in_flight import InFlightRequest
 from batchinf.replica.messages import Command, Event, Launch
@@ -107,6 +108,9 @@ class Backend(Protocol):
 
     def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
         """Look at devices for the telemetry."""
+
+    def read_ahead(self, model: Model, load_format: str) -> None:
+        """Begin to read a model's weights to where engines will load them from, if that helps. Waits for nothing."""
 
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> ReplicaHandle:
         """Start an incarnation in a slot, which is free, and return without waiting for it.

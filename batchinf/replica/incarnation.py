@@ -74,9 +74,7 @@ class Incarnation:
     `run` starts the engine and works until it is stopped. `listen` runs on a thread of its own meanwhile.
     """
 
-    def __init__(
-        self, launch: Launch, port: Port, in_flight: InFlightRecord, abandon: Callable[[], object]
-    ) -> None:
+    def __init__(self, launch: Launch, port: Port, in_flight: InFlightRecord, abandon: Callable[[], object]) -> None:
         """abandon: end this incarnation at once, with all that it started; called when the coordinator is gone."""
         self._launch = launch
         self._in_flight = in_flight

@@ -1,14 +1,9 @@
-"""Work that begins while the input is read: replicas start, and the weights go into the page cache."""
+"""Work that begins while the input is read: replicas start, and their backend reads the weights into memory."""
 
 import contextlib
-import os
-import pathlib
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
-
-import psutil
 
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError
@@ -21,7 +16,6 @@ from batchinf.job.open import location_of, new_job_id
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import HEAD_START, State, read_beginning
-from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter
 from batchinf.prompts.openai import may_be_batch
@@ -30,47 +24,6 @@ from batchinf.source.files import InputLocation, find_files
 from batchinf.source.formats.huggingface import is_dataset
 from batchinf.source.remote import is_url
 from batchinf.spec.job import JobSpec
-
-# A block whose first byte is in memory is taken to be there: another process has just read it.
-_BLOCK_BYTES = 2 << 20
-# Of the memory that is free: what is read beyond it would only push out what was read before.
-_MOST = 0.5
-
-
-def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
-    """Begin to read what is not in memory yet of the weights of a model in a folder here; None where none are read.
-
-    Nothing waits for the thread, nor depends on it.
-    """
-    folder = pathlib.Path(model.path)
-    if load_format == "dummy" or not folder.is_dir():
-        return None
-    paths = [path for name in model_files.weight_files(folder, load_format) if (path := folder / name).is_file()]
-    num_bytes = sum(path.stat().st_size for path in paths)
-    if not 0 < num_bytes < psutil.virtual_memory().available * _MOST:
-        return None
-    thread = threading.Thread(target=_read, args=(paths,), name="read_ahead", daemon=True)
-    thread.start()
-    return thread
-
-
-def _read(paths: Sequence[pathlib.Path]) -> None:
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    for path in paths:
-        # What cannot be read is said by who needs it.
-        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-            for offset in range(0, path.stat().st_size, _BLOCK_BYTES):
-                if not _is_cached(file.fileno(), offset):
-                    os.preadv(file.fileno(), [block], offset)
-
-
-def _is_cached(descriptor: int, offset: int) -> bool:
-    """Whether the byte at `offset` is in memory; False where the file system cannot tell."""
-    try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # EAGAIN: it would have to be read; EOPNOTSUPP
-        return False
-
 
 # Files of so many bytes take long to read: a third of a second for 64 MiB of lines, and more where rows are looked at
 # one by one, to choose or to order them. Below that, what is wrong with the input is said before anything starts.
@@ -115,15 +68,13 @@ class HeadStart:
     def found(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...]) -> None:
         """See `open_job`: the input is about to be read."""
         if spec.scripted is None:
-            read_ahead(model, spec.model.load_format)
+            self._backend.read_ahead(model, spec.model.load_format)
         # Parts of a job without a manifest are an error, which is for who begins the job to say.
         if self._state is None and not self._folder.list("parts") and takes_long(spec) and is_known(spec):
             self._start(spec, model, adapters)
 
     def _start(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...]) -> None:
-        launcher = Launcher.of(
-            self._backend, spec, model, adapters, self._folder, self._epoch, None, self._say
-        )
+        launcher = Launcher.of(self._backend, spec, model, adapters, self._folder, self._epoch, None, self._say)
         manifest = self.open_manifest()
         manifest.event(HEAD_START, job_id=self.job_id)
         # Known by its id before it has sockets, which lie elsewhere.

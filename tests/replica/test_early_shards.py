@@ -226,7 +226,15 @@ class Bench:
 
     def __init__(self, folder: pathlib.Path, cases: set[int]) -> None:
         self.fleet = Fleet(
-            LocalBackend(), [Slot(number, (), ()) for number in range(2)], 1, None, 1, folder, 1, 60.0, True  # type: ignore[arg-type]
+            LocalBackend(),
+            [Slot(number, (), ()) for number in range(2)],
+            1,
+            None,
+            1,
+            folder,
+            1,
+            60.0,
+            True,  # type: ignore[arg-type]
         )
         self.told = [Told(), Told()]
         for replica, told in zip(self.fleet.replicas, self.told, strict=True):

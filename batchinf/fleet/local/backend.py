@@ -28,7 +28,9 @@ from batchinf.fleet.local.environment import (
     sweep_sockets,
 )
 from batchinf.fleet.local.process_groups import GroupIdentity, end_leftover, end_process_group
+from batchinf.fleet.local.read_ahead import read_ahead
 from batchinf.fleet.local.shared_memory import SharedMemory
+from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Command, Event, Launch
@@ -148,6 +150,10 @@ class LocalBackend:
     def watch_devices(self, names: Sequence[str]) -> DeviceWatch:
         """See `Backend`."""
         return devices.NvmlWatch(names)
+
+    def read_ahead(self, model: Model, load_format: str) -> None:
+        """See `Backend`: into the page cache."""
+        read_ahead(model, load_format)
 
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> LocalReplica:
         """See `Backend`: in a session of its own."""
