@@ -17,13 +17,15 @@ from batchinf.replica.in_flight import InFlightRequest
 from batchinf.replica.messages import Command, Event, Launch
 from batchinf.spec.job import JobSpec
 
+# `itself`: it exited or crashed, which its log may explain. `outside`: it was killed, by a signal or with its host.
+# `coordinator`: it was still running, and `ReplicaHandle.end` ended it.
+EndedBy = Literal["itself", "outside", "coordinator"]
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How an incarnation ended, as its backend saw it.
 
-    ended_by: `itself`, if it exited or crashed, which its log may explain; `outside`, if it was killed from outside,
-    such as by a signal or with its host; `coordinator`, if it was still running and the backend ended it.
     description: in a few words, such as "exit code 1" or "its node was lost".
     events: what it said last, which no `poll` has returned.
     in_flight: requests that were in its engine, oldest first. Empty if the backend knows that none of them can be the
@@ -31,7 +33,7 @@ class Ending:
     lifetime_s: for how long it occupied its devices.
     """
 
-    ended_by: Literal["itself", "outside", "coordinator"]
+    ended_by: EndedBy
     description: str
     events: tuple[Event, ...]
     in_flight: tuple[InFlightRequest, ...]

@@ -28,9 +28,9 @@ class FleetReplica:
     """One replica, over all of its incarnations.
 
     handle: of the incarnation that runs, if one does.
-    shards: what the running incarnation holds and has not closed, in the order in which it was given them.
-    early_window: of an engine that is not up yet, while shards are prepared for it; None where they are not.
-    failures: ends in a row without a finished row between them. recovered_rows: what it has taken from the journal.
+    shards: those that the running incarnation was given and has not closed, oldest first.
+    early_window: the window of an engine that is not up yet, if the replica prepares shards for it meanwhile.
+    failures: ends since it last finished a row. recovered_rows: rows that it took from the journal.
     cause: why the last incarnation ended.
     """
 
@@ -132,7 +132,7 @@ class Ended:
 
 
 def update(replica: FleetReplica, event: Event) -> None:
-    """Take in what its replica has said."""
+    """Update a replica with an event that it sent."""
     match event:
         case messages.StartPhase(name):
             replica.state = name
@@ -158,7 +158,7 @@ def update(replica: FleetReplica, event: Event) -> None:
 
 
 def is_overdue(replica: FleetReplica) -> bool:
-    """Whether its replica, which has said that it ends, takes too long over it."""
+    """Whether a replica has said that it ends, and takes too long to do so."""
     return replica.failed is not None and time.monotonic() - replica.failed_at > _LAST_WORDS_S
 
 
@@ -189,11 +189,10 @@ class Fleet:
         settings: EngineSettings | None = None,
         retry: int = 0,
     ) -> None:
-        """launch: gives what a new incarnation is started with, by its slot and its name.
+        """launch: makes the message that starts an incarnation, given its slot and its name.
 
-        settings: what `launch` takes its engine arguments from; they are lowered where memory runs out.
-
-        retry: that the incarnations work for; 0 for none.
+        settings: the engine arguments that `launch` uses; the fleet lowers them when memory runs out.
+        retry: the number of the retry that the incarnations work for; 0 for none.
         """
         self.replicas = [FleetReplica(slot, requests_per_row) for slot in slots]
         self._launch = launch
@@ -211,16 +210,16 @@ class Fleet:
         self._stalled_by_disk_s = 0.0
 
     def give_work(self, work: Work) -> None:
-        """Tell the replicas what their rows are: those that run, and from now on each as it starts."""
+        """Tell the replicas what their rows are: those that run now, and each other one when it starts."""
         self._work = work
         for replica in self.replicas:
             self._send(replica, work)
 
     def start_due(self) -> list[FleetReplica]:
-        """Start every replica whose time has come; those that were started.
+        """Start every replica that is due, and return those.
 
-        With a cold cache of compiled graphs the first fills it. The others, which would write it at the same time, fill
-        one of their own, which ends with them: so all are up about as soon as one.
+        If the cache of compiled graphs is cold, the first replica fills it. The others would write it at the same time:
+        they compile to caches of their own, which end with them, so that all are up about as soon as one.
         """
         started: list[FleetReplica] = []
         for replica in self.replicas:
@@ -246,7 +245,7 @@ class Fleet:
         replica.steps_changed_at = time.monotonic()
 
     def poll(self, wait_s: float) -> list[tuple[FleetReplica, Event]]:
-        """What replicas have said, after at most `wait_s` seconds; the replicas are brought up to date first."""
+        """Events that replicas have sent, after at most `wait_s` seconds. The replicas are updated with them."""
         by_handle = {id(replica.handle): replica for replica in self.replicas if replica.handle is not None}
         events = []
         for handle, event in self.backend.poll(wait_s):
@@ -339,7 +338,7 @@ class Fleet:
         replica.revoking.clear()
 
     def excuse(self, replica: FleetReplica) -> None:
-        """The last end of a replica was of use: it does not count as a failure to do anything."""
+        """Do not count the last end of a replica as a failure: it was of use to the search for a row that kills."""
         replica.failures -= 1
         if replica.is_given_up and replica.failures <= self._max_restarts and not replica.is_stopping:
             replica.is_given_up, replica.state = False, "restarting"

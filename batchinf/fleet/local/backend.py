@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from batchinf.base.storage import open_log
-from batchinf.fleet.backend import DeviceWatch, Ending
+from batchinf.fleet.backend import DeviceWatch, EndedBy, Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import devices
 from batchinf.fleet.local.channel import Channel
@@ -36,7 +36,7 @@ from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Command, Event, Launch
 from batchinf.spec.job import JobSpec
 
-# How somebody else ends a process that he wants gone, in contrast to a segmentation fault.
+# The signals by which others end a process, unlike a segmentation fault, which is its own.
 _FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 # The ranks of a large engine each write a traceback.
 _LOG_TAIL_BYTES = 1 << 20
@@ -46,8 +46,8 @@ _LOG_TAIL_BYTES = 1 << 20
 class LocalReplica:
     """A running replica: its process, the channel to it, the memory that says what is in its engine.
 
-    log_start: where its lines begin in its log. own_cache: where vLLM keeps what it compiles, if that is not where it
-    always does; it ends with the replica. selector: what listens to the channel.
+    log_start: the byte of its log at which its lines begin. own_cache: the folder to which vLLM compiles, if it is not
+    the one that replicas share; removed at its end. selector: listens to the channel.
     """
 
     incarnation: str
@@ -58,8 +58,8 @@ class LocalReplica:
     log_start: int
     sockets: pathlib.Path
     own_cache: pathlib.Path | None = None
-    started: float = field(default_factory=time.monotonic)
     selector: selectors.BaseSelector | None = None
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def has_own_cache(self) -> bool:
@@ -107,13 +107,13 @@ class LocalReplica:
         return Ending(_ended_by(code), _describe(code), tuple(events), in_flight, lifetime_s)
 
     def forget(self) -> None:
-        """Listen no more."""
+        """Stop listening to the channel."""
         if self.selector is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(self.channel)
 
 
-def _ended_by(code: int | None) -> Literal["itself", "outside", "coordinator"]:
+def _ended_by(code: int | None) -> EndedBy:
     if code is None:
         return "coordinator"
     return "outside" if code in _FROM_OUTSIDE else "itself"
@@ -177,8 +177,9 @@ class LocalBackend:
             )
         channel = Channel(ours, launch.incarnation)
         channel.send(launch)
-        replica = LocalReplica(launch.incarnation, process, channel, memory, log, log_start, sockets, own_cache)
-        replica.selector = self._selector
+        replica = LocalReplica(
+            launch.incarnation, process, channel, memory, log, log_start, sockets, own_cache, self._selector
+        )
         self._selector.register(channel, selectors.EVENT_READ, replica)
         return replica
 
@@ -198,7 +199,7 @@ class LocalBackend:
     def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
         """See `Backend`: only process groups of this host since it was booted."""
         num_ended = sum(end_leftover(replica.identity) for replica in replicas if replica.backend == self.name)
-        # This life may have fewer replicas than the last: theirs would lie there for ever.
+        # A start removes the folders of its own replica only, and this epoch may have fewer replicas than the last.
         if job_id is not None:
             sweep_sockets(job_id)
         return num_ended

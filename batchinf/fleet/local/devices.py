@@ -17,7 +17,7 @@ from batchinf.spec.job import JobSpec
 
 
 class NvmlWatch:
-    """Looks at devices on a thread of its own, as a driver may take its time: `looks` gives the latest."""
+    """See `DeviceWatch`. Asks NVML on a thread of its own, as a driver may take long to answer."""
 
     def __init__(self, devices: Sequence[str], every_s: float = 1.0) -> None:
         self._devices = devices
@@ -29,11 +29,11 @@ class NvmlWatch:
             self._thread.start()
 
     def looks(self) -> tuple[DeviceLook, ...]:
-        """The latest look at each device; none yet, or where NVML is not there."""
+        """See `DeviceWatch`."""
         return self._latest
 
     def close(self) -> None:
-        """Look no more."""
+        """See `DeviceWatch`."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -97,7 +97,7 @@ CPU_REPLICAS = 2
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Another program's hold on a device."""
+    """Memory of a device that another program occupies."""
 
     device: str
     pid: int

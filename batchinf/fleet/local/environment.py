@@ -12,9 +12,9 @@ _FIRST_PORT = 20_000
 
 
 def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: int) -> dict[str, str]:
-    """What a replica's environment says before vLLM or torch is imported in it.
+    """Environment variables for a replica, to be set before it imports vLLM or torch.
 
-    Values that the user has set are left alone, save the devices.
+    Values that the user has set are kept, except for the devices.
     """
     wanted = {
         "OMP_NUM_THREADS": str(max(1, num_cpus)),
@@ -62,7 +62,7 @@ def _replica_prefix(launch: Launch) -> str:
 
 
 def sweep_sockets(job_id: str) -> None:
-    """Remove what replicas of a job left on this host because their coordinator was killed. None of them may run."""
+    """Remove the folders that replicas of a job left because their coordinator was killed. None of them may run."""
     _sweep_sockets(_sockets_prefix(job_id))
 
 

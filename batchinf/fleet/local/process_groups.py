@@ -35,7 +35,7 @@ class GroupIdentity(BaseModel):
 
 
 def end_leftover(identity: dict[str, Any]) -> bool:
-    """End a group of an earlier coordinator; whether it was still there. One that may be a stranger's stays."""
+    """End a process group of an earlier coordinator; whether it was still there. One that may be another's is kept."""
     try:
         group = GroupIdentity.model_validate(identity)
     except ValidationError:
@@ -53,7 +53,7 @@ def end_leftover(identity: dict[str, Any]) -> bool:
 
 
 def end_process_group(group: int, wait_s: float = 10.0) -> bool:
-    """SIGKILL a process group and wait until no live process is left in it; whether there was one."""
+    """Send SIGKILL to a process group until no live process is left in it; whether there was one."""
     deadline = time.monotonic() + wait_s
     was_there = False
     while time.monotonic() < deadline and members(group):
