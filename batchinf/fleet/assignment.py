@@ -1,7 +1,7 @@
-"""Who gets which shards: those whose engine is up first, then those that can prepare shards until theirs is.
+"""Gives shards to replicas: first to those whose engine is up, then to those that prepare shards until theirs is.
 
-What `shards` decides is carried out here. A replica that prepares shards has begun none: whoever is up and has less to
-do takes them from it, without a word from it, as one that starts may be slow to hear, or never come up at all.
+`schedule.shards` decides, and this module carries it out. A replica whose engine is not up has begun no shard: one that
+is up and has less to do takes its shards without asking it, as it may answer late, or never come up at all.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -15,7 +15,7 @@ from batchinf.schedule.shards import PendingShards, ReplicaLoad, next_shards, re
 
 
 class Assignment:
-    """The shards of a job on their way to its replicas and back."""
+    """Hands out the shards of a job, and takes them back."""
 
     def __init__(self, fleet: Fleet, pending: PendingShards, trials: Trials) -> None:
         self._fleet = fleet
@@ -24,7 +24,7 @@ class Assignment:
         self._attempts: dict[int, int] = {}
 
     def assign(self) -> None:
-        """Hand out what is pending, and ask back what others could do sooner."""
+        """Hand out pending shards, and ask for shards back that another replica could run sooner."""
         self._trials.give(self._next_attempt)
         self._hand_out()
         is_any_free = False
@@ -39,21 +39,21 @@ class Assignment:
             self._hand_out()
 
     def begin(self, replica: FleetReplica) -> None:
-        """A replica's engine is up: it may run what it has prepared. One that took over a case runs that alone."""
+        """A replica's engine is up: let it run the shards that it prepared, or only its case if it took one over."""
         if self._trials.has_case(replica):
             self._withdraw(replica, tuple(replica.shards))
         if replica.handle is not None:
             replica.handle.send(Begin())
 
     def take_back(self, replica: FleetReplica, shards: Iterable[int]) -> None:
-        """A replica has given these back, untouched."""
+        """A replica has given these shards back; it had not begun them."""
         back = [index for index in shards if replica.shards.pop(index, None) is not None]
         self._forget_attempt(back)
         replica.revoking.clear()
         self._pending.give_back(back)
 
     def note_ended(self, end: Ended, held: Container[int]) -> None:
-        """An incarnation is over: what it had not done is another's, save the shards that are `held`."""
+        """An incarnation has ended: its shards become pending again, except those that are `held`."""
         shards = [shard.index for shard in end.shards]
         if end.replica.info is None:
             self._forget_attempt(shards)
@@ -73,7 +73,7 @@ class Assignment:
 
     @property
     def _is_gathering(self) -> bool:
-        """Whether replicas come up for the first time, while the first shards may be others than the rest."""
+        """Whether replicas are starting for the first time, while the first shards may differ from the rest."""
         replicas = self._fleet.replicas
         is_first = any(m.handle is not None and m.info is None and not m.restarts for m in replicas)
         return is_first and not self._pending.is_in_order

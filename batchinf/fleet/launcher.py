@@ -24,7 +24,7 @@ from batchinf.spec.job import JobSpec, fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Model, devices and engine arguments of one life of a job. spec: resolved, but maybe for its `input`."""
+    """Backend, model, devices and engine arguments of one epoch of a job. spec: resolved, except maybe its `input`."""
 
     backend: Backend
     spec: JobSpec
@@ -47,7 +47,7 @@ class Launcher:
         state: State | None,
         say: Callable[[str], None],
     ) -> "Launcher":
-        """state: of the job that is gone on with. Raises UserError if weights are missing, or the devices do not do."""
+        """state: of a job that is resumed. Raises UserError if weights are missing or the devices do not suffice."""
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
         slots = backend.place(spec)
@@ -59,11 +59,11 @@ class Launcher:
 
     @property
     def devices(self) -> list[str]:
-        """Those of all replicas; none on a CPU."""
+        """The devices of all replicas; empty on processors."""
         return [device for slot in self.slots for device in slot.devices]
 
     def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0) -> Fleet:
-        """Replicas that have yet to start. spec: a retry's, whose sampling is another."""
+        """The replicas, none of them started. spec: a retry's, which has other sampling."""
         return Fleet(
             self.backend,
             self.slots,
@@ -94,7 +94,7 @@ class Launcher:
         )
 
     def note_warm(self, fleet: Fleet) -> None:
-        """Remember, for later jobs, where an engine of the fleet has compiled what others can take over."""
+        """Remember for later jobs that an engine of the fleet has compiled to the shared cache."""
         if self.devices and fleet.is_cache_warm:
             self.backend.note_cache_warm(self._shape())
 
@@ -127,7 +127,7 @@ def _settings(
 
 
 def work_of(job: Job, state: State, retry: Retry | None = None) -> Work:
-    """What replicas are told of the job's rows, or of those of a retry."""
+    """The message that tells replicas about the rows of a job, or of a retry."""
     metadata = {
         "batchinf.job_id": state.header.job_id,
         "batchinf.fingerprint": state.header.fingerprint,
@@ -163,7 +163,7 @@ def note_started(manifest: Manifest, backend: Backend, replicas: Sequence[FleetR
 
 
 def note_end(manifest: Manifest, end: Ended) -> None:
-    """Say in the manifest's next commit that an incarnation is over."""
+    """Record in the manifest's next commit that an incarnation has ended."""
     device_s = round(end.lifetime_s * end.replica.slot.num_devices, 1)
     cause = "" if end.was_asked else end.cause
     manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)

@@ -1,11 +1,13 @@
-"""Which row kills engines: the suspects of each death, what to try next, and how the replicas are made to try it.
+"""Finds the row that kills engines: keeps the suspects of each death, and runs them apart until one is condemned.
 
-First death: all that was in the engine is run again, once. Second: who was there both times is accused. Those whose
-prompts had not been run yet are probed one by one, a token each, which costs no restart until the one is found; the
-others are run half by half. A row is condemned if the engine died with it alone; where that says little, because a
-signal from outside ended the engine, or a probe was not the first thing in it, only if that happens twice. So a row
-that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from outside.
-That holds as long as the suspects' shards stay with their replica: no idle one may take them over.
+1. After the first death, all rows that were in the engine run again, once.
+2. After the second, the rows that were there both times are accused. Those whose prompts had not been run yet are
+   probed one by one, for a token each, which costs no restart until the row is found. The others run half by half.
+3. A row is condemned if the engine died with it alone. It must happen twice where it proves little: if a signal from
+   outside ended the engine, or if a probe was not the first request in it.
+
+A row that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from
+outside. This holds as long as the suspects' shards stay with their replica: no idle one may take them over.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -31,11 +33,11 @@ _LONGEST_CAUSE = 300
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is known of some deaths of one replica.
+    """Deaths of one replica that may have one cause.
 
-    origin: the incarnation that died first. shards: those that stay with the replica, as the suspects are in them.
-    suspects: rows that were in the engine at every death so far. accused: what is left to try of those, in the order
-    to try it; later: what is to be tried thereafter. is_found: a row was condemned since the last full run.
+    origin: the incarnation that died first. shards: those with suspects, which stay with the replica.
+    suspects: rows that were in the engine at every death so far. accused: those of them that are still to be tried, in
+    this order; later: those to be tried afterwards. is_found: a row was condemned since the last full run.
     doubted: the row that was alone in the engine at the last death, which may have had another reason.
     """
 
@@ -63,7 +65,7 @@ class Case:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether only accused rows may be in the replica's engine."""
+        """Whether only accused rows may run on the replica."""
         return self.stage != "replay"
 
     @property
@@ -74,9 +76,10 @@ class Case:
         return (self.accused[: max(1, len(self.accused) // 2)],) if self.stage == "halve" else ()
 
     def died(self, in_flight: Sequence[InFlightRequest], is_fresh: bool, is_outside: bool) -> tuple["Case", int | None]:
-        """After one more death with this in the engine: the case, and the row that did it, once that is certain.
+        """The case after one more death, and the row that caused it, once that is certain.
 
-        is_fresh: nothing had come out of this incarnation's engine. is_outside: a signal from outside ended it.
+        in_flight: what was in the engine. is_fresh: no trial had come out of this incarnation's engine before.
+        is_outside: it was killed from outside.
         """
         case = replace(self, num_deaths=self.num_deaths + 1)
         there = _rows(in_flight)
@@ -88,7 +91,7 @@ class Case:
             return replace(case, accused=live, later=()), None
         is_certain = not is_outside and (is_fresh or self.stage == "halve")
         if not live or (not is_certain and self.doubted != live[0]):
-            # The same again, that row first.
+            # Try the same again, with that row first.
             rest = tuple(row for row in self.accused if row not in live)
             accused = live + rest if self.stage == "probe" else live or self.accused
             return replace(case, accused=accused, doubted=live[0] if live else None), None
@@ -101,7 +104,7 @@ class Case:
         new = _rows([item for item in both if not item.has_output])
         old = _rows([item for item in both if item.has_output])
         stage: Literal["probe", "halve"] = "probe" if new else "halve"
-        # Rows that were probed well are run in full after the others: together they may do what none does alone.
+        # Rows that survived their probe run in full after the others: together they may kill what none kills alone.
         accused, *later = [rows for rows in (new, old, new) if rows]
         return replace(
             self, suspects=_rows(both), stage=stage, accused=accused, later=tuple(later), is_found=False, doubted=None
@@ -111,12 +114,12 @@ class Case:
         suspects = tuple(suspect for suspect in self.suspects if suspect != row)
         case = replace(self, suspects=suspects, is_found=True, doubted=None)
         if self.stage == "probe":
-            # The other probes cost nothing, and where one such row is there are often more.
+            # The other probes cost nothing, and such rows often come together.
             return replace(case, accused=tuple(other for other in self.accused if other != row))._go_on()
         return replace(case, stage="replay", accused=(), later=())
 
     def survived(self, rows: Iterable[int]) -> "Case":
-        """After a group came out of the engine well."""
+        """The case after these rows came out of the engine."""
         well = set(rows)
         return replace(self, accused=tuple(row for row in self.accused if row not in well), doubted=None)._go_on()
 
@@ -146,7 +149,7 @@ class Quarantine:
         return {shard for case in self._cases.values() for shard in case.shards}
 
     def of(self, replica: int) -> Case | None:
-        """The case that a replica has to work on, the oldest first."""
+        """The oldest open case of a replica."""
         return next((case for case in self._cases.values() if case.replica == replica), None)
 
     def died(
@@ -159,7 +162,7 @@ class Quarantine:
         is_outside: bool = False,
         rows_of: Callable[[Shard], Container[int]] = lambda shard: range(shard.start, shard.stop),
     ) -> tuple[Case, int | None]:
-        """After a death of a replica that held these shards: its case, and the row that is condemned by it.
+        """The case of a replica after its death, and the row that is condemned by it. shards: those that it held.
 
         is_fresh, is_outside: see `Case.died`. rows_of: which rows a shard has.
         """
@@ -176,14 +179,14 @@ class Quarantine:
         return case, row
 
     def survived(self, replica: int, rows: Iterable[int]) -> Case | None:
-        """After rows on trial came out well; None where the replica has no case."""
+        """The case of a replica after rows on trial came out of its engine; None if it has no case."""
         case = self.of(replica)
         if case is not None and case.is_on_trial:
             case = self._cases[case.origin] = case.survived(rows)
         return case
 
     def committed(self, shard: int) -> list[str]:
-        """A shard is done; the names of the cases that are closed by it."""
+        """A shard is committed. Returns the names of the cases that this closes."""
         closed = []
         for case in [case for case in self._cases.values() if shard in case.shards]:
             left = self._cases[case.origin] = replace(case, shards=tuple(s for s in case.shards if s != shard))
@@ -193,16 +196,16 @@ class Quarantine:
         return closed
 
     def hand_over(self, replicas: Sequence[int]) -> None:
-        """Only these replicas are left: cases of others go to them in turn."""
+        """Only these replicas are left: give them the cases of the others, in turn."""
         for number, case in enumerate(list(self._cases.values())):
             if case.replica not in replicas:
                 self._cases[case.origin] = replace(case, replica=replicas[number % len(replicas)])
 
 
 class Trials:
-    """Carries out what a quarantine finds: deaths go into the manifest before anything is run again.
+    """Carries out what a quarantine finds. Deaths are in the manifest before anything runs again.
 
-    While a case is on trial its replica runs nothing else; the others go on with all shards that have no suspect.
+    While a case is on trial, its replica runs nothing else. The others run the shards that have no suspect.
     """
 
     def __init__(
@@ -213,9 +216,9 @@ class Trials:
         fleet: Fleet,
         manifest: Manifest,
     ) -> None:
-        """state: as the manifest has it: cases that an earlier coordinator left open are gone on with.
+        """state: the manifest's; cases that an earlier coordinator left open are continued.
 
-        is_done: bool [total_shards], the shards that nobody is to run.
+        is_done: bool [total_shards], the shards that no replica has to run.
         """
         kept = [event.fields for event in state.kept.values()]
         cases = [Case.of(fields) for fields in kept if fields["kept_as"].startswith(_CASE)]
@@ -237,20 +240,19 @@ class Trials:
 
     @property
     def shards(self) -> set[int]:
-        """Shards that nobody but their case's replica may run."""
+        """Shards that only the replica of their case may run."""
         return self._quarantine.shards
 
     def movable(self, replica: FleetReplica) -> tuple[int, ...]:
-        """Shards that another may run in a replica's stead, oldest first.
+        """Shards that another replica may run instead of this one, oldest first.
 
-        A suspect that killed another replica would begin a search of its own there, and what was found here would not
-        count.
+        A suspect that killed another replica would begin a search of its own there, which ignores what is known here.
         """
         held = self.shards
         return tuple(shard for shard in replica.unbegun if shard not in held)
 
     def is_on_trial(self, replica: FleetReplica) -> bool:
-        """Whether nothing but suspects may be in a replica's engine."""
+        """Whether only suspects may run on a replica."""
         case = self._quarantine.of(replica.number)
         return case is not None and case.is_on_trial
 
@@ -259,13 +261,13 @@ class Trials:
         return self._quarantine.of(replica.number) is not None
 
     def condemned_in(self, shard: Shard) -> tuple[tuple[int, str], ...]:
-        """Rows of a shard that must not reach an engine, with what to say of it."""
+        """Rows of a shard that must not reach an engine, each with its error message."""
         condemned = self._quarantine.condemned
         rows = self._order.of(shard) if condemned else ()
         return tuple(item for item in condemned.items() if item[0] in rows)
 
     def note_death(self, end: Ended) -> str:
-        """Take in an end, in the manifest's next commit; what there is to say of it to the user."""
+        """Record an end in the manifest's next commit. Returns what the user should hear of it; "" if nothing."""
         if not end.in_flight:
             self._hand_over()
             return ""
@@ -281,12 +283,12 @@ class Trials:
             self._quarantine.condemned[row] = message
             self._manifest.event("condemned", kept_as=f"{_CONDEMNED}{row}", row_index=row, message=message)
             said = f"row {row} kills the engine: it becomes an error row"
-            # An engine that condemns row after row, and does nothing well between them, is broken itself. A probe that
-            # went well says little of one that does not outlive a few steps.
+            # An engine that condemns row after row, with nothing finished between them, is broken itself. A probe that
+            # went well is no proof for an engine that dies after a few steps.
             if self._num_tried.pop(number, 0) and before is not None and before.stage == "probe":
                 self._fleet.excuse(end.replica)
         elif case.is_on_trial:
-            # The search makes headway with each death, until one row is left.
+            # The search makes progress with each death, until one row is left.
             self._fleet.excuse(end.replica)
             said = f"{len(case.accused)} rows are suspected of it, and run apart"
         else:
@@ -311,7 +313,7 @@ class Trials:
             self._quarantine.hand_over(left)
 
     def give(self, next_attempt: Callable[[Iterable[Shard]], int]) -> None:
-        """Give each replica that is up, and has not got it yet, its case's shards or the next trial of them."""
+        """Give each replica that is up its case's shards, or the next trial of them, unless it has them already."""
         for replica in self._fleet.replicas:
             case = self._quarantine.of(replica.number)
             if case is None or not replica.is_running or replica.handle is None:
@@ -329,7 +331,7 @@ class Trials:
                     self._fleet.assign(replica, [shard], next_attempt([shard]), self.condemned_in(shard))
 
     def survived(self, replica: FleetReplica, rows: Iterable[int]) -> None:
-        """A replica's engine came well out of a trial of these rows."""
+        """A replica's engine survived a trial of these rows."""
         before = self._quarantine.of(replica.number)
         if before is not None and replica.handle is not None:
             self._tried_in.add(replica.handle.incarnation)
@@ -341,7 +343,7 @@ class Trials:
             self._given.pop(replica.number, None)
 
     def forget(self, shard: int) -> None:
-        """A shard is committed: what was known of its rows is of no more use."""
+        """A shard is committed: forget what was known of its rows."""
         for name in self._quarantine.committed(shard):
             self._manifest.event("forgotten", kept_as=f"{_CASE}{name}")
         for row, _ in self.condemned_in(shard_at(self._order.extents, shard)):

@@ -1,7 +1,7 @@
-"""The process that the user started: assigns shards, supervises replicas, publishes and commits parts, finishes.
+"""The loop of the process that the user started: assigns shards, supervises replicas, publishes and commits parts.
 
-One thread. What a replica says of a shard counts only while it holds it; what it wrote means nothing until it is
-published and the manifest says so.
+It has one thread. What a replica says of a shard counts only while the replica holds it. A part that a replica wrote
+counts once it is published and the manifest names it.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _STATUS_EVERY_S = 1.0
 
 
 class Coordinator:
-    """Runs what is left of a job. The manifest is open, the folder locked, earlier leftovers are recovered."""
+    """Runs what is left of a job, whose manifest is open, whose folder is locked and whose leftovers are recovered."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Coordinator:
         self._platforms = platforms
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
-        # What the first replica that found the disk full said; the others would find it so in turn.
+        # Said by the first replica that found the disk full; the others would find the same.
         self._disk_error = ""
 
     def run(self) -> None:
-        """Until every shard is committed.
+        """Run until every shard is committed.
 
         Raises Interrupted, HopelessJob, EngineStartError, or what ended the last replica.
         """
@@ -82,7 +82,7 @@ class Coordinator:
             try:
                 self._work()
             except BaseException as error:
-                # What fails in consequence, as on a full disk or with the lock lost, must not hide what came first.
+                # Errors that follow from the first one, as on a full disk or without the lock, must not hide it.
                 with contextlib.suppress(BatchinfError, OSError):
                     self._end_now()
                 with contextlib.suppress(BatchinfError, OSError):
@@ -117,7 +117,7 @@ class Coordinator:
         self._commit(())
 
     def _sweep(self) -> None:
-        """Delete what replicas that were killed have half written: on a full disk nobody may come back soon."""
+        """Delete half-written files of replicas that were killed: on a full disk a resume may be long in coming."""
         self._lock.check()
         for name in ("staging", "journal"):
             self._job.folder.sweep(name)
@@ -126,7 +126,7 @@ class Coordinator:
         note_started(self._manifest, self._fleet.backend, self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
         if self._requests:
-            # A signal to the whole tree ends engines too: that is none of their failures.
+            # A signal to the whole process tree ends engines too, which is no failure of theirs.
             return
         self._note_ended(self._fleet.reap())
         self._judge()
@@ -170,7 +170,7 @@ class Coordinator:
             self._manifest.event("recovered", shard=shard, num_requests=num_recovered)
 
     def _commit(self, parts: Sequence[tuple[int, str, Part]]) -> None:
-        """Publish and commit parts, each with the replica and the incarnation that it is from."""
+        """Publish and commit parts, each with the replica and the incarnation that wrote it."""
         folder = self._job.folder
         self._lock.check()
         self._announce([part for _, _, part in parts if part.retry])
@@ -189,7 +189,7 @@ class Coordinator:
             drop(folder, part.shard)
 
     def _announce(self, parts: Sequence[Part]) -> None:
-        """Say which parts are about to come in the place of committed ones, so that a crash leaves no doubt."""
+        """Record which parts are about to replace committed ones, so that a crash leaves no doubt."""
         for part in parts:
             self._manifest.replacing(part)
         if parts:
@@ -198,9 +198,9 @@ class Coordinator:
             faults.point("coordinator.after_replacing")
 
     def _publish(self, staged: str, published: str) -> None:
-        """Only the job's holder puts a file in the place of another.
+        """Rename a staged part to its published name. Only the holder of the lock replaces a file.
 
-        A holder that stood still for long, as a suspended machine does, may find that it lost the job after it looked.
+        A holder that stood still for long, as on a suspended machine, may have lost the lock since it last looked.
         """
         folder = self._job.folder
         self._lock.check()
@@ -247,7 +247,7 @@ class Coordinator:
             self._manifest.commit()
 
     def _close_last(self, end: Ended) -> set[int]:
-        """Commit what an incarnation had staged and said so with its last breath; the shards."""
+        """Commit the parts that an incarnation announced in its last events; their shards."""
         held = {shard.index for shard in end.shards}
         parts = [event.part for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
         if parts:
@@ -262,7 +262,7 @@ class Coordinator:
         )
 
     def _judge(self) -> None:
-        """Once, when the first rows are finished. Raises HopelessJob, with what has finished journalled."""
+        """Judge the job once, when its first rows are finished. Raises HopelessJob; finished rows are journalled."""
         num_rows, num_errors = self._num_finished()
         if self._is_judged or self._is_finished or num_rows < FIRST_ROWS:
             return
@@ -275,14 +275,14 @@ class Coordinator:
                 raise HopelessJob(f"{num_errors:,} of the first {num_rows:,} rows have failed; the job was ended early")
 
     def _num_finished(self) -> tuple[int, int]:
-        """Output rows that are finished, and how many of them are errors: committed, and what replicas say."""
+        """Output rows that are finished, and how many of them are errors: committed and as replicas say."""
         replicas = self._fleet.replicas
         rows = sum(max(0, replica.progress.num_rows - replica.closed_rows) for replica in replicas)
         errors = sum(max(0, replica.progress.num_errors - replica.closed_errors) for replica in replicas)
         return min(self._num_rows, self._committed.num_rows + rows), self._committed.num_errors + errors
 
     def _end_replicas(self, *, drains: bool) -> None:
-        """Let replicas finish what requests to stop leave time for, if at all; a later one may leave less."""
+        """Let replicas finish what they can in the time that requests to stop leave; a later request may leave less."""
         begun, told = time.monotonic(), math.inf
         while True:
             until, end_by = self._requests.drain_until, self._requests.end_by
@@ -296,14 +296,14 @@ class Coordinator:
             self._handle(self._fleet.poll(_POLL_S))
             self._note_ended(self._fleet.reap())
             self._show("stopping")
-        # What was said last may have come together with the end.
+        # The last events may have come together with the end.
         self._handle(self._fleet.poll(0))
 
     def _show(self, state: str, *, force: bool = False) -> None:
         if not force and time.monotonic() < self._next_status:
             return
         self._next_status = time.monotonic() + _STATUS_EVERY_S
-        # Here, too: who has nothing to commit for minutes should hear soon that another runs the job.
+        # A coordinator with nothing to commit for minutes should notice soon that another one runs the job.
         self._lock.watch()
         status = self._status(state)
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Work that begins while the input is read: replicas start, and their backend reads the weights into memory."""
+"""Starts replicas while the input is read, and lets their backend read the weights into memory."""
 
 import contextlib
 from collections.abc import Callable
@@ -31,9 +31,9 @@ _MANY_BYTES, _MANY_LOOKED_AT = 64 << 20, 8 << 20
 
 
 class HeadStart:
-    """A context in which a job is opened: at its end no replica is left that began in it.
+    """A context in which a job is opened. When it ends, no replica that was started in it is left.
 
-    launcher, fleet: of the replicas that have a head start; None where there are none. job_id: the new job's.
+    launcher, fleet: of the replicas that have a head start; None if there are none. job_id: the new job's.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class HeadStart:
         state: State | None,
         say: Callable[[str], None],
     ) -> None:
-        """state: of a job that is gone on with; all then is as if this were not there."""
+        """state: of a job that is resumed, which gets no head start."""
         self._backend = backend
         self._folder, self._epoch, self._lock, self._state, self._say = folder, epoch, lock, state, say
         self._before = State() if state is not None else read_beginning(folder)
@@ -61,7 +61,7 @@ class HeadStart:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # What fails in consequence, as on a full disk, must not hide what came first.
+        # Errors that follow from the first one, as on a full disk, must not hide it.
         with contextlib.suppress(BatchinfError, OSError):
             self.end()
 
@@ -69,7 +69,7 @@ class HeadStart:
         """See `open_job`: the input is about to be read."""
         if spec.scripted is None:
             self._backend.read_ahead(model, spec.model.load_format)
-        # Parts of a job without a manifest are an error, which is for who begins the job to say.
+        # Parts without a manifest are an error, which is raised where the job begins.
         if self._state is None and not self._folder.list("parts") and takes_long(spec) and is_known(spec):
             self._start(spec, model, adapters)
 
@@ -77,7 +77,7 @@ class HeadStart:
         launcher = Launcher.of(self._backend, spec, model, adapters, self._folder, self._epoch, None, self._say)
         manifest = self.open_manifest()
         manifest.event(HEAD_START, job_id=self.job_id)
-        # Known by its id before it has sockets, which lie elsewhere.
+        # The id is in the manifest before replicas make files outside the job's folder, which are named by it.
         manifest.commit()
         self._say(f"starting {len(launcher.slots)} replica(s) while the input is read")
         with shielded():
@@ -93,7 +93,7 @@ class HeadStart:
         return self._manifest
 
     def end(self) -> None:
-        """End the replicas, unless somebody has; what was to be said of the job besides is dropped then."""
+        """End the replicas that still run. Lines about the job that are not committed yet are dropped then."""
         if self.fleet is None or self._manifest is None:
             return
         with shielded():

@@ -1,6 +1,6 @@
-"""What an earlier life of the job left behind: replicas to account for, parts to adopt, files to sweep.
+"""Recovers what an earlier epoch of the job left: accounts for its replicas, adopts its parts, sweeps its files.
 
-Only names of our own pattern are touched. Nothing here can lose a row: what is not adopted is run again.
+Only files with names of our own pattern are touched. No row can be lost here: a part that is not adopted is run again.
 """
 
 import datetime
@@ -24,17 +24,17 @@ from batchinf.schedule.shards import shard_at, total_shards
 
 @dataclass(frozen=True, slots=True)
 class RecoveredJob:
-    """What was found. Shards by index."""
+    """Shards whose parts were adopted, and those whose parts were lost, by index."""
 
     adopted: tuple[int, ...]
     lost: tuple[int, ...]
 
 
 def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_at: float = 0.0) -> None:
-    """Say of replicas whose coordinator was killed that they have ended, with the device time that they took.
+    """Record in the manifest that replicas of a killed coordinator have ended, with the device time that they took.
 
-    They end with their coordinator, which was last seen when it wrote `status`, or else its last event; or at
-    `seen_at`, in seconds since 1970.
+    They ended with their coordinator. It was last seen when it wrote `status` or its last event, or at `seen_at`, in
+    seconds since 1970.
     """
     starts = {event.fields["incarnation"]: event for event in state.events if event.name == "replica_started"}
     last_seen = max((_seconds(event.at) for event in state.events), default=0.0)
@@ -53,7 +53,7 @@ def _seconds(at: str) -> float:
 
 
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> RecoveredJob:
-    """Bring folder and manifest together again; the manifest's new lines are committed by the caller."""
+    """Make folder and manifest agree again. The caller commits the manifest's new lines."""
     folder = job.folder
     own = ("parts", "staging", "journal", "manifest", "source", "source/generations")
     for name in ("", *own, selection.RETRY_FOLDER, selection.RUN_FOLDER):
@@ -63,24 +63,24 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
     for shard in journal.list_shards(folder):
         if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard]):
-            # Those of a retry that the shard has still to go through stay.
+            # The segments of a retry that the shard has not been through yet are kept.
             journal.drop(folder, shard, state.parts[shard].retry if shard in state.parts else None)
     return RecoveredJob(tuple(adopted), tuple(lost))
 
 
 def _check_parts(job: Job, state: State, manifest: Manifest) -> list[int]:
-    """Committed parts that are gone or are other ones count as not committed: their shards run again."""
+    """Count committed parts that are gone or were exchanged as not committed, so that their shards run again."""
     lost = changed_parts(job.folder, state)
     for shard in lost:
         state.forget(shard)
     if lost:
-        # Before the lines of those that are adopted: what comes later counts.
+        # Before the lines of adopted parts, as later lines count.
         manifest.event("lost", shards=lost)
     return lost
 
 
 def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
-    """Finish what was cut short between the word that a part is to be replaced and the line of the new one."""
+    """Finish replacements that were cut short between the `replacing` line and the line of the new part."""
     for shard, line in list(state.replacing.items()):
         name, staged = f"parts/{part_name(shard)}", f"staging/{line.file}"
         is_there = _digest(folder, name) == line.digest
@@ -91,7 +91,7 @@ def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
             manifest.part(line)
             state.note(line)
         else:
-            # Neither: the old part stands, if it is whole, and its rows run again.
+            # The new part is in neither place: the old one stands, if it is whole, and its rows run again.
             state.replacing.pop(shard)
 
 
@@ -104,7 +104,7 @@ def _digest(folder: Folder, name: str) -> str | None:
 
 
 def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index: int) -> Part | None:
-    """The record of a part that no line names, if it is whole and comes next for its shard."""
+    """The record of a part that no line names, if it is whole and the next one for its shard."""
     if index >= total_shards(extents):
         return None
     shard = shard_at(extents, index)
