@@ -77,6 +77,7 @@ def run(
         raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
     with interruptible():
         from batchinf.base.slices import Slice
+        from batchinf.fleet.choose import choose_backend
         from batchinf.run.epoch import run_job
         from batchinf.run.progress import ProgressDisplay
 
@@ -87,7 +88,7 @@ def run(
             from batchinf.run.fresh import move_job_aside
 
             move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
-        summary = run_job(file, display, retry, extends=extend)
+        summary = run_job(file, choose_backend(), display, retry, extends=extend)
     for line in summary.lines():
         print(line)
 

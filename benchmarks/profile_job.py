@@ -145,9 +145,9 @@ def name_of(process: psutil.Process) -> str:
     """What a process is; empty where nothing of it is to be seen."""
     with contextlib.suppress(psutil.Error):
         line = " ".join(process.cmdline()) + " " + process.name()
-        for mark, name in (("batchinf.replica.process", "replica"), ("EngineCore", "core"), ("Worker", "worker")):
+        for mark, name in (("batchinf.fleet.local.process", "replica"), ("EngineCore", "core"), ("Worker", "worker")):
             if mark in line:
-                return "core" if name == "replica" and "batchinf.replica.process" in _parent(process) else name
+                return "core" if name == "replica" and "batchinf.fleet.local.process" in _parent(process) else name
         if "spawn_main" in line:
             return "child"
     return ""

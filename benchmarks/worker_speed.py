@@ -25,7 +25,7 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import estimated_bytes_per_row, open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Extent, Part, Request
-from batchinf.replica.flight import FlightRecord
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, ShardClosed
 from batchinf.replica.pipeline import Front
 from batchinf.replica.worker import Worker
@@ -125,7 +125,7 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
     task = get_task(spec)
     watch = Watch(len(shards))
     front = Front(spec, task, source, tokenizer, folder, "000001.0001", {}, watch.hear)
-    worker = front.complete(engine, None, FlightRecord.create())
+    worker = front.complete(engine, None, InFlightRecord(bytearray(RECORD_BYTES[0])))
     worker.begin()
     front.feeder.assign(Assign(shards))
     watch.run(worker)

@@ -36,7 +36,7 @@ LONGEST_FIRST = """test_quarantine test_end_to_end test_disk test_recovery test_
     test_out_of_memory test_vllm_engine test_choose test_nothing_is_lost test_check test_retry test_vllm_pooling
     test_verify test_two_at_once test_weekly test_stop_signals test_ordering test_vllm_logits test_lora
     test_reasoning_job test_tasks_pooled test_model_identity test_tasks_score test_tasks_logits test_elastic
-    test_logits_job test_error_rate test_slices test_chat test_vllm_score test_fuzz test_platforms test_answers
+    test_logits_job test_error_rate test_slices test_chat test_vllm_score test_fuzz test_devices test_answers
     test_fresh test_batch_files test_loss test_telemetry""".split()
 
 

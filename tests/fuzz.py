@@ -43,6 +43,8 @@ import jobs
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
 from batchinf.commands import status as status_command
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status, status_line
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lock import LOCK, Holder, JobLock
@@ -54,7 +56,6 @@ from batchinf.output.parts import verify_part
 from batchinf.output.shard import OpenShard
 from batchinf.prompts.builder import Renderer
 from batchinf.records import Shard
-from batchinf.replica.channel import Channel
 from batchinf.replica.messages import Assign, Failed, Progress
 from batchinf.run import recovery
 from batchinf.schedule.shards import total_shards
@@ -365,7 +366,7 @@ def _logs(folder: pathlib.Path) -> _Logs:
     # Lines of these kinds stand in manifests, but not in this one.
     state = read_state(Folder(out))
     assert state is not None
-    group = {"replica": 0, "incarnation": "1.1", "host": "h", "boot_id": "b", "pgid": 7, "pid_start_time": 1}
+    group = {"replica": 0, "incarnation": "1.1", "backend": "local", "identity": {"pgid": 7}}
     at = "2026-01-01T00:00:00.000+00:00"
     snapshot = [
         {
@@ -374,7 +375,7 @@ def _logs(folder: pathlib.Path) -> _Logs:
             "replaces": [],
             "device_s": 1.5,
             "event_counts": {"ready": 1},
-            "process_groups": [group],
+            "running_replicas": [group],
         }
     ]
     header = next(fields for commit in commits for fields in commit if fields["kind"] == "header")
@@ -459,7 +460,7 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
     if state is None:
         return
     status_command._spec(state)
-    recovery.end_process_groups(state)
+    LocalBackend().end_leftovers(state.running_replicas, state.job_id)
     for event in state.events:
         assert event.name != "ready" or isinstance(event.fields["versions"], dict)
     epoch = last_epoch(own) + 1

@@ -162,7 +162,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 def replicas_of(pid: int) -> list[psutil.Process]:
     """The replicas of a coordinator."""
-    return [p for p in family(pid)[:-1] if "batchinf.replica.process" in _command(p)]
+    return [p for p in family(pid)[:-1] if "batchinf.fleet.local.process" in _command(p)]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -20,11 +20,11 @@ import jobs
 from batchinf.base.errors import InputError, OutputError
 from batchinf.base.storage import Folder
 from batchinf.commands import status as status_command
+from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest import commit_log
 from batchinf.manifest.lock import LOCK, Holder
 from batchinf.manifest.state import read_state
-from batchinf.replica.channel import Channel
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import open_source
 

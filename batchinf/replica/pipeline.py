@@ -19,7 +19,7 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import EngineInfo, Part, Shard
 from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
-from batchinf.replica.flight import FlightRecord
+from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event
 from batchinf.replica.start import UNFORKED, Limits, after_first_fork, guard_forks
 from batchinf.replica.text import Answers, Detokenizer, NoAnswers
@@ -96,7 +96,7 @@ class Front:
         except BaseException as error:
             self._detokenizer.set_exception(error)
 
-    def complete(self, engine: Engine, expected: Limits | None, flight: FlightRecord) -> Worker:
+    def complete(self, engine: Engine, expected: Limits | None, in_flight: InFlightRecord) -> Worker:
         """The worker. expected: the limits by which the feeder has started; where they are others, it starts anew."""
         info = engine.info
         self._ready.resize(_num_ready(info.max_num_seqs))
@@ -110,7 +110,7 @@ class Front:
         room = WIDE if self._spec.task == "logits" else None
         write, interval_s = self._write_by(info), self._spec.checkpoint_interval_s
         writer = Writer(self._finished, self._task, answers, write, self._emit, interval_s, room)
-        return Worker(engine, self._ready, self._finished, self.feeder, writer, flight)
+        return Worker(engine, self._ready, self._finished, self.feeder, writer, in_flight)
 
     def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
         return functools.partial(prompt_builder, self._spec, self._tokenizer, vocab_size, self._begun_at)

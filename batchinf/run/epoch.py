@@ -9,12 +9,13 @@ from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
 from batchinf.engines.installed import check_structures
+from batchinf.fleet.backend import Backend
+from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, work_of
-from batchinf.fleet.platforms import Platforms
+from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import duration, read_status, short_count
 from batchinf.fleet.telemetry import Telemetry
-from batchinf.fleet.trials import Trials
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, check_drift, new_header, open_job
@@ -33,7 +34,7 @@ from batchinf.run.coordinator import Coordinator
 from batchinf.run.extend import add_extent, has_more, open_extended, said
 from batchinf.run.head_start import HeadStart
 from batchinf.run.progress import ProgressDisplay
-from batchinf.run.recovery import end_process_groups, note_ended, recover
+from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
 from batchinf.schedule.order import Choice, RunOrder
 from batchinf.schedule.shards import PendingShards, total_rows, total_shards
@@ -71,10 +72,12 @@ class Summary:
         ]
 
 
-def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False) -> Summary:
+def run_job(
+    file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False
+) -> Summary:
     """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
 
-    extends: what has come to its input since is taken in first.
+    backend: where its replicas run; see `fleet.choose`. extends: what has come to its input since is taken in first.
 
     To be called within `interruptible`: only the coordinator drains.
 
@@ -94,7 +97,7 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, 
             return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
-        _hold_and_run(file, folder, state, display, retry, extends)
+        _hold_and_run(file, backend, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
@@ -105,18 +108,25 @@ def _is_whole(folder: Folder, state: State) -> bool:
 
 
 def _hold_and_run(
-    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None, extends: bool
+    file: SpecFile,
+    backend: Backend,
+    folder: Folder,
+    state: State | None,
+    display: ProgressDisplay,
+    retry: str | None,
+    extends: bool,
 ) -> None:
     lock = JobLock(folder)
     try:
         with lock.held(lambda: last_epoch(folder), display.say) as epoch:
-            _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry, extends)
+            _run_epoch(file, backend, folder, read_state(folder, state), lock, epoch, display, retry, extends)
     finally:
         display.close()
 
 
 def _run_epoch(
     file: SpecFile,
+    backend: Backend,
     folder: Folder,
     state: State | None,
     lock: JobLock,
@@ -126,7 +136,7 @@ def _run_epoch(
     extends: bool,
 ) -> None:
     display.say("opening model and input")
-    with HeadStart(folder, epoch, lock, state, display.say) as ahead:
+    with HeadStart(backend, folder, epoch, lock, state, display.say) as ahead:
         if extends and state is not None:
             job = open_extended(file, state)
         else:
@@ -137,11 +147,13 @@ def _run_epoch(
                 check_drift(job, state.header)
             else:
                 job, request = take_request(job, state, retry)
-            end_process_groups(state)
+            backend.end_leftovers(state.running_replicas, state.job_id)
         if job.spec.scripted is None and (state is None or request is not None):
             for line in check_structures(file, job.model.tokenizer):
                 display.say(line)
-        launcher = ahead.launcher or Launcher.of(job.spec, job.model, job.adapters, folder, epoch, state, display.say)
+        launcher = ahead.launcher or Launcher.of(
+            backend, job.spec, job.model, job.adapters, folder, epoch, state, display.say
+        )
         num_replicas = len(launcher.slots)
         choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
         check_size(file, job, None if choice is None else choice.num_rows)
@@ -239,7 +251,7 @@ def _run_rest(
     trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
     platforms = Platforms(state, job.spec.same_device)
-    telemetry = Telemetry(job.folder, launcher.epoch, launcher.devices)
+    telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
     try:
         Coordinator(
             job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry

@@ -22,7 +22,7 @@ from batchinf.commands.verify.verify import Wanted, report_lines, verify
 from batchinf.model.identity import resolve
 from batchinf.model.vectors import resolve_pooling
 from batchinf.records import Prompt, Result
-from batchinf.replica.process import warm_up_request
+from batchinf.replica.incarnation import warm_up_request
 from batchinf.results import Results
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec

@@ -15,7 +15,7 @@ from batchinf.base.storage import Folder
 from batchinf.commands.validate.lengths import TokenLengths, sample_rows
 from batchinf.commands.validate.rows import ChosenRows, find_row, random_rows, row_lines, score_lines
 from batchinf.engines.installed import check_structures
-from batchinf.fleet.devices import device_size, visible_devices
+from batchinf.fleet.choose import choose_backend
 from batchinf.job.choose import Chosen, choose, described, max_model_len
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, begun_at, check_drift, open_job
@@ -85,7 +85,8 @@ def _model_lines(job: Job) -> Iterator[str]:
     for adapter in job.adapters:
         yield f"  LoRA adapter {adapter.name}: rank {adapter.rank}, content {adapter.fingerprint}"
     # The first of the devices, which are taken to be alike.
-    device_bytes, device_name = next((device_size(device) for device in visible_devices()), (None, ""))
+    backend = choose_backend()
+    device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     yield from needs_lines(fit_of(model, job.spec, device_bytes, device_name), float(share))
 

@@ -1,4 +1,4 @@
-"""Messages between coordinator and replica: frozen records as JSON lines over a local socket, never pickles.
+"""Carries messages between coordinator and replica: frozen records as JSON lines over a local socket, never pickles.
 
 Each line is stamped with the sender's incarnation and a sequence number, so that a message of an earlier life of a
 replica is told from one of this life. No row data goes through here.
@@ -78,6 +78,8 @@ class Channel:
         An empty list with `is_closed` set: the peer is gone. Repeated and foreign messages are left out; what is no
         message at all ends the connection.
         """
+        if self._socket.fileno() < 0:
+            return []
         # Not `select`, which takes no descriptor beyond 1023.
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)

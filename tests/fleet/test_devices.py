@@ -9,7 +9,7 @@ import pytest
 
 import jobs
 from batchinf.base.errors import DriftError
-from batchinf.fleet.platforms import Platforms, kept_as
+from batchinf.fleet.devices import Platforms, kept_as
 from batchinf.manifest.state import EventLine, State
 from batchinf.records import EngineInfo
 

@@ -1,24 +1,19 @@
-"""The process around a worker: processor cores, signals, messages, last words.
+"""One incarnation of a replica, in whatever a backend runs it: starts the engine and the pipeline, obeys commands.
 
-Started as `python -m batchinf.replica FD INCARNATION MEMORY` in a session of its own, with its standard output and
-error going to its log, one end of a socket pair as FD and its flight record as MEMORY. It never outlives its
-coordinator: when the channel closes, the whole process group ends, engine processes included (vLLM's would otherwise
-keep the device's memory).
+A backend gives it a port to its coordinator and memory for the requests in flight. It knows of no process: the local
+backend's entry point, which makes one around it, is `fleet/local/process.py`.
 """
 
 import contextlib
-import os
 import pathlib
-import signal
-import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
-from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError
 from batchinf.base.storage import LASTING, Folder, disk_error
@@ -27,14 +22,14 @@ from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Request
-from batchinf.replica.channel import Channel
 from batchinf.replica.feeder import Feeder
-from batchinf.replica.flight import FlightRecord
+from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import (
     DISK_ERROR,
     Assign,
     Begin,
     Command,
+    Event,
     Failed,
     Launch,
     Ready,
@@ -59,13 +54,32 @@ from batchinf.tasks.score.task import score_sampling
 _PROGRESS_S = 1.0
 
 
-class Replica:
-    """One incarnation of a replica: everything between the channel and the engine."""
+class Port(Protocol):
+    """A replica's connection to its coordinator. Messages arrive in the order in which they were sent."""
 
-    def __init__(self, launch: Launch, channel: Channel, flight: FlightRecord) -> None:
+    @property
+    def is_closed(self) -> bool:
+        """Whether the coordinator is gone, or wants nothing more of this incarnation."""
+
+    def send(self, message: Event, /) -> None:
+        """Send an event. May be called from any thread; does not raise if the coordinator is gone."""
+
+    def receive(self, wait_s: float | None, /) -> list[Command]:
+        """Commands that have come, after at most `wait_s` seconds. Called from one thread."""
+
+
+class Incarnation:
+    """Everything between the port and the engine.
+
+    `run` starts the engine and works until it is stopped. `listen` runs on a thread of its own meanwhile.
+    """
+
+    def __init__(self, launch: Launch, port: Port, in_flight: InFlightRecord, abandon: Callable[[], object]) -> None:
+        """abandon: end this incarnation at once, with all that it started; called when the coordinator is gone."""
         self._launch = launch
-        self._flight = flight
-        self._channel = channel
+        self._in_flight = in_flight
+        self._port = port
+        self._abandon = abandon
         self._spec = JobSpec.model_validate_json(launch.spec)
         self._folder = Folder(launch.folder)
         self._tokenizer: Any = None
@@ -81,7 +95,7 @@ class Replica:
     def run(self) -> None:
         """Start the engine, work until stopped, say so."""
         started = time.monotonic()
-        self._channel.send(StartPhase("loading the tokenizer and opening the input"))
+        self._port.send(StartPhase("loading the tokenizer and opening the input"))
         self._tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
         guard_forks()
         with self._lock:
@@ -89,28 +103,28 @@ class Replica:
         if work is not None:
             self._open(work)
             self._front.result()
-        self._channel.send(StartPhase("starting the engine"))
+        self._port.send(StartPhase("starting the engine"))
         engine = self._start_engine(self._tokenizer)
         try:
-            self._channel.send(StartPhase("compiling kernels for the job's shapes"))
+            self._port.send(StartPhase("compiling kernels for the job's shapes"))
             engine.warm_up(warm_up_request(self._spec))
             start_s = round(time.monotonic() - started, 3)
             if not self._front.done():
-                self._channel.send(StartPhase("waiting for the input"))
+                self._port.send(StartPhase("waiting for the input"))
             front, limits = self._front.result()
-            worker = front.complete(engine, limits, self._flight)
+            worker = front.complete(engine, limits, self._in_flight)
             with self._lock:
                 self._worker = worker
                 if self._stop is not None:
                     worker.stop(self._stop.drain_s)
-            self._channel.send(Ready(engine.info, start_s))
+            self._port.send(Ready(engine.info, start_s))
             self._may_run.wait()
             worker.run()
-            self._channel.send(worker.progress())
+            self._port.send(worker.progress())
         finally:
             with contextlib.suppress(Exception):
                 engine.close()
-        self._channel.send(Stopped())
+        self._port.send(Stopped())
 
     def _start_engine(self, tokenizer: object) -> Engine:
         if self._spec.scripted is not None:
@@ -140,7 +154,7 @@ class Replica:
     def _start_front(self, work: Work) -> tuple[Front, Limits | None]:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
-        name, emit, order = self._launch.incarnation, self._channel.send, RunOrder(self._folder, work.extents)
+        name, emit, order = self._launch.incarnation, self._port.send, RunOrder(self._folder, work.extents)
         task, tokenizer, metadata, begun_at = get_task(spec), self._tokenizer, work.metadata, work.begun_at
         front = Front(spec, task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
         self._feeder = front.feeder
@@ -151,7 +165,7 @@ class Replica:
         return front, limits
 
     def listen(self, heard: list[Command]) -> None:
-        """Obey the coordinator; end the process group when it is gone. Runs on its own thread.
+        """Obey the coordinator; abandon all when it is gone. Runs on its own thread.
 
         heard: what it has said already, after `Launch`.
         """
@@ -165,18 +179,19 @@ class Replica:
                 traceback.print_exc()
                 sys.stderr.flush()
             finally:
-                end_group()
+                self._abandon()
 
     def _listen(self) -> None:
         last_progress = time.monotonic()
         while True:
-            messages = self._channel.receive(_PROGRESS_S / 4)
-            if self._channel.is_closed:
-                end_group()
+            messages = self._port.receive(_PROGRESS_S / 4)
+            if self._port.is_closed:
+                self._abandon()
+                return
             for message in messages:
                 self._obey(message)
             if self._worker is not None and time.monotonic() - last_progress >= _PROGRESS_S:
-                self._channel.send(self._worker.progress())
+                self._port.send(self._worker.progress())
                 last_progress = time.monotonic()
 
     def _obey(self, message: Command) -> None:
@@ -220,11 +235,6 @@ def warm_up_request(spec: JobSpec) -> Request:
     return Request(-1, 0, [1] * 8, spec.sampling, 4, seed)
 
 
-def end_group() -> None:
-    """End this process and all that it started."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
 def last_words(error: BaseException) -> Failed:
     """What a replica says of the exception that ended it."""
     if isinstance(error, BatchinfError):
@@ -235,35 +245,3 @@ def last_words(error: BaseException) -> Failed:
     if isinstance(error, OSError) and error.filename is not None:
         return Failed(type(error).__name__, disk_error(error), 1)
     return Failed(type(error).__name__, f"{type(error).__name__}: {error}", 1)
-
-
-def main() -> None:
-    """Entry point of the process."""
-    # The coordinator decides when to stop and says so: signals to the whole tree must not cut a replica short.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
-    while not (messages := channel.receive(None)):
-        if channel.is_closed:
-            sys.exit("the coordinator ended before it said what to do")
-    launch: Launch
-    launch, *others = messages
-    if launch.cpus:
-        os.sched_setaffinity(0, launch.cpus)
-    try:
-        print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)
-        replica = Replica(launch, channel, FlightRecord(int(sys.argv[3])))
-        threading.Thread(target=replica.listen, args=(others,), name="control", daemon=True).start()
-        faults.point("replica.start")
-        replica.run()
-    except BaseException as error:
-        # Its log may lie on the disk that is full.
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-            sys.stderr.flush()
-        channel.send(last_words(error))
-        sys.exit(1 if isinstance(error, EngineDeadError) else 2)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from batchinf import records
+from batchinf.fleet.local.channel import Channel
 from batchinf.replica import messages
-from batchinf.replica.channel import Channel
 
 PART = records.Part(3, "000003-a.parquet", 10, 1, 2048, 70, 90, "00ff")
 MESSAGES = (
