@@ -202,6 +202,7 @@ def verify(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
+    import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
     from batchinf.spec.docs import json_schema
 
     print(json.dumps(json_schema(), indent=2))

@@ -12,7 +12,7 @@ from batchinf.commands.verify.tallies import RowsTally, count_rows_claim
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 
 def held(
@@ -21,13 +21,13 @@ def held(
     """By column, how far the task's results are off, one for each of the prompts. spec: the resolved one."""
     from batchinf.commands.verify.reference import HeadReference, Reference, StatesReference
 
-    path, model = folder / "part.parquet", resolve(spec.model)
+    path, model, task = folder / "part.parquet", resolve(spec.model), task_of(spec)
     pq.write_table(results, path)
     if spec.task in ("embed", "hidden_states"):
         reference: Reference = StatesReference(spec, model, (), "float32", "cpu", pooling_type)
     else:
-        reference = (HeadReference if spec.is_pooling else Reference)(spec, model, (), "float32", "cpu")
-    claims, task = CLAIMS[spec.task], get_task(spec)
+        reference = (Reference if task.pooling is None else HeadReference)(spec, model, (), "float32", "cpu")
+    claims = CLAIMS[spec.task]
     are_logits = spec.logits is not None and spec.logits.values == "logits"
     tallies: dict[str, RowsTally] = {}
     small = results.select([name for name in ("row_index", *claims.columns) if name in results.column_names])

@@ -24,7 +24,7 @@ from batchinf.schedule.order import RunOrder
 from batchinf.schedule.selection import RUN_FOLDER, permutation_name, read_permutation, read_selection, selection_name
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 _CHUNK = 1024
 # A part that is being put in place and its line are this far apart at most.
@@ -175,7 +175,7 @@ def _check_parts(folder: Folder, state: State, looked: _Looked, is_deep: bool, r
 
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
-    num_samples = JobSpec.model_validate(state.header.spec).num_samples
+    num_samples = task_of(JobSpec.model_validate(state.header.spec)).num_rows_per_input
     order = RunOrder(folder, state.extents)
 
     def look(shard: int) -> Flaw | None:
@@ -224,7 +224,7 @@ def _check_spec(folder: Folder, state: State, looked: _Looked, repair: bool) -> 
 
 
 def _check_journal(folder: Folder, state: State, looked: _Looked) -> Iterator[str]:
-    schema = get_task(JobSpec.model_validate(state.header.spec)).result_schema
+    schema = task_of(JobSpec.model_validate(state.header.spec)).result_schema
     journal = Journal(folder, "check", schema)
     for shard in list_shards(folder):
         if shard in state.parts:
@@ -234,7 +234,7 @@ def _check_journal(folder: Folder, state: State, looked: _Looked) -> Iterator[st
 
 
 def _summary(folder: Folder, state: State, looked: _Looked, is_deep: bool) -> str:
-    num_rows = total_rows(state.extents) * JobSpec.model_validate(state.header.spec).num_samples
+    num_rows = total_rows(state.extents) * task_of(JobSpec.model_validate(state.header.spec)).num_rows_per_input
     live = "at work" if _is_live(folder) else "not done; run it again to go on"
     how = "every byte" if is_deep else "sizes and footers; --deep reads every byte"
     return (

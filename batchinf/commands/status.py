@@ -23,7 +23,7 @@ from batchinf.schedule.order import RunOrder
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.source.damage import python_rows
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 _SHARDS_TO_LOOK_AT = 1000
 _AT_WORK = ("starting", "running", "stopping")
@@ -57,7 +57,7 @@ def status_lines(out: str) -> list[str]:
 def _totals(state: State) -> tuple[int, int]:
     # Output rows and parts of a whole job.
     spec = _spec(state)
-    return total_rows(state.extents) * spec.num_samples, total_shards(state.extents)
+    return total_rows(state.extents) * task_of(spec).num_rows_per_input, total_shards(state.extents)
 
 
 def _total_lines(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_shards: int) -> list[str]:
@@ -66,7 +66,7 @@ def _total_lines(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_shards
     first = min(states, key=lambda state: state.header.created_at)
     header, spec = first.header, _spec(first)
     return [
-        f"model {spec.model.name}, task {spec.task}, begun {header.created_at}, "
+        f"model {spec.model.name}, task {task_of(spec).name}, begun {header.created_at}, "
         f"{sum(state.last_epoch for state in states)} start(s), "
         f"{duration(sum(state.device_s for state in states))} of device time in ended replicas",
         f"committed: {sum(state.num_rows for state in states):,} of {num_rows:,} rows in "
@@ -188,7 +188,7 @@ class _Journalled:
 
     def __init__(self, folder: Folder, state: State) -> None:
         self._spec = _spec(state)
-        self._task = get_task(self._spec)
+        self._task = task_of(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
         cache = source_folder(folder, Slice.of(state.header.identity))
         self._source = open_job_input(self._spec, cache, state.source_fingerprints, "ignore")

@@ -20,7 +20,7 @@ from batchinf.output.counts import WINNERS, Accuracy, accuracy_of_parts, count_r
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.score.prompts import prompt_builder
+from batchinf.tasks.registry import task_of
 
 BOS = "<|begin_of_text|>"
 NUM_ROWS = 60
@@ -109,7 +109,7 @@ def test_prompts_that_begin_with_two(
 ) -> None:
     where = {"path": "rows.jsonl", **sections.pop("input", {})}
     spec = JobSpec(model={"name": str(jobs.MODEL)}, input=where, output={"path": "out"}, **sections)
-    [prompt] = prompt_builder(spec, tokenizer, None).build([Row(7, values, None)], 512)
+    [prompt] = task_of(spec).prompt_builder(tokenizer, None).build([Row(7, values, None)], 512)
     assert prompt.error is None
     assert prompt.has_second_bos == expected
 

@@ -18,8 +18,8 @@ from batchinf.model import files as model_files
 from batchinf.model.files import ADAPTER
 from batchinf.model.identity import Model
 from batchinf.model.lora import ADAPTER_CONFIG, Adapter
-from batchinf.model.vectors import projected_width
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.vectors.model import projected_width
 
 # Positions whose logprobs are made at once, beside the logits of all: 128 MB in float32 for 128,256 tokens.
 _POSITIONS_AT_ONCE = 256

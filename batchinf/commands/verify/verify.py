@@ -30,8 +30,7 @@ from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tasks.columns import prompt_hash
-from batchinf.tasks.registry import get_task
-from batchinf.tasks.score.prompts import prompt_builder
+from batchinf.tasks.registry import task_of
 
 if TYPE_CHECKING:
     from batchinf.commands.verify.reference import Reference
@@ -145,7 +144,7 @@ def _mode(job: Job) -> str:
 
 def _prompts(job: Job, state: State, positions: Sequence[int]) -> dict[int, Prompt]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = prompt_builder(job.spec, tokenizer, job.model.vocab_size, begun_at(job, state.header))
+    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state.header))
     read = job.source.read_rows(np.asarray(positions, np.int64), builder.columns)
     return {prompt.row_index: prompt for prompt in builder.build(read, max_model_len(job))}
 
@@ -171,7 +170,7 @@ def _compare(
     dtype = str(_said(state, "dtype") or job.spec.model.dtype)
     tolerance = wanted.tolerance if wanted.tolerance is not None else _tolerance(job, dtype)
     report = Report(results.folder, reference.description, dtype, tolerance, len(rows), results.num_rows, wanted.seed)
-    task, length = get_task(job.spec), max_model_len(job) or _LONG
+    task, length = task_of(job.spec), max_model_len(job) or _LONG
     # Rows of one adapter together, as merging it takes its time.
     for row in sorted(rows, key=lambda row: prompts[row.values["row_index"]].adapter or ""):
         prompt = prompts[row.values["row_index"]]
@@ -198,7 +197,7 @@ def _reference(job: Job, state: State, wanted: Wanted) -> "Reference":
     if job.spec.task in ("embed", "hidden_states"):
         pooling_type = str((_said(state, "pooling") or {}).get("seq_pooling_type") or "")
         return StatesReference(*arguments, pooling_type.rpartition(".")[2].upper())
-    return HeadReference(*arguments) if job.spec.is_pooling else Reference(*arguments)
+    return HeadReference(*arguments) if job.task.pooling is not None else Reference(*arguments)
 
 
 def _count(
