@@ -33,7 +33,6 @@ sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: i
 # It adds the tasks to the spec, for tests that read a spec and import little else.
 from batchinf.tasks.registry import task_of  # noqa: E402
 
-
 # Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
 LONGEST_FIRST = """test_quarantine test_end_to_end test_disk test_recovery test_coordinator test_security test_extend
     test_out_of_memory test_vllm_engine test_choose test_nothing_is_lost test_check test_retry test_vllm_pooling

@@ -16,6 +16,11 @@ def register(*tasks: type[Task]) -> None:
     add_tasks((task.name, task.section) for task in tasks)
 
 
+def known_tasks() -> tuple[type[Task], ...]:
+    """All tasks, in the order in which they were registered."""
+    return tuple(_TASKS.values())
+
+
 def task_of(spec: JobSpec) -> Task:
     """The task that a spec names."""
     return _TASKS[spec.task](spec)
