@@ -169,12 +169,14 @@ def diff(
         str | None, typer.Option("--out", metavar="FILE.parquet", help="Also write a row for each row of both.")
     ] = None,
     num_rows: Annotated[int, typer.Option("-n", min=0, help="Changed rows to show.")] = 3,
+    as_json: AsJson = False,
 ) -> None:
     """Say what changed between two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
-    from batchinf.commands.diff.diff import diff_lines
+    from batchinf.commands.diff import DiffWanted, diff_jobs
+    from batchinf.commands.text.diff import diff_lines
 
-    for line in diff_lines(a, b, on, to, num_rows):
-        print(_plain(line))
+    report = diff_jobs(a, b, DiffWanted(on, to, num_rows))
+    _show(report, diff_lines(report, to), as_json)
 
 
 @app.command()
@@ -191,22 +193,22 @@ def verify(
         float | None,
         typer.Option("--tolerance", min=0, help="The most that a number may be off; default: by the engine's dtype."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Hold some finished rows against transformers: logprobs, logits or vectors. Exit 3 beyond the tolerance."""
-    from batchinf.commands.verify.verify import Wanted, report_json, report_lines, verify
+    from batchinf.commands.text.verify import raise_if_beyond, verify_lines
+    from batchinf.commands.verify import Wanted
+    from batchinf.commands.verify import verify as verify_job
 
-    report = verify(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
-    if as_json:
-        print(report_json(report))
-    for line in report_lines(report):
-        if not as_json:
-            print(_plain(line))
+    report = verify_job(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
+    _show(report, verify_lines(report), as_json)
+    raise_if_beyond(report)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
+    import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
     from batchinf.spec.docs import json_schema
 
     print(json.dumps(json_schema(), indent=2))

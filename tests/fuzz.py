@@ -64,7 +64,7 @@ from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source
 from batchinf.spec.file import check_engine_arguments, dump_spec, read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 CASE_S = 30  # a case that takes longer hangs
 MEMORY_BYTES = 8 << 30  # of address space: a case that asks for more has been led to it
@@ -458,7 +458,7 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
     state = read_state(own)
     if state is None:
         return
-    stored_spec(state)
+    stored_spec(state.header.spec)
     recovery.end_process_groups(state)
     for event in state.events:
         assert event.name != "ready" or isinstance(event.fields["versions"], dict)
@@ -602,7 +602,7 @@ def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
     state = read_state(own)
     assert state is not None
     spec = JobSpec.model_validate(state.header.spec)
-    task = get_task(spec)
+    task = task_of(spec)
     index = int(name.split("-")[0])
     shard = OpenShard(jobs_shard(state, index), task, Journal(own, "fuzz", task.result_schema))
     shard.recover()

@@ -26,7 +26,7 @@ from batchinf.schedule.order import RunOrder
 from batchinf.schedule.selection import RUN_FOLDER, permutation_name, read_permutation, read_selection, selection_name
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 _CHUNK = 1024
 # A part that is being put in place and its line are this far apart at most.
@@ -193,7 +193,7 @@ def _check_state(check: JobCheck, folder: Folder, state: State, is_deep: bool, r
         findings=tuple(findings),
         num_parts=total_shards(state.extents),
         num_parts_checked=num_parts_checked,
-        num_rows=total_rows(state.extents) * JobSpec.model_validate(state.header.spec).num_samples,
+        num_rows=total_rows(state.extents) * task_of(JobSpec.model_validate(state.header.spec)).num_rows_per_input,
         num_rows_committed=state.num_rows,
         activity="done" if state.is_done else "running" if live_holder(folder) is not None else "stopped",
     )
@@ -226,7 +226,7 @@ def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> I
 
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
-    num_samples = JobSpec.model_validate(state.header.spec).num_samples
+    num_samples = task_of(JobSpec.model_validate(state.header.spec)).num_rows_per_input
     order = RunOrder(folder, state.extents)
 
     def look(shard: int) -> Flaw | None:
@@ -271,7 +271,7 @@ def _check_spec(folder: Folder, state: State, repair: bool) -> Iterator[Finding]
 
 
 def _check_journal(folder: Folder, state: State) -> Iterator[Finding]:
-    schema = get_task(JobSpec.model_validate(state.header.spec)).result_schema
+    schema = task_of(JobSpec.model_validate(state.header.spec)).result_schema
     journal = Journal(folder, "check", schema)
     for shard in list_shards(folder):
         if shard not in state.parts:

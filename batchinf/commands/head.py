@@ -19,7 +19,7 @@ from batchinf.output.journal import Journal
 from batchinf.schedule.order import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.source.damage import python_rows
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 _SHARDS_TO_LOOK_AT = 1000
 
@@ -73,8 +73,8 @@ class _Journalled:
     """Finished rows that are in no part yet."""
 
     def __init__(self, folder: Folder, state: State) -> None:
-        self._spec = stored_spec(state)
-        self._task = get_task(self._spec)
+        self._spec = stored_spec(state.header.spec)
+        self._task = task_of(self._spec)
         self._journal = Journal(folder, "look", self._task.result_schema)
         cache = source_folder(folder, Slice.of(state.header.identity))
         self._source = open_job_input(self._spec, cache, state.source_fingerprints, "ignore")

@@ -6,7 +6,7 @@ It takes no lock, so it can look at a running job.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_cut
@@ -17,6 +17,7 @@ from batchinf.manifest.state import State, read_state
 from batchinf.output.counts import accuracy_of
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
 from batchinf.tasks.score.accuracy import Accuracy
 
 Activity = Literal["not begun", "starting", "running", "stopping", "stopped", "done"]
@@ -128,13 +129,13 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
     holder, snapshot = None if state.is_done else live_holder(job.folder), read_status(job.folder)
     if holder is None:
         snapshot = None  # it is of an earlier run
-    num_rows, num_parts = total_rows(state.extents) * stored_spec(state).num_samples, total_shards(state.extents)
+    num_rows = total_rows(state.extents) * task_of(stored_spec(state.header.spec)).num_rows_per_input
     return JobState(
         folder=str(job.folder.root),
         slice=name,
         activity="done" if state.is_done else "stopped" if holder is None else _activity(snapshot),
         process=None if holder is None else RunningProcess(holder.pid, holder.host, holder.since),
-        totals=_totals([(job.folder, state)], num_rows, num_parts),
+        totals=_totals([(job.folder, state)], num_rows, total_shards(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         retry=_retry(state),
         progress=snapshot,
@@ -152,11 +153,11 @@ def _activity(snapshot: JobStatus | None) -> Activity:
 def _totals(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_parts: int) -> Totals:
     states = [state for _, state in jobs]
     first = min(states, key=lambda state: state.header.created_at)
-    spec = stored_spec(first)
+    spec = stored_spec(first.header.spec)
     lines = [line for state in states for line in state.parts.values()]
     return Totals(
         model=spec.model.name,
-        task=spec.task,
+        task=task_of(spec).name,
         begun_at=first.header.created_at,
         num_starts=sum(state.last_epoch for state in states),
         device_s=sum(state.device_s for state in states),
@@ -198,9 +199,9 @@ def read_job(folder: Folder) -> State | None:
     return read_state(folder) if folder.exists("manifest") else None
 
 
-def stored_spec(state: State) -> JobSpec:
-    """The spec that a job began with. Raises OutputError where another version of batchinf wrote it."""
+def stored_spec(spec: dict[str, Any]) -> JobSpec:
+    """The spec in a job's manifest. Raises OutputError where another version of batchinf wrote it."""
     try:
-        return JobSpec.model_validate(state.header.spec)
+        return JobSpec.model_validate(spec)
     except ValueError as error:
         raise OutputError("the manifest holds a job that this batchinf cannot read: use the right version") from error

@@ -22,6 +22,7 @@ from batchinf.model.memory import fit_of
 from batchinf.output.replace import retry_metadata
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
+from batchinf.tasks.registry import task_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Launcher:
         """Replicas that have yet to start. spec: a retry's, whose sampling is another."""
         return Fleet(
             self.slots,
-            self.spec.num_samples,
+            task_of(self.spec).num_rows_per_input,
             lambda slot, incarnation: self._launch(slot, incarnation, job_id, spec or self.spec),
             self.epoch,
             self.folder.path("logs"),
@@ -121,7 +122,8 @@ def _settings(
     if lowered:
         shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
         say(f"going on with {shown}, as memory ran out before; give another value in the spec to change that")
-    return EngineSettings(spec, fit_of(model, spec, device_bytes, device_name), lowered)
+    fit = fit_of(model, spec, device_bytes, device_name, task_of(spec).default_batch_limits)
+    return EngineSettings(spec, fit, lowered)
 
 
 def work_of(job: Job, state: State, retry: Retry | None = None) -> Work:

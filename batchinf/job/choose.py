@@ -32,7 +32,6 @@ from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.columns import prompt_hash
-from batchinf.tasks.score.prompts import prompt_builder
 
 # 16 bytes each; sorting takes as much again.
 BLOCK_KEYS = 1 << 20
@@ -308,7 +307,7 @@ class _Scan:
                 tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
                 # Chat templates that print the date print that of the job's beginning, whenever rows are chosen.
                 begun = begun_at(job, None if state is None else state.header)
-                self._builder = prompt_builder(job.spec, tokenizer, job.model.vocab_size, begun)
+                self._builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
             with self._naming("input.exclude"):
                 self._excluded = Excluded.by(given.exclude.job, given.exclude.on, own, scratch)
         self._columns = schema.names if self._share is not None else list(dict.fromkeys(columns))

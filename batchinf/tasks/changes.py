@@ -43,8 +43,8 @@ class DeltaSummary:
 class RowChanges:
     """What changed in the rows that are in both jobs.
 
-    num_other_prompts: rows whose prompts have other token ids. own: a dataclass of the task. examples: rows of the table
-    that `Changes.take` gives, the first that have changed or those that are furthest apart.
+    num_other_prompts: rows whose prompts have other token ids. own: a dataclass of the task. examples: rows of the
+    table that `Changes.take` gives, the first that have changed or those that are furthest apart.
     """
 
     num_both: int

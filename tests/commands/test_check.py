@@ -30,7 +30,7 @@ from batchinf.output.proof import changed_parts, find_flaw
 from batchinf.schedule.selection import ShardRows
 from batchinf.schedule.shards import shard_at
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 SETTINGS: dict[str, Any] = {
     "output": {"rows_per_shard": 12}, "parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}
@@ -534,7 +534,7 @@ def test_a_damaged_journal_is_named_and_its_rows_run_again(halved: pathlib.Path,
 def test_a_segment_torn_or_flipped_at_any_byte_is_left_out(halved: pathlib.Path, copy: Any) -> None:
     chance, out = random.Random(7), copy(halved)
     header = jobs.state_of(out).header
-    journal = Journal(Folder(out), "test", get_task(JobSpec.model_validate(header.spec)).result_schema)
+    journal = Journal(Folder(out), "test", task_of(JobSpec.model_validate(header.spec)).result_schema)
     path = min((out / "journal").iterdir(), key=lambda path: path.stat().st_size)
     shard, data = int(path.name[:6]), path.read_bytes()
     for others in (out / "journal").iterdir():

@@ -21,8 +21,8 @@ from batchinf.output.counts import accuracy_of_parts, remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
 from batchinf.tasks.score.accuracy import WINNERS, Accuracy, count_right_answers
-from batchinf.tasks.score.prompts import prompt_builder
 
 BOS = "<|begin_of_text|>"
 NUM_ROWS = 60
@@ -111,7 +111,7 @@ def test_prompts_that_begin_with_two(
 ) -> None:
     where = {"path": "rows.jsonl", **sections.pop("input", {})}
     spec = JobSpec(model={"name": str(jobs.MODEL)}, input=where, output={"path": "out"}, **sections)
-    [prompt] = prompt_builder(spec, tokenizer, None).build([Row(7, values, None)], 512)
+    [prompt] = task_of(spec).prompt_builder(tokenizer, None).build([Row(7, values, None)], 512)
     assert prompt.error is None
     assert prompt.has_second_bos == expected
 

@@ -14,8 +14,8 @@ def _lines(found: TextsFound) -> Iterator[str]:
             yield f"  finish_reason {reason.a} -> {reason.b}: {reason.num_rows:,}"
     if found.logprobs.num:
         yield (
-            f"logprobs of {found.logprobs.num:,} tokens that both gave ({found.num_compared_rows:,} rows, up to the first "
-            f"difference): {delta_text(found.logprobs)}"
+            f"logprobs of {found.logprobs.num:,} tokens that both gave ({found.num_compared_rows:,} rows, up to the "
+            f"first difference): {delta_text(found.logprobs)}"
         )
 
 

@@ -34,8 +34,10 @@ class LabelChange:
 
 @dataclass(frozen=True, slots=True)
 class ColumnFound:
-    """A column of vectors. num_rows, num_vectors: that were compared. num_same_top1: vectors whose greatest number stands
-    in the same place (logits). mean_cosine, min_cosine: of vectors (embed, hidden_states). None where it does not apply.
+    """A column of vectors; None where something does not apply.
+
+    num_rows, num_vectors: that were compared. num_same_top1: vectors whose greatest number stands in the same place
+    (logits). mean_cosine, min_cosine: of the vectors in A and B (embed, hidden_states).
     """
 
     name: str
