@@ -42,7 +42,9 @@ from hypothesis import strategies as st
 import jobs
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
-from batchinf.commands import status as status_command
+from batchinf.commands.head import head_rows
+from batchinf.commands.status import job_status, stored_spec
+from batchinf.commands.text.status import status_lines
 from batchinf.fleet.status import STATUS_FILE, read_status, status_line
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lock import LOCK, Holder, JobLock
@@ -329,10 +331,8 @@ def _look(out: pathlib.Path, num_rows: int = 30) -> None:
     """What `status` and `head` print can be printed."""
     errors = []
     for lines in (
-        status_command.status_lines,
-        lambda path: map(
-            functools.partial(json.dumps, ensure_ascii=False, default=str), status_command.head_rows(path, num_rows)
-        ),
+        lambda path: status_lines(job_status(path)),
+        lambda path: map(functools.partial(json.dumps, ensure_ascii=False, default=str), head_rows(path, num_rows)),
     ):
         try:
             for line in lines(str(out)):
@@ -458,7 +458,7 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
     state = read_state(own)
     if state is None:
         return
-    status_command._spec(state)
+    stored_spec(state.header.spec)
     recovery.end_process_groups(state)
     for event in state.events:
         assert event.name != "ready" or isinstance(event.fields["versions"], dict)
@@ -508,7 +508,7 @@ def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -
     _link(made[0], out, LOCK)
     is_whole = isinstance(case[0], dict)
     (out / LOCK).write_bytes(json.dumps({**made[1], **case[0]}).encode() if is_whole else _json_bytes(made[1], case))
-    for line in status_command.status_lines(str(out)):
+    for line in status_lines(job_status(str(out))):
         line.encode()
     lock = JobLock(Folder(out))
     try:
@@ -530,7 +530,7 @@ def _run_status(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any)
     (out / LOCK).unlink()
     (out / LOCK).write_bytes(Holder.this_process().encode())
     (out / STATUS_FILE).write_bytes(_json_bytes(made[1], case))
-    for line in status_command.status_lines(str(out)):
+    for line in status_lines(job_status(str(out))):
         line.encode()
     state = read_state(Folder(out))
     assert state is not None

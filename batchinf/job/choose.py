@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.errors import OutputError, SpecError
-from batchinf.base.slices import job_folders, read_cut
+from batchinf.base.slices import job_folders, no_job_message, read_cut
 from batchinf.base.storage import Folder
 from batchinf.job.open import Job, begun_at, check_cut, join_cut
 from batchinf.manifest.names import part_name
@@ -130,7 +130,7 @@ def _keys_of_jobs(jobs: Iterable[str], column: str, own: pa.Field) -> Iterator[K
         folders = [found.folder for found in job_folders(out)]
         begun = [folder for folder in folders if folder.exists("manifest") and read_state(folder) is not None]
         if not begun:
-            raise SpecError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
+            raise SpecError(no_job_message(out))
         for folder in begun:
             yield from _keys_of_parts(out, folder, column, own)
 

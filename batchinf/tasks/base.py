@@ -19,7 +19,9 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
+from batchinf.tasks.changes import Comparison
 from batchinf.tasks.columns import leaf_of, list_of, repeat
+from batchinf.tasks.verification import Verification
 
 _OF_RESULTS = frozenset({"request_index", "num_requests", encoder.SECOND_BOS_COLUMN})
 _KEYS = ("row_index", "prompt_hash", "sample_index")
@@ -99,6 +101,8 @@ class Task(abc.ABC):
     row_group_bytes: size of a row group of its parts; None is the usual size.
     has_wide_results: whether a result can take several MB, so that the writer needs larger buffers.
     default_max_output_bytes: of `output.max_output_bytes`; None is no limit.
+    comparison: how `diff` compares two jobs of the task.
+    verification: what `verify` compares of its rows.
     """
 
     name: ClassVar[str]
@@ -111,6 +115,8 @@ class Task(abc.ABC):
     row_group_bytes: ClassVar[int | None] = None
     has_wide_results: ClassVar[bool] = False
     default_max_output_bytes: ClassVar[int | None] = None
+    comparison: ClassVar[Comparison]
+    verification: ClassVar[type[Verification]]
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec

@@ -1,5 +1,8 @@
 """The tasks by name. Importing this module adds them to the job spec; a new task is one more argument of `register`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from batchinf.spec.job import JobSpec, add_tasks
 from batchinf.tasks.base import Task
 from batchinf.tasks.generate.task import Generate
@@ -19,6 +22,16 @@ def register(*tasks: type[Task]) -> None:
 def known_tasks() -> tuple[type[Task], ...]:
     """All tasks, in the order in which they were registered."""
     return tuple(_TASKS.values())
+
+
+def task_named(name: str) -> type[Task]:
+    """The task of this name."""
+    return _TASKS[name]
+
+
+def stored_task(spec: Mapping[str, Any]) -> type[Task]:
+    """The task that a job's stored spec names."""
+    return _TASKS[spec.get("task", Generate.name)]
 
 
 def task_of(spec: JobSpec) -> Task:

@@ -20,7 +20,8 @@ import pytest
 import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.commands.check import check_lines
+from batchinf.commands.check import check_job
+from batchinf.commands.text.check import check_lines, raise_if_wrong
 from batchinf.manifest.commit_log import encode_commits, whole_lines
 from batchinf.manifest.state import State, read_state
 from batchinf.output import proof
@@ -97,15 +98,14 @@ def flip(path: pathlib.Path, place: int, bit: int) -> None:
 
 def look(out: pathlib.Path, *, is_deep: bool = False, repair: bool = False) -> tuple[str, str]:
     """What `check` says, without a process of its own: its lines, and the error that it ends with, '' for none."""
-    lines = []
+    report = check_job(str(out), is_deep=is_deep, repair=repair)
+    said = "".join(f"{line}\n" for line in check_lines(report))
+    assert ("wrong: " in said) == (not report.is_whole)
     try:
-        for line in check_lines(str(out), is_deep=is_deep, repair=repair):
-            lines.append(f"{line}\n")
+        raise_if_wrong(report)
     except OutputError as error:
-        assert any(line.startswith("wrong: ") for line in lines)
-        return "".join(lines), str(error)
-    assert not any(line.startswith("wrong: ") for line in lines)
-    return "".join(lines), ""
+        return said, str(error)
+    return said, ""
 
 
 def check(out: pathlib.Path, *options: str) -> "subprocess.CompletedProcess[str]":

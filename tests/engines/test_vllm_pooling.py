@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import jobs
 from batchinf.base.errors import RequestRefused, SpecError, VerificationFailed
-from batchinf.commands.verify.verify import Wanted, report_lines, verify
+from batchinf.commands.text.verify import raise_if_beyond
+from batchinf.commands.verify import Wanted, verify
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Result
 from batchinf.results import Results
@@ -134,8 +135,8 @@ def off(
     """How far `batchinf verify` finds each column off."""
     results = pa.Table.from_pylist(found, task_of(spec).result_schema)
     made = [Prompt(row, ids, None, None) for row, ids in enumerate(prompts)]
-    tallies = held(spec, results, made, folder, pooling)
-    return {name: tally.worst for name, tally in tallies.items()}
+    deviations = held(spec, results, made, folder, pooling)
+    return {name: it.worst for name, it in deviations.items()}
 
 
 def test_layers_and_the_last_one_before_its_norm(
@@ -253,9 +254,9 @@ def test_a_whole_job(tmp_path: pathlib.Path) -> None:
     vectors = Results(tmp_path / "out").array("embedding")
     assert vectors.shape == (len(texts), 128)
     report = verify(read_spec(spec), Wanted())
-    assert (report.is_within, report.num_rows, [*report.tallies]) == (True, 4, ["embedding"])
+    assert (report.is_within, report.num_rows, [*report.deviations]) == (True, 4, ["embedding"])
     with pytest.raises(VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 1e-09"):
-        [*report_lines(verify(read_spec(spec), Wanted(tolerance=1e-9)))]
+        raise_if_beyond(verify(read_spec(spec), Wanted(tolerance=1e-9)))
     for row, vector in zip(found, vectors, strict=True):
         if row["error_type"] is not None:
             assert row["embedding"] is None

@@ -12,7 +12,9 @@ from transformers import AutoTokenizer
 
 import jobs
 from batchinf.base.errors import BatchinfError, RowError, SpecError
-from batchinf.commands.diff.diff import diff_lines
+from batchinf.base.ragged import to_matrix, to_ragged
+from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.text.diff import diff_lines
 from batchinf.engines.scripted import ScriptedPooling
 from batchinf.model.identity import resolve
 from batchinf.output.counts import count_non_finite_rows, number_columns
@@ -20,7 +22,7 @@ from batchinf.output.journal import row_bytes
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.worker import num_bytes
-from batchinf.results import Results, to_matrix, to_ragged
+from batchinf.results import Results
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -293,7 +295,7 @@ def test_killed_and_run_again(task: str, tmp_path: pathlib.Path) -> None:
     found = jobs.table_of(tmp_path / "out").drop_columns(["attempts", "id"])
     assert found.to_pylist() == expected.to_pylist()
     assert found["error_type"].to_pylist().count(None) == len(texts) - 1
-    lines = list(diff_lines(str(tmp_path / "out"), str(tmp_path / "out"), None, None, 3))
+    lines = list(diff_lines(diff_jobs(str(tmp_path / "out"), str(tmp_path / "out"), DiffWanted()), None))
     assert "rows: 120 in both, by row_index" in lines and "outputs: 0 of 120 changed (0.00%)" in lines
     assert any("at most 0.00e+00" in line for line in lines)
     if task == "hidden_states":

@@ -24,6 +24,8 @@ from batchinf.tasks.columns import (
     prompt_columns,
     text_columns,
 )
+from batchinf.tasks.generate.changes_text import COMPARISON
+from batchinf.tasks.generate.verification import TextVerification
 
 
 def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
@@ -40,6 +42,8 @@ class Generate(Task):
     """See `Task`. `spec.sampling` is the resolved one: its temperature is never None."""
 
     name = "generate"
+    comparison = COMPARISON
+    verification = TextVerification
     makes_text = True
     joins_requests = False
 

@@ -33,6 +33,8 @@ from batchinf.tasks.columns import (
 from batchinf.tasks.generate.task import seed_of
 from batchinf.tasks.logits.prompts import LogitsPrompts, RowPositions, ids_of
 from batchinf.tasks.logits.section import SECTION, LogitsSpec, logits_of
+from batchinf.tasks.logits.verification import LogitsVerification
+from batchinf.tasks.vectors.changes_text import COMPARISON
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
 # A vocabulary of unknown size.
@@ -49,6 +51,8 @@ class Logits(Task):
     """See `Task`. The section of a resolved spec knows its token ids, or how large the vocabulary is."""
 
     name = "logits"
+    comparison = COMPARISON
+    verification = LogitsVerification
     section = SECTION
     # Parquet's writer holds 12 bytes beside each number of a row group: 0.8 GB beside the usual 128 MiB of float16.
     row_group_bytes = 16 << 20

@@ -34,8 +34,10 @@ from batchinf.tasks.columns import (
     offsets_of,
     prompt_columns,
 )
+from batchinf.tasks.score.changes_text import COMPARISON
 from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
 from batchinf.tasks.score.section import SECTION, score_of, scored_columns
+from batchinf.tasks.score.verification import ScoreVerification
 
 # As many as vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
 _MOST_IN_ONE_PASS = 128
@@ -61,6 +63,8 @@ class Score(Task):
     """See `Task`."""
 
     name = "score"
+    comparison = COMPARISON
+    verification = ScoreVerification
     section = SECTION
     scores_prompts = True
     takes_generation_config = False

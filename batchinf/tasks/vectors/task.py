@@ -25,7 +25,14 @@ from batchinf.tasks.columns import (
     strings,
 )
 from batchinf.tasks.vectors import model as model_config
+from batchinf.tasks.vectors.changes_text import COMPARISON
 from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, pooling_of
+from batchinf.tasks.vectors.verification import (
+    ClassifyVerification,
+    EmbedVerification,
+    HiddenStatesVerification,
+    RewardVerification,
+)
 
 Values = npt.NDArray[Any]
 
@@ -34,6 +41,7 @@ class Pooled(Task):
     """A task that stores `Completion.values` of vLLM's pooling runner. A row has one request, and no samples."""
 
     section = SECTION
+    comparison = COMPARISON
     takes_generation_config = False
     output_room = 0
 
@@ -147,6 +155,7 @@ class Embed(Pooled):
     """`embedding`: fixed_size_list<float32 or float16>[width], of length 1 unless the spec says otherwise."""
 
     name = "embed"
+    verification = EmbedVerification
 
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
         """See `Pooled`."""
@@ -206,6 +215,7 @@ class Classify(Pooled):
     """
 
     name = "classify"
+    verification = ClassifyVerification
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
@@ -268,6 +278,7 @@ class Reward(Pooled):
     """`reward`: float32, or fixed_size_list<float32>[width] where the model's head has several outputs."""
 
     name = "reward"
+    verification = RewardVerification
 
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
         """See `Pooled`."""
@@ -308,6 +319,7 @@ class HiddenStates(Pooled):
     """
 
     name = "hidden_states"
+    verification = HiddenStatesVerification
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
