@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -29,6 +30,7 @@ SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the spec; may be repeated.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder.")]
 
 
@@ -121,21 +123,21 @@ def validate(
 
 
 @app.command()
-def status(out: Out) -> None:
+def status(out: Out, as_json: AsJson = False) -> None:
     """Say how a job stands, live, dead or done, from its files alone."""
-    from batchinf.commands.status import status_lines
+    from batchinf.commands.status import job_status
+    from batchinf.commands.text.status import status_lines
 
-    for line in status_lines(out):
-        print(_plain(line))
+    report = job_status(out)
+    _show(report, status_lines(report), as_json)
 
 
 @app.command()
 def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5) -> None:
     """Show the first finished rows, as JSON lines, while the job runs or after."""
-    from batchinf.commands.status import head_rows
+    from batchinf.commands.head import head_rows
 
-    for row in head_rows(out, num_rows):
-        print(_plain(json.dumps(row, ensure_ascii=False, default=str)))
+    _print(json.dumps(row, ensure_ascii=False, default=str) for row in head_rows(out, num_rows))
 
 
 @app.command()
@@ -145,12 +147,15 @@ def check(
     repair: Annotated[
         bool, typer.Option("--repair", help="Move what is damaged aside, so that the next run makes it anew.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say whether the parts, the manifest and the journal are whole, and what is wrong; live, dead or done."""
-    from batchinf.commands.check import check_lines
+    from batchinf.commands.check import check_job
+    from batchinf.commands.text.check import check_lines, raise_if_wrong
 
-    for line in check_lines(out, is_deep=deep, repair=repair):
-        print(line)
+    report = check_job(out, is_deep=deep, repair=repair)
+    _show(report, check_lines(report), as_json)
+    raise_if_wrong(report)
 
 
 @app.command()
@@ -165,12 +170,14 @@ def diff(
         str | None, typer.Option("--out", metavar="FILE.parquet", help="Also write a row for each row of both.")
     ] = None,
     num_rows: Annotated[int, typer.Option("-n", min=0, help="Changed rows to show.")] = 3,
+    as_json: AsJson = False,
 ) -> None:
     """Say what changed between two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
-    from batchinf.commands.diff.diff import diff_lines
+    from batchinf.commands.diff import DiffWanted, diff_jobs
+    from batchinf.commands.text.diff import diff_lines
 
-    for line in diff_lines(a, b, on, to, num_rows):
-        print(_plain(line))
+    report = diff_jobs(a, b, DiffWanted(on, to, num_rows))
+    _show(report, diff_lines(report, to), as_json)
 
 
 @app.command()
@@ -187,22 +194,22 @@ def verify(
         float | None,
         typer.Option("--tolerance", min=0, help="The most that a number may be off; default: by the engine's dtype."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Hold some finished rows against transformers: logprobs, logits or vectors. Exit 3 beyond the tolerance."""
-    from batchinf.commands.verify.verify import Wanted, report_json, report_lines, verify
+    from batchinf.commands.text.verify import raise_if_beyond, verify_lines
+    from batchinf.commands.verify import Wanted
+    from batchinf.commands.verify import verify as verify_job
 
-    report = verify(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
-    if as_json:
-        print(report_json(report))
-    for line in report_lines(report):
-        if not as_json:
-            print(_plain(line))
+    report = verify_job(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
+    _show(report, verify_lines(report), as_json)
+    raise_if_beyond(report)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
+    import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
     from batchinf.spec.docs import json_schema
 
     print(json.dumps(json_schema(), indent=2))
@@ -254,6 +261,18 @@ def main() -> NoReturn:
         print(f"error: {_plain(disk_error(error))}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
+
+
+def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
+    """Print a report, as lines or as one JSON object."""
+    from batchinf.commands.text.as_json import to_json
+
+    _print([to_json(report)] if as_json else lines)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(_plain(line))
 
 
 def _plain(text: str) -> str:

@@ -30,6 +30,8 @@ for name, value in {
 gc.set_threshold(50_000, 20, 100)
 sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 
+# It adds the tasks to the spec, for tests that read a spec and import little else.
+from batchinf.tasks.registry import task_of  # noqa: E402
 
 # Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
 LONGEST_FIRST = """test_quarantine test_end_to_end test_disk test_recovery test_coordinator test_security test_extend
@@ -71,6 +73,6 @@ def vllm_engine() -> Iterator["VllmEngine"]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        engine = VllmEngine(spec, str(MODEL), str(MODEL))
+        engine = VllmEngine(task_of(spec), str(MODEL), str(MODEL))
     yield engine
     engine.close()

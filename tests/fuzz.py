@@ -42,7 +42,9 @@ from hypothesis import strategies as st
 import jobs
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
-from batchinf.commands import status as status_command
+from batchinf.commands.head import head_rows
+from batchinf.commands.status import job_status, stored_spec
+from batchinf.commands.text.status import status_lines
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status, status_line
@@ -63,7 +65,7 @@ from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source
 from batchinf.spec.file import check_engine_arguments, dump_spec, read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 CASE_S = 30  # a case that takes longer hangs
 MEMORY_BYTES = 8 << 30  # of address space: a case that asks for more has been led to it
@@ -330,10 +332,8 @@ def _look(out: pathlib.Path, num_rows: int = 30) -> None:
     """What `status` and `head` print can be printed."""
     errors = []
     for lines in (
-        status_command.status_lines,
-        lambda path: map(
-            functools.partial(json.dumps, ensure_ascii=False, default=str), status_command.head_rows(path, num_rows)
-        ),
+        lambda path: status_lines(job_status(path)),
+        lambda path: map(functools.partial(json.dumps, ensure_ascii=False, default=str), head_rows(path, num_rows)),
     ):
         try:
             for line in lines(str(out)):
@@ -459,7 +459,7 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
     state = read_state(own)
     if state is None:
         return
-    status_command._spec(state)
+    stored_spec(state.header.spec)
     LocalBackend().end_leftovers(state.running_replicas, state.job_id)
     for event in state.events:
         assert event.name != "ready" or isinstance(event.fields["versions"], dict)
@@ -509,7 +509,7 @@ def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -
     _link(made[0], out, LOCK)
     is_whole = isinstance(case[0], dict)
     (out / LOCK).write_bytes(json.dumps({**made[1], **case[0]}).encode() if is_whole else _json_bytes(made[1], case))
-    for line in status_command.status_lines(str(out)):
+    for line in status_lines(job_status(str(out))):
         line.encode()
     lock = JobLock(Folder(out))
     try:
@@ -531,7 +531,7 @@ def _run_status(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any)
     (out / LOCK).unlink()
     (out / LOCK).write_bytes(Holder.this_process().encode())
     (out / STATUS_FILE).write_bytes(_json_bytes(made[1], case))
-    for line in status_command.status_lines(str(out)):
+    for line in status_lines(job_status(str(out))):
         line.encode()
     state = read_state(Folder(out))
     assert state is not None
@@ -603,7 +603,7 @@ def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
     state = read_state(own)
     assert state is not None
     spec = JobSpec.model_validate(state.header.spec)
-    task = get_task(spec)
+    task = task_of(spec)
     index = int(name.split("-")[0])
     shard = OpenShard(jobs_shard(state, index), task, Journal(own, "fuzz", task.result_schema))
     shard.recover()

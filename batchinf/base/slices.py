@@ -89,6 +89,11 @@ def source_folder(folder: Folder, slice_: Slice | None) -> pathlib.Path:
     return (folder.root if slice_ is None else folder.root.parent) / SOURCE_FOLDER
 
 
+def no_job_message(out: object) -> str:
+    """The error where an output folder has no manifest."""
+    return f"{out} holds no job: there is no manifest in it; give a job's output.path"
+
+
 def job_folders(out: str) -> list[JobFolder]:
     """The jobs in an output folder: one, or all slices in the order of their rows, whether they have begun or not.
 

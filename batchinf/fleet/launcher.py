@@ -20,6 +20,7 @@ from batchinf.model.memory import fit_of
 from batchinf.output.replace import retry_metadata
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
+from batchinf.tasks.registry import task_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Launcher:
         return Fleet(
             self.backend,
             self.slots,
-            self.spec.num_samples,
+            task_of(self.spec).num_rows_per_input,
             lambda slot, incarnation: self._launch(slot, incarnation, job_id, spec or self.spec),
             self.epoch,
             self.folder.path("logs"),
@@ -123,7 +124,7 @@ def _settings(
     if lowered:
         shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
         say(f"going on with {shown}, as memory ran out before; give another value in the spec to change that")
-    return EngineSettings(spec, fit_of(model, spec, *size), lowered)
+    return EngineSettings(spec, fit_of(model, spec, *size, task_of(spec).default_batch_limits), lowered)
 
 
 def work_of(job: Job, state: State, retry: Retry | None = None) -> Work:

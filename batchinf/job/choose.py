@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.errors import OutputError, SpecError
-from batchinf.base.slices import job_folders, read_cut
+from batchinf.base.slices import job_folders, no_job_message, read_cut
 from batchinf.base.storage import Folder
 from batchinf.job.open import Job, begun_at, check_cut, join_cut
 from batchinf.manifest.names import part_name
@@ -32,7 +32,6 @@ from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.columns import prompt_hash
-from batchinf.tasks.score.prompts import prompt_builder
 
 # 16 bytes each; sorting takes as much again.
 BLOCK_KEYS = 1 << 20
@@ -131,7 +130,7 @@ def _keys_of_jobs(jobs: Iterable[str], column: str, own: pa.Field) -> Iterator[K
         folders = [found.folder for found in job_folders(out)]
         begun = [folder for folder in folders if folder.exists("manifest") and read_state(folder) is not None]
         if not begun:
-            raise SpecError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
+            raise SpecError(no_job_message(out))
         for folder in begun:
             yield from _keys_of_parts(out, folder, column, own)
 
@@ -308,7 +307,7 @@ class _Scan:
                 tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
                 # Chat templates that print the date print that of the job's beginning, whenever rows are chosen.
                 begun = begun_at(job, None if state is None else state.header)
-                self._builder = prompt_builder(job.spec, tokenizer, job.model.vocab_size, begun)
+                self._builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
             with self._naming("input.exclude"):
                 self._excluded = Excluded.by(given.exclude.job, given.exclude.on, own, scratch)
         self._columns = schema.names if self._share is not None else list(dict.fromkeys(columns))

@@ -63,10 +63,13 @@ def adapter_places(model: ModelSpec) -> dict[str, str]:
     return {UNNAMED: model.lora} if isinstance(model.lora, str) else dict(model.lora)
 
 
-def resolve_adapters(spec: JobSpec, model: Model, began_as: Any = None) -> tuple[Adapter, ...]:
+def resolve_adapters(
+    spec: JobSpec, model: Model, began_as: Any = None, *, reads_prompt_logits: bool = False
+) -> tuple[Adapter, ...]:
     """Find the job's adapters, in the order of the spec; a hub id's are fetched, as they are small.
 
     began_as: what a job that is gone on with said of them (`lora_identity`): its commits are gone on with.
+    reads_prompt_logits: see `Task`.
     Raises ModelError or SpecError, in one line that begins with the field.
     """
     lora = spec.model.lora
@@ -80,7 +83,7 @@ def resolve_adapters(spec: JobSpec, model: Model, began_as: Any = None) -> tuple
         folder, fingerprint = _locate(what, place, began if isinstance(began, str) else "")
         rank = _check(what, folder, model)
         modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(folder)}))
-        if "lm_head" in modules and spec.reads_prompts:
+        if "lm_head" in modules and reads_prompt_logits:
             raise ModelError(f"{what}it changes lm_head, and vLLM then gives no logprobs of prompts")
         adapters.append(Adapter(name, str(folder), rank, fingerprint or _fingerprint(folder), modules))
     most, given = max(adapters, key=lambda it: it.rank), spec.engine.get("max_lora_rank")

@@ -21,7 +21,6 @@ from batchinf.engines.protocol import Engine
 from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Request
 from batchinf.replica.feeder import Feeder
 from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import (
@@ -47,9 +46,7 @@ from batchinf.replica.worker import Worker, window
 from batchinf.schedule.order import RunOrder
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.logits.task import Logits
-from batchinf.tasks.registry import get_task
-from batchinf.tasks.score.task import score_sampling
+from batchinf.tasks.registry import task_of
 
 _PROGRESS_S = 1.0
 
@@ -107,7 +104,7 @@ class Incarnation:
         engine = self._start_engine(self._tokenizer)
         try:
             self._port.send(StartPhase("compiling kernels for the job's shapes"))
-            engine.warm_up(warm_up_request(self._spec))
+            engine.warm_up(task_of(self._spec).warm_up_request())
             start_s = round(time.monotonic() - started, 3)
             if not self._front.done():
                 self._port.send(StartPhase("waiting for the input"))
@@ -127,19 +124,19 @@ class Incarnation:
         self._port.send(Stopped())
 
     def _start_engine(self, tokenizer: object) -> Engine:
-        if self._spec.scripted is not None:
+        task, script, launch = task_of(self._spec), self._spec.scripted, self._launch
+        if script is not None:
             size = len(tokenizer)  # type: ignore[arg-type]
-            if self._spec.is_pooling:
-                return ScriptedPooling(self._spec, size)
-            return ScriptedEngine(self._spec.scripted, size, getattr(tokenizer, "eos_token_id", None) or 0)
-        launch = self._launch
-        if self._spec.is_pooling:
+            if task.pooling is not None:
+                return ScriptedPooling(task, script, size)
+            return ScriptedEngine(script, size, getattr(tokenizer, "eos_token_id", None) or 0)
+        if task.pooling is not None:
             from batchinf.engines.vllm.pooling import VllmPooling
 
-            return VllmPooling(self._spec, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
+            return VllmPooling(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
         from batchinf.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(self._spec, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
+        return VllmEngine(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
 
     def _open(self, work: Work) -> None:
         """Open the input, and start what can be there before the engine; what fails is raised by who needs it."""
@@ -155,8 +152,8 @@ class Incarnation:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
         name, emit, order = self._launch.incarnation, self._port.send, RunOrder(self._folder, work.extents)
-        task, tokenizer, metadata, begun_at = get_task(spec), self._tokenizer, work.metadata, work.begun_at
-        front = Front(spec, task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
+        task, tokenizer, metadata, begun_at = task_of(spec), self._tokenizer, work.metadata, work.begun_at
+        front = Front(task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
         self._feeder = front.feeder
         limits = expected_limits(spec, *self._launch.config_limits, tokenizer)
         if limits is not None:
@@ -225,14 +222,6 @@ def _give(feeder: Feeder, message: Assign | Trial | Revoke) -> None:
             feeder.revoke(shards)
 
 
-def warm_up_request(spec: JobSpec) -> Request:
-    """A small request of the job's own shape: same logprobs, seeded where the job samples."""
-    if spec.task == "logits":
-        return Logits(spec).warm_up_request()
-    if spec.task == "score":
-        return Request(-1, 0, [1] * 8, score_sampling(spec.sampling), 1, None)
-    seed = None if spec.sampling.temperature == 0 else 0
-    return Request(-1, 0, [1] * 8, spec.sampling, 4, seed)
 
 
 def last_words(error: BaseException) -> Failed:

@@ -18,8 +18,6 @@ from batchinf.manifest.state import EventLine, State
 from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.tasks.registry import get_task
-from batchinf.tasks.score.prompts import prompt_builder
 
 # A job is judged once, when so many rows are finished; one whose user accepts so many errors is not.
 FIRST_ROWS = 1000
@@ -105,7 +103,7 @@ def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> l
 
 def report(job: Job, state: State) -> list[str]:
     """What a job that was ended early says: the commonest errors, a prompt of each, what is kept, what to do."""
-    found = commonest(job.folder, state, Journal(job.folder, "look", get_task(job.spec).result_schema))
+    found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [
         *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
         f"kept: {state.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had finished",
@@ -119,7 +117,7 @@ def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[s
         tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     except BatchinfError:
         return []
-    builder = prompt_builder(job.spec, tokenizer, None, begun)
+    builder = job.task.prompt_builder(tokenizer, None, begun)
     return [_prompt(job, builder, failure.row_index) for failure in failures]
 
 

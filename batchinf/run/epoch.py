@@ -22,11 +22,9 @@ from batchinf.job.open import Job, check_drift, new_header, open_job
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
-from batchinf.model.vectors import vectors_line
 from batchinf.output import journal
 from batchinf.output.counts import remarks
 from batchinf.output.proof import changed_parts
-from batchinf.prompts.checks import prompt_warnings
 from batchinf.prompts.row_values import setting
 from batchinf.run import closing
 from batchinf.run.closing import CHOSEN, forecast
@@ -169,7 +167,7 @@ def _run_epoch(
         if (warning := room_warning(job, state, num_replicas)) is not None:
             display.say(warning)
         if not state.committed.all():
-            for line in prompt_warnings(job.spec, job.model, job.source):
+            for line in job.task.prompt_warnings(job.model, job.source):
                 display.say(line)
             _run_rest(job, state, manifest, lock, launcher, display, fleet=ahead.fleet)
         ahead.end()
@@ -240,11 +238,11 @@ def _run_rest(
     fleet.give_work(work_of(job, state, retry))
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
-    num_rows = total_rows(state.extents) * job.spec.num_samples
+    num_rows = total_rows(state.extents) * job.task.num_rows_per_input
     is_done = state.committed
     pending = PendingShards(state.extents, is_done)
     if phase is not None:
-        num_rows = int(phase.num_chosen.sum()) * job.spec.num_samples
+        num_rows = int(phase.num_chosen.sum()) * job.task.num_rows_per_input
         is_done = phase.num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
         pending = PendingShards(state.extents, is_done, phase.num_chosen)
@@ -294,8 +292,8 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
         setting(name, getattr(job.spec.sampling, name)) + ("" if origin == "spec" else f" ({origin})")
         for name, origin in job.origins.items()
     )
-    vectors = vectors_line(job.spec) if job.spec.is_pooling else ""
-    display.say(vectors or (f"sampling: {sampling}" if job.spec.generates else f"task: {job.spec.task}"))
+    task = job.task
+    display.say(task.describe() or (f"sampling: {sampling}" if task.draws_tokens else f"task: {task.name}"))
     done, shards = int(state.committed.sum()), len(state.committed)
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")

@@ -21,9 +21,10 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective, explain, kept, recognise, step_down
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Header, read_state
-from batchinf.model.memory import GIB, Fit, Needs, batch_limits, kv_cache_of
+from batchinf.model.memory import GIB, Fit, Needs, kv_cache_of
 from batchinf.replica.messages import Failed
 from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, JobSpec, ModelSpec
+from batchinf.tasks.registry import task_of
 from benchmarks.shapes import SHAPES
 
 H100_BYTES = 85_017_493_504
@@ -413,7 +414,7 @@ def test_steps_begin_at_what_the_task_sets_itself(
     task: dict[str, Any], limits: dict[str, int], first: dict[str, int]
 ) -> None:
     spec, bare = spec_with(**task), fit()
-    place = replace(bare, batch_limits=batch_limits(spec, 128_256, bare.device_bytes, 0.92))
+    place = replace(bare, batch_limits=task_of(spec).default_batch_limits(128_256, bare.device_bytes, 0.92))
     assert place.batch_limits == limits
     assert step_down({}, oom(CACHE), place) == first
     settings = EngineSettings(spec, place)
@@ -435,14 +436,14 @@ def test_steps_begin_at_what_the_task_sets_itself(
 
 def test_what_the_spec_says_counts_before_what_the_task_sets() -> None:
     spec = spec_with(task="score", input={"path": "p", "text_column": "t"}, engine={"max_num_batched_tokens": 3000})
-    place = replace(fit(), batch_limits=batch_limits(spec, 128_256, H100_BYTES, 0.92))
+    place = replace(fit(), batch_limits=task_of(spec).default_batch_limits(128_256, H100_BYTES, 0.92))
     settings = EngineSettings(spec, place)
     settings.launch_spec("a")
     step = settings.judge(0, "a", oom(CUBLAS, was_up=True), was_up=True).step
     assert step is not None
     assert settings.engine == {"max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.87}
     # On a CPU a scored prompt comes whole.
-    assert batch_limits(spec, 128_256, None, 0.92) == {}
+    assert task_of(spec).default_batch_limits(128_256, None, 0.92) == {}
 
 
 def test_at_the_floor_it_is_a_death_like_any_other() -> None:

@@ -31,7 +31,7 @@ from batchinf.replica.pipeline import Front
 from batchinf.replica.start import Limits, expected_limits
 from batchinf.schedule.shards import PendingShards, total_shards
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 NUM_ROWS, MAX_MODEL_LEN = 60, 24
 SHARDS = [Shard(index, index * 10, index * 10 + 10) for index in range(NUM_ROWS // 10)]
@@ -58,8 +58,8 @@ class Early:
         self.tokenizer = load_tokenizer(str(jobs.MODEL), False)
         self.source = open_job_input(self.spec, self.folder.path("source"))
         self.events: list[Event] = []
-        task, name, emit = get_task(self.spec), "000001.0001", self.events.append
-        self.front = Front(self.spec, task, self.source, self.tokenizer, self.folder, name, {}, emit)
+        task, name, emit = task_of(self.spec), "000001.0001", self.events.append
+        self.front = Front(task, self.source, self.tokenizer, self.folder, name, {}, emit)
         self.feeder, self.expected = self.front.feeder, expected
         self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
         if expected is not None:

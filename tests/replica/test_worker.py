@@ -27,7 +27,7 @@ from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, ShardClosed
 from batchinf.replica.worker import Worker, window
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 NUM_ROWS = 200
 MAX_NUM_SEQS = 8
@@ -78,7 +78,7 @@ class Bench:
         self.folder = Folder(self.spec.output.path)
         self.folder.make("parts", "staging", "journal")
         self.source = open_job_input(self.spec, self.folder.path("source"))
-        self.task = get_task(self.spec)
+        self.task = task_of(self.spec)
         self.engine = WatchedEngine(self.spec, len(tokenizer))
         self.events: list[Event] = []
         self.tokenizer = tokenizer
@@ -91,7 +91,7 @@ class Bench:
         self.folder.path(f"life-{name}").touch()
         self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
         emit = self.events.append
-        own = pipeline.Front(self.spec, self.task, self.source, self.tokenizer, self.folder, name, {}, emit)
+        own = pipeline.Front(self.task, self.source, self.tokenizer, self.folder, name, {}, emit)
         worker = own.complete(self.engine, None, self.in_flight)
         worker.begin()
         return worker, own.feeder

@@ -19,7 +19,7 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands.status import head_rows
+from batchinf.commands.head import head_rows
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.ending import last_error, told_cause
 from batchinf.fleet.fleet import Fleet
@@ -32,7 +32,7 @@ from batchinf.records import Part
 from batchinf.replica.messages import Failed, Launch, ShardClosed
 from batchinf.run.progress import ProgressDisplay
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 # About 20 s of work on two replicas, whatever the machine: time enough to meet it at work.
 LONG = {"max_num_seqs": 8, "step_s": 0.02, "vary_lengths": False}
@@ -49,7 +49,7 @@ def held(process: "subprocess.Popen[str]", marker: pathlib.Path) -> int:
 def num_journalled(out: pathlib.Path) -> int:
     """Results in all segments."""
     state = jobs.state_of(out)
-    task = get_task(JobSpec.model_validate(state.header.spec))
+    task = task_of(JobSpec.model_validate(state.header.spec))
     journal = Journal(Folder(out), "test", task.result_schema)
     return sum(s.num_rows for shard in range(len(state.committed)) for s in journal.recover(shard).segments)
 

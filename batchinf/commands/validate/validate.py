@@ -22,16 +22,13 @@ from batchinf.job.open import Job, begun_at, check_drift, open_job
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of, needs_lines
-from batchinf.model.vectors import vectors_line
-from batchinf.prompts.checks import prompt_warnings
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.row_values import sampling_line, setting
 from batchinf.schedule.order import RunOrder
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.registry import get_task
-from batchinf.tasks.score.prompts import prompt_builder
+from batchinf.tasks.registry import task_of
 
 _COLUMNS = 100
 _LONG = 1 << 30  # tokens that fit where nothing says how many
@@ -63,13 +60,13 @@ def validation_report(file: SpecFile, looks: Looks) -> Iterator[str]:
                 yield f"chosen by {described(job)}: {chosen.num_rows:,} of {job.source.num_rows:,} rows"
             num_rows = len(job.rows) if chosen is None else chosen.num_rows
             check_size(file, job, None if state is not None else num_rows)
-            if job.spec.is_pooling:
-                yield vectors_line(job.spec)
-            elif job.spec.generates:
+            if stored := job.task.describe():
+                yield stored
+            elif job.task.draws_tokens:
                 yield from _sampling_lines(job)
             if rows_own := sampling_line(job.spec.sampling):
                 yield f"each row's own sampling: {rows_own}; null is the job's"
-            yield from prompt_warnings(job.spec, job.model, job.source)
+            yield from job.task.prompt_warnings(job.model, job.source)
             yield from check_structures(file, job.model.tokenizer)
             yield from _prompt_lines(job, looks, state, _positions(job, state, chosen))
             yield from _output_lines(job, folder, state, chosen)
@@ -88,7 +85,8 @@ def _model_lines(job: Job) -> Iterator[str]:
     backend = choose_backend()
     device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
-    yield from needs_lines(fit_of(model, job.spec, device_bytes, device_name), float(share))
+    fit = fit_of(model, job.spec, device_bytes, device_name, job.task.default_batch_limits)
+    yield from needs_lines(fit, float(share))
 
 
 def _input_lines(job: Job) -> Iterator[str]:
@@ -142,8 +140,8 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     begun = begun_at(job, None if state is None else state.header)
     builder, task = (
-        prompt_builder(job.spec, tokenizer, job.model.vocab_size, begun),
-        get_task(_with_one_sample(job.spec)),
+        job.task.prompt_builder(tokenizer, job.model.vocab_size, begun),
+        task_of(_with_one_sample(job.spec)),
     )
     length, id_column = max_model_len(job), job.spec.input.id_column
     named = [find_row(job.source, id_column, text) for text in looks.named]
@@ -158,7 +156,7 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
         shown = random_rows(positions, looks.num_rows, looks.seed)
         yield ""
         yield f"rows drawn with --seed {looks.seed}:"
-    sampling = job.spec.sampling if job.spec.generates else SamplingSpec()
+    sampling = job.spec.sampling if job.task.draws_tokens else SamplingSpec()
     columns = [*builder.columns, *([id_column] if id_column else [])]
     for position in shown:
         [row] = job.source.read(position, position + 1, columns)
@@ -166,7 +164,7 @@ def _prompt_lines(job: Job, looks: Looks, state: State | None, positions: Sequen
         [first, *_] = task.expand(prompt, length or _LONG)
         yield ""
         row_id = row.values.get(id_column) if id_column else None
-        if job.spec.task == "score":
+        if job.task.scores_prompts:
             yield from score_lines(prompt, row_id, tokenizer, length, bool(named))
         else:
             yield from row_lines(prompt, row_id, first, tokenizer, sampling, length, bool(named))

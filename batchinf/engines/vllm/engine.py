@@ -38,8 +38,8 @@ from batchinf.engines.vllm.lora import load_adapters, lora_arguments, lora_reque
 from batchinf.engines.vllm.worker import install_rows
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, EngineInfo, EngineStats, Request
-from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.base import Task
 
 # What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
 # every running request with `abort`), which have to be run again.
@@ -65,14 +65,15 @@ class VllmEngine:
 
     def __init__(
         self,
-        spec: JobSpec,
+        task: Task,
         model_path: str,
         tokenizer_path: str,
         revision: str | None = None,
         adapters: tuple[Adapter, ...] = (),
     ) -> None:
         environment = _environment()  # before vLLM adds its own
-        arguments = self.arguments(spec, model_path, tokenizer_path, revision)
+        spec, rows = task.spec, task.vocabulary_rows
+        arguments = self.arguments(task, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
         self._stats = _Stats()
         install_arrays()
@@ -88,7 +89,7 @@ class VllmEngine:
             from batchinf.engines.vllm.structures import tell_parser
 
             tell_parser(self._engine, spec.input.chat_template_kwargs)
-        if spec.logits is not None and not install_rows(self._engine, spec.logits):
+        if rows is not None and not install_rows(self._engine, rows):
             print("rows of logits come in vLLM's own order, which is slower", flush=True)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core

@@ -23,6 +23,7 @@ from vllm.v1.structured_output.backend_outlines import validate_structured_outpu
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
+import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, for `main`
 from batchinf.base.errors import BatchinfError
 from batchinf.engines.vllm.reasoning import reasoner_of
 from batchinf.prompts.encoder import load_tokenizer

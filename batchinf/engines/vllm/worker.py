@@ -22,7 +22,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import LogprobsTensors
 
-from batchinf.tasks.logits.section import LogitsSpec
+from batchinf.records import RowsWanted
 
 # What `engine_arguments` gives as `worker_extension_cls`: vLLM imports it by name in each worker.
 WORKER_EXTENSION = f"{__name__}.RowsExtension"
@@ -49,11 +49,12 @@ class RowsExtension:
         return _install_v1(self.model_runner, rows)
 
 
-def install_rows(engine: Any, logits: LogitsSpec) -> bool:
+def install_rows(engine: Any, wanted: RowsWanted) -> bool:
     """Let an engine's workers send rows as they are stored; False where they cannot, and rows are put in order here."""
     if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:  # the spec's own is in its place
         return False
-    return all(engine.collective_rpc("install_vocabulary_rows", args=(logits.dtype, list(logits.token_ids) or None)))
+    token_ids = list(wanted.token_ids) if wanted.token_ids else None
+    return all(engine.collective_rpc("install_vocabulary_rows", args=(wanted.dtype, token_ids)))
 
 
 class ScoreRows:

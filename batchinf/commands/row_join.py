@@ -1,7 +1,7 @@
-"""The rows of two jobs side by side: joined by their position where both had the same input, else by `id`.
+"""The rows of two jobs side by side, joined by their position if both had the same input, else by `id`. `diff` uses it.
 
-DuckDB joins them, and spills to disk what is more than its share of memory. Columns that are too wide for that, vectors
-and logits, are read beside it, a few rows at a time.
+DuckDB joins the rows and spills to disk. Vectors and logits are too wide for that: they are read beside it, a few rows
+at a time.
 """
 
 import os
@@ -26,7 +26,7 @@ _WIDE_BYTES = 4 << 20
 _PLACE = "place"
 
 
-def key_of(a: Results, b: Results, on: str | None) -> str:
+def join_key(a: Results, b: Results, on: str | None) -> str:
     """`row_index` or `id`. on: what the user asks for. Raises UserError where the two cannot be joined by it."""
     # As far as both go: rows that came later may be others, at the same positions.
     is_same_input = all(one == other for one, other in zip(a.taken, b.taken, strict=False))
@@ -45,7 +45,7 @@ def key_of(a: Results, b: Results, on: str | None) -> str:
     return "row_index" if is_same_input else "id"
 
 
-class Joined:
+class JoinedRows:
     """Both jobs' rows, joined. The columns of each are named `…_a` and `…_b`, but for `key` and `sample_index`."""
 
     def __init__(self, a: Results, b: Results, key: str, columns: Sequence[str], wide: Sequence[str], scratch: str):

@@ -1,4 +1,4 @@
-"""What a model's config says of the vectors that it makes: how wide they are, what its classes are called."""
+"""Reads from a model's config how wide its vectors are and how its classes are called."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ from batchinf.base.errors import ModelError, SpecError
 from batchinf.model import files as model_files
 from batchinf.model.identity import Model, text_section
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.vectors.section import OPENAI_LINES, PoolingSpec
+from batchinf.tasks.vectors.section import pooling_of
 
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
@@ -20,14 +20,14 @@ _HEADS_FROM = ("classifier_from_token", "method")  # by which vLLM makes one of 
 
 
 @dataclass(frozen=True, slots=True)
-class _Config:
+class ModelConfig:
     """A model's config, with what `engine.hf_overrides` says in its place."""
 
     model: Model
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, spec: JobSpec, model: Model) -> "_Config":
+    def of(cls, spec: JobSpec, model: Model) -> "ModelConfig":
         """See `engine.hf_overrides` of vLLM."""
         overrides = spec.engine.get("hf_overrides")
         return cls(model, {**model.config, **(overrides if isinstance(overrides, dict) else {})})
@@ -41,67 +41,9 @@ class _Config:
         return None
 
 
-def resolve_pooling(spec: JobSpec, model: Model) -> PoolingSpec:
-    """The section with widths and labels filled in, for a task that makes vectors; else as it is. Raises SpecError."""
-    if not spec.is_pooling:
-        return spec.pooling
-    config, pooling = _Config.of(spec, model), spec.pooling
-    if spec.task in ("classify", "reward"):
-        labels = pooling.labels or _labels(config)
-        _check_head(config, spec)
-        filled: dict[str, Any] = (
-            {"labels": labels} if spec.task == "classify" else {"width": pooling.width or len(labels)}
-        )
-        return pooling.model_copy(update=filled)
-    width = pooling.width or _width(config, spec)
-    if pooling.dimensions is not None:
-        _check_dimensions(config, pooling.dimensions, width)
-    _check_layers(config, spec)
-    return pooling.model_copy(update={"width": width})
-
-
-def check_not_batch_file(spec: JobSpec) -> None:
-    """Raise SpecError where an input turns out to be a batch file, of which a task that makes vectors has no use."""
-    if spec.is_pooling and spec.input.is_batch_file:
-        raise SpecError(f"input.format: {OPENAI_LINES.format(task=spec.task)}")
-
-
-def vectors_line(spec: JobSpec) -> str:
-    """What a row gets, for people. spec: the resolved one."""
-    pooling, width = spec.pooling, f"{spec.pooling.vector_width:,}"
-    if spec.task == "classify":
-        what = "logits" if pooling.use_activation is False else "probabilities"
-        labels = [*(pooling.labels or ())]
-        return f"task classify: {what} of {width} labels: {', '.join(labels[:8])}{', …' if len(labels) > 8 else ''}"
-    if spec.task == "reward":
-        return f"task reward: {'a number' if pooling.width == 1 else f'{width} numbers'} for each row"
-    if spec.task == "embed":
-        length = "of length 1" if pooling.normalize else "as it is"
-        return f"task embed: a vector of {width} {pooling.dtype} for each row, {length}"
-    which = "the last token" if pooling.positions == "last" else "each token"
-    if pooling.layers is not None:
-        where = f"after {'layer' if len(pooling.layers) == 1 else 'layers'} {', '.join(map(str, pooling.layers))}"
-    else:
-        where = (
-            "after the last layer, with the final norm"
-            if pooling.final_norm
-            else "after the last layer, before the norm"
-        )
-    return f"task hidden_states: {width} {pooling.dtype} for {which} of a prompt, {where}"
-
-
-def bytes_per_vectors(spec: JobSpec, num_tokens: int) -> int:
-    """A guess at what a row's vectors take on disk, with so many tokens in its prompt: they hardly compress."""
-    pooling = spec.pooling
-    item_bytes = 2 if pooling.dtype == "float16" else 4
-    is_all = spec.task == "hidden_states" and pooling.positions == "all"
-    return pooling.vector_width * len(pooling.layers or (0,)) * item_bytes * (num_tokens if is_all else 1)
-
-
-def _width(config: _Config, spec: JobSpec) -> int:
-    width = config.number(_WIDTH_KEYS)
-    if spec.task == "embed":
-        width = projected_width(config.model, spec) or width
+def width_of(config: ModelConfig, projected: int | None = None) -> int:
+    """Numbers in one of the model's vectors. projected: after its last dense layer, if it has one."""
+    width = projected or config.number(_WIDTH_KEYS)
     if width is None:
         raise SpecError(
             "pooling.width: missing; must be the numbers in one of the model's vectors, as its config does not say it"
@@ -124,7 +66,8 @@ def projected_width(model: Model, spec: JobSpec) -> int | None:
         return None
 
 
-def _labels(config: _Config) -> tuple[str, ...]:
+def labels_of(config: ModelConfig) -> tuple[str, ...]:
+    """The names of the model's classes, in order."""
     names = config.values.get("id2label")
     if isinstance(names, dict) and names:
         try:
@@ -135,17 +78,19 @@ def _labels(config: _Config) -> tuple[str, ...]:
     return tuple(f"LABEL_{number}" for number in range(config.number(("num_labels",)) or 2))
 
 
-def _check_head(config: _Config, spec: JobSpec) -> None:
+def check_head(config: ModelConfig, task: str) -> None:
+    """Raise SpecError if the model has no classification head. task: its name, for the message."""
     architectures = config.values.get("architectures") or []
     has_none = bool(architectures) and all(str(name).endswith(_GENERATORS) for name in architectures)
     if has_none and not any(config.values.get(key) for key in _HEADS_FROM):
         raise SpecError(
             f"model.name: {', '.join(map(str, architectures))} of '{config.model.name}' has no classification head, "
-            f"which task {spec.task} needs; give a model such as a …ForSequenceClassification"
+            f"which task {task} needs; give a model such as a …ForSequenceClassification"
         )
 
 
-def _check_dimensions(config: _Config, dimensions: int, width: int) -> None:
+def check_dimensions(config: ModelConfig, dimensions: int, width: int) -> None:
+    """Raise SpecError if the model was not trained for vectors that are cut to so many numbers."""
     allowed = config.values.get("matryoshka_dimensions")
     if not (config.values.get("is_matryoshka") or allowed):
         raise SpecError(
@@ -157,13 +102,15 @@ def _check_dimensions(config: _Config, dimensions: int, width: int) -> None:
         raise SpecError(f"pooling.dimensions: got {dimensions}; must be {which}")
 
 
-def _check_layers(config: _Config, spec: JobSpec) -> None:
-    layers, depth = spec.pooling.layers, config.number(_DEPTH_KEYS)
+def check_layers(config: ModelConfig, spec: JobSpec) -> None:
+    """Raise SpecError for layers that the model does not have, or that vLLM cannot give."""
+    pooling = pooling_of(spec)
+    layers, depth = pooling.layers, config.number(_DEPTH_KEYS)
     if layers is not None and depth is not None and layers[-1] > depth:
         raise SpecError(
             f"pooling.layers: got {layers[-1]}; the model has {depth}: must be from 0, the embedding, to that"
         )
-    if (layers is not None or not spec.pooling.final_norm) and spec.parallel.pipeline_parallel_size > 1:
+    if (layers is not None or not pooling.final_norm) and spec.parallel.pipeline_parallel_size > 1:
         name = "layers" if layers is not None else "final_norm"
         raise SpecError(
             f"pooling.{name}: vLLM gives states between layers with pipeline_parallel_size 1 alone; "
