@@ -109,16 +109,22 @@ def validate(
     ] = None,
     is_random: Annotated[bool, typer.Option("--random", help="Show rows drawn at random, not the first.")] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Draw the rows of an earlier --random.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check spec, input, columns, model and prompts, and show rows as they will run, without an engine or a GPU."""
     if rows and (is_random or seed is not None):
         raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
-    from batchinf.commands.validate.validate import Looks, validation_report
+    from batchinf.commands.text.validate import finding_lines
+    from batchinf.commands.validate import RowsWanted, ValidateReport
+    from batchinf.commands.validate import validate as validate_job
 
     if is_random and seed is None:
         seed = random.randrange(100_000)
-    for line in validation_report(_read(spec, set_), Looks(num_rows, tuple(rows or ()), seed)):
-        print(_plain(line))
+    findings = validate_job(_read(spec, set_), RowsWanted(num_rows, tuple(rows or ()), seed))
+    if as_json:
+        _show(ValidateReport.of(findings), (), as_json)
+    else:
+        _print(line for finding in findings for line in finding_lines(finding))
 
 
 @app.command()

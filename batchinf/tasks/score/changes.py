@@ -184,7 +184,9 @@ class ChoiceChanges(Changes):
         """See `Changes`."""
         a, b = (accuracy if accuracy.num_answered else None for accuracy in self._accuracy)
         return ChoicesFound(
-            *(self._changed[name] for name in WINNERS),
+            num_other_best=self._changed["best"],
+            num_other_best_per_token=self._changed["best_per_token"],
+            num_other_best_per_byte=self._changed["best_per_byte"],
             num_other_choices=self._num_other_choices,
             choice_logprob_sums=self._deltas.summary(),
             accuracy_a=a,
