@@ -73,25 +73,26 @@ def run(
     ] = False,
 ) -> None:
     """Run a job, or go on with one that was interrupted."""
-    if fresh and retry is not None:
-        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
-    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
-        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
+    _check_run_options(retry, fresh, slice_, extend)
     with interruptible():
-        from batchinf.base.slices import Slice
+        from batchinf.base.slices import Slice, job_folder
         from batchinf.run.epoch import run_job
+        from batchinf.run.fresh import move_job_aside
         from batchinf.run.progress import ProgressDisplay
 
         wanted = None if slice_ is None else Slice.parse(slice_)
         file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
         if fresh:
-            from batchinf.base.slices import job_folder
-            from batchinf.run.fresh import move_job_aside
-
             move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
         summary = run_job(file, display, retry, extends=extend)
-    for line in summary.lines():
-        print(line)
+    _print(summary.lines())
+
+
+def _check_run_options(retry: str | None, fresh: bool, slice_: str | None, extend: bool) -> None:
+    if fresh and retry is not None:
+        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
+    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
+        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
 
 
 @app.command()

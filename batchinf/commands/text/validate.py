@@ -141,9 +141,7 @@ def length_lines(found: PromptLengths) -> Iterator[str]:
 
 def bar_lines(ranges: Sequence[LengthRange]) -> Iterator[str]:
     """A histogram in 80 columns."""
-    labels = [
-        f"{it.shortest:,}" if it.shortest == it.longest else f"{it.shortest:,} – {it.longest:,}" for it in ranges
-    ]
+    labels = [f"{it.shortest:,}" if it.shortest == it.longest else f"{it.shortest:,} – {it.longest:,}" for it in ranges]
     most_rows = max(it.num_rows for it in ranges)
     label_width, count_width = max(map(len, labels)), len(f"{most_rows:,}")
     most = _BAR_COLUMNS - label_width - count_width - 6

@@ -174,9 +174,7 @@ class ChoiceChanges(Changes):
             return
         is_right = []
         for place, job in enumerate("ab"):
-            self._accuracy[place] += count_right_answers(
-                pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)})
-            )
+            self._accuracy[place] += count_right_answers(pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)}))
             is_right.append(pc.equal(table[f"{ANSWER}_{job}"], table[f"{WINNERS[0]}_{job}"]).to_pylist())
         self._flips.update((a, b) for a, b in zip(*is_right, strict=True) if a is not None and b is not None)
 
