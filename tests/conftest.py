@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import jobs
+
 if TYPE_CHECKING:
     from batchinf.engines.vllm.engine import VllmEngine
 
@@ -47,8 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Engines in the tests' own processes share vLLM's process groups, which the one that is closed would tear down."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Set how jobs start, for the test's fixtures too, and keep the process groups that vLLM's engines share."""
+    jobs.may_fork = item.get_closest_marker("real_starts") is None
+    # Engines in the tests' own processes share them, and the first one that is closed would tear them down.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
             module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]

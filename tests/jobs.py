@@ -22,10 +22,14 @@ import pyarrow.parquet as pq
 
 from batchinf.base.storage import Folder
 from batchinf.manifest.state import State, read_state
+from fork_server import ForkServer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
+
+# Whether `start` may fork a server instead of starting Python; the mark `real_starts` turns it off.
+may_fork = True
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -77,15 +81,25 @@ def start(
         # What is ignored is inherited: a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    return subprocess.Popen(
+    environment = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
+    is_forked = may_fork and not prefix and fork_server().can_fork(environment)
+    return (fork_server().start if is_forked else subprocess.Popen)(
         [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
         start_new_session=True,
-        env={**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment},
+        env=environment,
     )
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The one of this process; it ends with it."""
+    server = ForkServer({**os.environ, **quick_start()})
+    atexit.register(server.close)
+    return server
 
 
 def run(*arguments: str | pathlib.Path, **options: str) -> "subprocess.CompletedProcess[str]":
@@ -156,7 +170,22 @@ def family(pid: int) -> list[psutil.Process]:
     """A process and all that it started, the root last."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        return [*root.children(recursive=True), root]
+        return [*_forked_for(pid), *root.children(recursive=True), root]
+    return []
+
+
+def _forked_for(pid: int) -> list[psutil.Process]:
+    """What the fork server has forked for a process, which it is the parent of."""
+    if not fork_server.cache_info().currsize:
+        return []
+    forked = psutil.Process(fork_server().process.pid).children()
+    own = [process for process in forked if f"of-{pid}" in _command(process)]
+    return [one for process in own for one in (*_children(process), process)]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
     return []
 
 
