@@ -28,6 +28,10 @@ from typing import Any
 _MODULES = """batchinf.cli batchinf.commands.status batchinf.engines.installed batchinf.replica.process
     batchinf.run.epoch batchinf.run.extend batchinf.run.fresh batchinf.run.retry duckdb filecmp numpy.ma numpy.random
     pynvml transformers transformers.tokenization_utils_tokenizers typer._click.decorators""".split()
+# Imported by a replica of real vLLM on a CPU besides, in 10 s.
+_VLLM_MODULES = """batchinf.engines.vllm.engine batchinf.engines.vllm.pooling vllm.model_executor.models.llama
+    vllm.model_executor.layers.quantization.online vllm.renderers.hf vllm.v1.attention.backends.cpu_attn
+    vllm.v1.worker.cpu_worker""".split()
 _REPLICA = "batchinf.replica.process"
 # Read when Python starts or a library is imported: a process in which one of these differs cannot be forked.
 _READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
@@ -38,8 +42,9 @@ _PAIR = struct.Struct("ii")
 class ForkedPopen(subprocess.Popen[Any]):
     """A `Popen` whose process a server forks. The server is its parent, and passes on how it ended."""
 
-    def __init__(self, address: str, *args: Any, **options: Any) -> None:
-        self._address = address
+    def __init__(self, address: str, replicas: str, *args: Any, **options: Any) -> None:
+        """address: the server's; replicas: that of the server which forks the process's own replicas."""
+        self._address, self._replicas = address, replicas
         super().__init__(*args, **options)
 
     def _execute_child(  # type: ignore[override]
@@ -54,6 +59,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             "folder": str(cwd or os.getcwd()),
             "numbers": [0, 1, 2, *pass_fds],
             "parent": os.getpid(),
+            "replicas": self._replicas,
         }
         content = json.dumps(request).encode()
         self._ending, theirs = os.pipe()
@@ -82,12 +88,12 @@ class ForkedPopen(subprocess.Popen[Any]):
 class ForkServer:
     """A server and what it can fork: processes with the environment that it was started with, save what is harmless."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], *, has_vllm: bool = False) -> None:
         self._environment = _read_at_import(environment)
         self.address = f"\0batchinf-tests-{os.getpid()}-{random.getrandbits(64):x}"
         # The server ends with its standard input, so with this process. Its command is overwritten by what it forks.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, self.address[1:], "-" * _LONGEST_COMMAND],
+            [sys.executable, "-P", __file__, self.address[1:], "vllm" if has_vllm else "", "-" * _LONGEST_COMMAND],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -101,9 +107,9 @@ class ForkServer:
         """Whether a process may have this environment."""
         return _read_at_import(environment) == self._environment
 
-    def start(self, *args: Any, **options: Any) -> ForkedPopen:
-        """As `subprocess.Popen`."""
-        return ForkedPopen(self.address, *args, **options)
+    def start(self, replicas: "ForkServer", *args: Any, **options: Any) -> ForkedPopen:
+        """As `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
+        return ForkedPopen(self.address, replicas.address, *args, **options)
 
     def close(self) -> None:
         """End the server. What it has forked goes on."""
@@ -174,7 +180,7 @@ def _tell(ending: int, *pair: int) -> None:
         os.write(ending, _PAIR.pack(*pair))
 
 
-def _become(request: dict[str, Any], descriptors: list[int], server: str) -> str:
+def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     """Make this process the one that was asked for, as if it were new. Returns the module that it is to run."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
@@ -196,10 +202,10 @@ def _become(request: dict[str, Any], descriptors: list[int], server: str) -> str
         sys.path.insert(0, request["folder"])
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     # Those of the server remember what kinds of file its own were.
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False, buffering=1 if is_unbuffered else -1)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+    sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
     if module != _REPLICA:
-        _fork_replicas(server)
+        _fork_replicas(request["replicas"])
     return module
 
 
@@ -232,23 +238,25 @@ def _fork_replicas(server: str) -> None:
             return new(command, **options)
 
         def __init__(self, command: Any, **options: Any) -> None:
-            super().__init__(server, command, **options)
+            super().__init__(server, server, command, **options)
 
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
 def main() -> None:
     """Import all that jobs need, and fork processes that have it."""
-    for name in _MODULES:
+    address, vllm, _ = sys.argv[1:]
+    for name in _MODULES + _VLLM_MODULES * bool(vllm):
         importlib.import_module(name)
     # It is the main module of those that are forked.
     del sys.modules[_REPLICA], sys.modules["batchinf.replica"].process  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)
-    server = "\0" + sys.argv[1]
-    module = _become(*_serve(server), server)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if not vllm:
+        # DuckDB complains of what is left at the end.
+        atexit.register(sys.modules["sitecustomize"].unfreeze)
+    forked = _serve("\0" + address)
+    runpy.run_module(_become(*forked), run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fork_server import ForkServer
 
 from batchinf.base.storage import Folder
 from batchinf.manifest.state import State, read_state
-from fork_server import ForkServer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
@@ -30,6 +30,7 @@ PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 
 # Whether `start` may fork a server instead of starting Python; the mark `real_starts` turns it off.
 may_fork = True
+fork_servers: list[ForkServer] = []
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -82,23 +83,27 @@ def start(
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     environment = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
-    is_forked = may_fork and not prefix and fork_server().can_fork(environment)
-    return (fork_server().start if is_forked else subprocess.Popen)(
-        [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,
-        env=environment,
-    )
+    command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
+    options = {"cwd": ROOT, "env": environment, "start_new_session": True, "text": True}
+    if may_fork and not prefix and fork_server().can_fork(environment):
+        replicas = fork_server(has_vllm=True) if _is_of_vllm(*arguments) else fork_server()
+        return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def _is_of_vllm(command: object, path: object = "", *_: object) -> bool:
+    """Whether a command runs a job, and not on the scripted engine."""
+    with contextlib.suppress(OSError):
+        return command == "run" and "scripted" not in pathlib.Path(str(path)).read_text()
+    return False
 
 
 @functools.cache
-def fork_server() -> ForkServer:
-    """The one of this process; it ends with it."""
-    server = ForkServer({**os.environ, **quick_start()})
+def fork_server(*, has_vllm: bool = False) -> ForkServer:
+    """The one of this process, or the one with vLLM; both end with it."""
+    server = ForkServer({**os.environ, **quick_start()}, has_vllm=has_vllm)
     atexit.register(server.close)
+    fork_servers.append(server)
     return server
 
 
@@ -176,9 +181,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 def _forked_for(pid: int) -> list[psutil.Process]:
     """What the fork server has forked for a process, which it is the parent of."""
-    if not fork_server.cache_info().currsize:
-        return []
-    forked = psutil.Process(fork_server().process.pid).children()
+    forked = [process for server in fork_servers for process in psutil.Process(server.process.pid).children()]
     own = [process for process in forked if f"of-{pid}" in _command(process)]
     return [one for process in own for one in (*_children(process), process)]
 

@@ -23,6 +23,8 @@ from batchinf.replica.flight import FlightRecord, InFlight
 from batchinf.schedule.order import RunOrder
 from batchinf.schedule.shards import shard_at
 
+pytestmark = pytest.mark.real_starts
+
 WINDOW = 64
 
 

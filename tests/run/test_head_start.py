@@ -17,6 +17,8 @@ from batchinf.manifest.state import read_beginning, read_state
 from batchinf.run.head_start import is_known, takes_long
 from batchinf.spec.job import JobSpec
 
+pytestmark = pytest.mark.real_starts
+
 NUM_ROWS = 80
 OUTPUT = {"rows_per_shard": 8}
 
