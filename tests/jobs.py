@@ -28,9 +28,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 
-# Whether `start` may fork a server instead of starting Python; the mark `real_starts` turns it off.
-may_fork = True
+# Whether a process that is hurt may be a fork of a server and not a new Python. tests/conftest.py sets it for each test;
+# the soak leaves it.
+may_fork = False
 fork_servers: list[ForkServer] = []
+_ENVIRONMENT = dict(os.environ)  # without that of a single test
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -75,9 +77,16 @@ def quick_start() -> dict[str, str]:
 
 
 def start(
-    *arguments: str | pathlib.Path, faults: str = "", prefix: Sequence[str] = (), **environment: str
+    *arguments: str | pathlib.Path,
+    faults: str = "",
+    prefix: Sequence[str] = (),
+    is_unhurt: bool = False,
+    **environment: str,
 ) -> "subprocess.Popen[str]":
-    """Start `batchinf` with these arguments, in a session of its own. prefix: a command that runs the rest."""
+    """Start `batchinf` with these arguments, in a session of its own.
+
+    prefix: a command that runs the rest. is_unhurt: whether nothing kills it, so that it may always be forked.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         # What is ignored is inherited: a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -85,7 +94,7 @@ def start(
     environment = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
     command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
     options = {"cwd": ROOT, "env": environment, "start_new_session": True, "text": True}
-    if may_fork and not prefix and fork_server().can_fork(environment):
+    if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(environment):
         replicas = fork_server(has_vllm=True) if _is_of_vllm(*arguments) else fork_server()
         return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
@@ -101,20 +110,20 @@ def _is_of_vllm(command: object, path: object = "", *_: object) -> bool:
 @functools.cache
 def fork_server(*, has_vllm: bool = False) -> ForkServer:
     """The one of this process, or the one with vLLM; both end with it."""
-    server = ForkServer({**os.environ, **quick_start()}, has_vllm=has_vllm)
+    server = ForkServer({**_ENVIRONMENT, **quick_start()}, has_vllm=has_vllm)
     atexit.register(server.close)
     fork_servers.append(server)
     return server
 
 
-def run(*arguments: str | pathlib.Path, **options: str) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str | pathlib.Path, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run `batchinf` to its end."""
-    process = start(*arguments, **options)
+    process = start(*arguments, is_unhurt=not options.get("faults"), **options)
     out, err = process.communicate(timeout=240)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def finish(path: pathlib.Path, *arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
+def finish(path: pathlib.Path, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run a job that must end well."""
     done = run("run", path, *arguments, **options)
     assert done.returncode == 0, done.stderr
