@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 
-# Whether a process that is hurt may be a fork of a server and not a new Python. tests/conftest.py sets it for each test;
+# Whether a process that is hurt may be a fork of a server and not a new Python. tests/conftest.py sets it for a test;
 # the soak leaves it.
 may_fork = False
 fork_servers: list[ForkServer] = []
