@@ -1,5 +1,6 @@
 """The one real engine that the tests share, and the order in which files are run: the longest first."""
 
+import atexit
 import gc
 import os
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+import jobs
 
 if TYPE_CHECKING:
     from batchinf.engines.vllm.engine import VllmEngine
@@ -28,6 +31,8 @@ for name, value in {
 
 # Here too, as in the processes that tests start: see `quick/sitecustomize.py`.
 gc.set_threshold(50_000, 20, 100)
+# vLLM's engine freezes all objects that there are; DuckDB lists its own among those that are left at the end.
+atexit.register(gc.unfreeze)
 sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 
 # It adds the tasks to the spec, for tests that read a spec and import little else.
@@ -49,8 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Engines in the tests' own processes share vLLM's process groups, which the one that is closed would tear down."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Set how jobs start, for the test's fixtures too, and keep the process groups that vLLM's engines share."""
+    mark = item.get_closest_marker("real_starts")
+    jobs.may_fork = mark is None or mark.args == (False,)
+    # Engines in the tests' own processes share them, and the first one that is closed would tear them down.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
             module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]

@@ -23,6 +23,8 @@ from batchinf.replica.in_flight import InFlightRecord, InFlightRequest
 from batchinf.schedule.order import RunOrder
 from batchinf.schedule.shards import shard_at
 
+pytestmark = pytest.mark.real_starts
+
 WINDOW = 64
 
 
@@ -243,6 +245,7 @@ def test_a_machine_that_always_dies_condemns_few_rows_and_gives_up(tmp_path: pat
     assert [name for name in jobs.state_of(tmp_path / "out").kept if name.startswith("case/")]
 
 
+@pytest.mark.real_starts(False)  # each imports vLLM, for 10 s
 def test_a_row_that_kills_real_vllm(tmp_path: pathlib.Path) -> None:
     """On the CPU a seeded request whose prompt comes in chunks is the end of vLLM's engine."""
     pytest.importorskip("vllm")

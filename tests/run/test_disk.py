@@ -28,6 +28,8 @@ from batchinf.output.journal import Journal
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
+pytestmark = pytest.mark.real_starts
+
 ONE_REPLICA = {"data_parallel_size": 1}
 # Of ext4: from now on every access to its disk is an error, as with one that was pulled out.
 EXT4_IOC_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2

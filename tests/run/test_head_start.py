@@ -17,6 +17,8 @@ from batchinf.manifest.state import read_beginning, read_state
 from batchinf.run.head_start import is_known, takes_long
 from batchinf.spec.job import JobSpec
 
+pytestmark = pytest.mark.real_starts
+
 NUM_ROWS = 80
 OUTPUT = {"rows_per_shard": 8}
 
@@ -378,6 +380,7 @@ def test_engines_that_wait_for_what_the_input_is(parser: str | None, where: dict
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.real_starts(False)  # each imports vLLM, for 10 s
 def test_real_engines(inputs: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
     """Without a head start; with one, the engine core in the replica; and with one, the core forked out of it."""
     pytest.importorskip("vllm")
