@@ -35,7 +35,7 @@ from batchinf.spec.fields import IDENTITY, Positive, Section, wrong
 from batchinf.spec.job import TaskSection
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
-from batchinf.tasks.columns import error_columns, key_columns
+from batchinf.tasks.columns import error_columns, key_columns, prompt_columns
 from batchinf.tasks.registry import register
 
 
@@ -65,6 +65,7 @@ class Count(Task):
         counts = [None if result.completion is None else len(result.prompt.token_ids) for result in results]
         arrays = {
             **key_columns(results),
+            **prompt_columns(results, self.spec.output.include_prompt),
             **error_columns(results),
             "num_tokens": pa.array([None if n is None else n * self.spec.count.factor for n in counts], pa.int32()),
             "num_output_tokens": pa.array([0] * len(results), pa.int32()),
