@@ -19,6 +19,11 @@ def register(*tasks: type[Task]) -> None:
     add_tasks((task.name, task.section) for task in tasks)
 
 
+def known_tasks() -> tuple[type[Task], ...]:
+    """All tasks, in the order in which they were registered."""
+    return tuple(_TASKS.values())
+
+
 def task_named(name: str) -> type[Task]:
     """The task of this name."""
     return _TASKS[name]
