@@ -73,25 +73,26 @@ def run(
     ] = False,
 ) -> None:
     """Run a job, or go on with one that was interrupted."""
-    if fresh and retry is not None:
-        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
-    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
-        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
+    _check_run_options(retry, fresh, slice_, extend)
     with interruptible():
-        from batchinf.base.slices import Slice
+        from batchinf.base.slices import Slice, job_folder
         from batchinf.run.epoch import run_job
+        from batchinf.run.fresh import move_job_aside
         from batchinf.run.progress import ProgressDisplay
 
         wanted = None if slice_ is None else Slice.parse(slice_)
         file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
         if fresh:
-            from batchinf.base.slices import job_folder
-            from batchinf.run.fresh import move_job_aside
-
             move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
         summary = run_job(file, display, retry, extends=extend)
-    for line in summary.lines():
-        print(line)
+    _print(summary.lines())
+
+
+def _check_run_options(retry: str | None, fresh: bool, slice_: str | None, extend: bool) -> None:
+    if fresh and retry is not None:
+        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
+    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
+        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
 
 
 @app.command()
@@ -109,16 +110,22 @@ def validate(
     ] = None,
     is_random: Annotated[bool, typer.Option("--random", help="Show rows drawn at random, not the first.")] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Draw the rows of an earlier --random.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check spec, input, columns, model and prompts, and show rows as they will run, without an engine or a GPU."""
     if rows and (is_random or seed is not None):
         raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
-    from batchinf.commands.validate.validate import Looks, validation_report
+    from batchinf.commands.text.validate import finding_lines
+    from batchinf.commands.validate import RowsWanted, ValidateReport
+    from batchinf.commands.validate import validate as validate_job
 
     if is_random and seed is None:
         seed = random.randrange(100_000)
-    for line in validation_report(_read(spec, set_), Looks(num_rows, tuple(rows or ()), seed)):
-        print(_plain(line))
+    findings = validate_job(_read(spec, set_), RowsWanted(num_rows, tuple(rows or ()), seed))
+    if as_json:
+        _show(ValidateReport.of(findings), (), as_json)
+    else:
+        _print(line for finding in findings for line in finding_lines(finding))
 
 
 @app.command()

@@ -18,6 +18,7 @@ import xxhash
 from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.slices import job_folders, no_job_message, read_cut
 from batchinf.base.storage import Folder
+from batchinf.base.text import one_line
 from batchinf.job.open import Job, begun_at, check_cut, join_cut
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
@@ -148,7 +149,7 @@ def _keys_of_parts(out: str, folder: Folder, column: str, own: pa.Field) -> Iter
                     good = table.filter(pc.is_null(table.column("error_type")))
                     yield keys_of(good.column(column), good.schema.field(column))
         except (pa.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error, 300)
             raise OutputError(f"{path} cannot be read: {reason}; batchinf check {out} says what is wrong") from error
 
 

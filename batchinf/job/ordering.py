@@ -16,6 +16,7 @@ import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
+from batchinf.base.text import one_line
 from batchinf.job import choose
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.state import State
@@ -157,8 +158,8 @@ class KeySort:
                 raise KeyboardInterrupt from None
             raise
         except duckdb.Error as error:
-            words = " ".join(str(error).split())[:300]
-            raise OutputError(f"{self._folder.name}: the rows cannot be sorted there: {words}") from error
+            reason = one_line(error, 300)
+            raise OutputError(f"{self._folder.name}: the rows cannot be sorted there: {reason}") from error
 
 
 # Rows read at once.

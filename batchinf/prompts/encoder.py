@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from batchinf.base.errors import ModelError, RowError, SpecError
-from batchinf.base.text import describe_error, shorten
+from batchinf.base.text import describe_error, error_message, shorten
 from batchinf.model.identity import Model
 
 SECOND_BOS_COLUMN = "has_second_bos"  # of a result, in the journal; the output has no such column
@@ -42,7 +42,7 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
         tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         # Anything at all may come out of here, code of the model's own included.
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = error_message(error)
         hint = "; set model.trust_remote_code to true if you trust it" if "trust_remote_code" in reason else ""
         raise ModelError(f"cannot load the tokenizer of '{path}': {shorten(reason, 300)}{hint}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)

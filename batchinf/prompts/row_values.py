@@ -108,11 +108,6 @@ def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
             )
 
 
-def sampling_line(sampling: SamplingSpec) -> str:
-    """Of which fields rows have their own values, and where, for people; empty where there are none."""
-    return ", ".join(f"{field} in '{column}'" for field, column in sampling.columns.items())
-
-
 def wanted_columns(sampling: SamplingSpec) -> Iterator[tuple[str, str]]:
     """The dotted field and the column of each value that rows have of their own."""
     return ((f"sampling.{field}", column) for field, column in sampling.columns.items())

@@ -32,6 +32,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
+from batchinf.base.text import one_line
 from batchinf.engines.vllm.arguments import TEMPLATE_OF, engine_arguments, extra_of, positions_of, sampling_params
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.lora import load_adapters, lora_arguments, lora_requests
@@ -84,7 +85,7 @@ class VllmEngine:
                 stat_loggers=[lambda *_: self._stats],
             )
         except Exception as error:
-            raise EngineStartError(f"vLLM could not start: {_one_line(error)}") from error
+            raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
         if "reasoning_parser" in arguments and spec.input.chat_template_kwargs:
             from batchinf.engines.vllm.structures import tell_parser
 
@@ -240,7 +241,7 @@ class VllmEngine:
         except harmless:
             raise
         except Exception as error:
-            self._death = f"vLLM's engine died {where}: {_one_line(error)}"
+            self._death = f"vLLM's engine died {where}: {_describe(error)}"
             raise EngineDeadError(self._death, self._was_killed()) from error
 
     def _was_killed(self) -> bool:
@@ -287,9 +288,9 @@ def _is_whole(output: Any) -> bool:
     return reason in FINISHED
 
 
-def _one_line(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     # Not the first of several lines alone: pydantic's says only how many errors there are.
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    return one_line(f"{type(error).__name__}: {error}", 400)
 
 
 class _Watchdog(threading.Thread):

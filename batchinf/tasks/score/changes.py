@@ -174,9 +174,7 @@ class ChoiceChanges(Changes):
             return
         is_right = []
         for place, job in enumerate("ab"):
-            self._accuracy[place] += count_right_answers(
-                pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)})
-            )
+            self._accuracy[place] += count_right_answers(pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)}))
             is_right.append(pc.equal(table[f"{ANSWER}_{job}"], table[f"{WINNERS[0]}_{job}"]).to_pylist())
         self._flips.update((a, b) for a, b in zip(*is_right, strict=True) if a is not None and b is not None)
 
@@ -184,7 +182,9 @@ class ChoiceChanges(Changes):
         """See `Changes`."""
         a, b = (accuracy if accuracy.num_answered else None for accuracy in self._accuracy)
         return ChoicesFound(
-            *(self._changed[name] for name in WINNERS),
+            num_other_best=self._changed["best"],
+            num_other_best_per_token=self._changed["best_per_token"],
+            num_other_best_per_byte=self._changed["best_per_byte"],
             num_other_choices=self._num_other_choices,
             choice_logprob_sums=self._deltas.summary(),
             accuracy_a=a,
