@@ -27,9 +27,10 @@ def objection(task: Task, model: Model, source: Source, rows: range, num_rows: i
         return None
     default = "" if given else ", which holds where the spec is silent"
     remedies = ", ".join(["take fewer rows (input.limit)", *task.size_remedies])
+    estimate = f"{_in_units(num_rows * per_row)} ({_in_units(per_row)} each)"
     return (
-        f"the output of {num_rows:,} rows is estimated at {_shown(num_rows * per_row)} ({_shown(per_row)} each), more "
-        f"than {_shown(limit)}{default}; {remedies}, or raise it to {_round_up(num_rows * per_row)}"
+        f"the output of {num_rows:,} rows is estimated at {estimate}, more than {_in_units(limit)}{default}; "
+        f"{remedies}, or raise it to {_round_up(num_rows * per_row)}"
     )
 
 
@@ -42,7 +43,7 @@ def _sample(task: Task, model: Model, source: Source, rows: range) -> list[Promp
     return [prompt for prompt in prompts if prompt.error is None]
 
 
-def _shown(num_bytes: int) -> str:
+def _in_units(num_bytes: int) -> str:
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"

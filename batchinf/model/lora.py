@@ -34,7 +34,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 UNNAMED = "lora"
 # vLLM's MaxLoRARanks from 0.26 to 0.33: what `max_lora_rank` may be.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
+# The name of one of a module's two matrices in an adapter's file.
+TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 # What vLLM does not apply, or takes for something else, by the key of the config and what it says where all is well.
 _PLAIN = {
@@ -113,22 +114,18 @@ def halves(folder: pathlib.Path) -> Iterator[Half]:
             return
         tensors, _ = model_files.read_header(folder / name)
         for tensor, described in tensors.items():
-            found = _TENSOR.fullmatch(tensor)
+            found = TENSOR_NAME.fullmatch(tensor)
             if found is not None:
                 yield Half(tensor, found["module"], found["half"], tuple(described["shape"]))
 
 
 def _locate(what: str, place: str, began_as: str) -> tuple[pathlib.Path, str]:
     """The adapter's folder, and `id@commit` of a hub id."""
-    folder = pathlib.Path(place)
-    if folder.is_dir():
-        return folder.absolute(), ""
-    if folder.is_file():
-        raise ModelError(f"{what}'{place}' is a file; give the folder that holds {ADAPTER_CONFIG} and the weights")
-    if place.startswith(("/", ".")) or place.count("/") > 1:
-        raise ModelError(f"{what}there is no folder '{place}'; a Hugging Face id would be 'org/name'")
+    field = what.removesuffix(": ")
+    if (folder := hub.local_folder(field, place, ADAPTER_CONFIG)) is not None:
+        return folder, ""
     name, _, commit = began_as.rpartition("@")
-    field, revision = what.removesuffix(": "), commit if name == place else None
+    revision = commit if name == place else None
     snapshot = hub.find(field, place, revision, lambda it: not model_files.weight_problems(it, ADAPTER))
     if model_files.weight_problems(snapshot.folder, ADAPTER):
         hub.fetch(field, place, snapshot.commit, ("adapter_config.json", "adapter_model.*"))

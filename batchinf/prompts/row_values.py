@@ -11,7 +11,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from batchinf.base.errors import RowError, SpecError
-from batchinf.base.text import list_names, name_type
+from batchinf.base.text import list_names, name_type, shorten
 from batchinf.model.lora import adapter_places
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -72,7 +72,7 @@ class RowSampling:
         return replace(prompt, error=found) if isinstance(found, RowError) else replace(prompt, sampling=found)
 
     def _make(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        own = {field: _plain(field, value) for field, value in given.items() if value is not None}
+        own = {field: _as_in_a_spec(field, value) for field, value in given.items() if value is not None}
         try:
             # In a spec a mapping names a column; in a row it is a value that cannot be.
             own |= {field: True for field, value in own.items() if isinstance(value, dict) and field in PER_ROW_FIELDS}
@@ -88,8 +88,9 @@ class RowSampling:
         column = f" (column '{self._fields[field]}')" if field in self._fields else ""
         if first["type"] == "wrong":
             return f"sampling.{field}{column}: {context['reason']}"
-        doc = field_docs()[f"sampling.{field}"]
-        return f"sampling.{field}{column}: got {_shown(given.get(field))}; must be {doc.allowed}"
+        doc, value = field_docs()[f"sampling.{field}"], given.get(field)
+        shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
+        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}"
 
 
 def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
@@ -105,11 +106,6 @@ def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
                 f"sampling.{field}: the column '{column}' holds {words}; "
                 f"each value must be {field_docs()[f'sampling.{field}'].allowed}, or null for the job's own"
             )
-
-
-def sampling_line(sampling: SamplingSpec) -> str:
-    """Of which fields rows have their own values, and where, for people; empty where there are none."""
-    return ", ".join(f"{field} in '{column}'" for field, column in sampling.columns.items())
 
 
 def wanted_columns(sampling: SamplingSpec) -> Iterator[tuple[str, str]]:
@@ -144,7 +140,7 @@ def setting(field: str, value: Any) -> str:
     return f"{field} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
 
 
-def _plain(field: str, value: Any) -> Any:
+def _as_in_a_spec(field: str, value: Any) -> Any:
     """A number as the spec has it: columns with nulls often hold whole numbers as floats, databases decimals."""
     if isinstance(value, decimal.Decimal) and value.is_finite():
         value = float(value) if value % 1 else int(value)
@@ -155,12 +151,6 @@ def _plain(field: str, value: Any) -> Any:
 
 def _is_whole(field: str) -> bool:
     return field_docs()[f"sampling.{field}"].allowed.startswith("a whole number")
-
-
-def _shown(value: Any) -> str:
-    text = f"'{value}'" if isinstance(value, str) else str(value)
-    short = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
-    return short.encode(errors="backslashreplace").decode()
 
 
 class RowAdapter:
@@ -188,13 +178,7 @@ class RowAdapter:
             return prompt
         if isinstance(value, str) and value in self._names:
             return replace(prompt, adapter=value)
-        got = f"got {_shown_adapter(value)} in column '{self._column}'"
+        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
+        got = f"got {shown} in column '{self._column}'"
         message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
         return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
-
-
-def _shown_adapter(value: Any) -> str:
-    if not isinstance(value, str):
-        return name_type(value)
-    short = value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}…"
-    return f"'{short.encode(errors='backslashreplace').decode()}'"

@@ -308,10 +308,10 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
             # A mapping's order does not count when two are compared; that of columns must.
             if name == "keep_columns":
                 value = [old if old == new else [old, new] for old, new in value.items()]
-            yield f"{prefix}{name}", _plain(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
+            yield f"{prefix}{name}", _json_value(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     return value.model_dump(mode="json") if isinstance(value, Section) else value

@@ -19,9 +19,9 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
-from batchinf.tasks.changes import Comparison
+from batchinf.tasks.changes import NO_COMPARISON, Comparison
 from batchinf.tasks.columns import leaf_of, list_of, repeat
-from batchinf.tasks.verification import Verification
+from batchinf.tasks.verification import NoVerification, Verification
 
 _OF_RESULTS = frozenset({"request_index", "num_requests", encoder.SECOND_BOS_COLUMN})
 _KEYS = ("row_index", "prompt_hash", "sample_index")
@@ -115,8 +115,8 @@ class Task(abc.ABC):
     row_group_bytes: ClassVar[int | None] = None
     has_wide_results: ClassVar[bool] = False
     default_max_output_bytes: ClassVar[int | None] = None
-    comparison: ClassVar[Comparison]
-    verification: ClassVar[type[Verification]]
+    comparison: ClassVar[Comparison] = NO_COMPARISON
+    verification: ClassVar[type[Verification]] = NoVerification
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinf.base.errors import OutputError
 from batchinf.records import BoolArray
 
 
@@ -67,6 +68,14 @@ class Comparison:
     begin: Callable[[JobOutput, JobOutput, int], "Changes"]
     lines: Callable[[Any], Iterator[str]]
     example_lines: Callable[[str, dict[str, Any]], Iterator[str]]
+
+
+def _no_begin(a: JobOutput, b: JobOutput, num_examples: int) -> "Changes":
+    raise OutputError(f"{a.folder} is of task {a.spec['task']}, whose outputs cannot be compared")
+
+
+# Of a task that does not say how.
+NO_COMPARISON = Comparison(_no_begin, lambda own: iter(()), lambda key, row: iter(()))
 
 
 class Changes(abc.ABC):

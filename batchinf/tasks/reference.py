@@ -17,14 +17,13 @@ from batchinf.base.text import error_message
 from batchinf.model import files as model_files
 from batchinf.model.files import ADAPTER
 from batchinf.model.identity import Model
-from batchinf.model.lora import ADAPTER_CONFIG, Adapter
+from batchinf.model.lora import ADAPTER_CONFIG, TENSOR_NAME, Adapter
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.verification import ReferenceWanted, StoredVectors
 
 # Positions whose logprobs are made at once, beside the logits of all: 128 MB in float32 for 128,256 tokens.
 POSITIONS_AT_ONCE = 256
-_HALF = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,7 @@ def _deltas(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
         tensors |= load_file(folder / file)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for tensor, weight in tensors.items():
-        found = _HALF.fullmatch(tensor)
+        found = TENSOR_NAME.fullmatch(tensor)
         if found is None:
             raise UserError(f"the adapter '{adapter.name}' has {tensor}, which is no half of a matrix: not verified")
         pairs.setdefault(found["module"], {})[found["half"]] = weight.float()

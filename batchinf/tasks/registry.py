@@ -31,7 +31,7 @@ def task_named(name: str) -> type[Task]:
 
 def stored_task(spec: Mapping[str, Any]) -> type[Task]:
     """The task that a job's stored spec names."""
-    return _TASKS[spec.get("task", Generate.name)]
+    return task_named(spec.get("task", Generate.name))
 
 
 def task_of(spec: JobSpec) -> Task:

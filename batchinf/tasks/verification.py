@@ -135,6 +135,20 @@ class Verification(abc.ABC):
         return Reference(self.spec, wanted)
 
 
+class NoVerification(Verification):
+    """Of a task that does not say what can be verified."""
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise UserError."""
+        raise UserError(f"task {self.spec.task} cannot be verified")
+
+    def stored(
+        self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]
+    ) -> Iterator[StoredLogprobs | StoredVectors]:
+        """Nothing."""
+        return iter(())
+
+
 TOKEN_COLUMNS = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
 
 

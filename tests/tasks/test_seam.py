@@ -35,7 +35,7 @@ from batchinf.spec.fields import IDENTITY, Positive, Section, wrong
 from batchinf.spec.job import TaskSection
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
-from batchinf.tasks.columns import error_columns, key_columns
+from batchinf.tasks.columns import error_columns, key_columns, prompt_columns
 from batchinf.tasks.registry import register
 
 
@@ -65,6 +65,7 @@ class Count(Task):
         counts = [None if result.completion is None else len(result.prompt.token_ids) for result in results]
         arrays = {
             **key_columns(results),
+            **prompt_columns(results, self.spec.output.include_prompt),
             **error_columns(results),
             "num_tokens": pa.array([None if n is None else n * self.spec.count.factor for n in counts], pa.int32()),
             "num_output_tokens": pa.array([0] * len(results), pa.int32()),
@@ -120,7 +121,7 @@ def test_a_new_task_is_one_class_and_one_line(tmp_path: pathlib.Path) -> None:
     done = jobs.finish(path, **environment)
     assert "task: count" in done.stderr + done.stdout
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
-    prompts = [json.loads(line)["prompt"] for line in jobs.PROMPTS.read_text().splitlines()]
+    prompts = [json.loads(line)["prompt"] for line in jobs.PROMPTS.read_text().split("\n") if line]
     rows = sorted(jobs.rows_of(tmp_path / "out"), key=lambda row: row["row_index"])
     assert [row["num_tokens"] for row in rows] == [3 * len(tokenizer(prompt).input_ids) for prompt in prompts]
     assert all(row["error_type"] is None for row in rows)
@@ -128,6 +129,8 @@ def test_a_new_task_is_one_class_and_one_line(tmp_path: pathlib.Path) -> None:
     for command in ("validate", "status", "check", "head"):
         asked = jobs.run(command, path if command == "validate" else tmp_path / "out", **environment)
         assert asked.returncode == 0, f"{command}: {asked.stderr}"
+    compared = jobs.run("diff", tmp_path / "out", tmp_path / "out", **environment)
+    assert compared.returncode == 2 and "task count, whose outputs cannot be compared" in compared.stderr
     schema = json.loads(jobs.run("schema", **environment).stdout)["properties"]
     assert schema["task"]["enum"][-1] == "count" and "count" in schema
     other = jobs.run("run", path, "--set", "task=generate", **environment)

@@ -19,7 +19,6 @@ from batchinf.engines.scripted import ScriptedPooling
 from batchinf.model.identity import resolve
 from batchinf.output.counts import count_non_finite_rows, number_columns
 from batchinf.output.journal import row_bytes
-from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.worker import num_bytes
 from batchinf.results import Results
@@ -233,13 +232,15 @@ def test_what_a_model_cannot_give(task: str, sections: dict[str, Any], error: st
 def test_a_prompt_may_be_as_long_as_the_model_takes() -> None:
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
     for task, most in (("embed", 9), ("generate", 8)):
-        builder = PromptBuilder(spec_of(task, input={"path": "in", "token_ids_column": "ids"}), tokenizer, 1536)
+        spec = spec_of(task, input={"path": "in", "token_ids_column": "ids"})
+        builder = task_of(spec).prompt_builder(tokenizer, 1536)
         rows = [Row(number, {"ids": [5] * number}, None) for number in (most, most + 1)]
         fits, longer = builder.build(rows, 9)
         assert (fits.error, len(fits.token_ids)) == (None, most)
         assert longer.error == RowError("prompt_too_long", f"got {most + 1} tokens; at most {most} fit max_model_len=9")
         cutting = spec_of(task, input={"path": "in", "token_ids_column": "ids", "on_overlong": "truncate_right"})
-        assert [len(it.token_ids) for it in PromptBuilder(cutting, tokenizer, 1536).build(rows, 9)] == [most, most]
+        cut = task_of(cutting).prompt_builder(tokenizer, 1536).build(rows, 9)
+        assert [len(prompt.token_ids) for prompt in cut] == [most, most]
 
 
 # -- whole jobs -------------------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ def test_killed_and_run_again(task: str, tmp_path: pathlib.Path) -> None:
     engine = ScriptedPooling(made, spec.scripted, len(tokenizer))
     rows = [Row(number, {"prompt": text}, None) for number, text in enumerate(texts)]
     results = []
-    for prompt in PromptBuilder(spec, tokenizer, None).build(rows, 40):
+    for prompt in made.prompt_builder(tokenizer, None).build(rows, 40):
         completion = None if prompt.error else engine.complete(made.expand(prompt, 40)[0])
         results.append(Result(prompt, 0, 1, completion, None, prompt.error, 1))
     expected = made.reduce(None, pa.Table.from_batches([made.encode(results)])).drop_columns(["attempts"])

@@ -1,6 +1,6 @@
-"""The adapter to vLLM: its types, errors, versions and traps end here (and in `vllm_scheduler`, in its own process).
+"""The adapter to vLLM's engine for text. vLLM's types, errors and versions stay within this package.
 
-Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ between them is named where it stands.
+Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comments name what differs between them.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ gc.freeze()
 
 
 class VllmEngine:
-    """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engine.Engine`."""
+    """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engines.protocol.Engine`."""
 
     output_room = 1  # tokens that must fit after a prompt
     arguments = staticmethod(engine_arguments)

@@ -1,6 +1,6 @@
-"""The adapter to vLLM's pooling runner: prompts in, vectors out, through the same loop as `vllm_engine`.
+"""The adapter to vLLM's pooling runner: prompts in, vectors out, through the same loop as `engines.vllm.engine`.
 
-Run against vLLM 0.32.0 and read against 0.26.0, where such models take the V1 runner.
+Tested with vLLM 0.32.0 and compared with the source of 0.26.0, where such models take the V1 runner.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _V2_RUNNER = "vllm.v1.worker.gpu.pool.pooling_runner"
 
 
 class VllmPooling(VllmEngine):
-    """One vLLM engine that makes vectors. Implements `engine.Engine`: `Completion.values` is float32."""
+    """One vLLM engine that makes vectors. Implements `engines.protocol.Engine`: `Completion.values` is float32."""
 
     output_room = 0
 
@@ -99,7 +99,7 @@ class VllmPooling(VllmEngine):
 
 
 def wanted_of(task: Task) -> PoolingWanted:
-    """What a task asks of the pooling runner, for which alone this engine is."""
+    """What a task asks of the pooling runner. Only tasks that use it come here."""
     assert task.pooling is not None, f"task {task.name} does not use the pooling runner"
     return task.pooling
 

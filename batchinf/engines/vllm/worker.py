@@ -3,7 +3,7 @@
 For `logprobs=-1` vLLM sorts each row (a top k of all) and sends it in order of rank with its ids, 8 bytes a number, and
 for prompts it holds 14 bytes a number of all positions on the device. Here a row is sent as it lies, in the order of
 the vocabulary and in the type that is stored: 2 bytes a number for float16, and for a prompt a few hundred positions at
-a time. Beside it goes one token id, by which `vllm_logprobs` knows such rows. Where a request is after some positions
+a time. Beside it goes one token id, by which `logprobs` knows such rows. Where a request is after some positions
 of its prompt alone, the V1 runner makes and sends the rows of these; V2, which makes rows without knowing whose they
 are, sends all, of which the front end keeps some. Of a tensor-parallel group all have each row, and the first one alone
 copies and sends it; of a pipeline the last stage has them, and vLLM asks that one.

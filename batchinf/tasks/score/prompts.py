@@ -120,7 +120,7 @@ class ScorePrompts(PromptBuilder):
         self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=self._score.add_bos_token)
         self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
         # Where the tokenizer puts one before each text, a text is scored behind two: said before the job, see
-        # `prompt_checks`, or meant.
+        # `prompt_warnings`, or meant.
         adds = spec.input.text_column is not None and self._boundary.adds
         self._counts_bos = not (adds and self._dressed.begins_with(self._bos))
 

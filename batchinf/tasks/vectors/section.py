@@ -61,12 +61,12 @@ def _check(spec: JobSpec) -> None:
     for name, value in given.items():
         if name not in meant:
             tasks = [other for other, fields in _FIELDS.items() if name in fields]
-            reason = f"got {_shown(value)}; must be left out with task {task}: it is for {_listed(tasks)}"
+            reason = f"got {_in_words(value)}; must be left out with task {task}: it is for {_listed(tasks)}"
             raise wrong(reason, f"pooling.{name}")
     if task not in _FIELDS:
         return
     for name, value in spec.sampling.model_dump(exclude_defaults=True).items():
-        reason = f"got {_shown(value)}; must be left out with task {task}, which generates no text"
+        reason = f"got {_in_words(value)}; must be left out with task {task}, which generates no text"
         raise wrong(reason, f"sampling.{name}")
     if spec.model.reasoning_parser is not None:
         reason = f"got '{spec.model.reasoning_parser}'; must be left out with task {task}, which generates no text"
@@ -84,13 +84,13 @@ def _check_layers(pooling: PoolingSpec) -> None:
     if layers is None:
         return
     if list(layers) != sorted(set(layers)) or not layers:
-        raise wrong(f"got {_shown(layers)}; must be numbers of layers, each once, ascending", "pooling.layers")
+        raise wrong(f"got {_in_words(layers)}; must be numbers of layers, each once, ascending", "pooling.layers")
     if not pooling.final_norm:
         reason = "got false beside layers; must be left out, as no layer has the final norm"
         raise wrong(reason, "pooling.final_norm")
 
 
-def _shown(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "an empty list"
     if isinstance(value, bool):
