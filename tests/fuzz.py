@@ -51,6 +51,7 @@ from batchinf.fleet.status import STATUS_FILE, read_status, status_line
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lock import LOCK, Holder, JobLock
 from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import parse_part_name
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.output import journal, parts
 from batchinf.output.journal import Journal
@@ -652,7 +653,7 @@ def _run_part(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
     own = Folder(out)
     state = read_state(own)
     assert state is not None
-    shard = jobs_shard(state, parts.parse_part_name(name) or 0)
+    shard = jobs_shard(state, parse_part_name(name) or 0)
     verify_part(own, f"parts/{name}", shard, state.header.fingerprint, deep=is_deep)
     _look(out, 100)
 
