@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check soak fuzz lint format lock
+.PHONY: help install quickstart test check test-slow soak fuzz lint format lock
 
 VENV ?= .venv
 UV ?= uv
@@ -33,6 +33,7 @@ help:
 	@echo
 	@echo 'make quickstart   install, run jobs/quickstart.yaml, show its first rows'
 	@echo 'make test         the checks and the tests (make check is the same)'
+	@echo 'make test-slow    the tests that are marked slow; ARGS="tests/run -k kill" chooses tests, here and above'
 	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
 	@echo 'make lint         ruff, mypy, and the order of imports'
@@ -101,8 +102,13 @@ test: check
 # A file's tests run in one process, as many share an engine or a job; tests/conftest.py has the order of the files.
 # One that fails is run once more and must pass then, and is named at the end: many race real processes, signals and
 # disks against each other on a machine that may have others at work.
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR
+
 check: lint
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: install
+	$(PYTEST) -m slow $(ARGS)
 
 MINUTES ?= 30
 CASES ?= 50000

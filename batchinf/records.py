@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.base.errors import RowError
-from batchinf.base.json_types import Count, GroupId, JsonText, PositiveCount, SharedText
+from batchinf.base.json_types import Count, JsonText, PositiveCount, SharedText
 from batchinf.spec.sampling import SamplingSpec
 
 
@@ -316,12 +316,14 @@ class Part(PartCounts):
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessGroup:
-    """The processes of one incarnation of a replica, as its `replica_started` event says."""
+class StartedReplica:
+    """An incarnation of a replica, as its `replica_started` event says.
+
+    identity: JSON values by which the backend of that name finds it again, such as a process group. Only that backend
+    reads them.
+    """
 
     replica: Count
     incarnation: JsonText
-    host: JsonText
-    boot_id: JsonText
-    pgid: GroupId
-    pid_start_time: Count
+    backend: JsonText
+    identity: dict[JsonText, Any]

@@ -1,5 +1,6 @@
 """The one real engine that the tests share, and the order in which files are run: the longest first."""
 
+import atexit
 import gc
 import os
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+import jobs
 
 if TYPE_CHECKING:
     from batchinf.engines.vllm.engine import VllmEngine
@@ -28,15 +31,19 @@ for name, value in {
 
 # Here too, as in the processes that tests start: see `quick/sitecustomize.py`.
 gc.set_threshold(50_000, 20, 100)
+# vLLM's engine freezes all objects that there are; DuckDB lists its own among those that are left at the end.
+atexit.register(gc.unfreeze)
 sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 
+# It adds the tasks to the spec, for tests that read a spec and import little else.
+from batchinf.tasks.registry import task_of  # noqa: E402
 
 # Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
 LONGEST_FIRST = """test_quarantine test_end_to_end test_disk test_recovery test_coordinator test_security test_extend
     test_out_of_memory test_vllm_engine test_choose test_nothing_is_lost test_check test_retry test_vllm_pooling
     test_verify test_two_at_once test_weekly test_stop_signals test_ordering test_vllm_logits test_lora
     test_reasoning_job test_tasks_pooled test_model_identity test_tasks_score test_tasks_logits test_elastic
-    test_logits_job test_error_rate test_slices test_chat test_vllm_score test_fuzz test_platforms test_answers
+    test_logits_job test_error_rate test_slices test_chat test_vllm_score test_fuzz test_devices test_answers
     test_fresh test_batch_files test_loss test_telemetry""".split()
 
 
@@ -47,8 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Engines in the tests' own processes share vLLM's process groups, which the one that is closed would tear down."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Set how jobs start, for the test's fixtures too, and keep the process groups that vLLM's engines share."""
+    mark = item.get_closest_marker("real_starts")
+    jobs.may_fork = mark is None or mark.args == (False,)
+    # Engines in the tests' own processes share them, and the first one that is closed would tear them down.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
             module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
@@ -71,6 +81,6 @@ def vllm_engine() -> Iterator["VllmEngine"]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        engine = VllmEngine(spec, str(MODEL), str(MODEL))
+        engine = VllmEngine(task_of(spec), str(MODEL), str(MODEL))
     yield engine
     engine.close()

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fork_server import ForkServer
 
 from batchinf.base.storage import Folder
 from batchinf.manifest.state import State, read_state
@@ -26,6 +27,12 @@ from batchinf.manifest.state import State, read_state
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
+
+# Whether a process that is hurt may be a fork of a server and not a new Python. tests/conftest.py sets it for a test;
+# the soak leaves it.
+may_fork = False
+fork_servers: list[ForkServer] = []
+_ENVIRONMENT = dict(os.environ)  # without that of a single test
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -70,32 +77,53 @@ def quick_start() -> dict[str, str]:
 
 
 def start(
-    *arguments: str | pathlib.Path, faults: str = "", prefix: Sequence[str] = (), **environment: str
+    *arguments: str | pathlib.Path,
+    faults: str = "",
+    prefix: Sequence[str] = (),
+    is_unhurt: bool = False,
+    **environment: str,
 ) -> "subprocess.Popen[str]":
-    """Start `batchinf` with these arguments, in a session of its own. prefix: a command that runs the rest."""
+    """Start `batchinf` with these arguments, in a session of its own.
+
+    prefix: a command that runs the rest. is_unhurt: whether nothing kills it, so that it may always be forked.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         # What is ignored is inherited: a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    return subprocess.Popen(
-        [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,
-        env={**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment},
-    )
+    environment = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
+    command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
+    options = {"cwd": ROOT, "env": environment, "start_new_session": True, "text": True}
+    if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(environment):
+        replicas = fork_server(has_vllm=True) if _is_of_vllm(*arguments) else fork_server()
+        return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-def run(*arguments: str | pathlib.Path, **options: str) -> "subprocess.CompletedProcess[str]":
+def _is_of_vllm(command: object, path: object = "", *_: object) -> bool:
+    """Whether a command runs a job, and not on the scripted engine."""
+    with contextlib.suppress(OSError):
+        return command == "run" and "scripted" not in pathlib.Path(str(path)).read_text()
+    return False
+
+
+@functools.cache
+def fork_server(*, has_vllm: bool = False) -> ForkServer:
+    """The one of this process, or the one with vLLM; both end with it."""
+    server = ForkServer({**_ENVIRONMENT, **quick_start()}, has_vllm=has_vllm)
+    atexit.register(server.close)
+    fork_servers.append(server)
+    return server
+
+
+def run(*arguments: str | pathlib.Path, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run `batchinf` to its end."""
-    process = start(*arguments, **options)
+    process = start(*arguments, is_unhurt=not options.get("faults"), **options)
     out, err = process.communicate(timeout=240)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def finish(path: pathlib.Path, *arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
+def finish(path: pathlib.Path, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run a job that must end well."""
     done = run("run", path, *arguments, **options)
     assert done.returncode == 0, done.stderr
@@ -156,13 +184,26 @@ def family(pid: int) -> list[psutil.Process]:
     """A process and all that it started, the root last."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        return [*root.children(recursive=True), root]
+        return [*_forked_for(pid), *root.children(recursive=True), root]
+    return []
+
+
+def _forked_for(pid: int) -> list[psutil.Process]:
+    """What the fork server has forked for a process, which it is the parent of."""
+    forked = [process for server in fork_servers for process in psutil.Process(server.process.pid).children()]
+    own = [process for process in forked if f"of-{pid}" in _command(process)]
+    return [one for process in own for one in (*_children(process), process)]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
     return []
 
 
 def replicas_of(pid: int) -> list[psutil.Process]:
     """The replicas of a coordinator."""
-    return [p for p in family(pid)[:-1] if "batchinf.replica.process" in _command(p)]
+    return [p for p in family(pid)[:-1] if "batchinf.fleet.local.process" in _command(p)]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 import jobs
 
-DOCS = sorted([*(jobs.ROOT / "docs").glob("*.md"), jobs.ROOT / "README.md"])
+DOCS = sorted([*(jobs.ROOT / "docs").glob("*.md"), jobs.ROOT / "README.md", jobs.ROOT / "CONTRIBUTING.md"])
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]*)\)")
@@ -45,6 +45,20 @@ def test_every_link_to_a_heading_finds_it(document: pathlib.Path) -> None:
     links = ANCHOR.findall(document.read_text(encoding="utf-8"))
     files = {file: document.parent / file if file else document for file, _ in links}
     assert [anchor for file, anchor in links if anchor not in anchors_of(files[file])] == []
+
+
+def slow_tests_of(path: pathlib.Path) -> set[str]:
+    """Names of a file's test functions that are marked slow."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return {node.name for node in functions if any("mark.slow" in ast.unparse(mark) for mark in node.decorator_list)}
+
+
+def test_what_make_test_leaves_to_make_test_slow_is_named_so() -> None:
+    text = (jobs.ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(\*slow\* )?`(tests/[\w/]+\.py)::(\w+)`", text))
+    slow = {(file, test) for _, file, test in named if test in slow_tests_of(jobs.ROOT / file)}
+    assert {(file, test) for mark, file, test in named if mark} == slow
 
 
 def test_every_row_of_faults_has_its_test() -> None:

@@ -24,6 +24,8 @@ import batchinf
 import jobs
 from batchinf.base.errors import UserError
 
+pytestmark = pytest.mark.real_starts
+
 ONE_REPLICA = {"data_parallel_size": 1}
 # Fewer are not cut into several shards.
 FEW = 7

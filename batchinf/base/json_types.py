@@ -11,8 +11,6 @@ from pydantic import AfterValidator, Field
 
 Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 PositiveCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
-# A group of 0 is the reader's own, and 1 is the system's: neither was ever a replica's.
-GroupId = Annotated[int, Field(strict=True, ge=2, le=2**31 - 1)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 # Half characters are valid JSON, but no text: pydantic looks for them only where a length is asked for.

@@ -36,6 +36,12 @@ def shorten(text: str, most: int) -> str:
     return short.encode(errors="backslashreplace").decode()
 
 
+def clip(text: str, length: int = 60) -> str:
+    """At most `length` characters in one line, without what a terminal would obey."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: length + 1])
+    return shown if len(text) <= length else f"{shown[:length]}…"
+
+
 def name_type(value: object) -> str:
     """What a value is, as people who write JSON call it."""
     names = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", type(None): "null"}

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from batchinf.base.json_types import Count, Flag, JsonText, PositiveCount, Seconds, Time
 from batchinf.manifest.commit_log import Fields
-from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, Extent, Part, ProcessGroup
+from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, Extent, Part, StartedReplica
 
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
 HEAD_START = "head_start"  # all that happens before a job has a header, where its replicas have a head start
@@ -54,12 +54,12 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSums:
-    """The sums over the logs that a snapshot replaces. process_groups: those that were not said to have ended."""
+    """The sums over the logs that a snapshot replaces. running_replicas: those that were not said to have ended."""
 
     replaces: list[JsonText]
     device_s: Seconds
     event_counts: dict[JsonText, Count]
-    process_groups: list[ProcessGroup]
+    running_replicas: list[StartedReplica]
 
 
 class EventLine(NamedTuple):
@@ -154,7 +154,7 @@ class _ExtentOrigin(BaseModel):
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 _HEADER, _RETRY, _SNAPSHOT = TypeAdapter(Header), TypeAdapter(Retry), TypeAdapter(SnapshotSums)
-_EXTENT, _PART, _GROUP = TypeAdapter(Extent), TypeAdapter(Part), TypeAdapter(ProcessGroup)
+_EXTENT, _PART, _STARTED = TypeAdapter(Extent), TypeAdapter(Part), TypeAdapter(StartedReplica)
 
 
 def read_line(line: Fields) -> Header | Extent | Part | Retry | EventLine | SnapshotSums | None:
@@ -196,13 +196,13 @@ def _read_event(line: Fields) -> EventLine:
     _EVENTS.get(str(line.get("name")), _Event).model_validate(line)
     event = EventLine(line["name"], line["at"], {name: value for name, value in line.items() if name not in _TAKEN})
     if event.name == "replica_started":
-        read_group(event)
+        read_started(event)
     return event
 
 
-def read_group(event: EventLine) -> ProcessGroup:
-    """The process group that a `replica_started` event names. Raises ValueError if a field is not as it should be."""
-    return _GROUP.validate_python(event.fields)
+def read_started(event: EventLine) -> StartedReplica:
+    """The replica of a `replica_started` event. Raises ValueError if a field is not as it should be."""
+    return _STARTED.validate_python(event.fields)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

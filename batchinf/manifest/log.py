@@ -36,8 +36,8 @@ def snapshot_commits(state: State, replaces: list[str]) -> list[list[Fields]]:
 
 
 def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
-    groups = [dataclasses.asdict(group) for group in state.process_groups]
-    counts = {"device_s": state.device_s, "event_counts": state.event_counts, "process_groups": groups}
+    running = [dataclasses.asdict(replica) for replica in state.running_replicas]
+    counts = {"device_s": state.device_s, "event_counts": state.event_counts, "running_replicas": running}
     yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
     yield {"kind": "header", **dataclasses.asdict(state.header)}
     limits = [{"limit": state.limits[i]} if i in state.limits else {} for i in range(len(state.extents))]

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
-from batchinf.manifest.lines import HEAD_START, EventLine, Header, Retry, SnapshotSums, read_group, read_line
-from batchinf.records import Extent, Part, PartCounts, ProcessGroup
+from batchinf.manifest.lines import HEAD_START, EventLine, Header, Retry, SnapshotSums, read_line, read_started
+from batchinf.records import Extent, Part, PartCounts, StartedReplica
 from batchinf.schedule.shards import follows, num_shards
 
 MANIFEST_VERSION = 1
@@ -50,7 +50,7 @@ class State:
         self.replacing: dict[int, Part] = {}
         self.last_epoch = 0
         self.kept: dict[str, EventLine] = {}
-        self._groups: dict[str, ProcessGroup] = {}
+        self._running: dict[str, StartedReplica] = {}
         self._sizes: dict[str, int] = {}  # of the logs, before they were read
 
     @property
@@ -87,9 +87,9 @@ class State:
         return self.done is not None
 
     @property
-    def process_groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups that were started and not said to have ended."""
-        return tuple(self._groups.values())
+    def running_replicas(self) -> tuple[StartedReplica, ...]:
+        """Incarnations that were started and not said to have ended."""
+        return tuple(self._running.values())
 
     @property
     def counts(self) -> PartCounts:
@@ -140,7 +140,7 @@ class State:
                 self._extend(extent, fields["source_fingerprint"])
             case SnapshotSums() as snapshot:
                 self.device_s, self.event_counts = snapshot.device_s, Counter(snapshot.event_counts)
-                self._groups = {group.incarnation: group for group in snapshot.process_groups}
+                self._running = {replica.incarnation: replica for replica in snapshot.running_replicas}
 
     def _apply_event(self, kind: str, event: EventLine) -> None:
         match kind:
@@ -171,9 +171,9 @@ class State:
         if event.name == HEAD_START:
             self.job_id = event.fields["job_id"]
         elif event.name == "replica_started":
-            self._groups[event.fields["incarnation"]] = read_group(event)
+            self._running[event.fields["incarnation"]] = read_started(event)
         elif event.name == "replica_ended":
-            self._groups.pop(event.fields["incarnation"], None)
+            self._running.pop(event.fields["incarnation"], None)
             self.device_s += event.fields["device_s"]
         elif event.name == "lost":
             self.done = None
@@ -194,7 +194,7 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
 def read_beginning(folder: Folder) -> State:
     """What the logs say of a job of which `read_state` gives none: the head start of its replicas in earlier lives.
 
-    Its id, the process groups that may still be there, and their events; nothing where none of it came so far.
+    Its id, the replicas that may still be there, and their events; nothing where none of it came so far.
     """
     return _read(folder, None)
 

@@ -13,6 +13,8 @@ import pytest
 
 import jobs
 
+pytestmark = pytest.mark.real_starts
+
 # Where one process stands still while the victims are killed.
 STEPS = {
     "mid-generation": "engine.step:40",

@@ -1,0 +1,263 @@
+"""A server that forks the processes of jobs: what they import takes a second to import, and 20 ms to fork.
+
+`jobs.start` starts one for each process of pytest and has it fork `batchinf`; a `batchinf` that was forked has it fork
+its replicas. The server has one thread and runs no job. What it forks gets the session, streams, environment, folder,
+arguments and signal handlers of a new process, and runs its module as `python -m` does.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Imported by a job on the scripted engine, in its coordinator or its replicas.
+_MODULES = """batchinf.cli batchinf.commands.status batchinf.engines.installed batchinf.replica.process
+    batchinf.run.epoch batchinf.run.extend batchinf.run.fresh batchinf.run.retry duckdb filecmp numpy.ma numpy.random
+    pynvml transformers transformers.tokenization_utils_tokenizers typer._click.decorators""".split()
+# Imported by a replica of real vLLM on a CPU besides, in 10 s.
+_VLLM_MODULES = """batchinf.engines.vllm.engine batchinf.engines.vllm.pooling vllm.model_executor.models.llama
+    vllm.model_executor.layers.quantization.online vllm.renderers.hf vllm.v1.attention.backends.cpu_attn
+    vllm.v1.worker.cpu_worker""".split()
+_REPLICA = "batchinf.replica.process"
+# Read when Python starts or a library is imported: a process in which one of these differs cannot be forked.
+_READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
+_LONGEST_COMMAND = 4000
+_PAIR = struct.Struct("ii")
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """A `Popen` whose process a server forks. The server is its parent, and passes on how it ended."""
+
+    def __init__(self, address: str, replicas: str, *args: Any, **options: Any) -> None:
+        """address: the server's; replicas: that of the server which forks the process's own replicas."""
+        self._address, self._replicas = address, replicas
+        super().__init__(*args, **options)
+
+    def _execute_child(  # type: ignore[override]
+        self, args: Sequence[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: tuple[int, ...],
+        cwd: Any, env: Mapping[str, str], startupinfo: Any, creationflags: Any, shell: Any,
+        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any,
+    ) -> None:  # fmt: skip
+        streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        request = {
+            "command": [*args],
+            "environment": dict(env),
+            "folder": str(cwd or os.getcwd()),
+            "numbers": [0, 1, 2, *pass_fds],
+            "parent": os.getpid(),
+            "replicas": self._replicas,
+        }
+        content = json.dumps(request).encode()
+        self._ending, theirs = os.pipe()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._address)
+            socket.send_fds(connection, [struct.pack("i", len(content))], [theirs, *streams, *pass_fds])
+            os.close(theirs)
+            connection.sendall(content)
+            self.pid, _ = _PAIR.unpack(os.read(self._ending, _PAIR.size))
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *args: Any, **options: Any) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._wait(0)  # type: ignore[attr-defined]
+        return self.returncode
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags & os.WNOHANG and not select.select([self._ending], [], [], 0)[0]:
+            return 0, 0
+        content = os.read(self._ending, _PAIR.size)
+        os.close(self._ending)
+        return _PAIR.unpack(content) if content else (self.pid, signal.SIGKILL)  # nothing: the server is gone
+
+
+class ForkServer:
+    """A server and what it can fork: processes with the environment that it was started with, save what is harmless."""
+
+    def __init__(self, environment: Mapping[str, str], *, has_vllm: bool = False) -> None:
+        self._environment = _read_at_import(environment)
+        self.address = f"\0batchinf-tests-{os.getpid()}-{random.getrandbits(64):x}"
+        # The server ends with its standard input, so with this process. Its command is overwritten by what it forks.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", __file__, self.address[1:], "vllm" if has_vllm else "", "-" * _LONGEST_COMMAND],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+        self.process.stdout.close()
+
+    def can_fork(self, environment: Mapping[str, str]) -> bool:
+        """Whether a process may have this environment."""
+        return _read_at_import(environment) == self._environment
+
+    def start(self, replicas: "ForkServer", *args: Any, **options: Any) -> ForkedPopen:
+        """As `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
+        return ForkedPopen(self.address, replicas.address, *args, **options)
+
+    def close(self) -> None:
+        """End the server. What it has forked goes on."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+
+
+# What follows runs in the server and in what it forks.
+
+
+def _serve(address: str) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each request, until standard input ends. Returns in the forked ones, with their request."""
+    awake, alarm = socket.socketpair()
+    for end in (awake, alarm):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(alarm.fileno(), warn_on_full_buffer=False)
+    endings: dict[int, int] = {}
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    os.write(1, b"ready\n")
+    os.dup2(2, 1)
+    while True:
+        ready, _, _ = select.select([0, listener, awake], [], [])
+        if 0 in ready:
+            os._exit(0)
+        if awake in ready:
+            awake.recv(4096)
+            _report_ended(endings)
+        if listener in ready and (forked := _fork(listener.accept()[0], endings)) is not None:
+            signal.set_wakeup_fd(-1)
+            for end in (awake, alarm, listener):
+                end.detach()
+            return forked
+
+
+def _fork(connection: socket.socket, endings: dict[int, int]) -> tuple[dict[str, Any], list[int]] | None:
+    with connection:
+        head, (ending, *descriptors), _, _ = socket.recv_fds(connection, 4, 64)
+        with connection.makefile("rb") as file:
+            content = file.read(struct.unpack("i", head)[0])
+    pid = os.fork()
+    if pid == 0:
+        return json.loads(content), descriptors
+    endings[pid] = ending
+    _tell(ending, pid, 0)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return None
+
+
+def _report_ended(endings: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            ending = endings.pop(ended[0])
+            _tell(ending, *ended)
+            os.close(ending)
+
+
+def _tell(ending: int, *pair: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the parent may have been killed
+        os.write(ending, _PAIR.pack(*pair))
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> str:
+    """Make this process the one that was asked for, as if it were new. Returns the module that it is to run."""
+    os.setsid()
+    for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _place(descriptors, request["numbers"])
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    faults = sys.modules["batchinf.base.faults"]
+    faults._FAULTS = faults._parse(os.environ.get("BATCHINF_FAULTS", ""))  # type: ignore[attr-defined]
+    command = request["command"]
+    _show([*command, f"of-{request['parent']}"])
+    module, *arguments = command[command.index("-m") + 1 :]
+    sys.argv = [module, *arguments]
+    if "-P" not in command:
+        sys.path.insert(0, request["folder"])
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    # Those of the server remember what kinds of file its own were.
+    sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    if module != _REPLICA:
+        _fork_replicas(request["replicas"])
+    return module
+
+
+def _place(descriptors: list[int], numbers: list[int]) -> None:
+    """Give descriptors their numbers, and close all others."""
+    first = max(*numbers, *descriptors, 255) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first) for descriptor in descriptors]
+    os.closerange(3, first)
+    for descriptor, number in zip(moved, numbers, strict=True):
+        os.dup2(descriptor, number)
+    os.closerange(first, max(moved) + 1)
+
+
+def _show(command: list[str]) -> None:
+    """Overwrite the server's command, which `ps` and psutil show."""
+    with open("/proc/self/stat") as file:
+        start, end = map(int, file.read().rpartition(")")[2].split()[45:47])
+    content = "\0".join(command).encode()[: end - start - 1]
+    ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
+
+
+def _fork_replicas(server: str) -> None:
+    """Have the server fork this process's replicas."""
+    new = subprocess.Popen
+
+    class Popen(ForkedPopen):
+        def __new__(cls, command: Any, **options: Any) -> Any:
+            if _REPLICA in command:
+                return super().__new__(cls)
+            return new(command, **options)
+
+        def __init__(self, command: Any, **options: Any) -> None:
+            super().__init__(server, server, command, **options)
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def main() -> None:
+    """Import all that jobs need, and fork processes that have it."""
+    address, vllm, _ = sys.argv[1:]
+    for name in _MODULES + _VLLM_MODULES * bool(vllm):
+        importlib.import_module(name)
+    # It is the main module of those that are forked.
+    del sys.modules[_REPLICA], sys.modules["batchinf.replica"].process  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()
+    if not vllm:
+        # DuckDB complains of what is left at the end.
+        atexit.register(sys.modules["sitecustomize"].unfreeze)
+    forked = _serve("\0" + address)
+    runpy.run_module(_become(*forked), run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
