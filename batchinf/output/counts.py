@@ -139,4 +139,4 @@ def accuracy_of(states: Sequence[State]) -> Accuracy | None:
     """Of a job, or of all slices of one; None where there are no answers."""
     if any(state.header.spec.get("input", {}).get("answer_column") is None for state in states):
         return None
-    return Accuracy.sum(state.counts for state in states)
+    return Accuracy.of(PartCounts.sum(state.counts for state in states))

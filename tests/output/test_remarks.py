@@ -12,10 +12,12 @@ import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.commands.status import job_status
+from batchinf.commands.text.as_json import to_json
 from batchinf.commands.text.status import status_lines
 from batchinf.manifest.commit_log import encode_commits, read_lines
 from batchinf.output.counts import remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
+from batchinf.records import PartCounts
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -25,12 +27,12 @@ BOS = "<|begin_of_text|>"
 NUM_ROWS = 60
 
 
-def counted(rows: list[dict[str, Any]]) -> Accuracy:
+def counted(rows: list[dict[str, Any]]) -> PartCounts:
     """In plain Python."""
     answered = [row for row in rows if row["answer"] is not None and row["best"] is not None]
     right = (sum(row[name] == row["answer"] for row in answered) for name in WINNERS)
     names = ("num_right", "num_right_per_token", "num_right_per_byte")
-    return Accuracy(num_rows=len(rows), num_answered=len(answered), **dict(zip(names, right, strict=True)))
+    return PartCounts(num_rows=len(rows), num_answered=len(answered), **dict(zip(names, right, strict=True)))
 
 
 def drawn(seed: int, num_rows: int = 200) -> pa.Table:
@@ -46,10 +48,10 @@ def drawn(seed: int, num_rows: int = 200) -> pa.Table:
 def test_counted_as_plain_python_counts(seed: int) -> None:
     table = drawn(seed)
     assert count_right_answers(table) == counted(table.to_pylist())
-    assert count_right_answers(table.slice(0, 0)) == Accuracy()
+    assert count_right_answers(table.slice(0, 0)) == PartCounts()
     everything = count_right_answers(table.slice(0, 60)) + count_right_answers(table.slice(60))
     assert everything == count_right_answers(table)
-    assert everything.shares[1] == everything.num_right_per_token / everything.num_answered
+    assert Accuracy.of(everything).shares[1] == everything.num_right_per_token / everything.num_answered
 
 
 # -- two BOS -----------------------------------------------------------------------------------------------------------
@@ -168,11 +170,18 @@ def test_right_after_a_kill_and_after_a_retry(job: dict[str, Any]) -> None:
     assert said_of(job["out"]) == job["said"]
 
 
+def test_a_report_has_only_the_counts_of_answers(job: dict[str, Any]) -> None:
+    found = counted(jobs.rows_of(job["out"]))
+    own = ("num_rows", "num_answered", "num_right", "num_right_per_token", "num_right_per_byte")
+    said = json.loads(to_json(job_status(str(job["out"]))))["totals"]["accuracy"]
+    assert said == {name: getattr(found, name) for name in own}
+
+
 def test_slices_are_summed(job: dict[str, Any]) -> None:
     state = jobs.state_of(job["out"])
     found = counted(jobs.rows_of(job["out"]))
     others = f"{2 * (NUM_ROWS - found.num_answered)} rows have no answer, or no scores"
-    assert remarks([state] * 2)[0] == f"accuracy: {found + found}; {others}"
+    assert remarks([state] * 2)[0] == f"accuracy: {Accuracy.of(found + found)}; {others}"
 
 
 def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path: pathlib.Path) -> None:

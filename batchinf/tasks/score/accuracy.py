@@ -1,5 +1,7 @@
 """The accuracy of multiple-choice rows that have an `answer`. Parts count it, and `diff` compares two jobs by it."""
 
+from dataclasses import dataclass, fields
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -9,10 +11,20 @@ ANSWER = "answer"
 WINNERS = ("best", "best_per_token", "best_per_byte")
 
 
-class Accuracy(PartCounts):
-    """The counts of rows with an answer, as shares that are right."""
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Those of a part's counts that concern rows with an answer, as reports and `--json` give them."""
 
-    __slots__ = ()
+    num_rows: int
+    num_answered: int
+    num_right: int
+    num_right_per_token: int
+    num_right_per_byte: int
+
+    @classmethod
+    def of(cls, counts: PartCounts) -> "Accuracy":
+        """The accuracy that these counts say."""
+        return cls(*(getattr(counts, own.name) for own in fields(cls)))
 
     @property
     def shares(self) -> tuple[float, float, float]:
@@ -29,13 +41,13 @@ class Accuracy(PartCounts):
         )
 
 
-def count_right_answers(table: pa.Table) -> Accuracy:
+def count_right_answers(table: pa.Table) -> PartCounts:
     """Of output rows, whose columns are `answer` and the winners."""
     answer = table.column(ANSWER)
     # A row that failed, or with NaN among its scores, has no winner.
     is_answered = pc.and_(answer.is_valid(), table.column(WINNERS[0]).is_valid())
     raw, per_token, per_byte = (_num(pc.equal(answer, table.column(name))) for name in WINNERS)
-    return Accuracy(
+    return PartCounts(
         num_rows=table.num_rows,
         num_answered=_num(is_answered),
         num_right=raw,

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import OutputError
 from batchinf.base.ragged import Ragged, to_ragged
-from batchinf.records import BoolArray
+from batchinf.records import BoolArray, PartCounts
 from batchinf.tasks.changes import Changes, Deltas, DeltaSummary, JobOutput, delta, equal
 from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_right_answers
 
@@ -136,7 +136,7 @@ class ChoiceChanges(Changes):
         self.columns = [name for name in wanted if name != ANSWER or self._has_answer]
         self._deltas = Deltas()
         self._changed: Counter[str] = Counter()
-        self._accuracy = [Accuracy(), Accuracy()]
+        self._right_answers = [PartCounts(), PartCounts()]
         self._flips: Counter[tuple[bool, bool]] = Counter()
         self._num_other_choices = 0
 
@@ -174,13 +174,14 @@ class ChoiceChanges(Changes):
             return
         is_right = []
         for place, job in enumerate("ab"):
-            self._accuracy[place] += count_right_answers(pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)}))
+            own = pa.table({name: table[f"{name}_{job}"] for name in (ANSWER, *WINNERS)})
+            self._right_answers[place] += count_right_answers(own)
             is_right.append(pc.equal(table[f"{ANSWER}_{job}"], table[f"{WINNERS[0]}_{job}"]).to_pylist())
         self._flips.update((a, b) for a, b in zip(*is_right, strict=True) if a is not None and b is not None)
 
     def own_found(self) -> ChoicesFound:
         """See `Changes`."""
-        a, b = (accuracy if accuracy.num_answered else None for accuracy in self._accuracy)
+        a, b = (Accuracy.of(counts) if counts.num_answered else None for counts in self._right_answers)
         return ChoicesFound(
             num_other_best=self._changed["best"],
             num_other_best_per_token=self._changed["best_per_token"],
