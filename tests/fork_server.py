@@ -25,14 +25,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Imported by a job on the scripted engine, in its coordinator or its replicas.
-_MODULES = """batchinf.cli batchinf.commands.status batchinf.engines.installed batchinf.replica.process
+_MODULES = """batchinf.cli batchinf.commands.status batchinf.engines.installed batchinf.fleet.local.process
     batchinf.run.epoch batchinf.run.extend batchinf.run.fresh batchinf.run.retry duckdb filecmp numpy.ma numpy.random
     pynvml transformers transformers.tokenization_utils_tokenizers typer._click.decorators""".split()
 # Imported by a replica of real vLLM on a CPU besides, in 10 s.
 _VLLM_MODULES = """batchinf.engines.vllm.engine batchinf.engines.vllm.pooling vllm.model_executor.models.llama
     vllm.model_executor.layers.quantization.online vllm.renderers.hf vllm.v1.attention.backends.cpu_attn
     vllm.v1.worker.cpu_worker""".split()
-_REPLICA = "batchinf.replica.process"
+_REPLICA = "batchinf.fleet.local.process"
 # Read when Python starts or a library is imported: a process in which one of these differs cannot be forked.
 _READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
 _LONGEST_COMMAND = 4000
@@ -249,7 +249,7 @@ def main() -> None:
     for name in _MODULES + _VLLM_MODULES * bool(vllm):
         importlib.import_module(name)
     # It is the main module of those that are forked.
-    del sys.modules[_REPLICA], sys.modules["batchinf.replica"].process  # type: ignore[attr-defined]
+    del sys.modules[_REPLICA], sys.modules["batchinf.fleet.local"].process  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
     if not vllm:
