@@ -593,6 +593,7 @@ from batchinf.base.errors import EngineDeadError
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec, SamplingSpec
 from batchinf.engines.vllm.engine import VllmEngine
+from batchinf.tasks.registry import task_of
 
 
 def kill(model, number):

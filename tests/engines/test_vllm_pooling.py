@@ -29,7 +29,7 @@ from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm.layers import give_layers  # noqa: E402
-from batchinf.engines.vllm.pooling import VllmPooling, check_runner  # noqa: E402
+from batchinf.engines.vllm.pooling import VllmPooling, check_runner, wanted_of  # noqa: E402
 
 MAX_MODEL_LEN = 256
 NUM_LAYERS = 4
@@ -184,7 +184,8 @@ def test_the_models_output_and_its_mean_cut_short(
         assert off(spec, prompts, means, tmp_path, "MEAN")["embedding"] < 1e-4
         assert off(spec, prompts, means, tmp_path, "LAST")["embedding"] > 0.1
         # The same engine, asked for the other thing that its pooler gives: starting one takes seconds.
-        engine._spec = spec = resolved(MODEL, "hidden_states", pooling={"positions": "all"})
+        spec = resolved(MODEL, "hidden_states", pooling={"positions": "all"})
+        engine._task, engine._wanted = task_of(spec), wanted_of(task_of(spec))
         engine._pooling_params = engine._choose_params()
         engine.warm_up(task_of(spec).warm_up_request())
         found = rows(engine, spec, prompts)
@@ -215,7 +216,8 @@ def test_rewards_are_raw(prompts: list[list[int]], tmp_path: pathlib.Path) -> No
     spec = resolved(folder, "reward")
     with engine_of(spec) as engine:
         found = rows(engine, spec, prompts)
-        engine._spec = resolved(folder, "reward", pooling={"width": 2})
+        engine._task = task_of(resolved(folder, "reward", pooling={"width": 2}))
+        engine._wanted = wanted_of(engine._task)
         with pytest.raises(SpecError, match=r"^pooling\.width: got 2 numbers in a vector, but the model gives 1; name"):
             engine.warm_up(task_of(spec).warm_up_request())
     assert off(spec, prompts, found, tmp_path)["reward"] < 1e-4
