@@ -28,6 +28,7 @@ for name, value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)
+jobs.environment = dict(os.environ)
 
 # Here too, as in the processes that tests start: see `quick/sitecustomize.py`.
 gc.set_threshold(50_000, 20, 100)

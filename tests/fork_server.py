@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import random
 import runpy
 import select
@@ -24,15 +25,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Imported by a job on the scripted engine, in its coordinator or its replicas.
-_MODULES = """batchinf.cli batchinf.commands.status batchinf.engines.installed batchinf.replica.process
-    batchinf.run.epoch batchinf.run.extend batchinf.run.fresh batchinf.run.retry duckdb filecmp numpy.ma numpy.random
-    pynvml transformers transformers.tokenization_utils_tokenizers typer._click.decorators""".split()
-# Imported by a replica of real vLLM on a CPU besides, in 10 s.
-_VLLM_MODULES = """batchinf.engines.vllm.engine batchinf.engines.vllm.pooling vllm.model_executor.models.llama
-    vllm.model_executor.layers.quantization.online vllm.renderers.hf vllm.v1.attention.backends.cpu_attn
-    vllm.v1.worker.cpu_worker""".split()
-_REPLICA = "batchinf.replica.process"
+# What a job imports beside batchinf, on the scripted engine.
+_MODULES = """duckdb filecmp numpy.ma numpy.random pynvml transformers transformers.tokenization_utils_tokenizers
+    typer._click.decorators""".split()
+# And on real vLLM on a CPU, in 10 s.
+_VLLM = "batchinf.engines.vllm"
+_VLLM_MODULES = """vllm.model_executor.layers.quantization.online vllm.model_executor.models.llama vllm.renderers.hf
+    vllm.v1.attention.backends.cpu_attn vllm.v1.worker.cpu_worker""".split()
 # Read when Python starts or a library is imported: a process in which one of these differs cannot be forked.
 _READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
 _LONGEST_COMMAND = 4000
@@ -204,8 +203,12 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     # Those of the server remember what kinds of file its own were.
     sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    if module != _REPLICA:
-        _fork_replicas(request["replicas"])
+    if module == "batchinf":
+        _fork_modules(request["replicas"])
+    # It becomes the main module.
+    if sys.modules.pop(module, None) is not None and "." in module:
+        package, _, name = module.rpartition(".")
+        delattr(sys.modules[package], name)
     return module
 
 
@@ -227,18 +230,18 @@ def _show(command: list[str]) -> None:
     ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
 
 
-def _fork_replicas(server: str) -> None:
-    """Have the server fork this process's replicas."""
+def _fork_modules(server: str) -> None:
+    """Have a server fork what this process starts as `python -P -m MODULE`: replicas, and questions to vLLM."""
     new = subprocess.Popen
 
     class Popen(ForkedPopen):
-        def __new__(cls, command: Any, **options: Any) -> Any:
-            if _REPLICA in command:
+        def __new__(cls, command: Any, *args: Any, **options: Any) -> Any:
+            if command[1:3] == ["-P", "-m"]:
                 return super().__new__(cls)
-            return new(command, **options)
+            return new(command, *args, **options)
 
-        def __init__(self, command: Any, **options: Any) -> None:
-            super().__init__(server, server, command, **options)
+        def __init__(self, command: Any, *args: Any, **options: Any) -> None:
+            super().__init__(server, server, command, *args, **options)
 
     subprocess.Popen = Popen  # type: ignore[misc]
 
@@ -246,10 +249,10 @@ def _fork_replicas(server: str) -> None:
 def main() -> None:
     """Import all that jobs need, and fork processes that have it."""
     address, vllm, _ = sys.argv[1:]
-    for name in _MODULES + _VLLM_MODULES * bool(vllm):
-        importlib.import_module(name)
-    # It is the main module of those that are forked.
-    del sys.modules[_REPLICA], sys.modules["batchinf.replica"].process  # type: ignore[attr-defined]
+    own = [name for _, name, _ in pkgutil.walk_packages(importlib.import_module("batchinf").__path__, "batchinf.")]
+    for name in own + _MODULES + _VLLM_MODULES * bool(vllm):
+        if name != "batchinf.__main__" and (vllm or not name.startswith(_VLLM)):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     if not vllm:

@@ -32,7 +32,7 @@ PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 # the soak leaves it.
 may_fork = False
 fork_servers: list[ForkServer] = []
-_ENVIRONMENT = dict(os.environ)  # without that of a single test
+environment = dict(os.environ)  # of the servers: none that a single test sets
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -91,10 +91,10 @@ def start(
         # What is ignored is inherited: a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    environment = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
+    own = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
     command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
-    options = {"cwd": ROOT, "env": environment, "start_new_session": True, "text": True}
-    if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(environment):
+    options = {"cwd": ROOT, "env": own, "start_new_session": True, "text": True}
+    if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(own):
         replicas = fork_server(has_vllm=True) if _is_of_vllm(*arguments) else fork_server()
         return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
@@ -110,7 +110,7 @@ def _is_of_vllm(command: object, path: object = "", *_: object) -> bool:
 @functools.cache
 def fork_server(*, has_vllm: bool = False) -> ForkServer:
     """The one of this process, or the one with vLLM; both end with it."""
-    server = ForkServer({**_ENVIRONMENT, **quick_start()}, has_vllm=has_vllm)
+    server = ForkServer({**environment, **quick_start()}, has_vllm=has_vllm)
     atexit.register(server.close)
     fork_servers.append(server)
     return server
