@@ -22,8 +22,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 # What a job imports beside batchinf, on the scripted engine.
 _MODULES = """duckdb filecmp numpy.ma numpy.random pynvml transformers transformers.tokenization_utils_tokenizers
@@ -205,10 +206,11 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
     if module == "batchinf":
         _fork_modules(request["replicas"])
-    # It becomes the main module.
-    if sys.modules.pop(module, None) is not None and "." in module:
+    elif module in sys.modules:
+        # It becomes the main module.
         package, _, name = module.rpartition(".")
         delattr(sys.modules[package], name)
+        del sys.modules[module]
     return module
 
 
@@ -246,6 +248,27 @@ def _fork_modules(server: str) -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
+def _run(module: str) -> NoReturn:
+    """Run a module as the main one, and end as Python does, save that it frees nothing: that takes 1 s in a fork."""
+    code: Any = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        code = error.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code or 0)
+
+
 def main() -> None:
     """Import all that jobs need, and fork processes that have it."""
     address, vllm, _ = sys.argv[1:]
@@ -255,11 +278,7 @@ def main() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    if not vllm:
-        # DuckDB complains of what is left at the end.
-        atexit.register(sys.modules["sitecustomize"].unfreeze)
-    forked = _serve("\0" + address)
-    runpy.run_module(_become(*forked), run_name="__main__", alter_sys=True)
+    _run(_become(*_serve("\0" + address)))
 
 
 if __name__ == "__main__":
