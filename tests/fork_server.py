@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -153,13 +154,26 @@ def _serve(address: str) -> tuple[dict[str, Any], list[int]]:
 
 
 def _fork(connection: socket.socket, endings: dict[int, int]) -> tuple[dict[str, Any], list[int]] | None:
-    with connection:
-        head, (ending, *descriptors), _, _ = socket.recv_fds(connection, 4, 64)
-        with connection.makefile("rb") as file:
-            content = file.read(struct.unpack("i", head)[0])
-    pid = os.fork()
+    descriptors: list[int] = []
+    try:
+        with connection:
+            connection.settimeout(10.0)
+            head, descriptors, _, _ = socket.recv_fds(connection, 4, 64)
+            with connection.makefile("rb") as file:
+                content = file.read(struct.unpack("i", head)[0])
+            request = json.loads(content)
+    except (OSError, ValueError, struct.error):
+        # Who asked has been killed, or stopped, meanwhile.
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    ending, *descriptors = descriptors
+    with warnings.catch_warnings():
+        # Python 3.12 warns of jemalloc's own thread, which jemalloc starts anew in a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
-        return json.loads(content), descriptors
+        return request, descriptors
     endings[pid] = ending
     _tell(ending, pid, 0)
     for descriptor in descriptors:

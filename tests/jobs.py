@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -101,7 +102,9 @@ def start(
 
 
 def _is_of_vllm(command: object, path: object = "", *_: object) -> bool:
-    """Whether a command runs a job, and not on the scripted engine."""
+    """Whether a command runs a job on real vLLM, which is here."""
+    if importlib.util.find_spec("vllm") is None:
+        return False
     with contextlib.suppress(OSError):
         return command == "run" and "scripted" not in pathlib.Path(str(path)).read_text()
     return False
