@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -29,6 +30,7 @@ SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the spec; may be repeated.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder.")]
 
 
@@ -71,25 +73,27 @@ def run(
     ] = False,
 ) -> None:
     """Run a job, or go on with one that was interrupted."""
-    if fresh and retry is not None:
-        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
-    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
-        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
+    _check_run_options(retry, fresh, slice_, extend)
     with interruptible():
-        from batchinf.base.slices import Slice
+        from batchinf.base.slices import Slice, job_folder
+        from batchinf.fleet.choose import choose_backend
         from batchinf.run.epoch import run_job
+        from batchinf.run.fresh import move_job_aside
         from batchinf.run.progress import ProgressDisplay
 
         wanted = None if slice_ is None else Slice.parse(slice_)
         file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
         if fresh:
-            from batchinf.base.slices import job_folder
-            from batchinf.run.fresh import move_job_aside
-
             move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
-        summary = run_job(file, display, retry, extends=extend)
-    for line in summary.lines():
-        print(line)
+        summary = run_job(file, choose_backend(), display, retry, extends=extend)
+    _print(summary.lines())
+
+
+def _check_run_options(retry: str | None, fresh: bool, slice_: str | None, extend: bool) -> None:
+    if fresh and retry is not None:
+        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
+    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
+        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
 
 
 @app.command()
@@ -107,34 +111,40 @@ def validate(
     ] = None,
     is_random: Annotated[bool, typer.Option("--random", help="Show rows drawn at random, not the first.")] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Draw the rows of an earlier --random.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check spec, input, columns, model and prompts, and show rows as they will run, without an engine or a GPU."""
     if rows and (is_random or seed is not None):
         raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
-    from batchinf.commands.validate.validate import Looks, validation_report
+    from batchinf.commands.text.validate import finding_lines
+    from batchinf.commands.validate import RowsWanted, ValidateReport
+    from batchinf.commands.validate import validate as validate_job
 
     if is_random and seed is None:
         seed = random.randrange(100_000)
-    for line in validation_report(_read(spec, set_), Looks(num_rows, tuple(rows or ()), seed)):
-        print(_plain(line))
+    findings = validate_job(_read(spec, set_), RowsWanted(num_rows, tuple(rows or ()), seed))
+    if as_json:
+        _show(ValidateReport.of(findings), (), as_json)
+    else:
+        _print(line for finding in findings for line in finding_lines(finding))
 
 
 @app.command()
-def status(out: Out) -> None:
+def status(out: Out, as_json: AsJson = False) -> None:
     """Say how a job stands, live, dead or done, from its files alone."""
-    from batchinf.commands.status import status_lines
+    from batchinf.commands.status import job_status
+    from batchinf.commands.text.status import status_lines
 
-    for line in status_lines(out):
-        print(_plain(line))
+    report = job_status(out)
+    _show(report, status_lines(report), as_json)
 
 
 @app.command()
 def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5) -> None:
     """Show the first finished rows, as JSON lines, while the job runs or after."""
-    from batchinf.commands.status import head_rows
+    from batchinf.commands.head import head_rows
 
-    for row in head_rows(out, num_rows):
-        print(_plain(json.dumps(row, ensure_ascii=False, default=str)))
+    _print(json.dumps(row, ensure_ascii=False, default=str) for row in head_rows(out, num_rows))
 
 
 @app.command()
@@ -144,12 +154,15 @@ def check(
     repair: Annotated[
         bool, typer.Option("--repair", help="Move what is damaged aside, so that the next run makes it anew.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say whether the parts, the manifest and the journal are whole, and what is wrong; live, dead or done."""
-    from batchinf.commands.check import check_lines
+    from batchinf.commands.check import check_job
+    from batchinf.commands.text.check import check_lines, raise_if_wrong
 
-    for line in check_lines(out, is_deep=deep, repair=repair):
-        print(line)
+    report = check_job(out, is_deep=deep, repair=repair)
+    _show(report, check_lines(report), as_json)
+    raise_if_wrong(report)
 
 
 @app.command()
@@ -164,12 +177,14 @@ def diff(
         str | None, typer.Option("--out", metavar="FILE.parquet", help="Also write a row for each row of both.")
     ] = None,
     num_rows: Annotated[int, typer.Option("-n", min=0, help="Changed rows to show.")] = 3,
+    as_json: AsJson = False,
 ) -> None:
     """Say what changed between two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
-    from batchinf.commands.diff.diff import diff_lines
+    from batchinf.commands.diff import DiffWanted, diff_jobs
+    from batchinf.commands.text.diff import diff_lines
 
-    for line in diff_lines(a, b, on, to, num_rows):
-        print(_plain(line))
+    report = diff_jobs(a, b, DiffWanted(on, to, num_rows))
+    _show(report, diff_lines(report, to), as_json)
 
 
 @app.command()
@@ -186,22 +201,22 @@ def verify(
         float | None,
         typer.Option("--tolerance", min=0, help="The most that a number may be off; default: by the engine's dtype."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Hold some finished rows against transformers: logprobs, logits or vectors. Exit 3 beyond the tolerance."""
-    from batchinf.commands.verify.verify import Wanted, report_json, report_lines, verify
+    from batchinf.commands.text.verify import raise_if_beyond, verify_lines
+    from batchinf.commands.verify import Wanted
+    from batchinf.commands.verify import verify as verify_job
 
-    report = verify(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
-    if as_json:
-        print(report_json(report))
-    for line in report_lines(report):
-        if not as_json:
-            print(_plain(line))
+    report = verify_job(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
+    _show(report, verify_lines(report), as_json)
+    raise_if_beyond(report)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
+    import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
     from batchinf.spec.docs import json_schema
 
     print(json.dumps(json_schema(), indent=2))
@@ -253,6 +268,18 @@ def main() -> NoReturn:
         print(f"error: {_plain(disk_error(error))}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
+
+
+def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
+    """Print a report, as lines or as one JSON object."""
+    from batchinf.commands.text.as_json import to_json
+
+    _print([to_json(report)] if as_json else lines)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(_plain(line))
 
 
 def _plain(text: str) -> str:

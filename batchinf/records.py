@@ -268,12 +268,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessGroup:
-    """The processes of one incarnation of a replica, as its `replica_started` event says."""
+class StartedReplica:
+    """An incarnation of a replica, as its `replica_started` event says.
+
+    identity: JSON values by which the backend of that name finds it again, such as a process group. Only that backend
+    reads them.
+    """
 
     replica: int
     incarnation: str
-    host: str
-    boot_id: str
-    pgid: int
-    pid_start_time: int
+    backend: str
+    identity: dict[str, Any]

@@ -138,7 +138,7 @@ class Kills:
 
     def _replicas_of(self, process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
         """The oldest first."""
-        own = [one for one in psutil.Process(process.pid).children() if "batchinf.replica.process" in one.cmdline()]
+        own = [one for one in psutil.Process(process.pid).children() if "batchinf.fleet.local.process" in one.cmdline()]
         return sorted(own, key=lambda one: one.create_time())
 
     def _hurt(self, process: "subprocess.Popen[bytes]", what: str, victim: psutil.Process) -> None:

@@ -137,7 +137,7 @@ def look(pid: int, peak: dict[str, int]) -> None:
         root = psutil.Process(pid)
         for process in [root, *root.children(recursive=True)]:
             held = sum(m.anonymous for m in process.memory_maps(grouped=True))
-            is_replica = "batchinf.replica.process" in process.cmdline()
+            is_replica = "batchinf.fleet.local.process" in process.cmdline()
             kind = "coordinator" if process.pid == pid else "replica" if is_replica else "engine"
             peak[kind] = max(peak[kind], held)
     except (psutil.Error, OSError):

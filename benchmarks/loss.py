@@ -32,7 +32,7 @@ from batchinf.output.journal import Journal, list_shards
 from batchinf.output.parts import verify_part
 from batchinf.schedule.shards import shard_at
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
@@ -158,7 +158,7 @@ def stored(folder: Folder) -> npt.NDArray[np.int64]:
     state = read_state(folder)
     assert state is not None
     rows = [np.arange(*bounds) for bounds in whole_shards(folder, state)]
-    journal = Journal(folder, "look", get_task(JobSpec.model_validate(state.header.spec)).result_schema)
+    journal = Journal(folder, "look", task_of(JobSpec.model_validate(state.header.spec)).result_schema)
     for shard in list_shards(folder):
         for segment in journal.recover(shard).segments:
             rows.append(segment.keys()[0].copy())

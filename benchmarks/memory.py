@@ -138,7 +138,7 @@ def run(spec: pathlib.Path, folder: pathlib.Path, num_rows: int) -> Figures:
 def _replicas(coordinator: int) -> Iterator[int]:
     try:
         for child in psutil.Process(coordinator).children():
-            if "batchinf.replica.process" in child.cmdline():
+            if "batchinf.fleet.local.process" in child.cmdline():
                 yield child.pid
     except psutil.Error:
         return

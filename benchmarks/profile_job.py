@@ -33,14 +33,14 @@ RULES = [
         ("front end: waiting for outputs", r"get_output \(.*(get|wait|acquire) \([^;]*(queue|threading)\.py[^;]*$"),
         ("front end: logprobs kept", r"process_outputs \(.*_update_(sample|prompt)_logprobs"),
         ("front end: process_outputs", r"process_outputs \("),
-        ("front end: completion to arrays", r"_completion \(.*vllm_engine"),
+        ("front end: completion to arrays", r"_completion \(.*engines/vllm/engine"),
         ("front end: adding requests", r"_add \(.*worker\.py|add_request \(.*llm_engine"),
-        ("front end: rest of step", r"step \([^;]*(llm_engine|vllm_engine)\.py"),
+        ("front end: rest of step", r"step \([^;]*(llm_engine|engines/vllm/engine)\.py"),
         ("core: packing and sending messages", r"process_output_sockets.*(encode|send)"),
         ("core: output thread waits", r"process_output_sockets"),
         ("core: input thread unpacks", r"process_input_sockets.*(decode|preprocess_add)"),
         ("core: input thread waits", r"process_input_sockets"),
-        ("core: holding outputs back", r"_hold \([^;]*vllm_scheduler"),
+        ("core: holding outputs back", r"_hold \([^;]*engines/vllm/scheduler"),
         ("core: slicing logprobs", r"update_from_output.*slice_request"),
         ("core: update_from_output", r"update_from_output \("),
         ("core: schedule", r"schedule \([^;]*sched"),
@@ -53,7 +53,7 @@ RULES = [
         ("feeder: waiting", r"feeder\.py.*(wait|acquire)[^;]*threading"),
         ("feeder: rest", r"feeder\.py"),
         ("writer: waiting", r"writer\.py.*(wait|acquire) \([^;]*threading\.py[^;]*$"),
-        ("writer: decoding", r"writer\.py.*detokenizer\.py"),
+        ("writer: decoding", r"writer\.py.*replica/text\.py"),
         ("writer: journal", r"writer\.py.*tick \("),
         ("closer: parts", r"_close \([^;]*writer\.py"),
         ("writer: encoding and the rest", r"writer\.py"),
@@ -145,9 +145,9 @@ def name_of(process: psutil.Process) -> str:
     """What a process is; empty where nothing of it is to be seen."""
     with contextlib.suppress(psutil.Error):
         line = " ".join(process.cmdline()) + " " + process.name()
-        for mark, name in (("batchinf.replica.process", "replica"), ("EngineCore", "core"), ("Worker", "worker")):
+        for mark, name in (("batchinf.fleet.local.process", "replica"), ("EngineCore", "core"), ("Worker", "worker")):
             if mark in line:
-                return "core" if name == "replica" and "batchinf.replica.process" in _parent(process) else name
+                return "core" if name == "replica" and "batchinf.fleet.local.process" in _parent(process) else name
         if "spawn_main" in line:
             return "child"
     return ""

@@ -22,17 +22,17 @@ from shapes import make_model, make_prompts
 
 from batchinf.base.storage import Folder
 from batchinf.engines.scripted import ScriptedEngine
-from batchinf.job.open import estimated_bytes_per_row, open_job_input
+from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Extent, Part, Request
-from batchinf.replica.flight import FlightRecord
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, ShardClosed
 from batchinf.replica.pipeline import Front
 from batchinf.replica.worker import Worker
 from batchinf.run.epoch import FOLDERS
 from batchinf.schedule.shards import choose_rows_per_shard, shard_at, total_shards
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 
 class TimedEngine(ScriptedEngine):
@@ -119,13 +119,13 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
     source = open_job_input(spec, folder.path("source"))
     assert spec.scripted is not None
     engine = TimedEngine(spec.scripted, len(tokenizer), tokenizer.eos_token_id)
-    rows_per_shard = choose_rows_per_shard(source.num_rows, 1, estimated_bytes_per_row(spec))
+    rows_per_shard = choose_rows_per_shard(source.num_rows, 1, task_of(spec).estimated_bytes_per_row())
     extents = (Extent.of_all(0, source.num_rows, rows_per_shard, 0),)
     shards = tuple(shard_at(extents, index) for index in range(total_shards(extents)))
-    task = get_task(spec)
+    task = task_of(spec)
     watch = Watch(len(shards))
-    front = Front(spec, task, source, tokenizer, folder, "000001.0001", {}, watch.hear)
-    worker = front.complete(engine, None, FlightRecord.create())
+    front = Front(task, source, tokenizer, folder, "000001.0001", {}, watch.hear)
+    worker = front.complete(engine, None, InFlightRecord(bytearray(RECORD_BYTES[0])))
     worker.begin()
     front.feeder.assign(Assign(shards))
     watch.run(worker)

@@ -36,13 +36,15 @@ gc.set_threshold(50_000, 20, 100)
 atexit.register(gc.unfreeze)
 sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 
+# It adds the tasks to the spec, for tests that read a spec and import little else.
+from batchinf.tasks.registry import task_of  # noqa: E402
 
 # Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
 LONGEST_FIRST = """test_quarantine test_end_to_end test_disk test_recovery test_coordinator test_security test_extend
     test_out_of_memory test_vllm_engine test_choose test_nothing_is_lost test_check test_retry test_vllm_pooling
     test_verify test_two_at_once test_weekly test_stop_signals test_ordering test_vllm_logits test_lora
     test_reasoning_job test_tasks_pooled test_model_identity test_tasks_score test_tasks_logits test_elastic
-    test_logits_job test_error_rate test_slices test_chat test_vllm_score test_fuzz test_platforms test_answers
+    test_logits_job test_error_rate test_slices test_chat test_vllm_score test_fuzz test_devices test_answers
     test_fresh test_batch_files test_loss test_telemetry""".split()
 
 
@@ -80,6 +82,6 @@ def vllm_engine() -> Iterator["VllmEngine"]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        engine = VllmEngine(spec, str(MODEL), str(MODEL))
+        engine = VllmEngine(task_of(spec), str(MODEL), str(MODEL))
     yield engine
     engine.close()

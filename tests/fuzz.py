@@ -42,11 +42,16 @@ from hypothesis import strategies as st
 import jobs
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
-from batchinf.commands import status as status_command
+from batchinf.commands.head import head_rows
+from batchinf.commands.status import job_status, stored_spec
+from batchinf.commands.text.status import status_lines
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status, status_line
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lock import LOCK, Holder, JobLock
 from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import parse_part_name
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.output import journal, parts
 from batchinf.output.journal import Journal
@@ -54,7 +59,6 @@ from batchinf.output.parts import verify_part
 from batchinf.output.shard import OpenShard
 from batchinf.prompts.builder import Renderer
 from batchinf.records import Shard
-from batchinf.replica.channel import Channel
 from batchinf.replica.messages import Assign, Failed, Progress
 from batchinf.run import recovery
 from batchinf.schedule.shards import total_shards
@@ -62,7 +66,7 @@ from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source
 from batchinf.spec.file import check_engine_arguments, dump_spec, read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 CASE_S = 30  # a case that takes longer hangs
 MEMORY_BYTES = 8 << 30  # of address space: a case that asks for more has been led to it
@@ -329,10 +333,8 @@ def _look(out: pathlib.Path, num_rows: int = 30) -> None:
     """What `status` and `head` print can be printed."""
     errors = []
     for lines in (
-        status_command.status_lines,
-        lambda path: map(
-            functools.partial(json.dumps, ensure_ascii=False, default=str), status_command.head_rows(path, num_rows)
-        ),
+        lambda path: status_lines(job_status(path)),
+        lambda path: map(functools.partial(json.dumps, ensure_ascii=False, default=str), head_rows(path, num_rows)),
     ):
         try:
             for line in lines(str(out)):
@@ -365,7 +367,7 @@ def _logs(folder: pathlib.Path) -> _Logs:
     # Lines of these kinds stand in manifests, but not in this one.
     state = read_state(Folder(out))
     assert state is not None
-    group = {"replica": 0, "incarnation": "1.1", "host": "h", "boot_id": "b", "pgid": 7, "pid_start_time": 1}
+    group = {"replica": 0, "incarnation": "1.1", "backend": "local", "identity": {"pgid": 7}}
     at = "2026-01-01T00:00:00.000+00:00"
     snapshot = [
         {
@@ -374,7 +376,7 @@ def _logs(folder: pathlib.Path) -> _Logs:
             "replaces": [],
             "device_s": 1.5,
             "event_counts": {"ready": 1},
-            "process_groups": [group],
+            "running_replicas": [group],
         }
     ]
     header = next(fields for commit in commits for fields in commit if fields["kind"] == "header")
@@ -458,8 +460,8 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
     state = read_state(own)
     if state is None:
         return
-    status_command._spec(state)
-    recovery.end_process_groups(state)
+    stored_spec(state.header.spec)
+    LocalBackend().end_leftovers(state.running_replicas, state.job_id)
     for event in state.events:
         assert event.name != "ready" or isinstance(event.fields["versions"], dict)
     epoch = last_epoch(own) + 1
@@ -508,7 +510,7 @@ def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -
     _link(made[0], out, LOCK)
     is_whole = isinstance(case[0], dict)
     (out / LOCK).write_bytes(json.dumps({**made[1], **case[0]}).encode() if is_whole else _json_bytes(made[1], case))
-    for line in status_command.status_lines(str(out)):
+    for line in status_lines(job_status(str(out))):
         line.encode()
     lock = JobLock(Folder(out))
     try:
@@ -530,7 +532,7 @@ def _run_status(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any)
     (out / LOCK).unlink()
     (out / LOCK).write_bytes(Holder.this_process().encode())
     (out / STATUS_FILE).write_bytes(_json_bytes(made[1], case))
-    for line in status_command.status_lines(str(out)):
+    for line in status_lines(job_status(str(out))):
         line.encode()
     state = read_state(Folder(out))
     assert state is not None
@@ -602,7 +604,7 @@ def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
     state = read_state(own)
     assert state is not None
     spec = JobSpec.model_validate(state.header.spec)
-    task = get_task(spec)
+    task = task_of(spec)
     index = int(name.split("-")[0])
     shard = OpenShard(jobs_shard(state, index), task, Journal(own, "fuzz", task.result_schema))
     shard.recover()
@@ -651,7 +653,7 @@ def _run_part(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
     own = Folder(out)
     state = read_state(own)
     assert state is not None
-    shard = jobs_shard(state, parts.parse_part_name(name) or 0)
+    shard = jobs_shard(state, parse_part_name(name) or 0)
     verify_part(own, f"parts/{name}", shard, state.header.fingerprint, deep=is_deep)
     _look(out, 100)
 

@@ -6,35 +6,29 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.commands.verify.claims import CLAIMS, RowsClaim
-from batchinf.commands.verify.rows import StoredRow
-from batchinf.commands.verify.tallies import RowsTally, count_rows_claim
+from batchinf.commands.deviations import VectorDeviations, add_vectors
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
+from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors
 
 
 def held(
     spec: JobSpec, results: pa.Table, prompts: Sequence[Prompt], folder: pathlib.Path, pooling_type: str = "LAST"
-) -> dict[str, RowsTally]:
+) -> dict[str, VectorDeviations]:
     """By column, how far the task's results are off, one for each of the prompts. spec: the resolved one."""
-    from batchinf.commands.verify.reference import HeadReference, Reference, StatesReference
-
-    path, model = folder / "part.parquet", resolve(spec.model)
+    path, task = folder / "part.parquet", task_of(spec)
     pq.write_table(results, path)
-    if spec.task in ("embed", "hidden_states"):
-        reference: Reference = StatesReference(spec, model, (), "float32", "cpu", pooling_type)
-    else:
-        reference = (HeadReference if spec.is_pooling else Reference)(spec, model, (), "float32", "cpu")
-    claims, task = CLAIMS[spec.task], get_task(spec)
-    are_logits = spec.logits is not None and spec.logits.values == "logits"
-    tallies: dict[str, RowsTally] = {}
-    small = results.select([name for name in ("row_index", *claims.columns) if name in results.column_names])
+    verification = task.verification(spec)
+    reference = verification.reference(ReferenceWanted(resolve(spec.model), (), "float32", "cpu", pooling_type))
+    are_logits = task.logprobs_mode == "raw_logits"
+    found: dict[str, VectorDeviations] = {}
+    small = results.select([name for name in ("row_index", *verification.columns) if name in results.column_names])
     for place, (row, prompt) in enumerate(zip(small.to_pylist(), prompts, strict=True)):
-        stored = StoredRow(row, claims.rows(spec), path, 0, place)
-        for claim in claims.of(stored, prompt, task.expand(prompt, 512)):
-            assert isinstance(claim, RowsClaim)
-            tally = tallies.setdefault(claim.kind, RowsTally(is_vector=claim.is_vector))
-            count_rows_claim(tally, claim, reference.rows(claim, None, are_logits))
-    return tallies
+        row_of = StoredRow(row, verification.vector_columns, path, 0, place)
+        for stored in verification.stored(row_of, prompt, task.expand(prompt, 512)):
+            assert isinstance(stored, StoredVectors)
+            deviations = found.setdefault(stored.kind, VectorDeviations(has_direction=stored.has_direction))
+            add_vectors(deviations, stored, reference.vectors(stored, None, are_logits))
+    return found

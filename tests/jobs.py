@@ -206,7 +206,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 def replicas_of(pid: int) -> list[psutil.Process]:
     """The replicas of a coordinator."""
-    return [p for p in family(pid)[:-1] if "batchinf.replica.process" in _command(p)]
+    return [p for p in family(pid)[:-1] if "batchinf.fleet.local.process" in _command(p)]
 
 
 def _command(process: psutil.Process) -> list[str]:

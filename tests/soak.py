@@ -329,8 +329,8 @@ class Soak:
 
     def _check_left(self, out: pathlib.Path) -> None:
         state = jobs.state_of(out)
-        if not state.is_done or state.process_groups:
-            raise Difference(f"the manifest does not say that all is done and ended: {state.process_groups}")
+        if not state.is_done or state.running_replicas:
+            raise Difference(f"the manifest does not say that all is done and ended: {state.running_replicas}")
         self.figures.replicas_started += state.event_counts["replica_started"]
         left = [
             *out.rglob(".tmp-*"), *(out / "staging").iterdir(), *(out / "journal").iterdir(), *out.glob("lock*"),

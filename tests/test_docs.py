@@ -8,7 +8,7 @@ import pytest
 
 import jobs
 
-DOCS = sorted([*(jobs.ROOT / "docs").glob("*.md"), jobs.ROOT / "README.md"])
+DOCS = sorted([*(jobs.ROOT / "docs").glob("*.md"), jobs.ROOT / "README.md", jobs.ROOT / "CONTRIBUTING.md"])
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]*)\)")

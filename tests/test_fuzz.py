@@ -19,12 +19,12 @@ import pytest
 import jobs
 from batchinf.base.errors import InputError, OutputError
 from batchinf.base.storage import Folder
-from batchinf.commands import status as status_command
+from batchinf.commands.head import head_rows
+from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest import commit_log
 from batchinf.manifest.lock import LOCK, Holder
 from batchinf.manifest.state import read_state
-from batchinf.replica.channel import Channel
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import open_source
 
@@ -203,7 +203,7 @@ def test_head_names_a_damaged_part(job: pathlib.Path, tmp_path: pathlib.Path) ->
     part = min((out / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:-100])
     with pytest.raises(OutputError, match=r"part-000000\.parquet is damaged"):
-        status_command.head_rows(str(out), 5)
+        head_rows(str(out), 5)
     assert LOCK in {path.name for path in out.iterdir()}
 
 

@@ -10,7 +10,8 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import OutputError
-from batchinf.results import Ragged, Results, to_ragged
+from batchinf.base.ragged import Ragged, to_ragged
+from batchinf.results import Results
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
-from batchinf.base.errors import InputError, ModelError, OutputError, RowError, SpecError
-from batchinf.fleet.local import engine_environment
+from batchinf.base.errors import InputError, ModelError, RowError, SpecError
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.local.environment import engine_environment
+from batchinf.fleet.local.process_groups import GroupIdentity
 from batchinf.prompts.builder import PromptBuilder, Renderer
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import StartedReplica
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source
 from batchinf.spec.file import read_spec
@@ -502,22 +505,15 @@ def test_words_of_strangers_do_not_reach_the_terminal_raw(tmp_path: pathlib.Path
     assert "owned" in done.stderr
 
 
-def test_process_groups_that_were_never_replicas_are_no_manifest(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("pgid", [0, 1, -1, "7", 2**40, None])
+def test_process_groups_that_were_never_replicas_are_not_ended(pgid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group of 0 would be the reader's own."""
-    from batchinf.base.storage import Folder
-    from batchinf.manifest.commit_log import encode_commits
-    from batchinf.manifest.state import read_state
-
-    (tmp_path / "manifest").mkdir()
-    event = {
-        "kind": "event",
-        "name": "replica_started",
-        "at": "2026-01-01T00:00:00+00:00",
-        "replica": 0,
-        "incarnation": "1",
-    }
-    for pgid in (0, 1, -1, "7", 2**40):
-        line = {**event, "host": "h", "boot_id": "b", "pgid": pgid, "pid_start_time": 1}
-        (tmp_path / "manifest" / "000001.jsonl").write_bytes(encode_commits([[line]]))
-        with pytest.raises(OutputError, match="damaged"):
-            read_state(Folder(tmp_path))
+    signals: list[Any] = []
+    monkeypatch.setattr(os, "killpg", lambda *arguments: signals.append(arguments))
+    own = GroupIdentity.of(os.getpgrp()).model_dump()
+    named = [{**own, "pgid": pgid}, {**own, "boot_id": "another"}, {**own, "host": "another"}, {"pgid": pgid}, {}]
+    named.append({**own, "pid_start_time": own["pid_start_time"] + 1})
+    leftovers = [StartedReplica(0, "000001.0001", "local", identity) for identity in named]
+    leftovers.append(StartedReplica(0, "000001.0001", "another backend", own))
+    assert LocalBackend().end_leftovers(leftovers, None) == 0
+    assert not signals

@@ -85,8 +85,13 @@ def job_folder(out: str, slice_: Slice | None) -> Folder:
 
 
 def source_folder(folder: Folder, slice_: Slice | None) -> pathlib.Path:
-    """Where a job keeps what the first pass over its input finds; slices make it once, for all of them."""
+    """Where a job keeps what the scan of its input finds; slices make it once, for all of them."""
     return (folder.root if slice_ is None else folder.root.parent) / SOURCE_FOLDER
+
+
+def no_job_message(out: object) -> str:
+    """The error where an output folder has no manifest."""
+    return f"{out} holds no job: there is no manifest in it; give a job's output.path"
 
 
 def job_folders(out: str) -> list[JobFolder]:

@@ -1,20 +1,22 @@
-"""`batchinf check`: is a job's folder what its manifest says, and what is wrong where; with repair by running again.
+"""`batchinf check`: does a job's folder hold what its manifest says, and what is wrong where.
 
-It reads files alone and needs no lock, so that it can look at a job at work; `repair` takes the lock, moves what is
-damaged to `damaged/` and leaves the rest to the next run, which makes anew whatever is not there.
+It reads files alone and needs no lock, so it can look at a running job. With `repair` it takes the lock and moves what
+is damaged to `damaged/`; the next run makes anew what is missing.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import job_folders
+from batchinf.base.slices import JobFolder, job_folders, no_job_message
 from batchinf.base.storage import Folder
 from batchinf.commands.repair import move_file_aside, rebuild_manifest
-from batchinf.manifest.lock import LOCK, Holder, JobLock, judge
+from batchinf.manifest.lock import JobLock, live_holder
 from batchinf.manifest.names import parse_part_name, part_name
 from batchinf.manifest.state import State, last_epoch, read_beginning, read_state
 from batchinf.output.journal import Journal, list_shards
@@ -24,71 +26,136 @@ from batchinf.schedule.order import RunOrder
 from batchinf.schedule.selection import RUN_FOLDER, permutation_name, read_permutation, read_selection, selection_name
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 _CHUNK = 1024
 # A part that is being put in place and its line are this far apart at most.
 _SETTLE_S = 1.0
-_AGAIN = "run the job again: its rows run again"
+
+# What can be found. The first ones are wrong, those behind the empty line harm nothing.
+Problem = Literal[
+    "manifest_damaged", "manifest_without_job", "manifest_incomplete", "manifest_of_other_job", "selection_lost",
+    "order_lost", "part_damaged", "foreign_file", "spec_missing",
+
+    "part_unnamed", "journal_damaged", "spec_restored",
+]  # fmt: skip
+_HARMLESS = ("part_unnamed", "journal_damaged", "spec_restored")
 
 
-@dataclass(slots=True)
-class _Looked:
-    """What has been looked at, and what is wrong with it."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be.
 
+    file: its name in the job's folder. detail: what was read there, where `problem` does not say it all. moved_to: its
+    name in `damaged/` after a repair. needs_repair: the next run does not see it by itself. shard, num_shards: of
+    `manifest_incomplete`, the first shard that is missing and how many are. job_id, other_job_id: of
+    `manifest_of_other_job`, the manifest's job and that of the parts.
+    """
+
+    problem: Problem
+    file: str
+    detail: str = ""
+    moved_to: str | None = None
+    needs_repair: bool = False
+    shard: int | None = None
+    num_shards: int | None = None
+    job_id: str | None = None
+    other_job_id: str | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the job is not whole because of it."""
+        return self.problem not in _HARMLESS
+
+
+@dataclass(frozen=True, slots=True)
+class JobCheck:
+    """What was found in a job, or in one slice of one.
+
+    slice: as in `3/8`; None for a whole job. has_begun: else nothing can be wrong yet. is_checked: the manifest could
+    be read; else the numbers are 0. num_parts, num_rows: of the whole job. activity: `done`, `running` or `stopped`.
+    replaced_logs: what a damaged manifest's files are called in `damaged/`, after a repair. error: why a slice could
+    not be checked, or a manifest not be repaired.
+    """
+
+    folder: str
+    slice: str | None
+    has_begun: bool = True
+    is_checked: bool = False
+    findings: tuple[Finding, ...] = ()
     num_parts: int = 0
-    num_wrong: int = 0
-    num_notes: int = 0
-    num_moved: int = 0
+    num_parts_checked: int = 0
+    num_rows: int = 0
+    num_rows_committed: int = 0
+    activity: Literal["done", "running", "stopped", ""] = ""
+    replaced_logs: tuple[str, ...] = ()
+    error: str | None = None
 
-    def wrong(self, name: str, what: str, remedy: str) -> str:
-        """A line, counted."""
-        self.num_wrong += 1
-        return f"wrong: {name} {what}; {remedy}"
+    @property
+    def num_wrong(self) -> int:
+        """Findings that are wrong."""
+        return sum(finding.is_wrong for finding in self.findings)
 
-    def note(self, line: str) -> str:
-        """A line on what harms nothing, counted."""
-        self.num_notes += 1
-        return f"note: {line}"
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.error is None and not self.num_wrong
 
 
-def check_lines(out: str, *, is_deep: bool = False, repair: bool = False) -> Iterator[str]:
-    """A line for each thing that is wrong, then a summary; of a job in slices for each of them.
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `check` found. is_deep: every byte was read. jobs: one, or all slices in the order of their rows."""
+
+    folder: str
+    is_deep: bool
+    is_repair: bool
+    is_whole: bool
+    jobs: tuple[JobCheck, ...]
+
+
+def check_job(out: str, *, is_deep: bool = False, repair: bool = False) -> CheckReport:
+    """Check the job in an output folder, or all of its slices.
 
     is_deep: all bytes and the keys of all rows are read, not sizes and footers alone. repair: what is damaged is moved
-    aside, for the next run. Raises OutputError after the last line if something is wrong, or if there is no job.
+    aside, for the next run. Raises OutputError if there is no job, or if it cannot be repaired.
     """
-    jobs = job_folders(out)
-    if jobs[0].slice is None:
-        yield from _check_job(jobs[0].folder, is_deep=is_deep, repair=repair)
-        return
-    num_wrong = 0
-    for job in jobs:
-        if not job.folder.exists("manifest") or _is_beginning(job.folder):
-            yield f"slice {job.slice}: has not begun"
-            continue
-        try:
-            for line in _check_job(job.folder, is_deep=is_deep, repair=repair):
-                yield f"slice {job.slice}: {line}"
-        except OutputError as error:
-            num_wrong += 1
-            yield f"slice {job.slice}: {error}"
-    if num_wrong:
-        raise OutputError(f"{num_wrong} of the {len(jobs)} slices in {out} are not as they should be: see above")
+    folders = job_folders(out)
+    if folders[0].slice is None:
+        jobs: tuple[JobCheck, ...] = (_check_job(folders[0], is_deep, repair),)
+    else:
+        jobs = tuple(_check_slice(job, is_deep, repair) for job in folders)
+    return CheckReport(out, is_deep, repair, all(job.is_whole for job in jobs), jobs)
 
 
-def _check_job(folder: Folder, *, is_deep: bool, repair: bool) -> Iterator[str]:
-    out = folder.root
+def _check_slice(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
+    if not job.folder.exists("manifest") or _is_beginning(job.folder):
+        return JobCheck(str(job.folder.root), str(job.slice), has_begun=False)
+    try:
+        return _check_job(job, is_deep, repair)
+    except OutputError as error:
+        return JobCheck(str(job.folder.root), str(job.slice), error=str(error))
+
+
+def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
+    folder = job.folder
     if not any(folder.exists(name) for name in ("manifest", "parts", "job.yaml")):
-        raise OutputError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
+        raise OutputError(no_job_message(folder.root))
     if _is_beginning(folder):
         raise OutputError(
-            f"{out} holds no job yet: its input has not been read to the end; wait for the run that does so, or run it "
-            "again"
+            f"{folder.root} holds no job yet: its input has not been read to the end; wait for the run that does so, "
+            "or run it again"
         )
-    held = JobLock(folder).held(lambda: last_epoch(folder)) if repair else contextlib.nullcontext()
-    with held as epoch:
-        yield from _check(folder, _Looked(), is_deep, epoch)
+    name = None if job.slice is None else str(job.slice)
+    with JobLock(folder).held(lambda: last_epoch(folder)) if repair else contextlib.nullcontext() as epoch:
+        try:
+            state = read_state(folder)
+        except OutputError as error:
+            found = Finding("manifest_damaged", "manifest/", str(error))
+        else:
+            if state is not None:
+                return _check_state(JobCheck(str(folder.root), name), folder, state, is_deep, repair)
+            found = Finding("manifest_without_job", "manifest/")
+        return _rebuilt(JobCheck(str(folder.root), name, findings=(found,)), folder, epoch)
 
 
 def _is_beginning(folder: Folder) -> bool:
@@ -102,80 +169,64 @@ def _is_beginning(folder: Folder) -> bool:
     return False
 
 
-def _check(folder: Folder, looked: _Looked, is_deep: bool, epoch: int | None) -> Iterator[str]:
-    """epoch: of the lock, where things are to be repaired."""
-    try:
-        state = read_state(folder)
-    except OutputError as error:
-        yield f"wrong: {error}"
-        raise _mend_manifest(folder, epoch) from error
-    if state is None:
-        yield looked.wrong("manifest/", "does not say what the job is", "put back a copy of it")
-        raise _mend_manifest(folder, epoch)
-    yield from _check_parts(folder, state, looked, is_deep, epoch is not None)
-    state = read_state(folder, state) or state
-    yield from _check_names(folder, state, looked)
-    yield from _check_coverage(state, looked)
-    yield from _check_spec(folder, state, looked, epoch is not None)
-    yield from _check_journal(folder, state, looked)
-    yield _summary(folder, state, looked, is_deep)
-    if looked.num_wrong:
-        raise _end(folder, looked)
-
-
-def _mend_manifest(folder: Folder, epoch: int | None) -> OutputError:
+def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
+    """epoch: of the lock; None where nothing is to be repaired."""
     if epoch is None:
-        return OutputError(
-            f"{folder.root}: without its manifest nothing else can be checked; check --repair makes a new one of the "
-            "lines that are whole"
-        )
-    names = rebuild_manifest(folder, epoch)
-    return OutputError(
-        f"{folder.root}: its manifest was damaged and is made anew, the old one is {', '.join(names)}; run the job "
-        "again: parts that are whole are taken over, the rest runs again"
+        return check
+    try:
+        return dataclasses.replace(check, replaced_logs=tuple(rebuild_manifest(folder, epoch)))
+    except OutputError as error:
+        return dataclasses.replace(check, error=str(error))
+
+
+def _check_state(check: JobCheck, folder: Folder, state: State, is_deep: bool, repair: bool) -> JobCheck:
+    num_parts_checked = len(state.parts)
+    findings = [*_check_parts(folder, state, is_deep, repair)]
+    state = read_state(folder, state) or state
+    findings += _check_names(folder, state)
+    findings += _check_coverage(state)
+    findings += _check_spec(folder, state, repair)
+    findings += _check_journal(folder, state)
+    return dataclasses.replace(
+        check,
+        is_checked=True,
+        findings=tuple(findings),
+        num_parts=total_shards(state.extents),
+        num_parts_checked=num_parts_checked,
+        num_rows=total_rows(state.extents) * task_of(JobSpec.model_validate(state.header.spec)).num_rows_per_input,
+        num_rows_committed=state.num_rows,
+        activity="done" if state.is_done else "running" if live_holder(folder) is not None else "stopped",
     )
 
 
-def _check_parts(folder: Folder, state: State, looked: _Looked, is_deep: bool, repair: bool) -> Iterator[str]:
-    looked.num_parts = len(state.parts)
+def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> Iterator[Finding]:
     for number, extent in enumerate(state.extents, 1):
         name = selection_name(number, RUN_FOLDER)
         if extent.selection is not None and read_selection(folder, number, extent.selection, RUN_FOLDER) is None:
-            yield looked.wrong(
-                name, "is gone or altered, and says which rows are run", "run the job again: it chooses them again"
-            )
+            yield Finding("selection_lost", name)
             return
         if extent.order is not None and read_permutation(folder, number, extent.order) is None:
-            yield looked.wrong(
-                permutation_name(number), "is gone or altered, and says in which order rows are run",
-                "run the job again: it orders them again",
-            )  # fmt: skip
+            yield Finding("order_lost", permutation_name(number))
             return
     flaws = _flaws(folder, state, sorted(state.parts), is_deep)
     if flaws:
-        # A job at work may have put another part in a part's place since: what counts is what it says of it now.
-        if _is_live(folder):
+        # A running job may have put another part in a part's place since: only what the manifest says now counts.
+        if live_holder(folder) is not None:
             time.sleep(_SETTLE_S)
         state = read_state(folder, state) or state
         flaws = _flaws(folder, state, sorted(flaws.keys() & state.parts.keys()), is_deep)
     owner = other_owner(folder, state, list(flaws)) if len(flaws) == len(state.parts) else None
     if owner is not None:
-        what = f"is of job {state.header.job_id}, the parts are of job {owner}"
-        yield looked.wrong("manifest/", what, "put the right manifest back, or move the parts away")
+        yield Finding("manifest_of_other_job", "manifest/", job_id=state.header.job_id, other_job_id=owner)
         return
     for shard, flaw in flaws.items():
         name = f"parts/{part_name(shard)}"
-        if repair and folder.exists(name):
-            looked.num_moved += 1
-            remedy = f"moved to {move_file_aside(folder, name)}; {_AGAIN}"
-        else:
-            # What a resume does not see by itself has to be moved out of its way.
-            remedy = _AGAIN if flaw.is_plain else f"check --deep --repair moves it aside; then {_AGAIN}"
-        yield looked.wrong(name, flaw.what, remedy)
+        moved_to = move_file_aside(folder, name) if repair and folder.exists(name) else None
+        yield Finding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
 
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
-    num_samples = JobSpec.model_validate(state.header.spec).num_samples
+    num_samples = task_of(JobSpec.model_validate(state.header.spec)).num_rows_per_input
     order = RunOrder(folder, state.extents)
 
     def look(shard: int) -> Flaw | None:
@@ -190,7 +241,7 @@ def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> di
     return found
 
 
-def _check_names(folder: Folder, state: State, looked: _Looked) -> Iterator[str]:
+def _check_names(folder: Folder, state: State) -> Iterator[Finding]:
     """Readers take `parts/*.parquet`: nothing else may have such a name."""
     strangers = [name for name in folder.list("parts") if name.endswith(".parquet")]
     state = read_state(folder, state) or state
@@ -200,59 +251,29 @@ def _check_names(folder: Folder, state: State, looked: _Looked) -> Iterator[str]
             continue
         shard = parse_part_name(name)
         if shard is not None and name == part_name(shard) and shard < total_shards(state.extents):
-            when = "being published" if _is_live(folder) else "the next run takes it over if it is whole"
-            yield looked.note(f"parts/{name} is named by no line of the manifest: {when}")
+            yield Finding("part_unnamed", f"parts/{name}", shard=shard)
         else:
-            yield looked.wrong(f"parts/{name}", "is no part of this job, and readers take it for one", "move it away")
+            yield Finding("foreign_file", f"parts/{name}")
 
 
-def _check_coverage(state: State, looked: _Looked) -> Iterator[str]:
+def _check_coverage(state: State) -> Iterator[Finding]:
     if state.is_done and not state.committed.all():
         missing = (~state.committed).nonzero()[0]
-        what = f"says that the job is done, but not its shard {missing[0]} ({len(missing):,} in all)"
-        yield looked.wrong("manifest/", what, "put back a whole copy of it, or delete its last line and run again")
+        yield Finding("manifest_incomplete", "manifest/", shard=int(missing[0]), num_shards=len(missing))
 
 
-def _check_spec(folder: Folder, state: State, looked: _Looked, repair: bool) -> Iterator[str]:
+def _check_spec(folder: Folder, state: State, repair: bool) -> Iterator[Finding]:
     if folder.exists("job.yaml"):
         return
     if repair:
         folder.write_atomic("job.yaml", spec_text(state, state.limit).encode())
-        yield looked.note("job.yaml was missing; it is written again")
-    else:
-        yield looked.wrong("job.yaml", "is missing", "check --repair writes it again from the manifest")
+    yield Finding("spec_restored" if repair else "spec_missing", "job.yaml")
 
 
-def _check_journal(folder: Folder, state: State, looked: _Looked) -> Iterator[str]:
-    schema = get_task(JobSpec.model_validate(state.header.spec)).result_schema
+def _check_journal(folder: Folder, state: State) -> Iterator[Finding]:
+    schema = task_of(JobSpec.model_validate(state.header.spec)).result_schema
     journal = Journal(folder, "check", schema)
     for shard in list_shards(folder):
-        if shard in state.parts:
-            continue
-        for name in journal.recover(shard).damaged:
-            yield looked.note(f"journal/{name} is damaged: left out, its results run again")
-
-
-def _summary(folder: Folder, state: State, looked: _Looked, is_deep: bool) -> str:
-    num_rows = total_rows(state.extents) * JobSpec.model_validate(state.header.spec).num_samples
-    live = "at work" if _is_live(folder) else "not done; run it again to go on"
-    how = "every byte" if is_deep else "sizes and footers; --deep reads every byte"
-    return (
-        f"checked {looked.num_parts:,} of {total_shards(state.extents):,} parts, {state.num_rows:,} of {num_rows:,} "
-        f"rows ({how}): {looked.num_wrong:,} wrong, {looked.num_notes:,} notes; the job is "
-        + ("done" if state.is_done else live)
-    )
-
-
-def _end(folder: Folder, looked: _Looked) -> OutputError:
-    moved = f", {looked.num_moved:,} moved aside: run the job again" if looked.num_moved else ""
-    things = "1 thing is" if looked.num_wrong == 1 else f"{looked.num_wrong:,} things are"
-    return OutputError(f"{folder.root}: {things} wrong, see above{moved}")
-
-
-def _is_live(folder: Folder) -> bool:
-    try:
-        holder = Holder.decode(folder.read(LOCK))
-    except OSError:
-        return False
-    return holder is not None and judge(holder) != "dead"
+        if shard not in state.parts:
+            for name in journal.recover(shard).damaged:
+                yield Finding("journal_damaged", f"journal/{name}", shard=shard)

@@ -1,4 +1,4 @@
-"""The scripted engine: deterministic outputs without a model, for tests and dry runs, and vectors for pooling tasks."""
+"""The scripted engine: deterministic outputs without a model, for tests and dry runs. Tasks make their own vectors."""
 
 import functools
 import hashlib
@@ -13,7 +13,8 @@ from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, FloatArray, IntArray, Request, TokenLogprobs
-from batchinf.spec.job import JobSpec, ScriptedSpec
+from batchinf.spec.job import ScriptedSpec
+from batchinf.tasks.base import Task
 
 
 class ScriptedEngine:
@@ -182,28 +183,21 @@ def _circle(drawn: npt.NDArray[Any], key: int, num_items: int) -> npt.NDArray[An
 
 
 class ScriptedPooling(ScriptedEngine):
-    """A vector is a function of the prompt and the spec alone; its prompt is run in one step."""
+    """In place of vLLM's pooling runner: each prompt is run in one step, and the task says its values."""
 
     output_room = 0
 
-    def __init__(self, spec: JobSpec, vocab_size: int) -> None:
-        assert spec.scripted is not None
-        super().__init__(spec.scripted, vocab_size, 0)
-        self._spec = spec
+    def __init__(self, task: Task, script: ScriptedSpec, vocab_size: int) -> None:
+        super().__init__(script, vocab_size, 0)
+        self._task = task
         self._drawn = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
 
     def complete(self, request: Request) -> Completion:
-        """See `ScriptedEngine.complete`: values of the shape that the task asks for."""
-        pooling, num_tokens = self._spec.pooling, len(request.prompt_token_ids)
-        is_states = self._spec.task == "hidden_states"
-        num_positions = num_tokens if is_states and pooling.positions == "all" else 1
-        width = pooling.vector_width * len(pooling.layers or (0,))
+        """See `ScriptedEngine.complete`."""
         digest = hashlib.blake2b(np.asarray(request.prompt_token_ids, np.int32).tobytes(), digest_size=8).digest()
         start = int.from_bytes(digest, "little") % len(self._drawn)
-        flat = self._drawn.take(np.arange(start, start + num_positions * width), mode="wrap")
-        values = flat.reshape(num_positions, width)
-        if self._spec.task == "embed" and pooling.normalize:
-            values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
-        if self._spec.task == "classify" and pooling.use_activation is not False:
-            values = np.exp(values) / np.exp(values).sum(axis=1, keepdims=True)
-        return Completion(request, np.zeros(0, np.int32), "stop", values=values)
+
+        def draw(num_values: int) -> FloatArray:
+            return self._drawn.take(np.arange(start, start + num_values), mode="wrap")
+
+        return Completion(request, np.zeros(0, np.int32), "stop", values=self._task.scripted_values(request, draw))

@@ -1,21 +1,21 @@
-"""Who gets which shards: those whose engine is up first, then those that can prepare shards until theirs is.
+"""Gives shards to replicas: first to those whose engine is up, then to those that prepare shards until theirs is.
 
-What `shards` decides is carried out here. A replica that prepares shards has begun none: whoever is up and has less to
-do takes them from it, without a word from it, as one that starts may be slow to hear, or never come up at all.
+`schedule.shards` decides, and this module carries it out. A replica whose engine is not up has begun no shard: one that
+is up and has less to do takes its shards without asking it, as it may answer late, or never come up at all.
 """
 
 from collections.abc import Container, Iterable, Sequence
 
 from batchinf.base import faults
-from batchinf.fleet.fleet import Ended, Fleet, Member
-from batchinf.fleet.trials import Trials
+from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
+from batchinf.fleet.quarantine import Trials
 from batchinf.records import Shard
 from batchinf.replica.messages import Begin, Revoke
 from batchinf.schedule.shards import PendingShards, ReplicaLoad, next_shards, revocations
 
 
 class Assignment:
-    """The shards of a job on their way to its replicas and back."""
+    """Hands out the shards of a job, and takes them back."""
 
     def __init__(self, fleet: Fleet, pending: PendingShards, trials: Trials) -> None:
         self._fleet = fleet
@@ -24,71 +24,71 @@ class Assignment:
         self._attempts: dict[int, int] = {}
 
     def assign(self) -> None:
-        """Hand out what is pending, and ask back what others could do sooner."""
+        """Hand out pending shards, and ask for shards back that another replica could run sooner."""
         self._trials.give(self._next_attempt)
         self._hand_out()
         is_any_free = False
         for index, shards in revocations(self._pending, self._loads()).items():
-            member = self._fleet.members[index]
-            if member.is_running:
-                self._fleet.revoke(member, shards)
+            replica = self._fleet.replicas[index]
+            if replica.is_running:
+                self._fleet.revoke(replica, shards)
             else:
-                self._withdraw(member, shards)
+                self._withdraw(replica, shards)
                 is_any_free = True
         if is_any_free:
             self._hand_out()
 
-    def begin(self, member: Member) -> None:
-        """A member's engine is up: it may run what it has prepared. One that took over a case runs that alone."""
-        if self._trials.has_case(member):
-            self._withdraw(member, tuple(member.shards))
-        if member.replica is not None:
-            member.replica.send(Begin())
+    def begin(self, replica: FleetReplica) -> None:
+        """A replica's engine is up: let it run the shards that it prepared, or only its case if it took one over."""
+        if self._trials.has_case(replica):
+            self._withdraw(replica, tuple(replica.shards))
+        if replica.handle is not None:
+            replica.handle.send(Begin())
 
-    def take_back(self, member: Member, shards: Iterable[int]) -> None:
-        """A member has given these back, untouched."""
-        back = [index for index in shards if member.shards.pop(index, None) is not None]
+    def take_back(self, replica: FleetReplica, shards: Iterable[int]) -> None:
+        """A replica has given these shards back; it had not begun them."""
+        back = [index for index in shards if replica.shards.pop(index, None) is not None]
         self._forget_attempt(back)
-        member.revoking.clear()
+        replica.revoking.clear()
         self._pending.give_back(back)
 
     def note_ended(self, end: Ended, held: Container[int]) -> None:
-        """An incarnation is over: what it had not done is another's, save the shards that are `held`."""
+        """An incarnation has ended: its shards become pending again, except those that are `held`."""
         shards = [shard.index for shard in end.shards]
-        if end.member.info is None:
+        if end.replica.info is None:
             self._forget_attempt(shards)
         self._pending.give_back(index for index in shards if index not in held)
 
-    def _withdraw(self, member: Member, shards: Sequence[int]) -> None:
-        """Take shards from a member that was not told to begin: they are another's at once, whether it hears or not."""
-        if member.replica is not None:
-            member.replica.send(Revoke(tuple(shards)))
-        self.take_back(member, shards)
+    def _withdraw(self, replica: FleetReplica, shards: Sequence[int]) -> None:
+        """Take shards from a replica that was not told to begin: others may run them at once, even if it is deaf."""
+        if replica.handle is not None:
+            replica.handle.send(Revoke(tuple(shards)))
+        self.take_back(replica, shards)
 
     def _hand_out(self) -> None:
         for index, shard in next_shards(self._pending, self._loads(), is_gathering=self._is_gathering):
             faults.point("coordinator.before_assign")
             condemned = self._trials.condemned_in(shard)
-            self._fleet.assign(self._fleet.members[index], [shard], self._next_attempt([shard]), condemned)
+            self._fleet.assign(self._fleet.replicas[index], [shard], self._next_attempt([shard]), condemned)
 
     @property
     def _is_gathering(self) -> bool:
-        """Whether replicas come up for the first time, while the first shards may be others than the rest."""
-        members = self._fleet.members
-        is_first = any(m.replica is not None and m.info is None and not m.restarts for m in members)
+        """Whether replicas are starting for the first time, while the first shards may differ from the rest."""
+        replicas = self._fleet.replicas
+        is_first = any(m.handle is not None and m.info is None and not m.restarts for m in replicas)
         return is_first and not self._pending.is_in_order
 
     def _loads(self) -> list[ReplicaLoad]:
-        return [self._load(index, member) for index, member in enumerate(self._fleet.members) if member.takes_shards]
+        return [self._load(index, one) for index, one in enumerate(self._fleet.replicas) if one.takes_shards]
 
-    def _load(self, index: int, member: Member) -> ReplicaLoad:
-        is_up, is_free = member.is_running, not self._trials.is_on_trial(member)
+    def _load(self, index: int, replica: FleetReplica) -> ReplicaLoad:
+        is_up, is_free = replica.is_running, not self._trials.is_on_trial(replica)
         if not is_up:
             # Its case's shards go before all others.
-            is_free = not self._trials.has_case(member)
-        is_accepting = not member.is_stopping and is_free
-        movable = self._trials.movable(member)
-        return ReplicaLoad(index, member.window_rows, member.outstanding_rows, movable, is_accepting, is_up)
+            is_free = not self._trials.has_case(replica)
+        is_accepting = not replica.is_stopping and is_free
+        movable = self._trials.movable(replica)
+        return ReplicaLoad(index, replica.window_rows, replica.outstanding_rows, movable, is_accepting, is_up)
 
     def _next_attempt(self, shards: Iterable[Shard]) -> int:
         """The number of the try that begins now for these shards: the greatest of theirs."""

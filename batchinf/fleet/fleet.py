@@ -1,21 +1,20 @@
-"""One place for a replica in a fleet: its incarnation, what it has said, which shards it holds; and how one ended."""
+"""The replicas of a job over all of their incarnations: starts them, restarts those that die, knows what each holds."""
 
 import pathlib
-import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from batchinf.base.errors import EngineDeadError, UserError
+from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.local import LocalBackend, LocalReplica, engine_environment
+from batchinf.fleet.ending import cause_of, memory_words
 from batchinf.fleet.out_of_memory import EngineSettings, Lowered, Verdict, recognise
-from batchinf.fleet.replica_log import last_error, log_errors, points_elsewhere, told_cause
 from batchinf.fleet.status import ReplicaStatus
 from batchinf.manifest.names import incarnation_name
 from batchinf.records import EngineInfo, EngineStats, Shard
 from batchinf.replica import messages
-from batchinf.replica.flight import InFlight
+from batchinf.replica.in_flight import InFlightRequest
 from batchinf.replica.messages import Assign, Command, Event, Failed, Launch, Progress, Ready, Revoke, Trial, Work
 from batchinf.replica.worker import window
 
@@ -25,18 +24,19 @@ NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())
 
 
 @dataclass(slots=True)
-class Member:
-    """One place for a replica, over all of its incarnations.
+class FleetReplica:
+    """One replica, over all of its incarnations.
 
-    shards: what the running incarnation holds and has not closed, in the order in which it was given them.
-    early_window: of an engine that is not up yet, while shards are prepared for it; None where they are not.
-    failures: ends in a row without a finished row between them. recovered_rows: what it has taken from the journal.
+    handle: of the incarnation that runs, if one does.
+    shards: those that the running incarnation was given and has not closed, oldest first.
+    early_window: the window of an engine that is not up yet, if the replica prepares shards for it meanwhile.
+    failures: ends since it last finished a row. recovered_rows: rows that it took from the journal.
     cause: why the last incarnation ended.
     """
 
     slot: Slot
     requests_per_row: int
-    replica: LocalReplica | None = None
+    handle: ReplicaHandle | None = None
     state: str = "waiting"
     shards: dict[int, Shard] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
@@ -58,14 +58,19 @@ class Member:
     steps_changed_at: float = field(default_factory=time.monotonic)
 
     @property
+    def number(self) -> int:
+        """From 0, in the order of the slots."""
+        return self.slot.replica
+
+    @property
     def is_running(self) -> bool:
         """Whether its engine is up and takes rows."""
-        return self.replica is not None and self.info is not None and self.failed is None
+        return self.handle is not None and self.info is not None and self.failed is None
 
     @property
     def takes_shards(self) -> bool:
         """Whether it makes something of shards: its engine is up, or its feeder is ahead of that."""
-        return self.is_running or (self.replica is not None and self.failed is None and self.early_window is not None)
+        return self.is_running or (self.handle is not None and self.failed is None and self.early_window is not None)
 
     @property
     def outstanding_rows(self) -> int:
@@ -89,7 +94,7 @@ class Member:
         """For `status.json`."""
         engine = self.progress.engine
         return ReplicaStatus(
-            self.slot.replica,
+            self.number,
             self.state,
             self.slot.devices,
             self.progress.in_flight,
@@ -104,19 +109,19 @@ class Member:
 class Ended:
     """An incarnation that is over: its shards have to be handed out again, save those that its last events close.
 
-    flight: what was in its engine, where a row may have been the cause of its death. was_killed: by a signal from
-    outside, as far as can be told.
+    in_flight: what was in its engine, where a row may have been the cause of its death. was_killed: from outside, as
+    far as can be told.
     out_of_memory: why it died, and what becomes of its replica; None if memory had not run out.
     """
 
-    member: Member
+    replica: FleetReplica
     incarnation: str
     lifetime_s: float
     shards: tuple[Shard, ...]
     events: tuple[Event, ...]
     cause: str
     was_asked: bool
-    flight: tuple[InFlight, ...]
+    in_flight: tuple[InFlightRequest, ...]
     was_killed: bool
     out_of_memory: Verdict | None = None
 
@@ -126,48 +131,53 @@ class Ended:
         return None if self.out_of_memory is None else self.out_of_memory.step
 
 
-def update(member: Member, event: Event) -> None:
-    """Take in what its replica has said."""
+def update(replica: FleetReplica, event: Event) -> None:
+    """Update a replica with an event that it sent."""
     match event:
         case messages.StartPhase(name):
-            member.state = name
+            replica.state = name
         case messages.TakesShards(size):
-            member.early_window = size
+            replica.early_window = size
         case Ready(engine, _):
-            member.info, member.state = engine, "running"
-            member.steps_changed_at = time.monotonic()
+            replica.info, replica.state = engine, "running"
+            replica.steps_changed_at = time.monotonic()
         case Progress():
-            if event.steps != member.progress.steps or not event.in_flight:
-                member.steps_changed_at = time.monotonic()
-            member.progress = event
+            if event.steps != replica.progress.steps or not event.in_flight:
+                replica.steps_changed_at = time.monotonic()
+            replica.progress = event
         case messages.ShardBegun(shard, num_recovered):
-            member.begun.add(shard)
-            member.recovered_rows += num_recovered
+            replica.begun.add(shard)
+            replica.recovered_rows += num_recovered
         case messages.Revoked(shards):
             for index in shards:
-                member.begun.discard(index)
+                replica.begun.discard(index)
         case Failed():
-            member.failed, member.failed_at = event, time.monotonic()
+            replica.failed, replica.failed_at = event, time.monotonic()
         case messages.Stopped():
-            member.state = "ended"
+            replica.state = "ended"
 
 
-def is_overdue(member: Member) -> bool:
-    """Whether its replica, which has said that it ends, takes too long over it."""
-    return member.failed is not None and time.monotonic() - member.failed_at > _LAST_WORDS_S
+def is_overdue(replica: FleetReplica) -> bool:
+    """Whether a replica has said that it ends, and takes too long to do so."""
+    return replica.failed is not None and time.monotonic() - replica.failed_at > _LAST_WORDS_S
+
+
+def _may_be_a_rows_doing(failed: Failed | None, verdict: Verdict | None) -> bool:
+    """Whether a row may have ended a replica: only an engine's death, and none that lower settings may prevent."""
+    is_death = failed is None or failed.error_type == EngineDeadError.__name__
+    return is_death and (verdict is None or verdict.action == "died")
 
 
 _BACK_OFF_S = 1.0
 _MAX_BACK_OFF_S = 30.0
-# How a process ends that somebody else wants gone, in contrast to a segmentation fault.
-_FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 
 
 class Fleet:
-    """All members. `launch(member_index, incarnation) -> Launch` tells what a new incarnation is to be."""
+    """All replicas of a job, on one backend."""
 
     def __init__(
         self,
+        backend: Backend,
         slots: Iterable[Slot],
         requests_per_row: int,
         launch: Callable[[Slot, str], Launch],
@@ -179,11 +189,12 @@ class Fleet:
         settings: EngineSettings | None = None,
         retry: int = 0,
     ) -> None:
-        """settings: what `launch` takes its engine arguments from; they are lowered where memory runs out.
+        """launch: makes the message that starts an incarnation, given its slot and its name.
 
-        retry: that the incarnations work for; 0 for none.
+        settings: the engine arguments that `launch` uses; the fleet lowers them when memory runs out.
+        retry: the number of the retry that the incarnations work for; 0 for none.
         """
-        self.members = [Member(slot, requests_per_row) for slot in slots]
+        self.replicas = [FleetReplica(slot, requests_per_row) for slot in slots]
         self._launch = launch
         self._work: Work | None = None
         self._epoch = epoch
@@ -193,214 +204,204 @@ class Fleet:
         self._stall_timeout_s = stall_timeout_s
         self.is_cache_warm = is_cache_warm
         self._settings = settings
-        self._backend = LocalBackend()
+        self.backend = backend
         self._num_incarnations = 0
         self._spent = (0, 0)
         self._stalled_by_disk_s = 0.0
 
     def give_work(self, work: Work) -> None:
-        """Tell the members what their rows are: those that run, and from now on each as it starts."""
+        """Tell the replicas what their rows are: those that run now, and each other one when it starts."""
         self._work = work
-        for member in self.members:
-            self._send(member, work)
+        for replica in self.replicas:
+            self._send(replica, work)
 
-    def start_due(self) -> list[Member]:
-        """Start every member whose time has come; those that were started.
+    def start_due(self) -> list[FleetReplica]:
+        """Start every replica that is due, and return those.
 
-        With a cold cache of compiled graphs the first fills it. The others, which would write it at the same time, fill
-        one of their own, which ends with them: so all are up about as soon as one.
+        If the cache of compiled graphs is cold, the first replica fills it. The others would write it at the same time:
+        they compile to caches of their own, which end with them, so that all are up about as soon as one.
         """
-        started: list[Member] = []
-        for member in self.members:
-            if member.replica is None and not member.is_given_up and time.monotonic() >= member.start_at:
-                self._start(member)
-                started.append(member)
+        started: list[FleetReplica] = []
+        for replica in self.replicas:
+            if replica.handle is None and not replica.is_given_up and time.monotonic() >= replica.start_at:
+                self._start(replica)
+                started.append(replica)
         return started
 
-    def _start(self, member: Member) -> None:
+    def _start(self, replica: FleetReplica) -> None:
         self._num_incarnations += 1
         incarnation = incarnation_name(self._epoch, self._num_incarnations, self._retry)
-        is_filled = any(other.replica is not None and other.replica.own_cache is None for other in self.members)
-        member.replica = self._backend.start(
-            self._launch(member.slot, incarnation),
-            self._logs / f"replica-{member.slot.replica}.log",
-            engine_environment(member.slot.devices, len(member.slot.cpus), member.slot.replica),
+        is_filled = any(other.handle is not None and not other.handle.has_own_cache for other in self.replicas)
+        replica.handle = self.backend.start(
+            self._launch(replica.slot, incarnation),
+            replica.slot,
+            self._logs / f"replica-{replica.number}.log",
             has_own_cache=is_filled and not self.is_cache_warm,
         )
         if self._work is not None:
-            member.replica.send(self._work)
-        member.state, member.info, member.failed, member.early_window = "starting", None, None, None
-        member.progress, member.recovered_rows, member.closed_rows, member.closed_errors = NOTHING, 0, 0, 0
-        member.steps_changed_at = time.monotonic()
+            replica.handle.send(self._work)
+        replica.state, replica.info, replica.failed, replica.early_window = "starting", None, None, None
+        replica.progress, replica.recovered_rows, replica.closed_rows, replica.closed_errors = NOTHING, 0, 0, 0
+        replica.steps_changed_at = time.monotonic()
 
-    def poll(self, wait_s: float) -> list[tuple[Member, Event]]:
-        """What replicas have said, after at most `wait_s` seconds; the members are brought up to date first."""
-        by_replica = {id(member.replica): member for member in self.members if member.replica is not None}
+    def poll(self, wait_s: float) -> list[tuple[FleetReplica, Event]]:
+        """Events that replicas have sent, after at most `wait_s` seconds. The replicas are updated with them."""
+        by_handle = {id(replica.handle): replica for replica in self.replicas if replica.handle is not None}
         events = []
-        for replica, event in self._backend.poll(wait_s):
-            member = by_replica.get(id(replica))
-            if member is not None:
-                update(member, event)
-                self.is_cache_warm |= member.info is not None and replica.own_cache is None
-                events.append((member, event))
+        for handle, event in self.backend.poll(wait_s):
+            replica = by_handle.get(id(handle))
+            if replica is not None:
+                update(replica, event)
+                self.is_cache_warm |= replica.info is not None and not handle.has_own_cache
+                events.append((replica, event))
         return events
 
     def reap(self) -> list[Ended]:
-        """End, with all their processes, the replicas that have died or made no step for too long."""
+        """End, with everything that they started, the replicas that have died or made no step for too long."""
         ended = []
-        for member in self.members:
-            if member.replica is None:
+        for replica in self.replicas:
+            if replica.handle is None:
                 continue
-            if member.replica.has_ended() or is_overdue(member):
-                ended.append(self._end(member, self._cause(member)))
-            elif self._is_stalled(member):
-                ended.append(self._end(member, f"no step for {self._stall_timeout_s:g} s (stall_timeout_s)"))
+            if replica.handle.has_ended() or is_overdue(replica):
+                ended.append(self._end(replica))
+            elif self._is_stalled(replica):
+                ended.append(self._end(replica, f"no step for {self._stall_timeout_s:g} s (stall_timeout_s)"))
         return ended
 
-    def _is_stalled(self, member: Member) -> bool:
-        if not member.is_running:
-            member.steps_changed_at = time.monotonic()
-        return time.monotonic() - member.steps_changed_at > self._stall_timeout_s
+    def _is_stalled(self, replica: FleetReplica) -> bool:
+        if not replica.is_running:
+            replica.steps_changed_at = time.monotonic()
+        return time.monotonic() - replica.steps_changed_at > self._stall_timeout_s
 
-    def _end(self, member: Member, cause: str, *, is_own_doing: bool = False) -> Ended:
-        replica = member.replica
-        assert replica is not None
-        # Last words may still be in the channel of a process that is gone.
-        events: list[Event] = []
-        while heard := replica.channel.receive(0):
-            events.extend(heard)
-        for event in events:
-            update(member, event)
-        member.cause = cause if member.failed is None else told_cause(member.failed.cause, replica)
-        lifetime_s, was_asked = replica.lifetime_s(), member.is_stopping or is_own_doing
-        code, in_flight = replica.process.poll(), tuple(replica.flight.in_flight())
-        self._backend.end(replica)
-        self._spent = (
-            self._spent[0] + member.progress.num_prompt_tokens,
-            self._spent[1] + member.progress.num_output_tokens,
-        )
-        self._stalled_by_disk_s += member.progress.stalled_by_disk_s
-        shards, incarnation = tuple(member.shards.values()), replica.launch.incarnation
-        was_killed = member.failed.was_killed if member.failed is not None else code in _FROM_OUTSIDE
-        verdict = self._judge(member, replica)
-        # Anything but the engine's death is no row's doing; nor is that, where lower settings may mend it.
-        is_death = not was_asked and (member.failed is None or member.failed.error_type == EngineDeadError.__name__)
-        is_death = is_death and (verdict is None or verdict.action == "died")
-        flight = in_flight if is_death else ()
+    def _end(self, replica: FleetReplica, cause: str = "", *, is_own_doing: bool = False) -> Ended:
+        """End an incarnation. cause: why the coordinator does, if it did not end by itself."""
+        handle, was_asked = replica.handle, replica.is_stopping or is_own_doing
+        assert handle is not None
+        ending = handle.end()
+        for event in ending.events:
+            update(replica, event)
+        failed = replica.failed
+        replica.cause = cause if cause and failed is None else cause_of(ending, failed, handle)
+        self._count_spent(replica)
+        verdict = self._judge(replica, handle, ending)
         ended = Ended(
-            member, incarnation, lifetime_s, shards, tuple(events), member.cause, was_asked, flight, was_killed, verdict
+            replica,
+            handle.incarnation,
+            ending.lifetime_s,
+            tuple(replica.shards.values()),
+            ending.events,
+            replica.cause,
+            was_asked,
+            ending.in_flight if not was_asked and _may_be_a_rows_doing(failed, verdict) else (),
+            failed.was_killed if failed is not None else ending.ended_by == "outside",
+            verdict,
         )
         if verdict is not None:
-            member.cause = verdict.words
-        self._schedule_restart(member, verdict)
+            replica.cause = verdict.words
+        self._schedule_restart(replica, verdict)
         return ended
 
-    def _judge(self, member: Member, replica: LocalReplica) -> Verdict | None:
+    def _count_spent(self, replica: FleetReplica) -> None:
+        progress, (num_prompt_tokens, num_output_tokens) = replica.progress, self._spent
+        self._spent = num_prompt_tokens + progress.num_prompt_tokens, num_output_tokens + progress.num_output_tokens
+        self._stalled_by_disk_s += progress.stalled_by_disk_s
+
+    def _judge(self, replica: FleetReplica, handle: ReplicaHandle, ending: Ending) -> Verdict | None:
         """What becomes of a replica whose memory ran out; None where that is not why it ended."""
-        code = replica.process.returncode
-        # A process that was killed, or made no step, has not said why; an earlier error in its log is not the cause.
-        if self._settings is None or member.is_stopping or (member.failed is None and code in (None, -signal.SIGKILL)):
+        # A replica that was killed, or made no step, has not said why; an earlier error in its log is not the cause.
+        is_explained = replica.failed is not None or ending.ended_by == "itself"
+        if self._settings is None or replica.is_stopping or not is_explained:
             return None
-        words = [member.cause]
-        if member.failed is None or points_elsewhere(member.failed.cause):
-            words += log_errors(replica.log, replica.log_start)
-        was_up = member.info is not None
-        failure = recognise("\n".join(words), was_up=was_up)
+        was_up = replica.info is not None
+        failure = recognise(memory_words(replica.cause, replica.failed, handle), was_up=was_up)
         if failure is None:
             return None
-        return self._settings.judge(member.slot.replica, replica.launch.incarnation, failure, was_up=was_up)
+        return self._settings.judge(replica.number, handle.incarnation, failure, was_up=was_up)
 
-    def _schedule_restart(self, member: Member, verdict: Verdict | None) -> None:
+    def _schedule_restart(self, replica: FleetReplica, verdict: Verdict | None) -> None:
         starts_lower = verdict is not None and verdict.action == "again"
-        is_hopeless = member.failed is not None and member.failed.exit_code == UserError.exit_code
+        is_hopeless = replica.failed is not None and replica.failed.exit_code == UserError.exit_code
         if verdict is not None:
             is_hopeless = verdict.action == "given up"
         if not starts_lower:
-            has_finished_rows = max(member.progress.num_rows, member.closed_rows) > member.recovered_rows
-            member.failures = 1 if has_finished_rows else member.failures + 1
-            is_hopeless |= member.failures > self._max_restarts
-        member.is_given_up = member.is_stopping or is_hopeless
-        member.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** max(0, member.failures - 1))
-        member.state = "ended" if member.is_stopping else "given up" if member.is_given_up else "restarting"
-        member.restarts += 0 if member.is_given_up else 1
-        member.replica = None
-        member.progress = NOTHING
-        member.shards.clear()
-        member.begun.clear()
-        member.revoking.clear()
+            has_finished_rows = max(replica.progress.num_rows, replica.closed_rows) > replica.recovered_rows
+            replica.failures = 1 if has_finished_rows else replica.failures + 1
+            is_hopeless |= replica.failures > self._max_restarts
+        replica.is_given_up = replica.is_stopping or is_hopeless
+        replica.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** max(0, replica.failures - 1))
+        replica.state = "ended" if replica.is_stopping else "given up" if replica.is_given_up else "restarting"
+        replica.restarts += 0 if replica.is_given_up else 1
+        replica.handle = None
+        replica.progress = NOTHING
+        replica.shards.clear()
+        replica.begun.clear()
+        replica.revoking.clear()
 
-    def excuse(self, member: Member) -> None:
-        """The last end of a member was of use: it does not count as a failure to do anything."""
-        member.failures -= 1
-        if member.is_given_up and member.failures <= self._max_restarts and not member.is_stopping:
-            member.is_given_up, member.state = False, "restarting"
-            member.restarts += 1
-        member.start_at = time.monotonic() + _BACK_OFF_S
-
-    def _cause(self, member: Member) -> str:
-        assert member.replica is not None
-        code = member.replica.process.returncode
-        words = last_error(member.replica.log, member.replica.log_start)
-        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return f"ended with {how}" + (f"; its log ends: {words}" if words else "")
+    def excuse(self, replica: FleetReplica) -> None:
+        """Do not count the last end of a replica as a failure: it was of use to the search for a row that kills."""
+        replica.failures -= 1
+        if replica.is_given_up and replica.failures <= self._max_restarts and not replica.is_stopping:
+            replica.is_given_up, replica.state = False, "restarting"
+            replica.restarts += 1
+        replica.start_at = time.monotonic() + _BACK_OFF_S
 
     def assign(
-        self, member: Member, shards: Iterable[Shard], attempts: int, condemned: tuple[tuple[int, str], ...] = ()
+        self, replica: FleetReplica, shards: Iterable[Shard], attempts: int, condemned: tuple[tuple[int, str], ...] = ()
     ) -> None:
-        """Give shards to a member. condemned: rows of theirs that must not reach an engine, with what to say of it."""
+        """Give shards to a replica. condemned: rows of theirs that must not reach an engine, with what to say of it."""
         given = tuple(shards)
-        member.shards.update((shard.index, shard) for shard in given)
-        self._send(member, Assign(given, attempts, condemned))
+        replica.shards.update((shard.index, shard) for shard in given)
+        self._send(replica, Assign(given, attempts, condemned))
 
-    def try_rows(self, member: Member, trial: Trial) -> None:
-        """Give a member a trial, and with it the shards."""
-        member.shards.update((shard.index, shard) for shard in trial.shards)
-        self._send(member, trial)
+    def try_rows(self, replica: FleetReplica, trial: Trial) -> None:
+        """Give a replica a trial, and with it the shards."""
+        replica.shards.update((shard.index, shard) for shard in trial.shards)
+        self._send(replica, trial)
 
-    def _send(self, member: Member, message: Command) -> None:
-        if member.replica is not None:
-            member.replica.send(message)
+    def _send(self, replica: FleetReplica, message: Command) -> None:
+        if replica.handle is not None:
+            replica.handle.send(message)
 
-    def revoke(self, member: Member, shards: Iterable[int]) -> None:
-        """Ask for shards back; a `Revoked` event says which of them the member had not begun."""
-        member.revoking.update(shards)
-        self._send(member, Revoke(tuple(sorted(member.revoking))))
+    def revoke(self, replica: FleetReplica, shards: Iterable[int]) -> None:
+        """Ask for shards back; a `Revoked` event says which of them the replica had not begun."""
+        replica.revoking.update(shards)
+        self._send(replica, Revoke(tuple(sorted(replica.revoking))))
 
     def stop(self, command: Command) -> list[Ended]:
-        """Tell every member to stop, and start none again; those whose engine is not up yet are ended at once."""
+        """Tell every replica to stop, and start none again; those whose engine is not up yet are ended at once."""
         ended = []
-        for member in self.members:
-            member.is_stopping = True
-            member.is_given_up = member.replica is None or member.is_given_up
-            if member.replica is not None and member.info is None:
-                ended.append(self._end(member, "ended before its engine was up"))
+        for replica in self.replicas:
+            replica.is_stopping = True
+            replica.is_given_up = replica.handle is None or replica.is_given_up
+            if replica.handle is not None and replica.info is None:
+                ended.append(self._end(replica, "ended before its engine was up"))
             else:
-                self._send(member, command)
+                self._send(replica, command)
         return ended
 
     def kill(self) -> list[Ended]:
         """End every replica at once."""
-        live = [member for member in self.members if member.replica is not None]
-        return [self._end(member, "ended by the coordinator", is_own_doing=True) for member in live]
+        live = [replica for replica in self.replicas if replica.handle is not None]
+        return [self._end(replica, "ended by the coordinator", is_own_doing=True) for replica in live]
 
     @property
     def num_live(self) -> int:
-        """Replicas whose process runs."""
-        return sum(member.replica is not None for member in self.members)
+        """Replicas of which an incarnation runs."""
+        return sum(replica.handle is not None for replica in self.replicas)
 
     @property
     def is_spent(self) -> bool:
-        """Whether every member was given up."""
-        return all(member.is_given_up for member in self.members)
+        """Whether every replica was given up."""
+        return all(replica.is_given_up for replica in self.replicas)
 
     @property
     def stalled_by_disk_s(self) -> float:
         """Seconds, over all replicas since the coordinator started, in which an engine waited for the disk."""
-        return round(self._stalled_by_disk_s + sum(member.progress.stalled_by_disk_s for member in self.members), 3)
+        return round(self._stalled_by_disk_s + sum(replica.progress.stalled_by_disk_s for replica in self.replicas), 3)
 
     def num_tokens(self) -> tuple[int, int]:
         """Prompt and output tokens of finished requests since the coordinator started."""
         return (
-            self._spent[0] + sum(member.progress.num_prompt_tokens for member in self.members),
-            self._spent[1] + sum(member.progress.num_output_tokens for member in self.members),
+            self._spent[0] + sum(replica.progress.num_prompt_tokens for replica in self.replicas),
+            self._spent[1] + sum(replica.progress.num_output_tokens for replica in self.replicas),
         )

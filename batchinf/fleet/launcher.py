@@ -1,18 +1,16 @@
-"""What replicas of a job are started with, whatever its rows are; what they are told of these; how that is recorded."""
+"""What the replicas of a job are started with, what they are told of its rows, and how the manifest records them."""
 
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchinf.base.slices import source_folder
 from batchinf.base.storage import Folder
-from batchinf.fleet.devices import Slot, check_free, device_size, own_cpus, place, visible_devices
-from batchinf.fleet.fleet import Ended, Fleet, Member
-from batchinf.fleet.local import cache_root
+from batchinf.fleet.backend import Backend
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.fleet.out_of_memory import EngineSettings, kept
 from batchinf.job.open import Job, begun_at
-from batchinf.manifest.lock import Holder, process_start
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import Retry
 from batchinf.manifest.state import State
@@ -22,12 +20,14 @@ from batchinf.model.memory import fit_of
 from batchinf.output.replace import retry_metadata
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
+from batchinf.tasks.registry import task_of
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Model, devices and engine arguments of one life of a job. spec: resolved, but maybe for its `input`."""
+    """Backend, model, devices and engine arguments of one epoch of a job. spec: resolved, except maybe its `input`."""
 
+    backend: Backend
     spec: JobSpec
     model: Model
     adapters: tuple[Adapter, ...]
@@ -39,6 +39,7 @@ class Launcher:
     @classmethod
     def of(
         cls,
+        backend: Backend,
         spec: JobSpec,
         model: Model,
         adapters: tuple[Adapter, ...],
@@ -47,30 +48,33 @@ class Launcher:
         state: State | None,
         say: Callable[[str], None],
     ) -> "Launcher":
-        """state: of the job that is gone on with. Raises UserError if weights are missing, or the devices do not do."""
+        """state: of a job that is resumed. Raises UserError if weights are missing or the devices do not suffice."""
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
-        slots = place(spec, visible_devices(), own_cpus())
-        settings = _settings(spec, model, slots, state, say)
-        check_free(spec.model_copy(update={"engine": settings.engine}), slots)
-        return cls(spec, model, adapters, folder, epoch, slots, settings)
+        slots = backend.place(spec)
+        # The devices are taken to be alike.
+        size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
+        settings = _settings(spec, model, size, state, say)
+        backend.check_free(spec.model_copy(update={"engine": settings.engine}), slots)
+        return cls(backend, spec, model, adapters, folder, epoch, slots, settings)
 
     @property
     def devices(self) -> list[str]:
-        """Those of all replicas; none on a CPU."""
+        """The devices of all replicas; empty on processors."""
         return [device for slot in self.slots for device in slot.devices]
 
     def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0) -> Fleet:
-        """Replicas that have yet to start. spec: a retry's, whose sampling is another."""
+        """The replicas, none of them started. spec: a retry's, which has other sampling."""
         return Fleet(
+            self.backend,
             self.slots,
-            self.spec.num_samples,
+            task_of(self.spec).num_rows_per_input,
             lambda slot, incarnation: self._launch(slot, incarnation, job_id, spec or self.spec),
             self.epoch,
             self.folder.path("logs"),
             self.spec.max_restarts,
             self.spec.stall_timeout_s,
-            is_cache_warm=not self.devices or self._compile_marker().exists(),
+            is_cache_warm=not self.devices or self.backend.is_cache_warm(self._shape()),
             settings=self.settings,
             retry=retry,
         )
@@ -91,16 +95,14 @@ class Launcher:
         )
 
     def note_warm(self, fleet: Fleet) -> None:
-        """Remember, for later jobs, where an engine of the fleet has compiled what others can take over."""
+        """Remember for later jobs that an engine of the fleet has compiled to the shared cache."""
         if self.devices and fleet.is_cache_warm:
-            marker = self._compile_marker()
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch()
+            self.backend.note_cache_warm(self._shape())
 
-    def _compile_marker(self) -> pathlib.Path:
-        """A file in vLLM's cache: engines of this model, degrees and arguments have compiled on this machine."""
+    def _shape(self) -> str:
+        """Names the engines that compile alike: same model, degrees and arguments."""
         spec = self.spec
-        shape = fingerprint(
+        return fingerprint(
             {
                 # vLLM's own keys hang on the path too.
                 "model": [self.model.path, self.model.fingerprint],
@@ -109,23 +111,24 @@ class Launcher:
                 "dtype": [spec.model.dtype, spec.model.quantization],
             }
         )
-        return cache_root() / shape
 
 
 def _settings(
-    spec: JobSpec, model: Model, slots: Sequence[Slot], state: State | None, say: Callable[[str], None]
+    spec: JobSpec, model: Model, size: tuple[int | None, str], state: State | None, say: Callable[[str], None]
 ) -> EngineSettings:
-    """The spec's engine arguments, and those that were lowered when memory ran out in an earlier epoch."""
-    device_bytes, device_name = device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
+    """The spec's engine arguments, and those that were lowered when memory ran out in an earlier epoch.
+
+    size: memory and name of a device; see `Backend.device_size`.
+    """
     lowered = kept(spec, state.lowered) if state is not None else {}
     if lowered:
         shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
         say(f"going on with {shown}, as memory ran out before; give another value in the spec to change that")
-    return EngineSettings(spec, fit_of(model, spec, device_bytes, device_name), lowered)
+    return EngineSettings(spec, fit_of(model, spec, *size, task_of(spec).default_batch_limits), lowered)
 
 
 def work_of(job: Job, state: State, retry: Retry | None = None) -> Work:
-    """What replicas are told of the job's rows, or of those of a retry."""
+    """The message that tells replicas about the rows of a job, or of a retry."""
     metadata = {
         "batchinf.job_id": state.header.job_id,
         "batchinf.fingerprint": state.header.fingerprint,
@@ -144,27 +147,24 @@ def work_of(job: Job, state: State, retry: Retry | None = None) -> Work:
     )
 
 
-def note_started(manifest: Manifest, members: Sequence[Member]) -> None:
-    """Commit to the manifest which processes have been started."""
-    me = Holder.this_process()
-    for member in members:
-        assert member.replica is not None
+def note_started(manifest: Manifest, backend: Backend, replicas: Sequence[FleetReplica]) -> None:
+    """Commit to the manifest which incarnations have been started, and how a later life of the job finds them."""
+    for replica in replicas:
+        assert replica.handle is not None
         manifest.event(
             "replica_started",
-            replica=member.slot.replica,
-            incarnation=member.replica.launch.incarnation,
-            host=me.host,
-            boot_id=me.boot_id,
-            pgid=member.replica.pid,
-            pid_start_time=process_start(member.replica.pid) or 0,
-            devices=list(member.slot.devices),
+            replica=replica.number,
+            incarnation=replica.handle.incarnation,
+            backend=backend.name,
+            identity=replica.handle.identity,
+            devices=list(replica.slot.devices),
         )
-    if members:
+    if replicas:
         manifest.commit()
 
 
 def note_end(manifest: Manifest, end: Ended) -> None:
-    """Say in the manifest's next commit that an incarnation is over."""
-    device_s = round(end.lifetime_s * end.member.slot.num_devices, 1)
+    """Record in the manifest's next commit that an incarnation has ended."""
+    device_s = round(end.lifetime_s * end.replica.slot.num_devices, 1)
     cause = "" if end.was_asked else end.cause
     manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from batchinf.base.text import one_line
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, gib
 from batchinf.spec.job import JobSpec
 
@@ -80,7 +81,7 @@ def recognise(text: str, *, was_up: bool) -> OutOfMemory | None:
 
     was_up: whether the engine had started.
     """
-    text = " ".join(text.split())
+    text = one_line(text)
     if not was_up and (found := _FREE.search(text)):
         asked, free, total = (int(float(found[name]) * GIB) for name in ("asked", "free", "total"))
         return OutOfMemory("free", found[0], asked_bytes=asked, free_bytes=free, total_bytes=total)

@@ -1,30 +1,43 @@
-"""Which row kills engines: the suspects of each death, and what to try next. Pure: no input, no output.
+"""Finds the row that kills engines: keeps the suspects of each death, and runs them apart until one is condemned.
 
-First death: all that was in the engine is run again, once. Second: who was there both times is accused. Those whose
-prompts had not been run yet are probed one by one, a token each, which costs no restart until the one is found; the
-others are run half by half. A row is condemned if the engine died with it alone; where that says little, because a
-signal from outside ended the engine, or a probe was not the first thing in it, only if that happens twice. So a row
-that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from outside.
-That holds as long as the suspects' shards stay with their replica: no idle one may take them over.
+1. After the first death, all rows that were in the engine run again, once.
+2. After the second, the rows that were there both times are accused. Those whose prompts had not been run yet are
+   probed one by one, for a token each, which costs no restart until the row is found. The others run half by half.
+3. A row is condemned if the engine died with it alone. It must happen twice where it proves little: if a signal from
+   outside ended the engine, or if a probe was not the first request in it.
+
+A row that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from
+outside. This holds as long as the suspects' shards stay with their replica: no idle one may take them over.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.state import State
 from batchinf.records import Shard
-from batchinf.replica.flight import InFlight
+from batchinf.replica.in_flight import InFlightRequest
+from batchinf.replica.messages import Trial
+from batchinf.schedule.order import RunOrder
+from batchinf.schedule.shards import shard_at
 
 RowIndices = tuple[int, ...]
+_CASE, _CONDEMNED = "case/", "condemned/"
+_LONGEST_CAUSE = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is known of some deaths of one replica.
+    """Deaths of one replica that may have one cause.
 
-    origin: the incarnation that died first. shards: those that stay with the replica, as the suspects are in them.
-    suspects: rows that were in the engine at every death so far. accused: what is left to try of those, in the order
-    to try it; later: what is to be tried thereafter. is_found: a row was condemned since the last full run.
+    origin: the incarnation that died first. shards: those with suspects, which stay with the replica.
+    suspects: rows that were in the engine at every death so far. accused: those of them that are still to be tried, in
+    this order; later: those to be tried afterwards. is_found: a row was condemned since the last full run.
     doubted: the row that was alone in the engine at the last death, which may have had another reason.
     """
 
@@ -52,7 +65,7 @@ class Case:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether only accused rows may be in the replica's engine."""
+        """Whether only accused rows may run on the replica."""
         return self.stage != "replay"
 
     @property
@@ -62,35 +75,36 @@ class Case:
             return tuple((row,) for row in self.accused)
         return (self.accused[: max(1, len(self.accused) // 2)],) if self.stage == "halve" else ()
 
-    def died(self, flight: Sequence[InFlight], is_fresh: bool, is_outside: bool) -> tuple["Case", int | None]:
-        """After one more death with this in the engine: the case, and the row that did it, once that is certain.
+    def died(self, in_flight: Sequence[InFlightRequest], is_fresh: bool, is_outside: bool) -> tuple["Case", int | None]:
+        """The case after one more death, and the row that caused it, once that is certain.
 
-        is_fresh: nothing had come out of this incarnation's engine. is_outside: a signal from outside ended it.
+        in_flight: what was in the engine. is_fresh: no trial had come out of this incarnation's engine before.
+        is_outside: it was killed from outside.
         """
         case = replace(self, num_deaths=self.num_deaths + 1)
-        there = _rows(flight)
+        there = _rows(in_flight)
         if self.stage == "replay":
-            return case._accuse(flight), None
+            return case._accuse(in_flight), None
         tried = {row for group in self.groups for row in group}
         live = tuple(row for row in there if row in tried)
         if len(live) > 1:
             return replace(case, accused=live, later=()), None
         is_certain = not is_outside and (is_fresh or self.stage == "halve")
         if not live or (not is_certain and self.doubted != live[0]):
-            # The same again, that row first.
+            # Try the same again, with that row first.
             rest = tuple(row for row in self.accused if row not in live)
             accused = live + rest if self.stage == "probe" else live or self.accused
             return replace(case, accused=accused, doubted=live[0] if live else None), None
         return case._condemn(live[0]), live[0]
 
-    def _accuse(self, flight: Sequence[InFlight]) -> "Case":
-        both = [item for item in flight if item.row_index in set(self.suspects)]
+    def _accuse(self, in_flight: Sequence[InFlightRequest]) -> "Case":
+        both = [item for item in in_flight if item.row_index in set(self.suspects)]
         if not both:
-            return replace(self, suspects=_rows(flight), num_deaths=1)
+            return replace(self, suspects=_rows(in_flight), num_deaths=1)
         new = _rows([item for item in both if not item.has_output])
         old = _rows([item for item in both if item.has_output])
         stage: Literal["probe", "halve"] = "probe" if new else "halve"
-        # Rows that were probed well are run in full after the others: together they may do what none does alone.
+        # Rows that survived their probe run in full after the others: together they may kill what none kills alone.
         accused, *later = [rows for rows in (new, old, new) if rows]
         return replace(
             self, suspects=_rows(both), stage=stage, accused=accused, later=tuple(later), is_found=False, doubted=None
@@ -100,12 +114,12 @@ class Case:
         suspects = tuple(suspect for suspect in self.suspects if suspect != row)
         case = replace(self, suspects=suspects, is_found=True, doubted=None)
         if self.stage == "probe":
-            # The other probes cost nothing, and where one such row is there are often more.
+            # The other probes cost nothing, and such rows often come together.
             return replace(case, accused=tuple(other for other in self.accused if other != row))._go_on()
         return replace(case, stage="replay", accused=(), later=())
 
     def survived(self, rows: Iterable[int]) -> "Case":
-        """After a group came out of the engine well."""
+        """The case after these rows came out of the engine."""
         well = set(rows)
         return replace(self, accused=tuple(row for row in self.accused if row not in well), doubted=None)._go_on()
 
@@ -117,12 +131,12 @@ class Case:
         return replace(self, stage="replay", later=(), suspects=self.suspects if self.is_found else ())
 
 
-def _rows(flight: Iterable[InFlight]) -> RowIndices:
-    return tuple(dict.fromkeys(item.row_index for item in flight))
+def _rows(in_flight: Iterable[InFlightRequest]) -> RowIndices:
+    return tuple(dict.fromkeys(item.row_index for item in in_flight))
 
 
 class Quarantine:
-    """All open cases of a job, and the rows that were condemned."""
+    """All open cases of a job, and the rows that were condemned. Pure: no input, no output."""
 
     def __init__(self, cases: Iterable[Case] = (), condemned: Mapping[int, str] | None = None) -> None:
         """condemned: why, by row."""
@@ -135,7 +149,7 @@ class Quarantine:
         return {shard for case in self._cases.values() for shard in case.shards}
 
     def of(self, replica: int) -> Case | None:
-        """The case that a replica has to work on, the oldest first."""
+        """The oldest open case of a replica."""
         return next((case for case in self._cases.values() if case.replica == replica), None)
 
     def died(
@@ -143,21 +157,21 @@ class Quarantine:
         replica: int,
         incarnation: str,
         shards: Iterable[Shard],
-        flight: Sequence[InFlight],
+        in_flight: Sequence[InFlightRequest],
         is_fresh: bool = True,
         is_outside: bool = False,
         rows_of: Callable[[Shard], Container[int]] = lambda shard: range(shard.start, shard.stop),
     ) -> tuple[Case, int | None]:
-        """After a death of a replica that held these shards: its case, and the row that is condemned by it.
+        """The case of a replica after its death, and the row that is condemned by it. shards: those that it held.
 
         is_fresh, is_outside: see `Case.died`. rows_of: which rows a shard has.
         """
         case, row = self.of(replica), None
         if case is None:
-            case = Case(incarnation, replica, (), _rows(flight))
+            case = Case(incarnation, replica, (), _rows(in_flight))
         else:
-            case, row = case.died(flight, is_fresh, is_outside)
-        rows = _rows(flight)
+            case, row = case.died(in_flight, is_fresh, is_outside)
+        rows = _rows(in_flight)
         held = ((shard.index, rows_of(shard)) for shard in shards)
         hit = [index for index, own in held if any(row in own for row in rows)]
         case = replace(case, shards=tuple(sorted({*case.shards, *hit})))
@@ -165,14 +179,14 @@ class Quarantine:
         return case, row
 
     def survived(self, replica: int, rows: Iterable[int]) -> Case | None:
-        """After rows on trial came out well; None where the replica has no case."""
+        """The case of a replica after rows on trial came out of its engine; None if it has no case."""
         case = self.of(replica)
         if case is not None and case.is_on_trial:
             case = self._cases[case.origin] = case.survived(rows)
         return case
 
     def committed(self, shard: int) -> list[str]:
-        """A shard is done; the names of the cases that are closed by it."""
+        """A shard is committed. Returns the names of the cases that this closes."""
         closed = []
         for case in [case for case in self._cases.values() if shard in case.shards]:
             left = self._cases[case.origin] = replace(case, shards=tuple(s for s in case.shards if s != shard))
@@ -182,7 +196,156 @@ class Quarantine:
         return closed
 
     def hand_over(self, replicas: Sequence[int]) -> None:
-        """Only these replicas are left: cases of others go to them in turn."""
+        """Only these replicas are left: give them the cases of the others, in turn."""
         for number, case in enumerate(list(self._cases.values())):
             if case.replica not in replicas:
                 self._cases[case.origin] = replace(case, replica=replicas[number % len(replicas)])
+
+
+class Trials:
+    """Carries out what a quarantine finds. Deaths are in the manifest before anything runs again.
+
+    While a case is on trial, its replica runs nothing else. The others run the shards that have no suspect.
+    """
+
+    def __init__(
+        self,
+        order: RunOrder,
+        state: State,
+        is_done: npt.NDArray[np.bool_],
+        fleet: Fleet,
+        manifest: Manifest,
+    ) -> None:
+        """state: the manifest's; cases that an earlier coordinator left open are continued.
+
+        is_done: bool [total_shards], the shards that no replica has to run.
+        """
+        kept = [event.fields for event in state.kept.values()]
+        cases = [Case.of(fields) for fields in kept if fields["kept_as"].startswith(_CASE)]
+        condemned = {
+            fields["row_index"]: fields["message"] for fields in kept if fields["kept_as"].startswith(_CONDEMNED)
+        }
+        self._order = order
+        self._fleet = fleet
+        self._manifest = manifest
+        self._quarantine = Quarantine(cases, condemned)
+        self._given: dict[int, tuple[str, str]] = {}
+        self._tried_in: set[str] = set()  # incarnations out of whose engine a trial came well
+        self._num_tried: dict[int, int] = {}  # probes that went well since the last row was condemned
+        for case in cases:
+            for shard in case.shards:
+                if is_done[shard]:
+                    self.forget(shard)
+        self._quarantine.hand_over([replica.number for replica in fleet.replicas])
+
+    @property
+    def shards(self) -> set[int]:
+        """Shards that only the replica of their case may run."""
+        return self._quarantine.shards
+
+    def movable(self, replica: FleetReplica) -> tuple[int, ...]:
+        """Shards that another replica may run instead of this one, oldest first.
+
+        A suspect that killed another replica would begin a search of its own there, which ignores what is known here.
+        """
+        held = self.shards
+        return tuple(shard for shard in replica.unbegun if shard not in held)
+
+    def is_on_trial(self, replica: FleetReplica) -> bool:
+        """Whether only suspects may run on a replica."""
+        case = self._quarantine.of(replica.number)
+        return case is not None and case.is_on_trial
+
+    def has_case(self, replica: FleetReplica) -> bool:
+        """Whether a replica has shards of an open case to run."""
+        return self._quarantine.of(replica.number) is not None
+
+    def condemned_in(self, shard: Shard) -> tuple[tuple[int, str], ...]:
+        """Rows of a shard that must not reach an engine, each with its error message."""
+        condemned = self._quarantine.condemned
+        rows = self._order.of(shard) if condemned else ()
+        return tuple(item for item in condemned.items() if item[0] in rows)
+
+    def note_death(self, end: Ended) -> str:
+        """Record an end in the manifest's next commit. Returns what the user should hear of it; "" if nothing."""
+        if not end.in_flight:
+            self._hand_over()
+            return ""
+        number = end.replica.number
+        is_fresh = end.incarnation not in self._tried_in
+        before = self._quarantine.of(number)
+        case, row = self._quarantine.died(
+            number, end.incarnation, end.shards, end.in_flight, is_fresh, end.was_killed, self._order.of
+        )
+        self._keep(case, end)
+        if row is not None:
+            message = f"the engine died whenever this row was in it: {end.cause}"[:_LONGEST_CAUSE]
+            self._quarantine.condemned[row] = message
+            self._manifest.event("condemned", kept_as=f"{_CONDEMNED}{row}", row_index=row, message=message)
+            said = f"row {row} kills the engine: it becomes an error row"
+            # An engine that condemns row after row, with nothing finished between them, is broken itself. A probe that
+            # went well is no proof for an engine that dies after a few steps.
+            if self._num_tried.pop(number, 0) and before is not None and before.stage == "probe":
+                self._fleet.excuse(end.replica)
+        elif case.is_on_trial:
+            # The search makes progress with each death, until one row is left.
+            self._fleet.excuse(end.replica)
+            said = f"{len(case.accused)} rows are suspected of it, and run apart"
+        else:
+            said = f"the {len(case.suspects)} rows that were in the engine run again"
+        self._hand_over()
+        return said
+
+    def _keep(self, case: Case, end: Ended) -> None:
+        incarnation, cause = end.incarnation, end.cause[:_LONGEST_CAUSE]
+        self._manifest.event(
+            "death",
+            kept_as=f"{_CASE}{case.origin}",
+            incarnation=incarnation,
+            cause=cause,
+            was_killed=end.was_killed,
+            **case.fields(),
+        )
+
+    def _hand_over(self) -> None:
+        left = [replica.number for replica in self._fleet.replicas if not replica.is_given_up]
+        if left:
+            self._quarantine.hand_over(left)
+
+    def give(self, next_attempt: Callable[[Iterable[Shard]], int]) -> None:
+        """Give each replica that is up its case's shards, or the next trial of them, unless it has them already."""
+        for replica in self._fleet.replicas:
+            case = self._quarantine.of(replica.number)
+            if case is None or not replica.is_running or replica.handle is None:
+                continue
+            given = case.origin, replica.handle.incarnation
+            if self._given.get(replica.number) == given:
+                continue
+            self._given[replica.number] = given
+            shards = tuple(shard_at(self._order.extents, index) for index in case.shards)
+            if case.is_on_trial:
+                trial = Trial(shards, case.groups, case.stage == "probe", next_attempt(shards))
+                self._fleet.try_rows(replica, trial)
+            else:
+                for shard in shards:
+                    self._fleet.assign(replica, [shard], next_attempt([shard]), self.condemned_in(shard))
+
+    def survived(self, replica: FleetReplica, rows: Iterable[int]) -> None:
+        """A replica's engine survived a trial of these rows."""
+        before = self._quarantine.of(replica.number)
+        if before is not None and replica.handle is not None:
+            self._tried_in.add(replica.handle.incarnation)
+            if before.stage == "probe":
+                self._num_tried[before.replica] = self._num_tried.get(before.replica, 0) + 1
+        after = self._quarantine.survived(replica.number, rows)
+        # All probes were given at once; anything else comes one by one.
+        if before is None or after is None or not before.stage == after.stage == "probe":
+            self._given.pop(replica.number, None)
+
+    def forget(self, shard: int) -> None:
+        """A shard is committed: forget what was known of its rows."""
+        for name in self._quarantine.committed(shard):
+            self._manifest.event("forgotten", kept_as=f"{_CASE}{name}")
+        for row, _ in self.condemned_in(shard_at(self._order.extents, shard)):
+            del self._quarantine.condemned[row]
+            self._manifest.event("forgotten", kept_as=f"{_CONDEMNED}{row}")

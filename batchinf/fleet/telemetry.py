@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchinf.base.storage import Folder, open_log
-from batchinf.fleet.devices import DeviceLook, DeviceWatch
+from batchinf.fleet.backend import DeviceWatch
 from batchinf.replica.messages import Progress
 
 TELEMETRY_FOLDER = "telemetry"
@@ -71,11 +71,12 @@ class ReplicaLook:
 class Telemetry:
     """The looks of one epoch. At first one a second; a longer job takes them further apart, up to 15 s."""
 
-    def __init__(self, folder: Folder, epoch: int, devices: Sequence[str]) -> None:
+    def __init__(self, folder: Folder, epoch: int, watch: DeviceWatch) -> None:
+        """watch: of the job's devices; closed with this."""
         folder.make(TELEMETRY_FOLDER)
         self._path = folder.path(f"{TELEMETRY_FOLDER}/{epoch:06d}.jsonl")
         self._began = self._next = time.monotonic()
-        self._watch = DeviceWatch(devices)
+        self._watch = watch
 
     @property
     def is_due(self) -> bool:
@@ -87,8 +88,7 @@ class Telemetry:
         now = time.monotonic()
         self._next = now + min(max((now - self._began) * _SHARE, _LEAST_S), _MOST_S)
         found = {"at": round(time.time(), 3), "replicas": [asdict(replica) for replica in replicas]}
-        devices: tuple[DeviceLook, ...] = self._watch.looks()
-        if devices:
+        if devices := self._watch.looks():
             found["devices"] = [asdict(device) for device in devices]
         # Opened each time: a look is for ever once it is written, and no descriptor is held over a full disk.
         with contextlib.suppress(OSError), open_log(self._path) as file:

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.errors import OutputError, SpecError
-from batchinf.base.slices import job_folders, read_cut
+from batchinf.base.slices import job_folders, no_job_message, read_cut
 from batchinf.base.storage import Folder
+from batchinf.base.text import one_line
 from batchinf.job.open import Job, begun_at, check_cut, join_cut
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
@@ -32,7 +33,6 @@ from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.columns import prompt_hash
-from batchinf.tasks.score.prompts import prompt_builder
 
 # 16 bytes each; sorting takes as much again.
 BLOCK_KEYS = 1 << 20
@@ -131,7 +131,7 @@ def _keys_of_jobs(jobs: Iterable[str], column: str, own: pa.Field) -> Iterator[K
         folders = [found.folder for found in job_folders(out)]
         begun = [folder for folder in folders if folder.exists("manifest") and read_state(folder) is not None]
         if not begun:
-            raise SpecError(f"{out} holds no job: there is no manifest in it; give a job's output.path")
+            raise SpecError(no_job_message(out))
         for folder in begun:
             yield from _keys_of_parts(out, folder, column, own)
 
@@ -149,7 +149,7 @@ def _keys_of_parts(out: str, folder: Folder, column: str, own: pa.Field) -> Iter
                     good = table.filter(pc.is_null(table.column("error_type")))
                     yield keys_of(good.column(column), good.schema.field(column))
         except (pa.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error, 300)
             raise OutputError(f"{path} cannot be read: {reason}; batchinf check {out} says what is wrong") from error
 
 
@@ -308,7 +308,7 @@ class _Scan:
                 tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
                 # Chat templates that print the date print that of the job's beginning, whenever rows are chosen.
                 begun = begun_at(job, None if state is None else state.header)
-                self._builder = prompt_builder(job.spec, tokenizer, job.model.vocab_size, begun)
+                self._builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
             with self._naming("input.exclude"):
                 self._excluded = Excluded.by(given.exclude.job, given.exclude.on, own, scratch)
         self._columns = schema.names if self._share is not None else list(dict.fromkeys(columns))

@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-from batchinf.job.open import Job, carried_columns, estimated_bytes_per_row
+from batchinf.job.open import Job, carried_columns
 from batchinf.job.size import objection
 from batchinf.manifest.state import State
 from batchinf.output.journal import row_bytes
@@ -53,8 +53,7 @@ def check_size(file: SpecFile, job: Job, num_rows: int | None) -> None:
     given = job.spec.input
     are_first = all(chosen is None for chosen in (given.where, given.sample, given.exclude))
     rows = job.rows[:num_rows] if are_first else job.rows
-    per_row = job.spec.num_samples * estimated_bytes_per_row(job.spec)
-    found = objection(job.spec, job.model, job.source, rows, num_rows, per_row)
+    found = objection(job.task, job.model, job.source, rows, num_rows)
     if found is not None:
         raise file.error("output.max_output_bytes", found)
 
@@ -66,10 +65,11 @@ def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: 
     """
     if num_rows is None:
         num_rows = len(job.rows) if state is None else total_rows(state.extents)
-    per_row = estimated_bytes_per_row(job.spec) + job.spec.num_samples * _kept_bytes(job)
+    task = job.task
+    per_row = task.estimated_bytes_per_row() + task.num_rows_per_input * _kept_bytes(job)
     if state is None:
         return num_rows * per_row
-    num_done = state.num_rows // job.spec.num_samples
+    num_done = state.num_rows // task.num_rows_per_input
     if num_done:
         per_row = -(-state.num_bytes // num_done)
     num_left = max(0, num_rows - num_done)

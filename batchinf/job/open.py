@@ -13,24 +13,24 @@ from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.base.storage import Folder
-from batchinf.job.size import LIKELY_TOKENS, bytes_per_row
 from batchinf.manifest.state import MANIFEST_VERSION, Header, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
-from batchinf.model.vectors import bytes_per_vectors, check_not_batch_file, resolve_pooling
 from batchinf.prompts.builder import check_columns
 from batchinf.prompts.checks import check_order, check_prompts
-from batchinf.prompts.encoder import with_vocabulary
+from batchinf.prompts.encoder import check_token_ids
 from batchinf.prompts.openai import recognised
 from batchinf.prompts.row_values import check_sampling_columns
 from batchinf.records import Extent
 from batchinf.schedule.order import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.source.files import InputLocation
+from batchinf.source.formats.registry import read_as
 from batchinf.source.rows import NewRows, Source, open_source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, fields, fingerprint, identity_defaults
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.base import Task
+from batchinf.tasks.registry import task_of
 
 OnModelFound = Callable[[JobSpec, Model, tuple[Adapter, ...]], object]
 
@@ -51,6 +51,11 @@ class Job:
     identity: dict[str, Any]
     slice: Slice | None = None
     adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def task(self) -> Task:
+        """What it does with each row."""
+        return task_of(self.spec)
 
     @property
     def location(self) -> InputLocation:
@@ -112,12 +117,14 @@ def _open_job(
     is_same = began_as.get("model.revision") == file.spec.model.revision
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = file.spec.sampling, dict[str, str]()
-    if file.spec.task != "score" and not file.spec.is_pooling:  # they sample nothing
+    if task_of(file.spec).takes_generation_config:
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, file.spec.engine))
-    spec = with_vocabulary(file.spec.model_copy(update={"sampling": sampling}), model)
+    check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
+    spec = task_of(file.spec.model_copy(update={"sampling": sampling})).resolve(model)
     check_prompts(spec, model)
-    spec = spec.model_copy(update={"pooling": resolve_pooling(spec, model)})
-    adapters = resolve_adapters(spec, model, began_as.get("lora"))
+    adapters = resolve_adapters(
+        spec, model, began_as.get("lora"), reads_prompt_logits=task_of(spec).reads_prompt_logits
+    )
     if found is not None:
         found(spec, model, adapters)
     # Before the input is looked at, which may have grown too.
@@ -125,11 +132,12 @@ def _open_job(
     source = open_job_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
     faults.point("job.input_open")
     spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
-    check_not_batch_file(spec)
-    check_columns(spec, source.schema.names)
+    task = task_of(spec)
+    task.check_input()
+    check_columns(spec, source.schema.names, task.input_columns)
     check_sampling_columns(spec.sampling, source.schema)
     check_order(spec)
-    get_task(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
+    task.output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
     if adapters:
         identity["lora"] = lora_identity(spec, adapters)
@@ -179,14 +187,14 @@ def carried_columns(spec: JobSpec) -> list[str]:
 
 
 def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
-    """The job's source; what its first pass finds is kept in `cache`. See `open_source`."""
+    """The job's source; what its scan finds is kept in `cache`. See `open_source`."""
     return open_source(location_of(spec), cache, taken, new)
 
 
 def location_of(spec: JobSpec) -> InputLocation:
     """Where a job's input is."""
     where = spec.input
-    format = "jsonl" if where.format == "openai" else where.format
+    format = read_as(where.format)
     return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
 
 
@@ -200,7 +208,7 @@ def new_header(
     choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
-        rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, estimated_bytes_per_row(job.spec))
+        rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, job.task.estimated_bytes_per_row())
     header = Header(
         format_version=MANIFEST_VERSION,
         job_id=job_id or new_job_id(),
@@ -229,23 +237,6 @@ def begun_at(job: Job, header: Header | None) -> str | None:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def estimated_bytes_per_row(spec: JobSpec) -> int:
-    """A guess at a row's size in Parquet: 5 bytes for each stored id with its logprob, 4 for a token's text."""
-    if spec.task == "logits":
-        return bytes_per_row(spec)
-    if spec.is_pooling:
-        return 100 + bytes_per_vectors(spec, LIKELY_TOKENS)
-    if spec.task == "score":
-        tokens = LIKELY_TOKENS if spec.output.include_token_logprobs else 0
-        return 200 + tokens * 9 * (1 + (spec.sampling.prompt_logprobs or 0))
-    stored = 0 if spec.sampling.logprobs is None else spec.sampling.logprobs + 1
-    stored = max(stored, len(spec.sampling.logprob_token_ids) + 1 if spec.sampling.logprob_token_ids else 0)
-    tokens = spec.sampling.max_tokens or LIKELY_TOKENS
-    # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.
-    tokens = min(tokens, 4 * LIKELY_TOKENS) + max(0, tokens - 4 * LIKELY_TOKENS) // 4
-    return spec.num_samples * (100 + tokens * (6 + 5 * stored))
 
 
 def check_drift(job: Job, header: Header) -> None:

@@ -16,6 +16,7 @@ import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
+from batchinf.base.text import one_line
 from batchinf.job import choose
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.state import State
@@ -157,8 +158,8 @@ class KeySort:
                 raise KeyboardInterrupt from None
             raise
         except duckdb.Error as error:
-            words = " ".join(str(error).split())[:300]
-            raise OutputError(f"{self._folder.name}: the rows cannot be sorted there: {words}") from error
+            reason = one_line(error, 300)
+            raise OutputError(f"{self._folder.name}: the rows cannot be sorted there: {reason}") from error
 
 
 # Rows read at once.
@@ -290,7 +291,7 @@ def _decide(job: Job, choice: Choice, say: Say) -> str:
     """Which order pays, by a sample; says so in a line."""
     own_lengths = has_own_lengths(job.spec)
     otherwise = ("longest", "by max_tokens, the longer half first") if own_lengths else ("input", "as they stand")
-    if (reason := no_cache(job.spec)) is not None:
+    if (reason := no_cache(job)) is not None:
         say(f"order: {otherwise[1]}, as {reason}")
         return otherwise[0]
     saved, num_rows = saved_share(_runs(job, choice))
@@ -302,11 +303,11 @@ def _decide(job: Job, choice: Choice, say: Say) -> str:
     return otherwise[0]
 
 
-def no_cache(spec: JobSpec) -> str | None:
+def no_cache(job: Job) -> str | None:
     """Why a request finds nothing in vLLM's prefix cache; None where it may."""
-    if spec.engine.get("enable_prefix_caching") is False:
+    if job.spec.engine.get("enable_prefix_caching") is False:
         return "engine.enable_prefix_caching is false"
-    if spec.reads_prompts:
+    if job.task.reads_prompt_logits:
         return "prompts whose logprobs are asked for are computed whole"
     return None
 

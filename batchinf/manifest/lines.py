@@ -13,8 +13,6 @@ MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**63 - 1)]
-# A group of 0 is the reader's own, and 1 is the system's: neither was ever a replica's.
-GroupId = Annotated[int, Field(ge=2, le=2**31 - 1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -94,16 +92,14 @@ class _Event(_Line):
     at: Time
 
 
-class _Group(_Line):
+class _Started(_Line):
     replica: Count
     incarnation: LineText
-    host: LineText
-    boot_id: LineText
-    pgid: GroupId
-    pid_start_time: Count
+    backend: LineText
+    identity: dict[LineText, Any]
 
 
-class _ReplicaStarted(_Event, _Group):
+class _ReplicaStarted(_Event, _Started):
     devices: list[LineText] = []
 
 
@@ -166,7 +162,7 @@ class _Snapshot(_Line):
     replaces: list[LineText]
     device_s: Seconds
     event_counts: dict[LineText, Count]
-    process_groups: list[_Group]
+    running_replicas: list[_Started]
 
 
 _KINDS: dict[str, type[_Line]] = {

@@ -130,6 +130,15 @@ def judge(holder: Holder | None) -> Literal["dead", "alive", "unknown"]:
     return "alive" if process_start(holder.pid) == holder.start_time else "dead"
 
 
+def live_holder(folder: Folder) -> Holder | None:
+    """Who holds a job's lock, unless that process is known to be dead. Takes no lock."""
+    try:
+        holder = Holder.decode(folder.read(LOCK))
+    except OSError:
+        return None
+    return holder if holder is not None and judge(holder) != "dead" else None
+
+
 class JobLock:
     """The lock of one job. Between `acquire` and `release` a thread keeps its heartbeat."""
 

@@ -26,13 +26,13 @@ from batchinf.manifest.state import (
     list_logs,
     read_state,
 )
-from batchinf.records import Extent, Part, ProcessGroup
+from batchinf.records import Extent, Part, StartedReplica
 
 _LINES_PER_COMMIT = 1000
 # What a reader needs of an event; the line's own keys are taken.
 _REQUIRED = {
     HEAD_START: {"job_id"},
-    "replica_started": {field.name for field in dataclasses.fields(ProcessGroup)},
+    "replica_started": {field.name for field in dataclasses.fields(StartedReplica)},
     "replica_ended": {"incarnation", "device_s"},
     "lost": {"shards"},
 }
@@ -58,8 +58,8 @@ def snapshot_commits(state: State, replaces: list[str]) -> list[list[Fields]]:
 
 
 def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
-    groups = [dataclasses.asdict(group) for group in state.process_groups]
-    counts = {"device_s": state.device_s, "event_counts": state.event_counts, "process_groups": groups}
+    running = [dataclasses.asdict(replica) for replica in state.running_replicas]
+    counts = {"device_s": state.device_s, "event_counts": state.event_counts, "running_replicas": running}
     yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
     yield {"kind": "header", **dataclasses.asdict(state.header)}
     limits = [{"limit": state.limits[i]} if i in state.limits else {} for i in range(len(state.extents))]
@@ -134,7 +134,7 @@ class Manifest:
     def event(self, name: str, /, **fields: Any) -> None:
         """Something happened. `fields` are JSON values.
 
-        A `replica_started` has at least the fields of ProcessGroup, a `replica_ended` incarnation and device_s; the
+        A `replica_started` has at least the fields of StartedReplica, a `replica_ended` incarnation and device_s; the
         `shards` of a `lost` count as not committed from here on, and the job as not done. One with `kept_as` stays in
         `State.kept` under that name, until the next with the same, or a `forgotten` one.
         """

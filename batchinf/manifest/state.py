@@ -15,7 +15,7 @@ from batchinf.base.storage import Folder, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
 from batchinf.manifest.lines import PartLine, check_line, part_line
 from batchinf.manifest.names import Retry
-from batchinf.records import Extent, Part, ProcessGroup
+from batchinf.records import Extent, Part, StartedReplica
 from batchinf.schedule.shards import follows, num_shards
 
 MANIFEST_VERSION = 1
@@ -82,7 +82,7 @@ class State:
         self.replacing: dict[int, PartLine] = {}
         self.last_epoch = 0
         self.kept: dict[str, EventLine] = {}
-        self._groups: dict[str, ProcessGroup] = {}
+        self._running: dict[str, StartedReplica] = {}
         self._sizes: dict[str, int] = {}  # of the logs, before they were read
 
     @property
@@ -119,9 +119,9 @@ class State:
         return self.done is not None
 
     @property
-    def process_groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups that were started and not said to have ended."""
-        return tuple(self._groups.values())
+    def running_replicas(self) -> tuple[StartedReplica, ...]:
+        """Incarnations that were started and not said to have ended."""
+        return tuple(self._running.values())
 
     def note(self, part: Part | PartLine) -> None:
         """Count a part; a later one of the same shard takes the earlier one's place."""
@@ -174,7 +174,8 @@ class State:
                 self.done = _event(fields)
             case "snapshot":
                 self.device_s, self.event_counts = fields["device_s"], Counter(fields["event_counts"])
-                self._groups = {group["incarnation"]: _pick(ProcessGroup, group) for group in fields["process_groups"]}
+                running = (_pick(StartedReplica, replica) for replica in fields["running_replicas"])
+                self._running = {replica.incarnation: replica for replica in running}
             case "counted_event":
                 self.events.append(_event(fields))
             case "kept_event":
@@ -198,9 +199,9 @@ class State:
         if event.name == HEAD_START:
             self.job_id = event.fields["job_id"]
         elif event.name == "replica_started":
-            self._groups[event.fields["incarnation"]] = _pick(ProcessGroup, event.fields)
+            self._running[event.fields["incarnation"]] = _pick(StartedReplica, event.fields)
         elif event.name == "replica_ended":
-            self._groups.pop(event.fields["incarnation"], None)
+            self._running.pop(event.fields["incarnation"], None)
             self.device_s += event.fields["device_s"]
         elif event.name == "lost":
             self.done = None

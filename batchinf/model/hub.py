@@ -37,6 +37,21 @@ class Snapshot:
         return self.folder.name
 
 
+def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
+    """The folder that a field of the spec names; None for a hub id. Raises ModelError for what can be neither.
+
+    config: the file that the folder must hold beside the weights, for the message.
+    """
+    folder = pathlib.Path(name)
+    if folder.is_dir():
+        return folder.absolute()
+    if folder.is_file():
+        raise ModelError(f"{field}: '{name}' is a file; give the folder that holds {config} and the weights")
+    if name.startswith(("/", ".")) or name.count("/") > 1:
+        raise ModelError(f"{field}: there is no folder '{name}'; a Hugging Face id would be 'org/name'")
+    return None
+
+
 def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathlib.Path], bool]) -> Snapshot:
     """The commit that `revision` of `name` is now or, if the hub cannot say, was when it was cached.
 

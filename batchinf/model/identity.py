@@ -116,15 +116,10 @@ def _remedy(model: Model, problems: str) -> str:
 
 
 def _locate(field: str, name: str, revision: str | None, load_format: str, commit: str | None) -> _Place:
-    folder = pathlib.Path(name)
-    if folder.is_dir():
+    if (folder := hub.local_folder(field, name, "config.json")) is not None:
         if revision is not None:
             raise ModelError(f"model.revision: got '{revision}', but '{name}' is a folder here and has no revisions")
-        return _Place(name, folder.absolute())
-    if folder.is_file():
-        raise ModelError(f"{field}: '{name}' is a file; give the folder that holds config.json and the weights")
-    if name.startswith(("/", ".")) or name.count("/") > 1:
-        raise ModelError(f"{field}: there is no folder '{name}'; a Hugging Face id would be 'org/name'")
+        return _Place(name, folder)
     try:
         snapshot = hub.find(
             field, name, commit or revision, lambda it: not model_files.weight_problems(it, load_format)

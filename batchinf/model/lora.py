@@ -34,7 +34,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 UNNAMED = "lora"
 # vLLM's MaxLoRARanks from 0.26 to 0.33: what `max_lora_rank` may be.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
+# The name of one of a module's two matrices in an adapter's file.
+TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 # What vLLM does not apply, or takes for something else, by the key of the config and what it says where all is well.
 _PLAIN = {
@@ -63,10 +64,13 @@ def adapter_places(model: ModelSpec) -> dict[str, str]:
     return {UNNAMED: model.lora} if isinstance(model.lora, str) else dict(model.lora)
 
 
-def resolve_adapters(spec: JobSpec, model: Model, began_as: Any = None) -> tuple[Adapter, ...]:
+def resolve_adapters(
+    spec: JobSpec, model: Model, began_as: Any = None, *, reads_prompt_logits: bool = False
+) -> tuple[Adapter, ...]:
     """Find the job's adapters, in the order of the spec; a hub id's are fetched, as they are small.
 
     began_as: what a job that is gone on with said of them (`lora_identity`): its commits are gone on with.
+    reads_prompt_logits: see `Task`.
     Raises ModelError or SpecError, in one line that begins with the field.
     """
     lora = spec.model.lora
@@ -80,7 +84,7 @@ def resolve_adapters(spec: JobSpec, model: Model, began_as: Any = None) -> tuple
         folder, fingerprint = _locate(what, place, began if isinstance(began, str) else "")
         rank = _check(what, folder, model)
         modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(folder)}))
-        if "lm_head" in modules and spec.reads_prompts:
+        if "lm_head" in modules and reads_prompt_logits:
             raise ModelError(f"{what}it changes lm_head, and vLLM then gives no logprobs of prompts")
         adapters.append(Adapter(name, str(folder), rank, fingerprint or _fingerprint(folder), modules))
     most, given = max(adapters, key=lambda it: it.rank), spec.engine.get("max_lora_rank")
@@ -110,22 +114,18 @@ def halves(folder: pathlib.Path) -> Iterator[Half]:
             return
         tensors, _ = model_files.read_header(folder / name)
         for tensor, described in tensors.items():
-            found = _TENSOR.fullmatch(tensor)
+            found = TENSOR_NAME.fullmatch(tensor)
             if found is not None:
                 yield Half(tensor, found["module"], found["half"], tuple(described["shape"]))
 
 
 def _locate(what: str, place: str, began_as: str) -> tuple[pathlib.Path, str]:
     """The adapter's folder, and `id@commit` of a hub id."""
-    folder = pathlib.Path(place)
-    if folder.is_dir():
-        return folder.absolute(), ""
-    if folder.is_file():
-        raise ModelError(f"{what}'{place}' is a file; give the folder that holds {ADAPTER_CONFIG} and the weights")
-    if place.startswith(("/", ".")) or place.count("/") > 1:
-        raise ModelError(f"{what}there is no folder '{place}'; a Hugging Face id would be 'org/name'")
+    field = what.removesuffix(": ")
+    if (folder := hub.local_folder(field, place, ADAPTER_CONFIG)) is not None:
+        return folder, ""
     name, _, commit = began_as.rpartition("@")
-    field, revision = what.removesuffix(": "), commit if name == place else None
+    revision = commit if name == place else None
     snapshot = hub.find(field, place, revision, lambda it: not model_files.weight_problems(it, ADAPTER))
     if model_files.weight_problems(snapshot.folder, ADAPTER):
         hub.fetch(field, place, snapshot.commit, ("adapter_config.json", "adapter_model.*"))

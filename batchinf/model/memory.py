@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,29 +14,9 @@ from batchinf.spec.job import JobSpec, ModelSpec
 # Of a prompt's token and each entry of the vocabulary: a logit in 16 bits and a logprob in 32.
 _SCORED_BYTES = 6
 _LARGE_VOCABULARY = 262_144
-# Rows of a step's prompts, as float32 and whatever is made of them.
-_STEP_BYTES = 2 << 30
-# In flight a request holds its rows of the whole vocabulary, 256 KB each.
-_LOGITS_SEQS = 256
-
-
-def batch_limits(
-    spec: JobSpec, vocab_size: int | None, device_bytes: int | None, gpu_memory_utilization: float
-) -> dict[str, int]:
-    """The task's own `max_num_seqs` and `max_num_batched_tokens`; none of them where vLLM's defaults stay.
-
-    vocab_size: None where it is unknown. device_bytes: memory of one device; None on a CPU. The spec is resolved.
-    """
-    limits: dict[str, int] = {}
-    if spec.task in ("generate", "score") and spec.reads_prompts and device_bytes is not None:
-        tokens = scored_tokens_at_once(device_bytes, gpu_memory_utilization, vocab_size)
-        limits["max_num_batched_tokens"] = tokens
-    if spec.logits is not None and spec.logits.is_full:
-        limits["max_num_seqs"] = _LOGITS_SEQS
-        if spec.logits.positions not in ("last", "generated") and device_bytes is not None:
-            width = spec.logits.vocab_size or vocab_size or _LARGE_VOCABULARY
-            limits["max_num_batched_tokens"] = max(512, min(8192, _STEP_BYTES // (8 * width)))
-    return limits
+# `Task.default_batch_limits`: engine arguments for the size of a vocabulary, the bytes of a device (None on a CPU) and
+# `gpu_memory_utilization`.
+LimitsOf = Callable[[int | None, int | None, float], Mapping[str, int]]
 
 
 def scored_tokens_at_once(device_bytes: int, gpu_memory_utilization: float, vocab_size: int | None) -> int:
@@ -186,8 +166,10 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
     return Needs(weight_bytes, kv_cache, tuple(unknown))
 
 
-def fit_of(model: Model, spec: JobSpec, device_bytes: int | None, device_name: str = "") -> Fit:
-    """The job's model on devices of this size; None where there is no device."""
+def fit_of(
+    model: Model, spec: JobSpec, device_bytes: int | None, device_name: str = "", limits_of: LimitsOf | None = None
+) -> Fit:
+    """The job's model on devices of this size; None where there is no device. limits_of: the task's."""
     length = spec.engine.get("max_model_len")
     share = spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     return Fit(
@@ -197,7 +179,7 @@ def fit_of(model: Model, spec: JobSpec, device_bytes: int | None, device_name: s
         spec.parallel.tensor_parallel_size,
         spec.parallel.pipeline_parallel_size,
         length if isinstance(length, int) and length > 0 else model.max_model_len,
-        batch_limits(spec, vocab_size_of(model.config), device_bytes, float(share)),
+        {} if limits_of is None else limits_of(vocab_size_of(model.config), device_bytes, float(share)),
     )
 
 

@@ -1,13 +1,11 @@
 """Counts over output rows: right answers, numbers that are not finite, prompts with a second BOS."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinf.base.storage import Folder
@@ -16,6 +14,7 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.prompts import encoder
 from batchinf.records import BoolArray
+from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_right_answers
 
 # Numbers that are looked at together, so that what is made of them stays in the processor's cache.
 _PIECE = 1 << 18
@@ -98,59 +97,6 @@ def non_finite_lines(num_nan_rows: int, num_inf_rows: int) -> list[str]:
     return said
 
 
-ANSWER = "answer"
-WINNERS = ("best", "best_per_token", "best_per_byte")
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """num_answered: rows with an answer and with scores. num_right: those whose `best` is the answer; the others those
-    whose `best_per_token` and `best_per_byte` is. num_rows: all output rows.
-    """
-
-    num_rows: int = 0
-    num_answered: int = 0
-    num_right: int = 0
-    num_right_per_token: int = 0
-    num_right_per_byte: int = 0
-
-    def __add__(self, other: "Accuracy") -> "Accuracy":
-        return Accuracy(
-            self.num_rows + other.num_rows,
-            self.num_answered + other.num_answered,
-            self.num_right + other.num_right,
-            self.num_right_per_token + other.num_right_per_token,
-            self.num_right_per_byte + other.num_right_per_byte,
-        )
-
-    @property
-    def shares(self) -> tuple[float, float, float]:
-        """Raw, by token and by byte; 0 where nothing is answered."""
-        numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte)
-        raw, per_token, per_byte = (number / max(1, self.num_answered) for number in numbers)
-        return raw, per_token, per_byte
-
-    def __str__(self) -> str:
-        raw, per_token, per_byte = self.shares
-        return (
-            f"best {raw:.2%} ({self.num_right:,}), best_per_token {per_token:.2%} ({self.num_right_per_token:,}), "
-            f"best_per_byte {per_byte:.2%} ({self.num_right_per_byte:,}) of {self.num_answered:,} rows"
-        )
-
-
-def count_right_answers(table: pa.Table) -> Accuracy:
-    """Of output rows, whose columns are `answer` and the winners."""
-    answer = table.column(ANSWER)
-    # A row that failed, or with NaN among its scores, has no winner.
-    is_answered = pc.and_(answer.is_valid(), table.column(WINNERS[0]).is_valid())
-    right = (_num(pc.equal(answer, table.column(name))) for name in WINNERS)
-    return Accuracy(table.num_rows, _num(is_answered), *right)
-
-
-def _num(is_such: pa.ChunkedArray) -> int:
-    return int(pc.sum(is_such, min_count=0).as_py())
-
-
 def accuracy_of_parts(folder: Folder, parts: Iterable[PartLine]) -> Accuracy | None:
     """Of a job with an `answer`: what its parts' lines say, or, where an earlier version wrote them without these
     counts, four columns of the part, a row group at a time. None where such a part cannot be read.
@@ -192,13 +138,14 @@ def remarks(jobs: Sequence[tuple[Folder, State]]) -> list[str]:
     """For people, of what is committed of a job, or of all slices of one: each with its folder."""
     parts = [part for _, state in jobs for part in state.parts.values()]
     return [
-        *accuracy_lines(_accuracy(jobs)),
+        *accuracy_lines(accuracy_of(jobs)),
         *non_finite_lines(sum(part.num_nan_rows for part in parts), sum(part.num_inf_rows for part in parts)),
         *encoder.second_bos_lines(sum(part.num_second_bos for part in parts)),
     ]
 
 
-def _accuracy(jobs: Sequence[tuple[Folder, State]]) -> Accuracy | None:
+def accuracy_of(jobs: Sequence[tuple[Folder, State]]) -> Accuracy | None:
+    """Of a job, or of all slices of one. None where there are no answers, or where a part cannot be read."""
     total = Accuracy()
     for folder, state in jobs:
         if state.header.spec.get("input", {}).get("answer_column") is None:

@@ -24,6 +24,7 @@ from batchinf.prompts import encoder
 from batchinf.records import Int64Array, Part, Shard
 from batchinf.schedule.selection import ShardRows
 from batchinf.source.rows import Source
+from batchinf.tasks.score.accuracy import ANSWER, count_right_answers
 
 PART_VERSION = 1
 _PREFIX = "batchinf."
@@ -64,7 +65,7 @@ def write_part(
     names = ([] if id_column is None else [id_column]) + list(keep_columns)
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
     totals, results = _Totals(num_second_bos=num_second_bos), shard.task.result_schema
-    numbers, has_answer = counts.number_columns(results), counts.ANSWER in results.names
+    numbers, has_answer = counts.number_columns(results), ANSWER in results.names
     with folder.writing(f"staging/{name}", fault="parts") as file:
         sink = SealingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
@@ -108,7 +109,7 @@ class _Totals:
         self.num_nan_rows += num_nan_rows
         self.num_inf_rows += num_inf_rows
         if has_answer:
-            found = counts.count_right_answers(table)
+            found = count_right_answers(table)
             self.num_answered = (self.num_answered or 0) + found.num_answered
             self.num_right += found.num_right
             self.num_right_per_token += found.num_right_per_token

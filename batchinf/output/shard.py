@@ -7,7 +7,7 @@ import pyarrow as pa
 from batchinf.output.journal import Journal, Segment
 from batchinf.records import BoolArray, Int64Array, Shard
 from batchinf.schedule.selection import ShardRows
-from batchinf.tasks.registry import Task
+from batchinf.tasks.base import Task
 
 # Of one row, in a segment that is to be believed: a byte of memory is given to each.
 _MOST_REQUESTS = 1 << 20

@@ -17,25 +17,23 @@ from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
 from batchinf.prompts.openai import COLUMNS, BatchPrompts
-from batchinf.prompts.row_values import RowAdapter, RowPositions, RowSampling, wanted_columns
+from batchinf.prompts.row_values import RowAdapter, RowSampling, wanted_columns
 from batchinf.prompts.templates import RowTemplate
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.score.section import scored_columns
 
 
-def check_columns(spec: JobSpec, schema_names: Iterable[str]) -> None:
-    """Raise SpecError if the spec names a column that the input does not have."""
+def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tuple[str, str]]) -> None:
+    """Raise SpecError if the spec names a column that the input does not have. also: see `Task.input_columns`."""
     names = list(schema_names)
     wanted = list(Renderer(spec).named_columns)
     wanted += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
     wanted += [("input.adapter_column", spec.input.adapter_column)] if spec.input.adapter_column is not None else []
     wanted += [("output.keep_columns", name) for name in spec.output.keep_columns]
     wanted += wanted_columns(spec.sampling)
-    wanted += [("logits.positions", name) for name in RowPositions(spec).columns]
-    wanted += scored_columns(spec.input)
+    wanted += also
     for field, name in wanted:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -71,7 +69,7 @@ class Renderer:
         self._chat = None if tokenizer is None or not where.is_chat else ChatTemplate(where, tokenizer, begun_at)
 
     def _named_columns(self) -> tuple[tuple[str, str], ...]:
-        if self._input.format == "openai":
+        if self._input.is_batch_file:
             return tuple(("input.format openai", column) for column in COLUMNS)
         if self._turns:
             fields = [(f"input.messages[{number}].content", turn) for number, (_, turn) in enumerate(self._turns)]
@@ -175,13 +173,21 @@ class Renderer:
 class PromptBuilder:
     """Rows → prompts. vocab_size: the model's; ids at or above it would crash the engine (None: not known)."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
-        """begun_at: when the job was begun, in ISO format; see `ChatTemplate`."""
+    def __init__(
+        self,
+        spec: JobSpec,
+        tokenizer: Any,
+        vocab_size: int | None,
+        begun_at: str | None = None,
+        output_room: int = 1,
+    ) -> None:
+        """begun_at: when the job was begun, in ISO format; see `ChatTemplate`. output_room: tokens that must fit behind
+        a prompt.
+        """
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
-        self._positions = RowPositions(spec)
         self._adapter = RowAdapter(spec)
-        self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.format == "openai" else None
+        self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.is_batch_file else None
         # A chat template writes them all; the tokenizer's own would come a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
         self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
@@ -193,19 +199,18 @@ class PromptBuilder:
         if spec.input.on_overlong != "error":
             self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
         self._max_tokens = spec.sampling.max_tokens
-        self._least_room = 0 if spec.is_pooling else 1  # tokens that must fit after a prompt
+        self._output_room = output_room
         self._vocab_size = vocab_size
         self._may_exceed_vocab = vocab_size is not None and (self._takes_ids or _highest_id(tokenizer) >= vocab_size)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns that a prompt is made of, and those of the row's own sampling, positions and adapter."""
-        own = (self._sampling.columns, self._positions.columns, self._adapter.columns)
+        """The input columns that a prompt is made of, and those of the row's own sampling and adapter."""
+        own = (self._sampling.columns, self._adapter.columns)
         return tuple(dict.fromkeys([*self._renderer.columns, *itertools.chain(*own)]))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
-        """One prompt for each row, in order. A prompt has fewer tokens than `max_model_len`: one must fit after it,
-        unless the task makes vectors.
+        """One prompt for each row, in order. A prompt leaves room for `output_room` tokens in `max_model_len`.
 
         With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
         """
@@ -219,8 +224,12 @@ class PromptBuilder:
             ids = draft.ids if draft.encoder is None else next(encoded[draft.encoder])
             assert ids is not None
             prompts.append(self._finish(row, draft, ids, max_model_len))
-        prompts = self._adapter.apply(rows, self._positions.apply(rows, prompts))
+        prompts = self._adapter.apply(rows, self.with_own_values(rows, prompts))
         return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
+
+    def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts with the values that a task reads from each row; subclasses of the tasks override it."""
+        return prompts
 
     def outline(self, row: Row) -> "Outline":
         """What is known of a row before its prompt is tokenised."""
@@ -301,7 +310,7 @@ class PromptBuilder:
     def _cut(self, row: Row, draft: "_Draft", ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
         own = draft.sampling or self._sampling.of(row.values)
         # Tokens that must fit after the prompt.
-        room = (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or self._least_room
+        room = (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or self._output_room
         cut = self._encoder.cut(ids, max_model_len - room, side)
         if cut is not None:
             return cut
@@ -311,7 +320,7 @@ class PromptBuilder:
     def _check_ids(self, ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         if not ids:
             return RowError("empty_prompt", "the prompt has no tokens")
-        if max_model_len is not None and len(ids) + self._least_room > max_model_len:
+        if max_model_len is not None and len(ids) + self._output_room > max_model_len:
             return self._too_long(f"{len(ids):,} tokens", max_model_len)
         if self._takes_ids and min(ids) < 0:
             return RowError("invalid_token_id", f"got token id {min(ids)}; must not be negative")
@@ -324,7 +333,7 @@ class PromptBuilder:
         return ids
 
     def _too_long(self, got: str, max_model_len: int) -> RowError:
-        most = f"at most {max_model_len - self._least_room:,} fit max_model_len={max_model_len}"
+        most = f"at most {max_model_len - self._output_room:,} fit max_model_len={max_model_len}"
         return RowError("prompt_too_long", f"got {got}; {most}")
 
 

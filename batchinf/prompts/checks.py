@@ -15,7 +15,6 @@ from batchinf.prompts.encoder import Encoder, load_tokenizer
 from batchinf.source.rows import Source
 from batchinf.spec.input import CHAT_FIELDS, InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.score.prompts import NUM_RESERVED
 
 # Rows that are looked at for a second BOS: those with one mostly come out of one template.
 _LOOKED_AT = 256
@@ -28,14 +27,17 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
     """
     if spec.input.is_chat:
         _check_chat(spec.input, model)
-    most, length = spec.sampling.max_tokens, spec.engine.get("max_model_len") or model.max_model_len
-    if spec.scripted is not None:
-        length = spec.scripted.max_model_len
-    if spec.task == "score" and isinstance(length, int) and spec.score.window_overlap >= length - NUM_RESERVED:
-        raise SpecError(f"score.window_overlap: got {spec.score.window_overlap:,}; must be below max_model_len - "
-                        f"{NUM_RESERVED} = {length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
-    if spec.input.on_overlong != "error" and isinstance(length, int) and (most or 1) >= length:
+    most, length = spec.sampling.max_tokens, max_model_len(spec, model)
+    if spec.input.on_overlong != "error" and length is not None and (most or 1) >= length:
         raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}")
+
+
+def max_model_len(spec: JobSpec, model: Model) -> int | None:
+    """The engine's longest sequence, in tokens, as far as the spec and the model's config say."""
+    if spec.scripted is not None:
+        return spec.scripted.max_model_len
+    length = spec.engine.get("max_model_len") or model.max_model_len
+    return length if isinstance(length, int) else None
 
 
 def _check_chat(where: InputSpec, model: Model) -> None:
@@ -72,25 +74,31 @@ def check_order(spec: JobSpec) -> None:
             "input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching is false: "
             "leave one of them out"
         )
-    if order == "longest" and spec.input.format != "openai" and "max_tokens" not in spec.sampling.columns:
+    if order == "longest" and not spec.input.is_batch_file and "max_tokens" not in spec.sampling.columns:
         raise SpecError(
             "input.order: got longest, but all rows have the same max_tokens; name the column of each row's own, as in "
             "sampling.max_tokens: {column: budget}, or leave it out"
         )
 
 
-def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str]:
-    """What runs, but may not be meant, in a line each."""
+def prompt_warnings(
+    spec: JobSpec, model: Model, source: Source, *, reads_prompt_logits: bool, may_lack_template: bool = False
+) -> Iterator[str]:
+    """A line for each setting that works, but is probably a mistake. Users ask `Task.prompt_warnings`.
+
+    reads_prompt_logits: see `Task`. may_lack_template: whether texts without the chat template, or with a second BOS,
+    are nothing to warn of.
+    """
     where = spec.input
     form = "prompt_template" if where.prompt_template is not None else "prompt_column"
-    is_text = not where.is_chat and where.token_ids_column is None and where.format != "openai"
-    is_text &= spec.task != "score"  # which scores texts as they are, and begins them as `Boundary` says
+    is_text = not where.is_chat and where.token_ids_column is None and not where.is_batch_file
+    is_text &= not may_lack_template
     if is_text and model.has_chat_template:
         yield (
             f"warning: the model has a chat template, which input.{form} alone does not apply; "
             "input.add_generation_prompt: true makes each prompt a user's message"
         )
-    if where.order == "prefix" and spec.reads_prompts:
+    if where.order == "prefix" and reads_prompt_logits:
         yield (
             "warning: input.order is prefix, but prompts whose logprobs are asked for are computed whole, whatever the "
             "prefix cache holds"
@@ -108,19 +116,6 @@ def prompt_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str
         )
     if is_text and (found := _second_bos(spec, model, source)) is not None:
         yield found
-    if where.text_column is not None and spec.score.add_bos_token is None and (found := _scored_bos(spec, model)):
-        yield found
-
-
-def _scored_bos(spec: JobSpec, model: Model) -> str | None:
-    tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
-    ids, bos = Encoder(tokenizer, adds_special_tokens=True).encode_one("a"), tokenizer.bos_token_id
-    if not isinstance(ids, list) or bos is None or ids[0] != bos:
-        return None
-    return (
-        f"warning: each text is scored behind {tokenizer.bos_token}, and the tokenizer puts another before it, which "
-        "is scored too, as in lm-evaluation-harness; score.add_bos_token: false leaves it out, true means it"
-    )
 
 
 def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
+from batchinf.source.formats.openai import OpenAIBatch
 from batchinf.source.rows import Row
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
 
-COLUMNS = ("custom_id", "method", "url", "body")
+COLUMNS = OpenAIBatch.columns
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 
 # They say nothing about what comes out.
@@ -56,15 +57,10 @@ class BatchRequest:
     chat: dict[str, Any] = field(default_factory=dict)
 
 
-def is_batch(columns: Iterable[str]) -> bool:
-    """Whether an input with these columns is a batch file."""
-    return set(COLUMNS) <= set(columns)
-
-
 def may_be_batch(where: InputSpec) -> bool:
     """Whether the input's columns alone tell if it is a batch file, and the spec does not."""
     is_plain = all(getattr(where, form) is None for form in PROMPT_FORMS)
-    return is_plain and where.format in (None, "jsonl")
+    return is_plain and where.format in (None, OpenAIBatch.read_as)
 
 
 def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
@@ -73,17 +69,17 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     Its `custom_id` is the id, unless another is named. Raises SpecError where a batch file is asked for and it is none.
     """
     names = list(columns)
-    is_said = where.format == "openai"
+    is_said = where.is_batch_file
     given = next((form for form in PROMPT_FORMS if getattr(where, form) is not None), None)
     if is_said and given is not None:
         raise SpecError(f"input.{given}: got it with format openai, whose lines have their prompts; leave it out")
-    if is_said and not is_batch(names):
+    if is_said and not OpenAIBatch.has_its_columns(names):
         missing = next(name for name in COLUMNS if name not in names)
         raise SpecError(f"input.format: got openai, but the input has no column '{missing}'; a batch request has "
                         f"{', '.join(COLUMNS)}")  # fmt: skip
-    if not is_said and not (may_be_batch(where) and is_batch(names)):
+    if not is_said and not (may_be_batch(where) and OpenAIBatch.has_its_columns(names)):
         return where
-    return where.model_copy(update={"format": "openai", "id_column": where.id_column or "custom_id"})
+    return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
 
 
 class BatchReader:

@@ -1,4 +1,4 @@
-"""Values that a row sets for itself from its columns: positions in its prompt, sampling parameters and LoRA adapter."""
+"""Values that a row sets for itself from its columns: sampling parameters and LoRA adapter."""
 
 import decimal
 import json
@@ -11,7 +11,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from batchinf.base.errors import RowError, SpecError
-from batchinf.base.text import list_names, name_type
+from batchinf.base.text import list_names, name_type, shorten
 from batchinf.model.lora import adapter_places
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -19,43 +19,6 @@ from batchinf.source.types import is_json_column
 from batchinf.spec.docs import field_docs
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
-
-
-class RowPositions:
-    """Row → its positions. columns: the input columns that hold them: one, or none."""
-
-    def __init__(self, spec: JobSpec) -> None:
-        positions = None if spec.logits is None else spec.logits.positions
-        self.columns: tuple[str, ...] = () if positions is None or isinstance(positions, str) else (positions.column,)
-
-    def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of these rows with their positions; one that has an error keeps it."""
-        if not self.columns:
-            return list(prompts)
-        [column] = self.columns
-        return [
-            prompt if prompt.error is not None else _placed(prompt, column, row.values.get(column))
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
-
-
-def _placed(prompt: Prompt, column: str, value: object) -> Prompt:
-    num_tokens = len(prompt.token_ids)
-    if not isinstance(value, list | tuple) or not value:
-        got = "an empty list" if isinstance(value, list | tuple) else name_type(value)
-        return _failed(prompt, f"got {got} in column '{column}'; expected a list of positions")
-    for position in value:
-        if isinstance(position, bool) or not isinstance(position, int):
-            return _failed(prompt, f"got {name_type(position)} among the positions in column '{column}'")
-        if not -num_tokens <= position < num_tokens:
-            most = f"the prompt has {num_tokens:,} tokens, so that {num_tokens - 1:,} is the last"
-            return _failed(prompt, f"got position {position} in column '{column}'; {most}")
-    return replace(prompt, positions=tuple(position % num_tokens for position in value))
-
-
-def _failed(prompt: Prompt, message: str) -> Prompt:
-    return replace(prompt, error=RowError("invalid_positions", message))
-
 
 # Distinct settings that are remembered: one costs some 20 µs to check, and to find again less than 1.
 _MOST_KNOWN = 4096
@@ -109,7 +72,7 @@ class RowSampling:
         return replace(prompt, error=found) if isinstance(found, RowError) else replace(prompt, sampling=found)
 
     def _make(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        own = {field: _plain(field, value) for field, value in given.items() if value is not None}
+        own = {field: _as_in_a_spec(field, value) for field, value in given.items() if value is not None}
         try:
             # In a spec a mapping names a column; in a row it is a value that cannot be.
             own |= {field: True for field, value in own.items() if isinstance(value, dict) and field in PER_ROW_FIELDS}
@@ -125,8 +88,9 @@ class RowSampling:
         column = f" (column '{self._fields[field]}')" if field in self._fields else ""
         if first["type"] == "wrong":
             return f"sampling.{field}{column}: {context['reason']}"
-        doc = field_docs()[f"sampling.{field}"]
-        return f"sampling.{field}{column}: got {_shown(given.get(field))}; must be {doc.allowed}"
+        doc, value = field_docs()[f"sampling.{field}"], given.get(field)
+        shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
+        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}"
 
 
 def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
@@ -142,11 +106,6 @@ def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
                 f"sampling.{field}: the column '{column}' holds {words}; "
                 f"each value must be {field_docs()[f'sampling.{field}'].allowed}, or null for the job's own"
             )
-
-
-def sampling_line(sampling: SamplingSpec) -> str:
-    """Of which fields rows have their own values, and where, for people; empty where there are none."""
-    return ", ".join(f"{field} in '{column}'" for field, column in sampling.columns.items())
 
 
 def wanted_columns(sampling: SamplingSpec) -> Iterator[tuple[str, str]]:
@@ -181,7 +140,7 @@ def setting(field: str, value: Any) -> str:
     return f"{field} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
 
 
-def _plain(field: str, value: Any) -> Any:
+def _as_in_a_spec(field: str, value: Any) -> Any:
     """A number as the spec has it: columns with nulls often hold whole numbers as floats, databases decimals."""
     if isinstance(value, decimal.Decimal) and value.is_finite():
         value = float(value) if value % 1 else int(value)
@@ -192,12 +151,6 @@ def _plain(field: str, value: Any) -> Any:
 
 def _is_whole(field: str) -> bool:
     return field_docs()[f"sampling.{field}"].allowed.startswith("a whole number")
-
-
-def _shown(value: Any) -> str:
-    text = f"'{value}'" if isinstance(value, str) else str(value)
-    short = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
-    return short.encode(errors="backslashreplace").decode()
 
 
 class RowAdapter:
@@ -225,13 +178,7 @@ class RowAdapter:
             return prompt
         if isinstance(value, str) and value in self._names:
             return replace(prompt, adapter=value)
-        got = f"got {_shown_adapter(value)} in column '{self._column}'"
+        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
+        got = f"got {shown} in column '{self._column}'"
         message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
         return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
-
-
-def _shown_adapter(value: Any) -> str:
-    if not isinstance(value, str):
-        return name_type(value)
-    short = value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}…"
-    return f"'{short.encode(errors='backslashreplace').decode()}'"

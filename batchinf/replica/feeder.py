@@ -22,7 +22,7 @@ from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, Trial, Tried
 from batchinf.replica.start import UNFORKED
 from batchinf.source.rows import Row, Source
-from batchinf.tasks.registry import Task
+from batchinf.tasks.base import Task
 
 # Rows read and tokenised at once: enough to keep a tokenizer's threads busy, few enough to stay small in memory.
 ROWS_AT_ONCE = 256

@@ -36,7 +36,7 @@ class Work:
 
     input: the resolved section of the spec as JSON.
     metadata: what each part's Parquet metadata carries beside the versions.
-    source_folder: what the first pass over the input found.
+    source_folder: what the scan of the input found.
     taken: the fingerprints of what the job has taken in of its input, the last one last.
     extents: the job's, of which the run order is made.
     begun_at: when the job was begun, in ISO format: templates that print the date see this one.

@@ -19,7 +19,7 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import EngineInfo, Part, Shard
 from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
-from batchinf.replica.flight import FlightRecord
+from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event
 from batchinf.replica.start import UNFORKED, Limits, after_first_fork, guard_forks
 from batchinf.replica.text import Answers, Detokenizer, NoAnswers
@@ -29,8 +29,7 @@ from batchinf.schedule.order import RunOrder
 from batchinf.schedule.selection import ShardRows, chosen_rows
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import Task
-from batchinf.tasks.score.prompts import prompt_builder
+from batchinf.tasks.base import Task
 
 # A row that fails before it reaches the engine, with its message.
 _FAILED_ROW_BYTES = 1 << 10
@@ -44,7 +43,6 @@ class Front:
 
     def __init__(
         self,
-        spec: JobSpec,
         task: Task,
         source: Source,
         tokenizer: object,
@@ -56,7 +54,7 @@ class Front:
         begun_at: str | None = None,
     ) -> None:
         """order: None where places are positions."""
-        self._spec, self._task, self._source, self._tokenizer = spec, task, source, tokenizer
+        self._spec, self._task, self._source, self._tokenizer = task.spec, task, source, tokenizer
         self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
         self._order, self._begun_at = order, begun_at
         self._journal = Journal(folder, incarnation, task.result_schema)
@@ -92,11 +90,11 @@ class Front:
             return
         try:
             with UNFORKED:
-                self._detokenizer.set_result(Detokenizer(self._tokenizer) if self._spec.task == "generate" else None)
+                self._detokenizer.set_result(Detokenizer(self._tokenizer) if self._task.makes_text else None)
         except BaseException as error:
             self._detokenizer.set_exception(error)
 
-    def complete(self, engine: Engine, expected: Limits | None, flight: FlightRecord) -> Worker:
+    def complete(self, engine: Engine, expected: Limits | None, in_flight: InFlightRecord) -> Worker:
         """The worker. expected: the limits by which the feeder has started; where they are others, it starts anew."""
         info = engine.info
         self._ready.resize(_num_ready(info.max_num_seqs))
@@ -107,13 +105,13 @@ class Front:
             self.feeder.settle(prompts, info.max_model_len)
         self._make_detokenizer()  # unless the feeder was started early
         answers = answers_of(self._spec, self._tokenizer, self._detokenizer.result())
-        room = WIDE if self._spec.task == "logits" else None
+        room = WIDE if self._task.has_wide_results else None
         write, interval_s = self._write_by(info), self._spec.checkpoint_interval_s
         writer = Writer(self._finished, self._task, answers, write, self._emit, interval_s, room)
-        return Worker(engine, self._ready, self._finished, self.feeder, writer, flight)
+        return Worker(engine, self._ready, self._finished, self.feeder, writer, in_flight)
 
     def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
-        return functools.partial(prompt_builder, self._spec, self._tokenizer, vocab_size, self._begun_at)
+        return functools.partial(self._task.prompt_builder, self._tokenizer, vocab_size, self._begun_at)
 
     def _open_shard(self, shard: Shard) -> OpenShard:
         rows = ShardRows(shard.start, shard.stop) if self._order is None else self._order.of(shard)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from batchinf.base.errors import RowError
+from batchinf.base.text import one_line
 from batchinf.records import Completion
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -248,7 +249,7 @@ class Answers:
                 reasoning, text = self._split(whole, completion.request.prompt_token_ids)
             except Exception as error:
                 # The parser is vLLM's, or a plugin, and the text a model's.
-                words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                words = one_line(f"{type(error).__name__}: {error}", 300)
                 return Answer(whole, None, RowError("reasoning_error", f"the reasoning parser failed: {words}"))
             reasoning, text = self._stripped(reasoning, completion), self._stripped(text, completion)
         return Answer(text, reasoning, None if structure is None else self._judge(structure)(text, completion))

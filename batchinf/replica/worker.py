@@ -12,7 +12,7 @@ from batchinf.engines.protocol import Engine
 from batchinf.records import Completion, Result
 from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
-from batchinf.replica.flight import FlightRecord
+from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Progress
 from batchinf.replica.writer import Finished, Writer
 
@@ -32,15 +32,15 @@ class Worker:
         finished: ByteQueue[Finished | FailedRow],
         feeder: Feeder,
         writer: Writer,
-        flight: FlightRecord,
+        in_flight: InFlightRecord,
     ) -> None:
-        """flight: where to note which rows are in the engine."""
+        """in_flight: where to note which rows are in the engine."""
         self._engine = engine
         self._ready = ready
         self._finished = finished
         self._feeder = feeder
         self._writer = writer
-        self._flight = flight
+        self._in_flight = in_flight
         self._slots: dict[tuple[int, int], int] = {}
         self._window = window(engine.info.max_num_seqs)
         self._pending: dict[tuple[int, int], PendingRequest] = {}
@@ -104,7 +104,7 @@ class Worker:
             self._store(self._engine.step())
             self._steps += 1
             for request in self._engine.begun():
-                self._flight.note_output(self._slots.get(request.key, -1))
+                self._in_flight.note_output(self._slots.get(request.key, -1))
 
     def _admit(self) -> None:
         num_unfinished = self._engine.num_unfinished()
@@ -131,11 +131,11 @@ class Worker:
     def _add(self, pending: PendingRequest) -> None:
         request = pending.request
         # Before it goes in: that may kill the engine already.
-        self._slots[request.key] = self._flight.enter(request.row_index)
+        self._slots[request.key] = self._in_flight.enter(request.row_index)
         try:
             self._engine.add(request)
         except RequestRefused as refusal:
-            self._flight.leave(self._slots.pop(request.key))
+            self._in_flight.leave(self._slots.pop(request.key))
             if pending.probe is not None:
                 pending.probe.set()
                 return
@@ -153,7 +153,7 @@ class Worker:
         for completion in completions:
             key = completion.request.key
             pending = self._pending.pop(key)
-            self._flight.leave(self._slots.pop(key))
+            self._in_flight.leave(self._slots.pop(key))
             if pending.probe is None:
                 items.append((Finished(pending, completion), num_bytes(completion)))
             else:

@@ -17,7 +17,7 @@ from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.feeder import FailedRow, PendingRequest
 from batchinf.replica.messages import Event, ShardClosed
 from batchinf.replica.text import Answers, NoAnswers
-from batchinf.tasks.registry import Task
+from batchinf.tasks.base import Task
 
 # Results wait up to this long for company: encoding and decoding cost far less in batches.
 _GATHER_S = 0.1

@@ -12,14 +12,13 @@ import pyarrow.parquet as pq
 
 from batchinf.base.errors import BatchinfError, RowError
 from batchinf.base.storage import Folder
+from batchinf.base.text import clip
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import EventLine, State
 from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.tasks.registry import get_task
-from batchinf.tasks.score.prompts import prompt_builder
 
 # A job is judged once, when so many rows are finished; one whose user accepts so many errors is not.
 FIRST_ROWS = 1000
@@ -96,7 +95,7 @@ def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> l
     """For people; `prompts`, if there are any, are one for each failure."""
     said = ["the commonest errors:"] if failures else []
     for place, failure in enumerate(failures):
-        words = _one_line(failure.error_message, _MESSAGE_CHARS)
+        words = clip(failure.error_message, _MESSAGE_CHARS)
         said.append(f"  {failure.num_rows:,} × {failure.error_type}: {words}")
         if prompts:
             said.append(f"      row {failure.row_index}: {prompts[place]}")
@@ -105,7 +104,7 @@ def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> l
 
 def report(job: Job, state: State) -> list[str]:
     """What a job that was ended early says: the commonest errors, a prompt of each, what is kept, what to do."""
-    found = commonest(job.folder, state, Journal(job.folder, "look", get_task(job.spec).result_schema))
+    found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [
         *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
         f"kept: {state.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had finished",
@@ -119,7 +118,7 @@ def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[s
         tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     except BatchinfError:
         return []
-    builder = prompt_builder(job.spec, tokenizer, None, begun)
+    builder = job.task.prompt_builder(tokenizer, None, begun)
     return [_prompt(job, builder, failure.row_index) for failure in failures]
 
 
@@ -127,14 +126,8 @@ def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
     [row] = job.source.read(row_index, row_index + 1, builder.columns)
     text = builder.preview(row, _PROMPT_CHARS)
     if isinstance(text, RowError):
-        return f"no prompt can be made of {_one_line(str(dict(row.values)), _PROMPT_CHARS)}"
-    return f"prompt '{_one_line(text, _PROMPT_CHARS)}'"
-
-
-def _one_line(text: str, most: int) -> str:
-    """Shortened, with nothing in it that moves a terminal's cursor or that UTF-8 cannot encode."""
-    short = text if len(text) <= most else f"{text[:most]}…"
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
+        return f"no prompt can be made of {clip(str(dict(row.values)), _PROMPT_CHARS)}"
+    return f"prompt '{clip(text, _PROMPT_CHARS)}'"
 
 
 CHOSEN = "chosen"  # an event: how many rows were chosen, of how many

@@ -1,7 +1,7 @@
-"""The process that the user started: assigns shards, supervises replicas, publishes and commits parts, finishes.
+"""The loop of the process that the user started: assigns shards, supervises replicas, publishes and commits parts.
 
-One thread. What a replica says of a shard counts only while it holds it; what it wrote means nothing until it is
-published and the manifest says so.
+It has one thread. What a replica says of a shard counts only while the replica holds it. A part that a replica wrote
+counts once it is published and the manifest names it.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted, OutputError
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.fleet.assignment import Assignment
-from batchinf.fleet.fleet import Ended, Fleet, Member
+from batchinf.fleet.devices import Platforms, kept_as
+from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.fleet.launcher import note_end, note_started
-from batchinf.fleet.platforms import Platforms, kept_as
+from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import JobStatus, Rates, write_status
 from batchinf.fleet.telemetry import ReplicaLook, Telemetry
-from batchinf.fleet.trials import Trials
 from batchinf.job.open import Job
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
@@ -36,7 +36,7 @@ _STATUS_EVERY_S = 1.0
 
 
 class Coordinator:
-    """Runs what is left of a job. The manifest is open, the folder locked, earlier leftovers are recovered."""
+    """Runs what is left of a job, whose manifest is open, whose folder is locked and whose leftovers are recovered."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Coordinator:
         self._platforms = platforms
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
-        # What the first replica that found the disk full said; the others would find it so in turn.
+        # Said by the first replica that found the disk full; the others would find the same.
         self._disk_error = ""
 
     def run(self) -> None:
-        """Until every shard is committed.
+        """Run until every shard is committed.
 
         Raises Interrupted, HopelessJob, EngineStartError, or what ended the last replica.
         """
@@ -82,7 +82,7 @@ class Coordinator:
             try:
                 self._work()
             except BaseException as error:
-                # What fails in consequence, as on a full disk or with the lock lost, must not hide what came first.
+                # Errors that follow from the first one, as on a full disk or without the lock, must not hide it.
                 with contextlib.suppress(BatchinfError, OSError):
                     self._end_now()
                 with contextlib.suppress(BatchinfError, OSError):
@@ -117,16 +117,16 @@ class Coordinator:
         self._commit(())
 
     def _sweep(self) -> None:
-        """Delete what replicas that were killed have half written: on a full disk nobody may come back soon."""
+        """Delete half-written files of replicas that were killed: on a full disk a resume may be long in coming."""
         self._lock.check()
         for name in ("staging", "journal"):
             self._job.folder.sweep(name)
 
     def _turn(self) -> None:
-        note_started(self._manifest, self._fleet.start_due())
+        note_started(self._manifest, self._fleet.backend, self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
         if self._requests:
-            # A signal to the whole tree ends engines too: that is none of their failures.
+            # A signal to the whole process tree ends engines too, which is no failure of theirs.
             return
         self._note_ended(self._fleet.reap())
         self._judge()
@@ -136,27 +136,27 @@ class Coordinator:
         self._show(self._state())
 
     def _state(self) -> str:
-        return "running" if any(member.is_running for member in self._fleet.members) else "starting"
+        return "running" if any(replica.is_running for replica in self._fleet.replicas) else "starting"
 
-    def _handle(self, events: list[tuple[Member, Event]]) -> None:
+    def _handle(self, events: list[tuple[FleetReplica, Event]]) -> None:
         parts: list[tuple[int, str, Part]] = []
-        for member, event in events:
+        for replica, event in events:
             match event:
-                case ShardClosed(part) if part.shard in member.shards and member.replica is not None:
-                    member.shards.pop(part.shard)
-                    member.closed_rows += part.num_rows - part.num_kept
-                    member.closed_errors += part.num_errors - part.num_kept_errors
-                    member.begun.discard(part.shard)
-                    parts.append((member.slot.replica, member.replica.launch.incarnation, part))
+                case ShardClosed(part) if part.shard in replica.shards and replica.handle is not None:
+                    replica.shards.pop(part.shard)
+                    replica.closed_rows += part.num_rows - part.num_kept
+                    replica.closed_errors += part.num_errors - part.num_kept_errors
+                    replica.begun.discard(part.shard)
+                    parts.append((replica.number, replica.handle.incarnation, part))
                 case Revoked(shards):
-                    self._assignment.take_back(member, shards)
+                    self._assignment.take_back(replica, shards)
                 case ShardBegun(shard, num_recovered):
                     self._note_begun(shard, num_recovered)
                 case Ready():
-                    self._note_ready(member, event)
-                    self._assignment.begin(member)
+                    self._note_ready(replica, event)
+                    self._assignment.begin(replica)
                 case Tried(rows):
-                    self._trials.survived(member, rows)
+                    self._trials.survived(replica, rows)
                 case _:
                     pass
         if parts:
@@ -170,7 +170,7 @@ class Coordinator:
             self._manifest.event("recovered", shard=shard, num_requests=num_recovered)
 
     def _commit(self, parts: Sequence[tuple[int, str, Part]]) -> None:
-        """Publish and commit parts, each with the replica and the incarnation that it is from."""
+        """Publish and commit parts, each with the replica and the incarnation that wrote it."""
         folder = self._job.folder
         self._lock.check()
         self._announce([part for _, _, part in parts if part.retry])
@@ -189,7 +189,7 @@ class Coordinator:
             drop(folder, part.shard)
 
     def _announce(self, parts: Sequence[Part]) -> None:
-        """Say which parts are about to come in the place of committed ones, so that a crash leaves no doubt."""
+        """Record which parts are about to replace committed ones, so that a crash leaves no doubt."""
         for part in parts:
             self._manifest.replacing(part)
         if parts:
@@ -198,9 +198,9 @@ class Coordinator:
             faults.point("coordinator.after_replacing")
 
     def _publish(self, staged: str, published: str) -> None:
-        """Only the job's holder puts a file in the place of another.
+        """Rename a staged part to its published name. Only the holder of the lock replaces a file.
 
-        A holder that stood still for long, as a suspended machine does, may find that it lost the job after it looked.
+        A holder that stood still for long, as on a suspended machine, may have lost the lock since it last looked.
         """
         folder = self._job.folder
         self._lock.check()
@@ -213,13 +213,13 @@ class Coordinator:
             self._lock.check()
             folder.publish(staged, published)
 
-    def _note_ready(self, member: Member, event: Ready) -> None:
-        if (warning := self._platforms.admit(member.slot.replica, event.engine)) is not None:
+    def _note_ready(self, replica: FleetReplica, event: Ready) -> None:
+        if (warning := self._platforms.admit(replica.number, event.engine)) is not None:
             self._display.say(warning)
         self._manifest.event(
             "ready",
             kept_as=kept_as(event.engine),
-            replica=member.slot.replica,
+            replica=replica.number,
             start_s=event.start_s,
             device=event.engine.device,
             versions=event.engine.versions,
@@ -233,41 +233,41 @@ class Coordinator:
             suspicion = self._trials.note_death(end)
             self._assignment.note_ended(end, self._trials.shards | closed)
             if (step := end.lowered) is not None:
-                replica, kept_as = end.member.slot.replica, "oom_step_down"
+                replica, kept_as = end.replica.number, "oom_step_down"
                 self._manifest.event(
                     kept_as, kept_as=kept_as, replica=replica, incarnation=end.incarnation, **step.fields()
                 )
-            if end.member.failed is not None and end.member.failed.error_type == DISK_ERROR:
+            if end.replica.failed is not None and end.replica.failed.error_type == DISK_ERROR:
                 self._disk_error = self._disk_error or end.cause
             elif not end.was_asked:
                 cause = end.cause if end.out_of_memory is None else end.out_of_memory.words
                 more = f"; {suspicion}" if suspicion else ""
-                self._display.say(f"replica {end.member.slot.replica} {end.member.state}: {cause}{more}")
+                self._display.say(f"replica {end.replica.number} {end.replica.state}: {cause}{more}")
         if ended:
             self._manifest.commit()
 
     def _close_last(self, end: Ended) -> set[int]:
-        """Commit what an incarnation had staged and said so with its last breath; the shards."""
+        """Commit the parts that an incarnation announced in its last events; their shards."""
         held = {shard.index for shard in end.shards}
         parts = [event.part for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
         if parts:
-            self._commit([(end.member.slot.replica, end.incarnation, part) for part in parts])
+            self._commit([(end.replica.number, end.incarnation, part) for part in parts])
         return {part.shard for part in parts}
 
     def _give_up(self) -> None:
-        causes = list(dict.fromkeys(member.cause for member in self._fleet.members))
+        causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
         raise EngineStartError(
             f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); "
             "mend that and run the same command again"
         )
 
     def _judge(self) -> None:
-        """Once, when the first rows are finished. Raises HopelessJob, with what has finished journalled."""
+        """Judge the job once, when its first rows are finished. Raises HopelessJob; finished rows are journalled."""
         num_rows, num_errors = self._num_finished()
         if self._is_judged or self._is_finished or num_rows < FIRST_ROWS:
             return
         self._is_judged = True
-        under_way = [member.progress.in_flight + member.progress.num_waiting for member in self._fleet.members]
+        under_way = [replica.progress.in_flight + replica.progress.num_waiting for replica in self._fleet.replicas]
         if is_hopeless(num_errors, num_rows + sum(under_way)):
             self._display.say("half of the first rows have failed: stopping")
             self._end_replicas(drains=False)
@@ -275,14 +275,14 @@ class Coordinator:
                 raise HopelessJob(f"{num_errors:,} of the first {num_rows:,} rows have failed; the job was ended early")
 
     def _num_finished(self) -> tuple[int, int]:
-        """Output rows that are finished, and how many of them are errors: committed, and what replicas say."""
-        members = self._fleet.members
-        rows = sum(max(0, member.progress.num_rows - member.closed_rows) for member in members)
-        errors = sum(max(0, member.progress.num_errors - member.closed_errors) for member in members)
+        """Output rows that are finished, and how many of them are errors: committed and as replicas say."""
+        replicas = self._fleet.replicas
+        rows = sum(max(0, replica.progress.num_rows - replica.closed_rows) for replica in replicas)
+        errors = sum(max(0, replica.progress.num_errors - replica.closed_errors) for replica in replicas)
         return min(self._num_rows, self._committed.num_rows + rows), self._committed.num_errors + errors
 
     def _end_replicas(self, *, drains: bool) -> None:
-        """Let replicas finish what requests to stop leave time for, if at all; a later one may leave less."""
+        """Let replicas finish what they can in the time that requests to stop leave; a later request may leave less."""
         begun, told = time.monotonic(), math.inf
         while True:
             until, end_by = self._requests.drain_until, self._requests.end_by
@@ -296,14 +296,14 @@ class Coordinator:
             self._handle(self._fleet.poll(_POLL_S))
             self._note_ended(self._fleet.reap())
             self._show("stopping")
-        # What was said last may have come together with the end.
+        # The last events may have come together with the end.
         self._handle(self._fleet.poll(0))
 
     def _show(self, state: str, *, force: bool = False) -> None:
         if not force and time.monotonic() < self._next_status:
             return
         self._next_status = time.monotonic() + _STATUS_EVERY_S
-        # Here, too: who has nothing to commit for minutes should hear soon that another runs the job.
+        # A coordinator with nothing to commit for minutes should notice soon that another one runs the job.
         self._lock.watch()
         status = self._status(state)
         with contextlib.suppress(OSError):
@@ -312,14 +312,14 @@ class Coordinator:
         if self._telemetry.is_due:
             self._telemetry.look(
                 [
-                    ReplicaLook.of(m.slot.replica, m.replica.launch.incarnation, m.state, m.progress)
-                    for m in self._fleet.members
-                    if m.replica is not None
+                    ReplicaLook.of(m.number, m.handle.incarnation, m.state, m.progress)
+                    for m in self._fleet.replicas
+                    if m.handle is not None
                 ]
             )
 
     def _status(self, state: str) -> JobStatus:
-        members = self._fleet.members
+        replicas = self._fleet.replicas
         num_done, num_errors = self._num_finished()
         tokens = self._fleet.num_tokens()
         self._rates.look(num_done, *tokens)
@@ -337,7 +337,7 @@ class Coordinator:
             output_tokens_per_s=round(output_per_s, 1),
             left_s=round((self._num_rows - num_done) / rows_per_s, 1) if rows_per_s > 0 else None,
             stalled_by_disk_s=self._fleet.stalled_by_disk_s,
-            replicas=tuple(member.status() for member in members),
+            replicas=tuple(replica.status() for replica in replicas),
             updated_at=round(time.time(), 3),
-            message="" if state != "starting" else "; ".join(f"replica {m.slot.replica} {m.state}" for m in members),
+            message="" if state != "starting" else "; ".join(f"replica {m.number} {m.state}" for m in replicas),
         )

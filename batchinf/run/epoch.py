@@ -9,23 +9,22 @@ from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
 from batchinf.engines.installed import check_structures
+from batchinf.fleet.backend import Backend
+from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, work_of
-from batchinf.fleet.platforms import Platforms
+from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import duration, read_status, short_count
 from batchinf.fleet.telemetry import Telemetry
-from batchinf.fleet.trials import Trials
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, check_drift, new_header, open_job
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
-from batchinf.model.vectors import vectors_line
 from batchinf.output import journal
 from batchinf.output.counts import remarks
 from batchinf.output.proof import changed_parts
-from batchinf.prompts.checks import prompt_warnings
 from batchinf.prompts.row_values import setting
 from batchinf.run import closing
 from batchinf.run.closing import CHOSEN, forecast
@@ -33,7 +32,7 @@ from batchinf.run.coordinator import Coordinator
 from batchinf.run.extend import add_extent, has_more, open_extended, said
 from batchinf.run.head_start import HeadStart
 from batchinf.run.progress import ProgressDisplay
-from batchinf.run.recovery import end_process_groups, note_ended, recover
+from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
 from batchinf.schedule.order import Choice, RunOrder
 from batchinf.schedule.shards import PendingShards, total_rows, total_shards
@@ -71,10 +70,12 @@ class Summary:
         ]
 
 
-def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False) -> Summary:
+def run_job(
+    file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False
+) -> Summary:
     """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
 
-    extends: what has come to its input since is taken in first.
+    backend: where its replicas run; see `fleet.choose`. extends: what has come to its input since is taken in first.
 
     To be called within `interruptible`: only the coordinator drains.
 
@@ -94,7 +95,7 @@ def run_job(file: SpecFile, display: ProgressDisplay, retry: str | None = None, 
             return _finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
-        _hold_and_run(file, folder, state, display, retry, extends)
+        _hold_and_run(file, backend, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
@@ -105,18 +106,25 @@ def _is_whole(folder: Folder, state: State) -> bool:
 
 
 def _hold_and_run(
-    file: SpecFile, folder: Folder, state: State | None, display: ProgressDisplay, retry: str | None, extends: bool
+    file: SpecFile,
+    backend: Backend,
+    folder: Folder,
+    state: State | None,
+    display: ProgressDisplay,
+    retry: str | None,
+    extends: bool,
 ) -> None:
     lock = JobLock(folder)
     try:
         with lock.held(lambda: last_epoch(folder), display.say) as epoch:
-            _run_epoch(file, folder, read_state(folder, state), lock, epoch, display, retry, extends)
+            _run_epoch(file, backend, folder, read_state(folder, state), lock, epoch, display, retry, extends)
     finally:
         display.close()
 
 
 def _run_epoch(
     file: SpecFile,
+    backend: Backend,
     folder: Folder,
     state: State | None,
     lock: JobLock,
@@ -126,7 +134,7 @@ def _run_epoch(
     extends: bool,
 ) -> None:
     display.say("opening model and input")
-    with HeadStart(folder, epoch, lock, state, display.say) as ahead:
+    with HeadStart(backend, folder, epoch, lock, state, display.say) as ahead:
         if extends and state is not None:
             job = open_extended(file, state)
         else:
@@ -137,11 +145,13 @@ def _run_epoch(
                 check_drift(job, state.header)
             else:
                 job, request = take_request(job, state, retry)
-            end_process_groups(state)
+            backend.end_leftovers(state.running_replicas, state.job_id)
         if job.spec.scripted is None and (state is None or request is not None):
             for line in check_structures(file, job.model.tokenizer):
                 display.say(line)
-        launcher = ahead.launcher or Launcher.of(job.spec, job.model, job.adapters, folder, epoch, state, display.say)
+        launcher = ahead.launcher or Launcher.of(
+            backend, job.spec, job.model, job.adapters, folder, epoch, state, display.say
+        )
         num_replicas = len(launcher.slots)
         choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
         check_size(file, job, None if choice is None else choice.num_rows)
@@ -157,7 +167,7 @@ def _run_epoch(
         if (warning := room_warning(job, state, num_replicas)) is not None:
             display.say(warning)
         if not state.committed.all():
-            for line in prompt_warnings(job.spec, job.model, job.source):
+            for line in job.task.prompt_warnings(job.model, job.source):
                 display.say(line)
             _run_rest(job, state, manifest, lock, launcher, display, fleet=ahead.fleet)
         ahead.end()
@@ -228,18 +238,18 @@ def _run_rest(
     fleet.give_work(work_of(job, state, retry))
     committed = Committed(int(state.committed.sum()), state.num_rows, state.num_errors)
     num_shards = total_shards(state.extents)
-    num_rows = total_rows(state.extents) * job.spec.num_samples
+    num_rows = total_rows(state.extents) * job.task.num_rows_per_input
     is_done = state.committed
     pending = PendingShards(state.extents, is_done)
     if phase is not None:
-        num_rows = int(phase.num_chosen.sum()) * job.spec.num_samples
+        num_rows = int(phase.num_chosen.sum()) * job.task.num_rows_per_input
         is_done = phase.num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
         pending = PendingShards(state.extents, is_done, phase.num_chosen)
     trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
     platforms = Platforms(state, job.spec.same_device)
-    telemetry = Telemetry(job.folder, launcher.epoch, launcher.devices)
+    telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
     try:
         Coordinator(
             job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
@@ -282,8 +292,8 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
         setting(name, getattr(job.spec.sampling, name)) + ("" if origin == "spec" else f" ({origin})")
         for name, origin in job.origins.items()
     )
-    vectors = vectors_line(job.spec) if job.spec.is_pooling else ""
-    display.say(vectors or (f"sampling: {sampling}" if job.spec.generates else f"task: {job.spec.task}"))
+    task = job.task
+    display.say(task.describe() or (f"sampling: {sampling}" if task.draws_tokens else f"task: {task.name}"))
     done, shards = int(state.committed.sum()), len(state.committed)
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")

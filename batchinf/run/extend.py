@@ -12,12 +12,12 @@ from batchinf.base import faults
 from batchinf.base.errors import InputError
 from batchinf.job import ordering
 from batchinf.job.choose import Chosen, Say, choose
-from batchinf.job.open import Job, carried_columns, estimated_bytes_per_row, open_job
+from batchinf.job.open import Job, carried_columns, open_job
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.run.closing import CHOSEN
 from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
-from batchinf.source.formats.huggingface import is_dataset
+from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile, dump_spec
 from batchinf.spec.job import JobSpec
@@ -102,7 +102,7 @@ def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) ->
     """As the user said, or what fits these rows: the first may have been few, and these many."""
     if state.header.spec.get("output", {}).get("rows_per_shard", "auto") != "auto":
         return int(state.header.layout["rows_per_shard"])
-    return choose_rows_per_shard(num_rows, num_replicas, estimated_bytes_per_row(job.spec))
+    return choose_rows_per_shard(num_rows, num_replicas, job.task.estimated_bytes_per_row())
 
 
 def said(job: Job, state: State, num_rows: int) -> str:

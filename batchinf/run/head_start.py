@@ -1,75 +1,29 @@
-"""Work that begins while the input is read: replicas start, and the weights go into the page cache."""
+"""Starts replicas while the input is read, and lets their backend read the weights into memory."""
 
 import contextlib
-import os
-import pathlib
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
-
-import psutil
 
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
+from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started
 from batchinf.job.open import location_of, new_job_id
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import HEAD_START, State, read_beginning
-from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter
 from batchinf.prompts.openai import may_be_batch
-from batchinf.run.recovery import end_process_groups, note_ended
-from batchinf.source.files import InputLocation, find_files
-from batchinf.source.formats.huggingface import is_dataset
+from batchinf.run.recovery import note_ended
+from batchinf.source.files import InputLocation
+from batchinf.source.find import find_files, is_dataset
 from batchinf.source.remote import is_url
 from batchinf.spec.job import JobSpec
-
-# A block whose first byte is in memory is taken to be there: another process has just read it.
-_BLOCK_BYTES = 2 << 20
-# Of the memory that is free: what is read beyond it would only push out what was read before.
-_MOST = 0.5
-
-
-def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
-    """Begin to read what is not in memory yet of the weights of a model in a folder here; None where none are read.
-
-    Nothing waits for the thread, nor depends on it.
-    """
-    folder = pathlib.Path(model.path)
-    if load_format == "dummy" or not folder.is_dir():
-        return None
-    paths = [path for name in model_files.weight_files(folder, load_format) if (path := folder / name).is_file()]
-    num_bytes = sum(path.stat().st_size for path in paths)
-    if not 0 < num_bytes < psutil.virtual_memory().available * _MOST:
-        return None
-    thread = threading.Thread(target=_read, args=(paths,), name="read_ahead", daemon=True)
-    thread.start()
-    return thread
-
-
-def _read(paths: Sequence[pathlib.Path]) -> None:
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    for path in paths:
-        # What cannot be read is said by who needs it.
-        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-            for offset in range(0, path.stat().st_size, _BLOCK_BYTES):
-                if not _is_cached(file.fileno(), offset):
-                    os.preadv(file.fileno(), [block], offset)
-
-
-def _is_cached(descriptor: int, offset: int) -> bool:
-    """Whether the byte at `offset` is in memory; False where the file system cannot tell."""
-    try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # EAGAIN: it would have to be read; EOPNOTSUPP
-        return False
-
 
 # Files of so many bytes take long to read: a third of a second for 64 MiB of lines, and more where rows are looked at
 # one by one, to choose or to order them. Below that, what is wrong with the input is said before anything starts.
@@ -77,15 +31,22 @@ _MANY_BYTES, _MANY_LOOKED_AT = 64 << 20, 8 << 20
 
 
 class HeadStart:
-    """A context in which a job is opened: at its end no replica is left that began in it.
+    """A context in which a job is opened. When it ends, no replica that was started in it is left.
 
-    launcher, fleet: of the replicas that have a head start; None where there are none. job_id: the new job's.
+    launcher, fleet: of the replicas that have a head start; None if there are none. job_id: the new job's.
     """
 
     def __init__(
-        self, folder: Folder, epoch: int, lock: JobLock, state: State | None, say: Callable[[str], None]
+        self,
+        backend: Backend,
+        folder: Folder,
+        epoch: int,
+        lock: JobLock,
+        state: State | None,
+        say: Callable[[str], None],
     ) -> None:
-        """state: of a job that is gone on with; all then is as if this were not there."""
+        """state: of a job that is resumed, which gets no head start."""
+        self._backend = backend
         self._folder, self._epoch, self._lock, self._state, self._say = folder, epoch, lock, state, say
         self._before = State() if state is not None else read_beginning(folder)
         self._manifest: Manifest | None = None
@@ -94,34 +55,34 @@ class HeadStart:
         self.fleet: Fleet | None = None
 
     def __enter__(self) -> Self:
-        end_process_groups(self._before)
+        self._backend.end_leftovers(self._before.running_replicas, self._before.job_id)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # What fails in consequence, as on a full disk, must not hide what came first.
+        # Errors that follow from the first one, as on a full disk, must not hide it.
         with contextlib.suppress(BatchinfError, OSError):
             self.end()
 
     def found(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...]) -> None:
         """See `open_job`: the input is about to be read."""
         if spec.scripted is None:
-            read_ahead(model, spec.model.load_format)
-        # Parts of a job without a manifest are an error, which is for who begins the job to say.
+            self._backend.read_ahead(model, spec.model.load_format)
+        # Parts without a manifest are an error, which is raised where the job begins.
         if self._state is None and not self._folder.list("parts") and takes_long(spec) and is_known(spec):
             self._start(spec, model, adapters)
 
     def _start(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...]) -> None:
-        launcher = Launcher.of(spec, model, adapters, self._folder, self._epoch, None, self._say)
+        launcher = Launcher.of(self._backend, spec, model, adapters, self._folder, self._epoch, None, self._say)
         manifest = self.open_manifest()
         manifest.event(HEAD_START, job_id=self.job_id)
-        # Known by its id before it has sockets, which lie elsewhere.
+        # The id is in the manifest before replicas make files outside the job's folder, which are named by it.
         manifest.commit()
         self._say(f"starting {len(launcher.slots)} replica(s) while the input is read")
         with shielded():
             self.launcher, self.fleet = launcher, launcher.fleet(self.job_id)
-            note_started(manifest, self.fleet.start_due())
+            note_started(manifest, self._backend, self.fleet.start_due())
         faults.point("head_start.started")
 
     def open_manifest(self) -> Manifest:
@@ -132,7 +93,7 @@ class HeadStart:
         return self._manifest
 
     def end(self) -> None:
-        """End the replicas, unless somebody has; what was to be said of the job besides is dropped then."""
+        """End the replicas that still run. Lines about the job that are not committed yet are dropped then."""
         if self.fleet is None or self._manifest is None:
             return
         with shielded():

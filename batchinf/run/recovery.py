@@ -1,16 +1,14 @@
-"""What an earlier life of the job left behind: processes to end, parts to adopt, files to sweep.
+"""Recovers what an earlier epoch of the job left: accounts for its replicas, adopts its parts, sweeps its files.
 
-Only names of our own pattern are touched. Nothing here can lose a row: what is not adopted is run again.
+Only files with names of our own pattern are touched. No row can be lost here: a part that is not adopted is run again.
 """
 
 import datetime
 from dataclasses import dataclass
 
 from batchinf.base.storage import Folder
-from batchinf.fleet.local import end_process_group, sweep_sockets
 from batchinf.fleet.status import JobStatus
 from batchinf.job.open import Job
-from batchinf.manifest.lock import Holder, process_start
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name
 from batchinf.manifest.state import State
@@ -18,7 +16,7 @@ from batchinf.output import journal
 from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces, with_retry
-from batchinf.records import Extent, Part, ProcessGroup
+from batchinf.records import Extent, Part
 from batchinf.schedule import selection
 from batchinf.schedule.order import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
@@ -26,52 +24,28 @@ from batchinf.schedule.shards import shard_at, total_shards
 
 @dataclass(frozen=True, slots=True)
 class RecoveredJob:
-    """What was found. Shards by index."""
+    """Shards whose parts were adopted, and those whose parts were lost, by index."""
 
     adopted: tuple[int, ...]
     lost: tuple[int, ...]
 
 
-def end_process_groups(state: State) -> int:
-    """End what runs on of earlier epochs on this host; the number of groups that were still there."""
-    num_ended = sum(_end(group) for group in state.process_groups if _is_ours(group))
-    # This life may have fewer replicas than the last: theirs would lie there for ever.
-    if state.job_id is not None:
-        sweep_sockets(state.job_id)
-    return num_ended
-
-
-def _is_ours(group: ProcessGroup) -> bool:
-    me = Holder.this_process()
-    return group.host == me.host and group.boot_id == me.boot_id
-
-
-def _end(group: ProcessGroup) -> bool:
-    # A process id is not used again while a group of that number has members; a leader that started at another time
-    # is a stranger.
-    started = process_start(group.pgid)
-    if started is not None and started != group.pid_start_time:
-        return False
-    # Waited for: a device is free only when those that held it are gone.
-    return end_process_group(group.pgid)
-
-
 def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_at: float = 0.0) -> None:
-    """Say of replicas whose coordinator was killed that they have ended, with the device time that they took.
+    """Record in the manifest that replicas of a killed coordinator have ended, with the device time that they took.
 
-    They end with their coordinator, which was last seen when it wrote `status`, or else its last event; or at
-    `seen_at`, in seconds since 1970.
+    They ended with their coordinator. It was last seen when it wrote `status` or its last event, or at `seen_at`, in
+    seconds since 1970.
     """
     starts = {event.fields["incarnation"]: event for event in state.events if event.name == "replica_started"}
     last_seen = max((_seconds(event.at) for event in state.events), default=0.0)
     last_seen = max(last_seen, seen_at, status.updated_at if status is not None else 0.0)
-    for group in state.process_groups:
+    for replica in state.running_replicas:
         device_s = 0.0
-        if (start := starts.get(group.incarnation)) is not None:
+        if (start := starts.get(replica.incarnation)) is not None:
             num_devices = max(1, len(start.fields.get("devices", ())))
             device_s = round(max(0.0, last_seen - _seconds(start.at)) * num_devices, 1)
         cause = "its coordinator was killed"
-        manifest.event("replica_ended", incarnation=group.incarnation, device_s=device_s, cause=cause)
+        manifest.event("replica_ended", incarnation=replica.incarnation, device_s=device_s, cause=cause)
 
 
 def _seconds(at: str) -> float:
@@ -79,9 +53,9 @@ def _seconds(at: str) -> float:
 
 
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> RecoveredJob:
-    """Bring folder and manifest together again; the manifest's new lines are committed by the caller."""
+    """Make folder and manifest agree again. The caller commits the manifest's new lines."""
     folder = job.folder
-    own = ("parts", "staging", "journal", "manifest", "source", "source/generations")
+    own = ("parts", "staging", "journal", "manifest", "source", "source/versions")
     for name in ("", *own, selection.RETRY_FOLDER, selection.RUN_FOLDER):
         folder.sweep(name)
     _settle(folder, state, manifest)
@@ -89,24 +63,24 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
     for shard in journal.list_shards(folder):
         if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard]):
-            # Those of a retry that the shard has still to go through stay.
+            # The segments of a retry that the shard has not been through yet are kept.
             journal.drop(folder, shard, state.parts[shard].retry if shard in state.parts else None)
     return RecoveredJob(tuple(adopted), tuple(lost))
 
 
 def _check_parts(job: Job, state: State, manifest: Manifest) -> list[int]:
-    """Committed parts that are gone or are other ones count as not committed: their shards run again."""
+    """Count committed parts that are gone or were exchanged as not committed, so that their shards run again."""
     lost = changed_parts(job.folder, state)
     for shard in lost:
         state.forget(shard)
     if lost:
-        # Before the lines of those that are adopted: what comes later counts.
+        # Before the lines of adopted parts, as later lines count.
         manifest.event("lost", shards=lost)
     return lost
 
 
 def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
-    """Finish what was cut short between the word that a part is to be replaced and the line of the new one."""
+    """Finish replacements that were cut short between the `replacing` line and the line of the new part."""
     for shard, line in list(state.replacing.items()):
         name, staged = f"parts/{part_name(shard)}", f"staging/{line.file}"
         is_there = _digest(folder, name) == line.digest
@@ -117,7 +91,7 @@ def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
             manifest.part(line)
             state.note(line)
         else:
-            # Neither: the old part stands, if it is whole, and its rows run again.
+            # The new part is in neither place: the old one stands, if it is whole, and its rows run again.
             state.replacing.pop(shard)
 
 
@@ -130,7 +104,7 @@ def _digest(folder: Folder, name: str) -> str | None:
 
 
 def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index: int) -> Part | None:
-    """The record of a part that no line names, if it is whole and comes next for its shard."""
+    """The record of a part that no line names, if it is whole and the next one for its shard."""
     if index >= total_shards(extents):
         return None
     shard = shard_at(extents, index)

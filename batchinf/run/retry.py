@@ -24,7 +24,6 @@ from batchinf.schedule.selection import Selection, read_selection, write_selecti
 from batchinf.schedule.shards import total_shards
 from batchinf.spec.job import fingerprint
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.registry import get_task
 
 _SAMPLING = "sampling."
 # These make the output's columns, what they mean, or its number of rows, other ones.
@@ -194,4 +193,4 @@ def _sampling(fields: dict[str, Any]) -> SamplingSpec:
 
 
 def _output_schema(job: Job) -> pa.Schema:
-    return get_task(job.spec).output_schema([job.source.schema.field(name) for name in carried_columns(job.spec)])
+    return job.task.output_schema([job.source.schema.field(name) for name in carried_columns(job.spec)])

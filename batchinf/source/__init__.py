@@ -1,4 +1,4 @@
-"""The input of a job as rows by position, whatever its files are, and the record of the files that were taken in.
+"""The input of a job: its files in any format as rows by position, and the record of which files the job has.
 
-Which of the rows run is decided in `job`; what a row becomes is decided in `prompts`.
+`job` decides which of the rows run, `prompts` what becomes of a row.
 """

@@ -1,7 +1,7 @@
-"""The folder that keeps what a first pass found: an entry for each input file, and the artifacts that the entries name.
+"""The folder that keeps the results of the scan: an entry for each input file, and the artifacts that it names.
 
-Every JSON file in it carries a version and a checksum; an artifact is trusted while its size and samples of its bytes
-are as its entry says. Whatever is not whole counts as absent, and is made again.
+Every JSON file in it has a version and a checksum. An artifact is trusted while its size and samples of its bytes match
+its entry. A file that is not whole counts as absent, and is made again.
 """
 
 import base64
@@ -21,14 +21,14 @@ import xxhash
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder, create, naming
-from batchinf.source.files import BLOCK_BYTES, Format, InputFile
+from batchinf.source.files import BLOCK_BYTES, InputFile
 
 CACHE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class FileFindings:
-    """What the first pass over a file says of its content. `schema`: as found in this file alone, JSON marked.
+    """What the scan of a file found. schema: of this file alone; a JSON column carries `JSON_MARK`.
 
     num_bytes: of the decompressed content, where rows may be appended to it.
     """
@@ -50,23 +50,23 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What the first pass found in one input file.
+    """One input file, and what the scan found in it.
 
     `hash` covers the decompressed content; of Parquet, the footer (sizes, statistics and places of every column
-    chunk) and the file's size. `artifacts` by role: `offsets` and `blanks` (int64, see `line_file`), `lines` (a
+    chunk) and the file's size. `artifacts` by role: `offsets` and `blanks` (int64, see `formats.lines`), `lines` (a
     decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count),
     `content` (a copy of a remote file). Size and mtime are the file's stamp, of a remote file other numbers.
     """
 
     path: str
-    format: Format
+    format: str
     size: int
     mtime_ns: int
     hash: str
     num_rows: int
     schema: str
     artifacts: Mapping[str, Artifact]
-    num_bytes: int = 0  # see `Found`
+    num_bytes: int  # see `FileFindings`
 
     def arrow_schema(self) -> pa.Schema:
         """Columns as found in this file alone; a JSON column carries `JSON_MARK`."""
@@ -89,8 +89,7 @@ def load_entries(cache: Folder) -> dict[str, FileEntry]:
     def entry(found: dict[str, Any]) -> FileEntry:
         return FileEntry(**{**found, "artifacts": {k: Artifact(**a) for k, a in found["artifacts"].items()}})
 
-    # Without its number of bytes, as an earlier version wrote it, what is appended to a file cannot be told.
-    return {name: entry(found) for name, found in read_record(cache, "files.json").items() if "num_bytes" in found}
+    return {name: entry(found) for name, found in read_record(cache, "files.json").items()}
 
 
 def save_entries(cache: Folder, entries: Mapping[str, FileEntry]) -> None:
@@ -122,9 +121,9 @@ def _checksum(content: object) -> str:
 def locked(cache: Folder) -> Iterator[None]:
     """Hold the cache alone, against other processes that would fill it."""
     with open(cache.path("lock"), "ab") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: renames keep concurrent first passes apart
+        with contextlib.suppress(OSError):  # a file system without locks: renames keep concurrent scans apart
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Some shared file systems keep locks within a host: what another host has in the making is not touched.
+            # Some shared file systems keep locks within a host: temporary files of other hosts stay.
             for leftover in cache.path("").glob(f"{glob.escape(_temporary())}*"):
                 leftover.unlink(missing_ok=True)
         yield
@@ -167,7 +166,7 @@ def map_int64(cache: Folder, artifact: Artifact | None) -> npt.NDArray[np.int64]
 class Scratch:
     """The artifacts of one input file in the making: under temporary names until `publish`, removed without it."""
 
-    def __init__(self, cache: Folder, file: InputFile, format: Format) -> None:
+    def __init__(self, cache: Folder, file: InputFile, format: str) -> None:
         self._cache = cache
         self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode())
         self._files: dict[str, IO[bytes]] = {}

@@ -1,15 +1,11 @@
-"""Checks Arrow data and Parquet footers from outside before the process reads them, since damaged ones can crash it."""
+"""Checks Arrow data before its values are read, since damaged data can crash the process; reads what is whole."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from batchinf.base.errors import InputError
-from batchinf.source.files import InputFile
 
 MAX_ROWS = 2**40  # of one file; where a footer claims more, nothing could be planned with it
 
@@ -84,32 +80,3 @@ def _text(value: Any, type: pa.DataType) -> Any:
         return [_text(item, type.value_type) for item in value]
     is_text = pa.types.is_string(type) or pa.types.is_large_string(type)
     return value.decode(errors="replace") if is_text else value
-
-
-# What Python's own errors say comes again, and is told, when the file is opened in earnest.
-_PROBE = """
-import json, sys
-import pyarrow.parquet as pq
-for number, path in enumerate(json.load(sys.stdin)):
-    try:
-        metadata = pq.read_metadata(path)
-        group = metadata.row_group(0)
-        for column in range(group.num_columns):
-            group.column(column)
-    except Exception:
-        pass
-    print(number, flush=True)
-"""
-
-
-def probe_footers(files: Sequence[InputFile]) -> None:
-    """Raise `InputError`, naming the file, if a footer would end this process. Half a second, and a read of each."""
-    if not files:
-        return
-    paths = json.dumps([file.path for file in files])
-    # -P: a `json.py` in the user's folder must not take the place of Python's own.
-    command = [sys.executable, "-P", "-c", _PROBE]
-    done = subprocess.run(command, input=paths, capture_output=True, text=True, check=False)
-    num_seen = len(done.stdout.splitlines())
-    if done.returncode < 0 and num_seen < len(files):
-        raise InputError(f"{files[num_seen].name} cannot be read as parquet: its footer is not whole; is it damaged?")

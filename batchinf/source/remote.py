@@ -1,6 +1,6 @@
-"""Input files that a URL names, through fsspec: which they are, whether they are as they were, their bytes once.
+"""Input files that a URL names: fsspec lists them, tells their versions, and fetches each once.
 
-Credentials are those of the environment, as each file system's library takes them: never in a URL, which is recorded.
+Each file system's library takes credentials from the environment. A URL has none, as it is recorded.
 """
 
 import contextlib
@@ -13,7 +13,9 @@ from typing import Any
 import xxhash
 
 from batchinf.base.errors import BatchinfError, InputError
-from batchinf.source.files import Format, InputFile, InputLocation, data_files, one_format
+from batchinf.source.files import InputFile, InputLocation
+from batchinf.source.find import data_files, one_format
+from batchinf.source.formats.base import FileFormat
 
 UNKNOWN = -1  # in a stamp: what the file system does not say
 _HTTP = ("http", "https")
@@ -104,7 +106,7 @@ def _closed(stream: Any) -> None:
     sync(stream.loop, stream._close)
 
 
-def find_remote(input: InputLocation) -> tuple[Format, list[InputFile]]:
+def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     """The files of a URL of a file, glob or folder, sorted by name, and their one format."""
     with _told(input.path):
         system, path = _connect(input.path)

@@ -1,8 +1,8 @@
 """A row's content as a number: the same wherever the row stands, in whatever file, and whatever other rows there are.
 
-Columns are taken by name, values by their text: the integer 5, the float 5.0 and the text 5 are one, and null is the
-same as absent, since what type a column has and which columns there are hangs on the input's other rows. The hash of a
-row is part of what `input.sample` promises: a change here needs another name there.
+It is made of each column's name and each value's text. The integer 5, the float 5.0 and the text 5 are the same, and so
+are null and absent, because the types and columns depend on the input's other rows. `input.sample` promises the same
+rows for ever: a change of the hash needs another name there.
 """
 
 import json
@@ -15,11 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.records import Uint64Array
 from batchinf.source.types import is_json_column
 
 
-def row_hashes(table: pa.Table) -> Uint64Array:
+def row_hashes(table: pa.Table) -> npt.NDArray[np.uint64]:
     """uint64 [num_rows]: sums of xxh3-64 over each value's text, seeded with its column's name, then mixed."""
     total = np.zeros(table.num_rows, np.uint64)
     for field, column in zip(table.schema, table.columns, strict=True):
@@ -30,7 +29,7 @@ def row_hashes(table: pa.Table) -> Uint64Array:
     return _mixed(total)
 
 
-def is_in_share(hashes: Uint64Array, share: float) -> npt.NDArray[np.bool_]:
+def is_in_share(hashes: npt.NDArray[np.uint64], share: float) -> npt.NDArray[np.bool_]:
     """Which rows are in a share (0, 1] of all: those of a smaller share are in each larger one too."""
     return hashes <= np.uint64(min(2**64 - 1, int(share * 2.0**64)))
 
@@ -74,7 +73,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _mixed(values: Uint64Array) -> Uint64Array:
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Splitmix64's finaliser: each bit of the sum decides over all bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

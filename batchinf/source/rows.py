@@ -1,12 +1,10 @@
-"""Any input as rows by position: JSONL, Parquet, CSV, text, Arrow (files, globs, folders) and Hugging Face datasets.
+"""Any input as rows by position, whatever the format of its files. `job` opens it, and each replica reads its rows.
 
-How rows lie in a file is left to the module of its format, what was found out about it once to `first_pass`, which
-files a job has taken in to `intake`.
+The module of a format knows how rows lie in a file; `versions` knows which files and rows a job has.
 """
 
 import functools
 import itertools
-import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,34 +12,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import DriftError, InputError
 from batchinf.base.storage import Folder
-from batchinf.records import Int64Array
-from batchinf.source.cache import FileEntry, read_record, schema_of, write_record
-from batchinf.source.files import Format, InputFile, InputLocation, find_files
-from batchinf.source.first_pass import spooled
-from batchinf.source.formats.arrow import ArrowReader
-from batchinf.source.formats.base import Reader, Recent, Record, spans
-from batchinf.source.formats.csv import CsvReader
-from batchinf.source.formats.huggingface import is_dataset, open_dataset
-from batchinf.source.formats.lines import LineReader
-from batchinf.source.formats.parquet import ParquetReader
-from batchinf.source.growth import (
-    Generation,
-    Held,
-    check_intake,
-    first_generation,
-    from_cache,
-    latest_segments,
-    load_generations,
-    next_generation,
-    record_path,
-    save_generation,
-    take_in,
-)
+from batchinf.source.cache import read_record, schema_of, write_record
+from batchinf.source.files import InputFile, InputLocation
+from batchinf.source.find import find_files, is_dataset
+from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, spans
+from batchinf.source.formats.huggingface import open_dataset
+from batchinf.source.formats.registry import file_format
 from batchinf.source.remote import find_remote, is_url
+from batchinf.source.scan import local_copy, spooled
+from batchinf.source.versions import (
+    InputVersion,
+    ScannedFile,
+    compare_files,
+    first_version,
+    from_cache,
+    latest_ranges,
+    load_versions,
+    next_version,
+    record_path,
+    refuse_changes,
+    save_version,
+)
 
 OPEN_FILES = 16  # at once, of an input of many
 NewRows = Literal["refuse", "ignore", "take"]
@@ -60,7 +56,7 @@ class Row:
 def open_source(
     input: InputLocation, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse"
 ) -> "Source":
-    """The rows of `input`; what a first pass over them finds is kept in `cache`, a folder of its own.
+    """The rows of `input`; what a scan of them finds is kept in `cache`, a folder of its own.
 
     Opening again reads metadata alone: a file is trusted while its path, size and mtime are as they were. Processes may
     open one input with one cache at the same time. Raises `InputError` if there is nothing to read, or no row in it.
@@ -83,24 +79,25 @@ def _of_dataset(input: InputLocation, cache: Folder) -> "Source":
 
 def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: NewRows) -> "Source":
     cache.make()
-    generations = load_generations(cache, taken[-1]) if taken else None
-    if generations is None and len(set(taken)) > 1:
+    versions = load_versions(cache, taken[-1]) if taken else None
+    if versions is None and len(set(taken)) > 1:
         path = record_path(cache, taken[-1])
         raise InputError(f"{path} is gone or damaged, which says where each row is; put it back as it was")
-    if generations is None:
-        generation, held = first_generation(*_find(input), cache)
-        generations = [generation]
+    if versions is None:
+        format, files = _find(input)
+        version, scanned = first_version(format, files, cache)
+        versions = [version]
     else:
-        generations, held = _again(input, cache, generations, new)
+        format, versions, scanned = _again(input, cache, versions, new)
     if input.is_shuffled and new != "ignore":
-        held = {number: (file, spooled(file, entry, cache)) for number, (file, entry) in held.items()}
-    save_generation(cache, generations[-1])
+        scanned = {number: (file, spooled(file, entry, format, cache)) for number, (file, entry) in scanned.items()}
+    save_version(cache, versions[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
-    return _assembled(generations, held, cache)
+    return _assembled(format, versions, scanned, cache)
 
 
-def _find(input: InputLocation) -> tuple[Format, list[InputFile]]:
+def _find(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     return find_remote(input) if is_url(input.path) else find_files(input)
 
 
@@ -109,45 +106,39 @@ def _asked(input: InputLocation) -> dict[str, object]:
 
 
 def _again(
-    input: InputLocation, cache: Folder, generations: list[Generation], new: NewRows
-) -> tuple[list[Generation], dict[int, Held]]:
-    """The files of these generations, and of a new one where that is asked for."""
-    known = latest_segments(generations)
+    input: InputLocation, cache: Folder, versions: list[InputVersion], new: NewRows
+) -> tuple[FileFormat, list[InputVersion], dict[int, ScannedFile]]:
+    """The files of these versions, and of a new one where that is asked for."""
+    known, known_format = latest_ranges(versions), file_format(versions[-1].format)
     # A remote input is looked at again only for what is new in it: the copies are what the job began with.
     is_copied = is_url(input.path) and read_record(cache, _ASKED) == _asked(input)
-    if (new == "ignore" or (new == "refuse" and is_copied)) and (held := from_cache(known, cache)) is not None:
-        return generations, held
+    if new == "ignore" or (new == "refuse" and is_copied):
+        scanned = from_cache(known, cache)
+        if scanned is not None and known_format is not None:
+            return known_format, versions, scanned
     format, files = _find(input)
-    if format != generations[-1].format:
-        raise DriftError(f"{input.path} is {format}, but the job in the output folder has {generations[-1].format}")
-    intake = take_in(known, files, format, cache, looks_at_new=new == "take")
-    check_intake(intake, input.path, takes_new=new != "refuse")
-    found = next_generation(generations[-1], known, intake) if new == "take" else None
+    if format is not known_format:
+        raise DriftError(f"{input.path} is {format.name}, but the job in the output folder has {versions[-1].format}")
+    compared = compare_files(known, files, format, cache, scans_new=new == "take")
+    refuse_changes(compared, input.path, takes_new=new != "refuse")
+    found = next_version(versions[-1], known, compared, format) if new == "take" else None
     if found is None:
-        return generations, intake.held
-    return [*generations, found[0]], found[1]
+        return format, versions, compared.usable
+    return format, [*versions, found[0]], found[1]
 
 
-def _assembled(generations: Sequence[Generation], held: Mapping[int, Held], cache: Folder) -> "Source":
-    schemas = [schema_of(generation.schema) for generation in generations]
+def _assembled(
+    format: FileFormat, versions: Sequence[InputVersion], scanned: Mapping[int, ScannedFile], cache: Folder
+) -> "Source":
+    schemas = [schema_of(version.schema) for version in versions]
     openers, runs = [], []
-    for generation, schema in zip(generations, schemas, strict=True):
-        for segment in generation.segments:
-            openers.append(functools.partial(_reader, *held[segment.file], schemas[-1], schema, cache))
-            runs.append((segment.first_row, segment.stop_row))
-    return Source(openers, runs, schemas, [generation.fingerprint for generation in generations])
-
-
-def _reader(file: InputFile, entry: FileEntry, schema: pa.Schema, types: pa.Schema, cache: Folder) -> Reader:
-    if entry.format in ("jsonl", "text"):
-        return LineReader(file, entry, schema, cache)
-    if entry.format == "csv":
-        return CsvReader(file, entry, schema, cache, types)
-    if (copy := entry.artifacts.get("content")) is not None:
-        file = InputFile(file.name, os.fspath(cache.path(copy.name)))
-    if entry.format == "parquet" and "rows" not in entry.artifacts:
-        return ParquetReader(file, entry, schema)
-    return ArrowReader(file, entry, schema, cache)
+    for version, schema in zip(versions, schemas, strict=True):
+        for added in version.added:
+            file, entry = scanned[added.file]
+            file = local_copy(file, entry, cache)
+            openers.append(functools.partial(format.reader, file, entry, schemas[-1], schema, cache))
+            runs.append((added.first_row, added.stop_row))
+    return Source(openers, runs, schemas, [version.fingerprint for version in versions])
 
 
 class Source:
@@ -158,9 +149,9 @@ class Source:
 
     num_rows: int
     schema: pa.Schema  # every column with its settled type; a column of mixed JSON types is string, `JSON_MARK`
-    schemas: tuple[pa.Schema, ...]  # of each generation, as it was settled then; `schema` is the last
+    schemas: tuple[pa.Schema, ...]  # of each version, as it was settled then; `schema` is the last
     fingerprint: str  # of the content, not of where it is
-    fingerprints: tuple[str, ...]  # of each generation and those before it; `fingerprint` is the last
+    fingerprints: tuple[str, ...]  # of each version and those before it; `fingerprint` is the last
 
     def __init__(
         self,
@@ -196,11 +187,11 @@ class Source:
             tables = [reader.table(first, last, columns) for reader, first, last in self._spans(start, stop)]
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
-    def read_rows(self, positions: Int64Array, columns: Sequence[str] | None = None) -> list[Row]:
+    def read_rows(self, positions: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> list[Row]:
         """Rows at these positions, int64, ascending; see `read`. Adjacent ones are read together."""
         return [row for start, stop in _runs(positions) for row in self.read(start, stop, columns)]
 
-    def columns_of(self, positions: Int64Array, columns: Sequence[str]) -> pa.Table:
+    def columns_of(self, positions: npt.NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
         """Rows at these positions, int64, ascending; see `read_columns`."""
         if not len(positions):
             return self.read_columns(0, 0, columns)
@@ -219,7 +210,7 @@ class Source:
             self._readers.clear()
 
 
-def _runs(positions: Int64Array) -> Iterator[tuple[int, int]]:
+def _runs(positions: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Runs of adjacent positions, each as (start, stop)."""
     if len(positions):
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1

@@ -1,8 +1,9 @@
-"""The Arrow types of columns: settled in one pass over JSON or CSV values, made plain, merged over all files.
+"""The Arrow types of columns: found in one pass over JSON or CSV values, made plain, and merged over all files.
 
-A type is None where no Arrow type holds all values as they are: such a column is JSON, or strings.
+A type is None if no Arrow type holds all values as they are. `MixedTypes` says what such a column becomes.
 """
 
+import enum
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError
-from batchinf.source.files import Format
 
 MAX_COLUMNS = 4096  # of JSON lines: further names stay in the rows, but are not in the schema
 MAX_NESTED = 256  # fields within one column; more is kept as JSON
@@ -32,24 +32,32 @@ def is_json_column(field: pa.Field) -> bool:
     return bool(field.metadata == JSON_MARK)
 
 
+class MixedTypes(enum.Enum):
+    """What a column becomes if no Arrow type holds all its values."""
+
+    JSON = "each value as JSON text"
+    STRING = "each value as it stands in the file"
+    REFUSED = "an error"
+
+
 # -- over all files --------------------------------------------------------------------------------------------------
 
 
-def settled_schema(schemas: Iterable[pa.Schema], format: Format) -> pa.Schema:
-    """The columns of all files; where types differ what both fit in, else JSON (of JSONL) or string (of CSV)."""
+def settled_schema(schemas: Iterable[pa.Schema], mixed: MixedTypes) -> pa.Schema:
+    """The columns of all files. If types differ, a column gets a type that holds both, or `mixed` decides."""
     types: dict[str, pa.DataType | None] = {}
     for field in itertools.chain.from_iterable(schemas):
         found = None if is_json_column(field) else field.type
         known = types.get(field.name, found)
         types[field.name] = both = _merge(known, found)
-        if both is None and format in ("parquet", "arrow"):
+        if both is None and mixed is MixedTypes.REFUSED:
             both_types = f"{known} in one file and {found} in another"
             raise InputError(f"column {field.name!r} is {both_types}; write the files with one type")
-    return pa.schema([_settled_field(name, type, format) for name, type in types.items()])
+    return pa.schema([_settled_field(name, type, mixed) for name, type in types.items()])
 
 
-def _settled_field(name: str, type: pa.DataType | None, format: Format) -> pa.Field:
-    if format == "jsonl" and (type is None or _has_empty_struct(type)):
+def _settled_field(name: str, type: pa.DataType | None, mixed: MixedTypes) -> pa.Field:
+    if mixed is MixedTypes.JSON and (type is None or _has_empty_struct(type)):
         return _json_field(name)
     return pa.field(name, pa.string() if type is None else _plain(type, null=pa.string()))
 

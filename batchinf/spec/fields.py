@@ -18,7 +18,7 @@ def identity_or(short: dict[str, Any]) -> Any:
     return Field(json_schema_extra={"resume": "identity", "short": short})
 
 
-# A text, or what a text says, taken from a file when the spec is read; see `spec_values`.
+# A text, or what a text says, taken from a file when the spec is read; see `spec.values`.
 FROM_FILE = identity_or(
     {"type": "object", "properties": {"file": {"type": "string"}}, "required": ["file"], "additionalProperties": False}
 )

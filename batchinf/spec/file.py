@@ -20,9 +20,10 @@ from pydantic_core import ErrorDetails
 from batchinf.base.errors import SpecError
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
+from batchinf.base.text import clip
 from batchinf.spec.docs import field_docs
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec
-from batchinf.spec.values import Files, clip, each_path, expand
+from batchinf.spec.values import Files, each_path, expand
 
 # A spec is a page of text. The limits keep a wrong or hostile file from costing more than a moment.
 MAX_SPEC_BYTES = 2**20

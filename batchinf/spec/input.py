@@ -1,10 +1,13 @@
 """The section `input` of a spec: where the rows come from, which of them are run, and what of a row is the prompt."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from batchinf.source.formats.huggingface import HuggingFace
+from batchinf.source.formats.openai import OpenAIBatch
+from batchinf.source.formats.registry import FORMAT_NAMES
 from batchinf.spec.fields import (
     FROM_FILE,
     IDENTITY,
@@ -18,6 +21,11 @@ from batchinf.spec.fields import (
     is_json,
     wrong,
 )
+
+if TYPE_CHECKING:
+    FormatName = str
+else:
+    FormatName = Literal[FORMAT_NAMES]
 
 # Each of them says alone what the prompt is.
 PROMPT_FORMS = (
@@ -62,7 +70,7 @@ class InputSpec(Section):
 
     path: Annotated[Path, RUNTIME]
     """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Known on resume by content."""
-    format: Annotated[Literal["jsonl", "openai", "parquet", "csv", "text", "arrow", "hf"] | None, RUNTIME] = None
+    format: Annotated[FormatName | None, RUNTIME] = None
     """Default: told from the name's ending. `openai` is JSONL of OpenAI's batch requests, also told from its lines."""
     split: Annotated[Text | None, IDENTITY] = None
     """Split of a Hugging Face dataset; default `train`."""
@@ -169,17 +177,22 @@ class InputSpec(Section):
 
     @model_validator(mode="after")
     def _excludes_by_id(self) -> Self:
-        if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and self.format != "openai":
+        if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
             raise wrong("got id, but the job has no id_column: name it, or say prompt_hash", "exclude.on")
         return self
 
     @model_validator(mode="after")
     def _hub_only(self) -> Self:
         for field in ("split", "name", "revision"):
-            if self.format not in (None, "hf") and getattr(self, field) is not None:
+            if self.format not in (None, HuggingFace.name) and getattr(self, field) is not None:
                 raise wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "
-                             f"(format hf) has a {field}: leave it out", field)  # fmt: skip
+                             f"(format {HuggingFace.name}) has a {field}: leave it out", field)  # fmt: skip
         return self
+
+    @property
+    def is_batch_file(self) -> bool:
+        """Whether each line says what its prompt is, as OpenAI's batch API has it."""
+        return self.format == OpenAIBatch.name
 
     @property
     def is_chat(self) -> bool:

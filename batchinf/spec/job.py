@@ -1,15 +1,17 @@
 """The job spec: every field, its meaning, unit and default, and what changing it on a resume means.
 
 Each field is *identity* (a change is refused on resume), *layout* (chosen once, then frozen) or *runtime* (free).
-Reading YAML, overriding and reporting errors with line and column live in `spec_file`.
+`tasks.registry` adds the names of the tasks and their sections, see `add_tasks`. `spec.file` reads YAML, overrides
+fields and reports errors with line and column.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from batchinf.spec.fields import (
     IDENTITY,
@@ -28,10 +30,6 @@ from batchinf.spec.fields import (
 )
 from batchinf.spec.input import InputSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.logits.section import LogitsSpec, check_logits
-from batchinf.tasks.score.section import ScoreSpec, check_score
-from batchinf.tasks.vectors.section import TASKS as POOLING_TASKS
-from batchinf.tasks.vectors.section import PoolingSpec, check_pooling
 
 TEXTS = {"type": "array", "items": {"type": "string"}}
 
@@ -108,7 +106,7 @@ class OutputSpec(Section):
     """The job's output folder."""
     rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
     """Rows in one Parquet part; `auto` aims at 64 MiB."""
-    logprobs_dtype: Annotated[Literal["float32", "float16"], IDENTITY] = "float32"
+    logprobs_dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
     """Stored type of logprobs."""
     include_prompt: Annotated[bool, IDENTITY] = False
     """Store the rendered `prompt` and its `prompt_token_ids`."""
@@ -158,20 +156,36 @@ class ScriptedSpec(Section):
     """What it says that it runs on."""
 
 
+@dataclass(frozen=True, slots=True)
+class TaskSection:
+    """A section of the spec that belongs to one task or to several alike tasks.
+
+    name, annotation, default, meaning: of the field of `JobSpec`; without a meaning, the docstring of the section's
+    class is shown. check: raises what `wrong` makes if the section does not fit the task and the rest of a spec. It
+    runs for every spec, as a section may be given with another task.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    check: Callable[["JobSpec"], None]
+    meaning: str | None = None
+
+
+# What `add_tasks` has added.
+_task_names: list[str] = []
+_task_sections: list[TaskSection] = []
+
+
 class JobSpec(Section):
     """One job: a model, a task, rows and an output folder."""
 
     model: ModelSpec
-    task: Annotated[
-        Literal["generate", "score", "logits", "embed", "classify", "reward", "hidden_states"], IDENTITY
-    ] = "generate"
+    task: Annotated[str, IDENTITY]
     """What is done with each row."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
-    score: ScoreSpec = ScoreSpec()
-    logits: Annotated[LogitsSpec | None, IDENTITY] = None
-    """What task logits stores; default: the logits of the whole vocabulary after each prompt's last token."""
-    pooling: PoolingSpec = PoolingSpec()
+    # The sections of the tasks follow here.
     parallel: ParallelSpec = ParallelSpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
     """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
@@ -204,9 +218,9 @@ class JobSpec(Section):
         return data
 
     @model_validator(mode="after")
-    def _of_the_task(self) -> Self:
-        check_logits(self.task, self.logits, self.sampling)
-        check_score(self.task, self.input, self.sampling, self.score, self.output.include_token_logprobs)
+    def _fits_the_task(self) -> Self:
+        for section in _task_sections:
+            section.check(self)
         return self
 
     @field_validator("engine")
@@ -234,37 +248,35 @@ class JobSpec(Section):
             raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
         return self
 
-    @model_validator(mode="after")
-    def _what_the_task_knows(self) -> Self:
-        check_pooling(self)
-        return self
-
-    @property
-    def is_pooling(self) -> bool:
-        """Whether the engine makes vectors of prompts, and no text: a prompt may then be `max_model_len` long."""
-        return self.task in POOLING_TASKS
-
-    @property
-    def generates(self) -> bool:
-        """Whether tokens are drawn, so that sampling counts."""
-        is_generated = self.logits is not None and self.logits.positions == "generated"
-        return self.task == "generate" or is_generated
-
-    @property
-    def num_samples(self) -> int:
-        """Output rows for each input row."""
-        return self.sampling.n if self.task == "generate" else 1
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether logprobs or logits of the prompts' own tokens are asked for, which vLLM computes whole each time."""
-        logits = self.logits is not None and self.logits.positions not in ("last", "generated")
-        return self.sampling.prompt_logprobs is not None or self.task == "score" or logits
-
     @property
     def prompt_column(self) -> str:
         """The column that holds the prompt, where no template is given."""
         return self.input.prompt_column or self.input.context_column or self.input.text_column or "prompt"
+
+
+def add_tasks(tasks: Iterable[tuple[str, TaskSection | None]]) -> None:
+    """Add tasks to `JobSpec`: their names, and their sections behind `sampling`. The first task is the default one.
+
+    `tasks.registry` calls it when it is imported, before any spec is read.
+    """
+    for name, section in tasks:
+        _task_names.append(name)
+        if section is not None and section not in _task_sections:
+            _task_sections.append(section)
+    allowed: Any = Literal[tuple(_task_names)]
+    meaning = JobSpec.model_fields["task"].description
+    added: dict[str, Any] = {
+        "task": (Annotated[allowed, IDENTITY], Field(_task_names[0], description=meaning)),
+        **{own.name: (own.annotation, Field(own.default, description=own.meaning)) for own in _task_sections},
+    }
+    made = create_model("_Added", __base__=Section, **added).model_fields
+    names = [name for name in JobSpec.model_fields if name not in made or name == "task"]
+    place = names.index("sampling") + 1
+    names[place:place] = [own.name for own in _task_sections]
+    ordered = {name: made.get(name) or JobSpec.model_fields[name] for name in names}
+    JobSpec.model_fields.clear()
+    JobSpec.model_fields.update(ordered)
+    JobSpec.model_rebuild(force=True)
 
 
 def fields(spec: JobSpec, resume: Resume) -> dict[str, Any]:
@@ -296,10 +308,10 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
             # A mapping's order does not count when two are compared; that of columns must.
             if name == "keep_columns":
                 value = [old if old == new else [old, new] for old, new in value.items()]
-            yield f"{prefix}{name}", _plain(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
+            yield f"{prefix}{name}", _json_value(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     return value.model_dump(mode="json") if isinstance(value, Section) else value

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from batchinf.base.storage import reason
+from batchinf.base.text import clip
 
 # Of all files together: job.yaml, which holds what they say, stays short enough to be read as a spec.
 MAX_VALUE_BYTES = 960 << 10
@@ -118,9 +119,3 @@ def expand(path: str) -> str:
 
     expanded = re.sub(r"\$(?:(\$|[A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})", variable, path)
     return expanded if "\0" in expanded else os.path.expanduser(expanded)
-
-
-def clip(text: str, length: int = 60) -> str:
-    """At most `length` characters, on one line, whatever the text holds."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: length + 1])
-    return shown if len(text) <= length else f"{shown[:length]}…"

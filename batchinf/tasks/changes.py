@@ -1,19 +1,81 @@
-"""What is counted of two jobs' rows side by side, whatever the task; each kind of output adds what is its own."""
+"""Compares the rows of two jobs side by side and counts what changed. Each task adds what is its own.
+
+`diff` uses it; `changes_text` has the words.
+"""
 
 import abc
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinf.base.errors import OutputError
 from batchinf.records import BoolArray
 
-MAX_SHOWN_CHARS = 120
+
+class JobOutput(Protocol):
+    """What a comparison needs to know of a job: its folder, its stored spec and its output's columns."""
+
+    folder: str
+    spec: dict[str, Any]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The output's columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSummary:
+    """Differences, B - A. num: those that are finite, of which the others are; the means are 0 where there are none."""
+
+    num: int
+    num_not_finite: int
+    mean: float
+    mean_abs: float
+    max_abs: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowChanges:
+    """What changed in the rows that are in both jobs.
+
+    num_other_prompts: rows whose prompts have other token ids. own: a dataclass of the task. examples: rows of the
+    table that `Changes.take` gives, the first that have changed or those that are furthest apart.
+    """
+
+    num_both: int
+    num_changed: int
+    num_other_prompts: int
+    num_errors_only_a: int
+    num_errors_only_b: int
+    own: Any
+    examples: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How `diff` compares two jobs of a task.
+
+    begin: checks that the two can be compared and gives what counts; raises OutputError. lines: the words for
+    `RowChanges.own`. example_lines: those for one of the examples, joined by the key that is named.
+    """
+
+    begin: Callable[[JobOutput, JobOutput, int], "Changes"]
+    lines: Callable[[Any], Iterator[str]]
+    example_lines: Callable[[str, dict[str, Any]], Iterator[str]]
+
+
+def _no_begin(a: JobOutput, b: JobOutput, num_examples: int) -> "Changes":
+    raise OutputError(f"{a.folder} is of task {a.spec['task']}, whose outputs cannot be compared")
+
+
+# Of a task that does not say how.
+NO_COMPARISON = Comparison(_no_begin, lambda own: iter(()), lambda key, row: iter(()))
 
 
 class Changes(abc.ABC):
@@ -62,29 +124,17 @@ class Changes(abc.ABC):
         if wanted > 0:
             self.examples += table.filter(table["is_changed"]).slice(0, wanted).to_pylist()
 
-    def lines(self, key: str, only_a: int, only_b: int) -> Iterator[str]:
-        """All of it, for people."""
-        alone = f"; {only_a:,} only in A, {only_b:,} only in B" if only_a or only_b else ""
-        yield f"rows: {self.num_both:,} in both, by {key}{alone}"
-        if self.num_other_prompts:
-            yield (
-                f"prompts: {self.num_other_prompts:,} rows have other token ids: a changed template, tokenizer or input"
-            )
-        if self.errors[False, True] or self.errors[True, False]:
-            yield f"errors: {self.errors[False, True]:,} rows only in B, {self.errors[True, False]:,} only in A"
-        share = self.num_changed / max(1, self.num_both)
-        yield f"outputs: {self.num_changed:,} of {self.num_both:,} changed ({share:.2%})"
-        yield from self.own_lines()
-        for row in self.examples:
-            yield from self.example_lines(key, row)
+    def found(self) -> RowChanges:
+        """All that was counted."""
+        only_a, only_b = self.errors[True, False], self.errors[False, True]
+        examples = ({name: row[name] for name in row if name != "_distance"} for row in self.examples)
+        return RowChanges(
+            self.num_both, self.num_changed, self.num_other_prompts, only_a, only_b, self.own_found(), tuple(examples)
+        )
 
     @abc.abstractmethod
-    def own_lines(self) -> Iterator[str]:
-        """What is the kind's own, for people."""
-
-    @abc.abstractmethod
-    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """A row of the table, for people."""
+    def own_found(self) -> object:
+        """What was counted that is the task's own, as a dataclass."""
 
 
 class Deltas:
@@ -106,10 +156,10 @@ class Deltas:
         self.total, self.total_abs = self.total + total, self.total_abs + total_abs
         self.greatest = max(self.greatest, greatest)
 
-    def __str__(self) -> str:
-        mean, mean_abs = self.total / max(1, self.num), self.total_abs / max(1, self.num)
-        others = f"; {self.num_others:,} more are not finite" if self.num_others else ""
-        return f"B - A is {mean:+.2e} on average, |B - A| {mean_abs:.2e}, at most {self.greatest:.2e}{others}"
+    def summary(self) -> DeltaSummary:
+        """All of them."""
+        num = max(1, self.num)
+        return DeltaSummary(self.num, self.num_others, self.total / num, self.total_abs / num, self.greatest)
 
 
 def delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -134,12 +184,6 @@ def num_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     length = min(len(a), len(b))
     differs = np.flatnonzero(a[:length] != b[:length])
     return int(differs[0]) if len(differs) else length
-
-
-def clip_value(value: Any) -> str:
-    """A value in one short line."""
-    text = "nothing" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
-    return repr(text)[:MAX_SHOWN_CHARS] if isinstance(value, str) and "\n" in text else text[:MAX_SHOWN_CHARS]
 
 
 def _names(rows: pa.RecordBatch) -> list[str]:

@@ -1,11 +1,12 @@
 # %% [markdown]
 # # A teacher's logits for distillation
 #
-# From a job with `task: logits` and `logits.positions: all` (`jobs/logits.yaml`): for each position the teacher's
-# distribution at a temperature, cut to its likeliest tokens, as a training loop takes it. Logits are read a few rows at
-# a time, however large the job.
+# From a job with `task: logits`: for each position that it stored the teacher's distribution at a temperature, cut to
+# its likeliest tokens, as a training loop takes it. `jobs/logits.yaml` stores the prompts' last positions; with
+# `positions: all` it stores each one. Logits are read a few rows at a time, however large the job.
 #
-#     python docs/examples/teacher_logits.py out/logits
+#     batchinf run jobs/logits.yaml --set logits.positions=all --set output.path=out/teacher
+#     python docs/examples/teacher_logits.py out/teacher
 
 # %%
 import sys

@@ -20,7 +20,8 @@ import pytest
 import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.commands.check import check_lines
+from batchinf.commands.check import check_job
+from batchinf.commands.text.check import check_lines, raise_if_wrong
 from batchinf.manifest.commit_log import encode_commits, whole_lines
 from batchinf.manifest.state import State, read_state
 from batchinf.output import proof
@@ -29,7 +30,7 @@ from batchinf.output.proof import changed_parts, find_flaw
 from batchinf.schedule.selection import ShardRows
 from batchinf.schedule.shards import shard_at
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 SETTINGS: dict[str, Any] = {
     "output": {"rows_per_shard": 12}, "parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}
@@ -97,15 +98,14 @@ def flip(path: pathlib.Path, place: int, bit: int) -> None:
 
 def look(out: pathlib.Path, *, is_deep: bool = False, repair: bool = False) -> tuple[str, str]:
     """What `check` says, without a process of its own: its lines, and the error that it ends with, '' for none."""
-    lines = []
+    report = check_job(str(out), is_deep=is_deep, repair=repair)
+    said = "".join(f"{line}\n" for line in check_lines(report))
+    assert ("wrong: " in said) == (not report.is_whole)
     try:
-        for line in check_lines(str(out), is_deep=is_deep, repair=repair):
-            lines.append(f"{line}\n")
+        raise_if_wrong(report)
     except OutputError as error:
-        assert any(line.startswith("wrong: ") for line in lines)
-        return "".join(lines), str(error)
-    assert not any(line.startswith("wrong: ") for line in lines)
-    return "".join(lines), ""
+        return said, str(error)
+    return said, ""
 
 
 def check(out: pathlib.Path, *options: str) -> "subprocess.CompletedProcess[str]":
@@ -534,7 +534,7 @@ def test_a_damaged_journal_is_named_and_its_rows_run_again(halved: pathlib.Path,
 def test_a_segment_torn_or_flipped_at_any_byte_is_left_out(halved: pathlib.Path, copy: Any) -> None:
     chance, out = random.Random(7), copy(halved)
     header = jobs.state_of(out).header
-    journal = Journal(Folder(out), "test", get_task(JobSpec.model_validate(header.spec)).result_schema)
+    journal = Journal(Folder(out), "test", task_of(JobSpec.model_validate(header.spec)).result_schema)
     path = min((out / "journal").iterdir(), key=lambda path: path.stat().st_size)
     shard, data = int(path.name[:6]), path.read_bytes()
     for others in (out / "journal").iterdir():

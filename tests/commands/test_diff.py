@@ -13,7 +13,8 @@ import pytest
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.storage import Folder
-from batchinf.commands.diff.diff import diff_lines
+from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.text.diff import diff_lines
 from batchinf.manifest.log import Manifest
 from batchinf.schedule.shards import next_extent
 
@@ -47,7 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def said(a: pathlib.Path, b: pathlib.Path, **options: Any) -> list[str]:
-    return list(diff_lines(str(a / "out"), str(b / "out"), **{"on": None, "to": None, "num_examples": 0, **options}))
+    wanted = DiffWanted(**{"num_examples": 0, **options})
+    return list(diff_lines(diff_jobs(str(a / "out"), str(b / "out"), wanted), wanted.to))
 
 
 def rewrite(out: pathlib.Path, change: Any) -> None:

@@ -16,7 +16,8 @@ NUM_ROWS, WIDTH = 160, 128_256  # 40 MB of each job
 # As much as the processes that do it have for themselves at their most: what they map of files is not counted.
 DIFF = """
 import pathlib, sys, threading
-from batchinf.commands.diff.diff import diff_lines
+from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.text.diff import diff_lines
 
 def anonymous():
     status = pathlib.Path("/proc/self/status").read_text()
@@ -29,7 +30,7 @@ def watch():
 is_done, seen = threading.Event(), [0]
 watcher = threading.Thread(target=watch)
 watcher.start()
-lines = list(diff_lines(sys.argv[1], sys.argv[2], None, None, 1))
+lines = list(diff_lines(diff_jobs(sys.argv[1], sys.argv[2], DiffWanted(num_examples=1)), None))
 is_done.set()
 watcher.join()
 print(next(line for line in lines if line.startswith("rows: ")))

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinf.base.errors import OutputError
-from batchinf.commands.diff import join
-from batchinf.commands.diff.diff import diff_lines
+from batchinf.commands import row_join
+from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.text.diff import diff_lines
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lines import PartLine
 from batchinf.manifest.names import part_name
@@ -53,7 +54,8 @@ def job(
 
 
 def said(a: str, b: str, **options: Any) -> list[str]:
-    return list(diff_lines(a, b, **{"on": None, "to": None, "num_examples": 0, **options}))
+    wanted = DiffWanted(**{"num_examples": 0, **options})
+    return list(diff_lines(diff_jobs(a, b, wanted), wanted.to))
 
 
 def compared(a: str, b: str, tmp_path: pathlib.Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
@@ -276,7 +278,7 @@ def expected_logits(a: Any, b: Any, num: int) -> dict[str, Any]:
 @pytest.mark.parametrize("wide_bytes", [1, 400, 32 << 20])
 def test_logits(order: str, wide_bytes: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of the second job's rows and the number of rows at once."""
-    monkeypatch.setattr(join, "_WIDE_BYTES", wide_bytes)
+    monkeypatch.setattr(row_join, "_WIDE_BYTES", wide_bytes)
     rows = logits_rows(0), logits_rows(1)
     tables = [logits_table(found) for found in rows]
     shuffled = list(range(NUM_ROWS))

@@ -11,7 +11,8 @@ import pytest
 
 import jobs
 from batchinf.base.errors import InputError, RowError
-from batchinf.commands.validate.rows import ChosenRows, find_row, random_rows, row_lines
+from batchinf.commands.shown_rows import ChosenRows, find_row, random_rows, shown_row
+from batchinf.commands.text.validate import row_lines
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt, Request
 from batchinf.source.files import InputLocation
@@ -107,7 +108,7 @@ def lines_of(
     tokenizer = load_tokenizer(str(jobs.MODEL), False)
     request = Request(prompt.row_index, 0, prompt.token_ids, JOB, 64, seed)
     job = JOB.model_copy(update={"n": num})
-    return list(row_lines(prompt, row_id, request, tokenizer, job, room, is_whole))
+    return list(row_lines(shown_row(prompt, row_id, request, tokenizer, job, room, is_named=is_whole)))
 
 
 def ids(text: str) -> list[int]:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinf.base.errors import RowError
-from batchinf.commands.validate.lengths import MOST_SAMPLED, TokenLengths, bars, sample_rows
+from batchinf.commands.prompt_lengths import MOST_SAMPLED, LengthCounts, histogram, sample_rows
+from batchinf.commands.text.validate import bar_lines, length_lines
 from batchinf.records import Prompt
 from batchinf.spec.sampling import SamplingSpec
 
@@ -53,7 +54,7 @@ def ranges(lines: list[str]) -> list[tuple[int, int, int]]:
 
 @given(st.lists(st.integers(0, 200_000) | st.integers(0, 50), min_size=1, max_size=300))
 def test_each_length_is_in_one_bar(lengths: list[int]) -> None:
-    lines = list(bars(lengths))
+    lines = list(bar_lines(histogram(lengths)))
     assert all(len(line) <= 80 for line in lines)
     assert len(lines) <= 20
     found = ranges(lines)
@@ -76,11 +77,11 @@ def test_each_length_is_in_one_bar(lengths: list[int]) -> None:
     ],
 )  # fmt: skip
 def test_what_bars_look_like(lengths: list[int], expected: list[str]) -> None:
-    assert [line.strip() for line in bars(lengths)] == [line.strip() for line in expected]
+    assert [line.strip() for line in bar_lines(histogram(lengths))] == [line.strip() for line in expected]
 
 
 def test_what_is_said_of_a_sample() -> None:
-    lengths = TokenLengths(5000, 128, 32)
+    lengths = LengthCounts(5000, 128, 32)
     numbers = random.Random(1)
     for row in range(988):
         lengths.add(prompt(row, numbers.choice([10, 20, 30])))
@@ -93,7 +94,7 @@ def test_what_is_said_of_a_sample() -> None:
         lengths.add(broken(row, "null_prompt", "column 'prompt' is null"))
     lengths.add(broken(1000, "unreadable", "not JSON: " + "x" * 200))
     lengths.add(broken(1001, "null_prompt", "another"))
-    lines = list(lengths.lines())
+    lines = list(length_lines(lengths.summary()))
     assert lines[0] == "prompt lengths in tokens (1,000 of 5,000 rows):"
     mean = sum(lengths.lengths) * 5
     assert lines[-6:] == [
@@ -107,9 +108,9 @@ def test_what_is_said_of_a_sample() -> None:
 
 
 def test_of_broken_rows_alone() -> None:
-    lengths = TokenLengths(1, None, None)
+    lengths = LengthCounts(1, None, None)
     lengths.add(broken(0, "null_prompt", "column 'prompt' is null"))
-    assert list(lengths.lines()) == [
+    assert list(length_lines(lengths.summary())) == [
         "prompt lengths in tokens (all 1 rows):",
         "  1 of 1 rows will be error rows:",
         "    1 null_prompt, first row 0: column 'prompt' is null",

@@ -15,15 +15,18 @@ from adapters import make_adapter
 
 import jobs
 from batchinf.base.errors import DriftError, OutputError, UserError
-from batchinf.commands.verify import verify
-from batchinf.commands.verify.claims import CLAIMS, Claim, RowsClaim
-from batchinf.commands.verify.rows import StoredRow
-from batchinf.commands.verify.tallies import RowsTally, Tally, count_claim, count_rows_claim, spearman, table_lines
-from batchinf.commands.verify.verify import Wanted
+from batchinf.commands import verify
+from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, add_logprobs, add_vectors, spearman
+from batchinf.commands.text.verify import table_lines
+from batchinf.commands.verify import Wanted
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.generate.verification import TextVerification
+from batchinf.tasks.registry import task_of
+from batchinf.tasks.score.verification import ScoreVerification
+from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
 
 NUM_ROWS = 12
 
@@ -127,7 +130,7 @@ def test_another_adapter_order_is_found(job: pathlib.Path) -> None:
     assert good.is_within and good == again
     assert verify.verify(file, Wanted(num_rows=6, seed=4)).worst != good.worst
     bfloat16 = verify.verify(file, Wanted(num_rows=6, seed=3, dtype="bfloat16"))
-    assert max(tally.max_abs_delta for tally in bfloat16.tallies.values()) > 0.001
+    assert max(found.max_abs_delta for found in bfloat16.deviations.values()) > 0.001
 
 
 def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -159,9 +162,9 @@ def test_a_job_without_a_model_or_without_logprobs(tmp_path: pathlib.Path) -> No
         verify.verify(read_spec(path), Wanted())
     schema = pa.schema([("row_index", pa.int64())])
     with pytest.raises(UserError, match=r"^the job stored no logprobs to verify; run one with"):
-        verify.CLAIMS["generate"].check(read_spec(path).spec, schema)
+        TextVerification(read_spec(path).spec).check(schema)
     with pytest.raises(UserError, match=r"^the job stored no token_ids, whose logprobs could be verified; run one"):
-        verify.CLAIMS["generate"].check(read_spec(path).spec, pa.schema([("logprobs", pa.list_(pa.float32()))]))
+        TextVerification(read_spec(path).spec).check(pa.schema([("logprobs", pa.list_(pa.float32()))]))
 
 
 @pytest.mark.parametrize("num_values", [1, 2, 5, 30])
@@ -177,32 +180,37 @@ def test_spearman_is_scipys(num_values: int) -> None:
             assert correlation == pytest.approx(scipy.stats.spearmanr(one, other).statistic)
 
 
-def test_how_claims_are_counted() -> None:
+def test_how_logprobs_are_counted() -> None:
     stored = np.array([[-1.0, -1.0, -2.0, -3.0], [-3.0, -1.0, -2.0, np.nan]], np.float32)
     wanted = np.array([[5, 5, 6, 7], [8, 5, 6, 7]])
     says = np.array([[-1.1, -1.1, -2.0, -3.4], [-3.0, -2.0, -1.0, -4.0]], np.float32)
-    tally = Tally()
-    place, most = count_claim(tally, Claim("output", [0] * 4, 2, wanted, stored), says, np.array([5, 6]))
+    found = LogprobDeviations()
+    place, most = add_logprobs(found, StoredLogprobs("output", [0] * 4, 2, wanted, stored), says, np.array([5, 6]))
     assert (place, most) == (1, np.inf)
-    assert (tally.num_positions, tally.num_values, tally.num_nan, tally.num_ranked, tally.num_agreeing) == (
+    assert (found.num_positions, found.num_values, found.num_nan, found.num_ranked, found.num_agreeing) == (
         2,
         8,
         1,
         2,
         1,
     )
-    assert (tally.max_abs_delta, tally.max_abs_delta_top) == (pytest.approx(0.1), pytest.approx(1.0))
-    assert tally.sum_abs_delta == pytest.approx(0.1)
-    assert (tally.num_correlated, tally.sum_correlation) == (1, pytest.approx(1.0))
+    assert (found.max_abs_delta, found.max_abs_delta_top) == (pytest.approx(0.1), pytest.approx(1.0))
+    assert found.sum_abs_delta == pytest.approx(0.1)
+    assert (found.num_correlated, found.sum_correlation) == (1, pytest.approx(1.0))
+
+
+SCORE = JobSpec.model_validate(
+    {"model": "m", "task": "score", "input": {"path": "in", "text_column": "text"}, "output": {"path": "out"}}
+)
 
 
 def scored(spans: list[tuple[list[int], int]], **row: Any) -> list[tuple[list[int], int, list[list[int]], list[Any]]]:
     prompt = Prompt(0, [], None, None, scoring=Scoring(tuple(Span(ids, start, 1) for ids, start in spans)))
-    claims = CLAIMS["score"].of(StoredRow(row, (), pathlib.Path(), 0, 0), prompt, ())
-    return [(it.token_ids, it.first, it.wanted.tolist(), it.values.tolist()) for it in claims]
+    found = ScoreVerification(SCORE).stored(StoredRow(row, (), pathlib.Path(), 0, 0), prompt, ())
+    return [(it.token_ids, it.first, it.wanted.tolist(), it.values.tolist()) for it in found]
 
 
-def test_what_a_scored_row_claims() -> None:
+def test_what_a_scored_row_has_stored() -> None:
     # Two windows of a text, the second filled up with tokens of the first.
     windows = scored([([0, 5, 6, 7], 1), ([6, 7, 8, 9], 2)], logprobs=[-1.0, -2.0, -3.0, -4.0, -5.0])
     assert windows == [
@@ -218,74 +226,80 @@ def test_what_a_scored_row_claims() -> None:
     assert choices == [([0, 5], 1, [[5]], [[-1.0]]), ([0, 6, 7], 1, [[6], [7]], [[-2.0], [-3.0]])]
 
 
-def rows_claim(values: Any, is_vector: bool = False, dtype: Any = np.float32) -> RowsClaim:
-    stored = np.array(values, dtype)
-    return RowsClaim("column", [0] * 9, np.arange(len(stored)) + 3, stored, is_vector)
+def stored_vectors(values: Any, has_direction: bool = False, dtype: Any = np.float32) -> StoredVectors:
+    own = np.array(values, dtype)
+    return StoredVectors("column", [0] * 9, np.arange(len(own)) + 3, own, has_direction)
 
 
 def test_how_rows_of_numbers_are_counted() -> None:
-    claim = rows_claim([[1.0, 3.0, 2.0], [np.nan, 5.0, 4.0], [1.0, 1.0, 0.5], [7.0, 7.0, 7.0]])
+    stored = stored_vectors([[1.0, 3.0, 2.0], [np.nan, 5.0, 4.0], [1.0, 1.0, 0.5], [7.0, 7.0, 7.0]])
     says = np.array([[1.0, 2.5, 2.0], [0.0, 5.0, 5.5], [1.0, 1.25, 0.5], [7.0, 7.0, 7.0]], np.float32)
-    tally = RowsTally()
+    found = VectorDeviations()
     # In pieces, as a reference gives them.
-    assert count_rows_claim(tally, claim, iter([says[:1], says[1:]])) == (1, np.inf)
-    assert (tally.num_positions, tally.num_values, tally.num_nan) == (4, 12, 1)
-    assert (tally.max_abs_delta, tally.sum_abs_delta, tally.worst) == (1.5, 0.5 + 1.5 + 0.25, 1.5)
+    assert add_vectors(found, stored, iter([says[:1], says[1:]])) == (1, np.inf)
+    assert (found.num_positions, found.num_values, found.num_nan) == (4, 12, 1)
+    assert (found.max_abs_delta, found.sum_abs_delta, found.worst) == (1.5, 0.5 + 1.5 + 0.25, 1.5)
     # The second row's likeliest is another; the third has two highest, of which the reference's is one.
-    assert (tally.num_ranked, tally.num_agreeing) == (4, 3)
-    assert tally.num_correlated == 2
-    assert tally.sum_correlation == pytest.approx(1.0 + scipy.stats.spearmanr([1, 1, 0.5], [1, 1.25, 0.5]).statistic)
+    assert (found.num_ranked, found.num_agreeing) == (4, 3)
+    assert found.num_correlated == 2
+    assert found.sum_correlation == pytest.approx(1.0 + scipy.stats.spearmanr([1, 1, 0.5], [1, 1.25, 0.5]).statistic)
 
 
 def test_one_number_a_row_and_what_float16_cannot_hold() -> None:
-    claim = rows_claim([[np.inf], [3.0], [2.0]], dtype=np.float16)
-    tally = RowsTally()
-    assert count_rows_claim(tally, claim, [np.array([[70000.0], [3.0], [2.5]], np.float32)]) == (2, 0.5)
-    assert (tally.num_ranked, tally.num_correlated, tally.sum_correlation) == (0, 1, pytest.approx(1.0))
-    finite = RowsTally()
-    assert count_rows_claim(finite, claim, [np.array([[60000.0], [3.0], [2.0]], np.float32)]) == (0, np.inf)
+    stored = stored_vectors([[np.inf], [3.0], [2.0]], dtype=np.float16)
+    found = VectorDeviations()
+    assert add_vectors(found, stored, [np.array([[70000.0], [3.0], [2.5]], np.float32)]) == (2, 0.5)
+    assert (found.num_ranked, found.num_correlated, found.sum_correlation) == (0, 1, pytest.approx(1.0))
+    finite = VectorDeviations()
+    assert add_vectors(finite, stored, [np.array([[60000.0], [3.0], [2.0]], np.float32)]) == (0, np.inf)
     assert finite.worst == np.inf
 
 
 def test_how_vectors_are_counted() -> None:
-    claim = rows_claim([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]], is_vector=True)
-    tally = RowsTally(is_vector=True)
+    stored = stored_vectors([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]], has_direction=True)
+    found = VectorDeviations(has_direction=True)
     says = np.array([[3.0, 4.5], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], np.float32)
-    assert count_rows_claim(tally, claim, [says]) == (2, pytest.approx(2**0.5))
-    assert (tally.min_cosine, tally.max_relative) == (0.0, tally.worst)
-    again = RowsTally(is_vector=True)
-    assert count_rows_claim(again, rows_claim([[3.0, 4.0]], is_vector=True), [says[:1]])[1] == pytest.approx(
+    assert add_vectors(found, stored, [says]) == (2, pytest.approx(2**0.5))
+    assert (found.min_cosine, found.max_relative) == (0.0, found.worst)
+    again = VectorDeviations(has_direction=True)
+    assert add_vectors(again, stored_vectors([[3.0, 4.0]], has_direction=True), [says[:1]])[1] == pytest.approx(
         0.5 / np.hypot(3, 4.5)
     )
     # The right direction is not enough, and NaN is nothing at all.
-    twice = count_rows_claim(RowsTally(is_vector=True), rows_claim([[6.0, 9.0]], is_vector=True), [says[:1]])
+    twice = add_vectors(VectorDeviations(has_direction=True), stored_vectors([[6.0, 9.0]], True), [says[:1]])
     assert twice[1] == pytest.approx(1.0)
-    lost = RowsTally(is_vector=True)
-    assert count_rows_claim(lost, rows_claim([[np.nan, 4.5]], is_vector=True), [says[:1]])[1] == np.inf
+    lost = VectorDeviations(has_direction=True)
+    assert add_vectors(lost, stored_vectors([[np.nan, 4.5]], has_direction=True), [says[:1]])[1] == np.inf
     assert (lost.num_nan, lost.worst) == (1, np.inf)
     # Nothing where something should be.
-    assert count_rows_claim(RowsTally(is_vector=True), rows_claim([[0.0, 0.0]], is_vector=True), [says[3:]])[1] == 1.0
+    nothing = add_vectors(VectorDeviations(has_direction=True), stored_vectors([[0.0, 0.0]], True), [says[3:]])
+    assert nothing[1] == 1.0
 
 
 def test_ranks_of_many_positions_are_compared_at_some(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(3)
     values = random.standard_normal((100, 7)).astype(np.float32)
-    tally = RowsTally()
-    count_rows_claim(tally, rows_claim(values), [values[:40], values[40:50], values[50:]])
-    assert (tally.num_correlated, tally.sum_correlation) == (15, pytest.approx(15.0))  # every seventh
+    found = VectorDeviations()
+    add_vectors(found, stored_vectors(values), [values[:40], values[40:50], values[50:]])
+    assert (found.num_correlated, found.sum_correlation) == (15, pytest.approx(15.0))  # every seventh
 
 
 def test_the_table_has_a_head_for_each_kind_of_line() -> None:
-    tallies: dict[str, Tally | RowsTally] = {
-        "output": Tally(num_positions=3, num_values=3),
-        "prompt": Tally(num_positions=4, num_values=8),
-        "logits": RowsTally(num_positions=2, num_values=2000),
-        "embedding": RowsTally(is_vector=True, num_positions=1, num_values=5),
+    deviations: dict[str, LogprobDeviations | VectorDeviations] = {
+        "output": LogprobDeviations(num_positions=3, num_values=3),
+        "prompt": LogprobDeviations(num_positions=4, num_values=8),
+        "logits": VectorDeviations(num_positions=2, num_values=2000),
+        "embedding": VectorDeviations(has_direction=True, num_positions=1, num_values=5),
     }
-    lines = [line.split() for line in table_lines(tallies)]
+    lines = [line.split() for line in table_lines(deviations)]
     assert [line[0] for line in lines] == ["tokens", "output", "prompt", "rows", "logits", "vectors", "embedding"]
     assert lines[4] == ["logits", "2", "2,000", "0.00e+00", "0.00e+00", "-", "-"]
     assert lines[6][-1] == "1.0000000"
+
+
+def reference_of(spec: JobSpec, pooling_type: str) -> Any:
+    wanted = ReferenceWanted(resolve(spec.model), (), "float32", "cpu", pooling_type)
+    return task_of(spec).verification(spec).reference(wanted)
 
 
 def pooling_job(model: pathlib.Path, task: str, **sections: Any) -> JobSpec:
@@ -315,27 +329,22 @@ def pooling_job(model: pathlib.Path, task: str, **sections: Any) -> JobSpec:
 def test_vectors_that_cannot_be_verified(
     task: str, sections: dict[str, Any], config: dict[str, Any], error: str, tmp_path: pathlib.Path
 ) -> None:
-    from batchinf.commands.verify.reference import HeadReference, StatesReference
-
     folder = tmp_path / "model"
     shutil.copytree(jobs.MODEL, folder)
     own = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**own, **config}))
     spec = pooling_job(folder, task, **sections)
-    arguments = (spec, resolve(spec.model), (), "float32", "cpu")
     with pytest.raises(UserError) as caught:
-        StatesReference(*arguments, "STEP") if task == "embed" else HeadReference(*arguments)
+        reference_of(spec, "STEP")
     assert str(caught.value) == error.replace("{model}", str(folder))
 
 
 def test_embeddings_behind_a_dense_layer_and_vectors_of_another_width(tmp_path: pathlib.Path) -> None:
-    from batchinf.commands.verify.reference import StatesReference
-
-    claim = RowsClaim("embedding", [5, 6], None, np.zeros((1, 64), np.float32), True)
+    stored = StoredVectors("embedding", [5, 6], None, np.zeros((1, 64), np.float32), True)
     spec = pooling_job(jobs.MODEL, "embed")
-    reference = StatesReference(spec, resolve(spec.model), (), "float32", "cpu", "CLS")
+    reference = reference_of(spec, "CLS")
     with pytest.raises(UserError, match=r"^the job's rows have 64 numbers each, transformers' 128: they cannot be ver"):
-        next(reference.rows(claim, None, False))
+        next(reference.vectors(stored, None, False))
     folder = tmp_path / "model"
     shutil.copytree(jobs.MODEL, folder)
     (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')
@@ -343,4 +352,4 @@ def test_embeddings_behind_a_dense_layer_and_vectors_of_another_width(tmp_path: 
     (folder / "2_Dense" / "config.json").write_text('{"out_features": 128}')
     spec = pooling_job(folder, "embed")
     with pytest.raises(UserError, match=r"has a dense layer behind it \(modules\.json\), which transformers does not"):
-        StatesReference(spec, resolve(spec.model), (), "float32", "cpu", "LAST")
+        reference_of(spec, "LAST")

@@ -26,6 +26,7 @@ from batchinf.replica.text import Answers, Detokenizer
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.generate.task import Generate, seed_of
+from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -571,7 +572,7 @@ def job(engine_arguments: dict[str, Any], **sampling: Any) -> JobSpec:
 
 def test_engine_arguments_come_from_the_spec() -> None:
     def arguments(spec: JobSpec) -> dict[str, Any]:
-        return adapter.engine_arguments(spec, "m", "t", None)
+        return adapter.engine_arguments(task_of(spec), "m", "t", None)
 
     defaults = arguments(job({}))
     assert (defaults["model"], defaults["tokenizer"], defaults["seed"]) == ("m", "t", 0)
@@ -583,7 +584,7 @@ def test_engine_arguments_come_from_the_spec() -> None:
     assert arguments(job({"seed": 3, "enforce_eager": False}))["enforce_eager"] is False
     assert "enable_chunked_prefill" not in arguments(job({"max_num_batched_tokens": 64}))
     with pytest.raises(EngineStartError, match="max_model_length"):
-        VllmEngine(job({"max_model_length": 5}), "m", "t")
+        VllmEngine(task_of(job({"max_model_length": 5})), "m", "t")
 
 
 DIE = """
@@ -597,7 +598,7 @@ from batchinf.engines.vllm.engine import VllmEngine
 def kill(model, number):
     sampling = SamplingSpec(temperature=0, ignore_eos=True, logprobs=2)
     spec = JobSpec(model={"name": model}, input={"path": "x"}, output={"path": "y"}, engine={"max_model_len": 512})
-    engine = VllmEngine(spec, model, model)
+    engine = VllmEngine(task_of(spec), model, model)
     engine.warm_up(Request(-1, 0, [1] * 8, sampling.model_copy(update={"min_tokens": 10}), 4, None))
     for row in range(12):
         engine.add(Request(row, 0, [5, 6, 7 + row], sampling, 4 if row < 4 else 480, None))
@@ -630,7 +631,7 @@ def fail(model):
     sampling = SamplingSpec(temperature=0.9)
     sizes = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     spec = JobSpec(model={"name": model}, input={"path": "x"}, output={"path": "y"}, engine=sizes)
-    engine = VllmEngine(spec, model, model)
+    engine = VllmEngine(task_of(spec), model, model)
     request = Request(0, 0, [5] * 200, sampling, 8, 1)
     engine.add(request)
     seen = {"step": message(engine.step), "again": message(engine.step), "add": message(engine.add, request)}
@@ -638,7 +639,7 @@ def fail(model):
     engine.close()
     engine.close()
     seen["closed"] = message(engine.step)
-    another = VllmEngine(spec, model, model)
+    another = VllmEngine(task_of(spec), model, model)
     another.add(Request(0, 0, [5] * 20, sampling, 1, 1))
     seen["another"] = len(another.step())
     another.close()

@@ -16,7 +16,7 @@ from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.logits.section import LogitsSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 from jobs import MODEL
 
 pytest.importorskip("vllm")
@@ -42,7 +42,7 @@ def start(logits: LogitsSpec | None = None, engine: dict[str, Any] | None = None
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        return VllmEngine(spec, str(MODEL), str(MODEL))
+        return VllmEngine(task_of(spec), str(MODEL), str(MODEL))
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_where_each_output_token_was_generated(engine: "VllmEngine") -> None:
 
 def verified(engine: "VllmEngine", spec: JobSpec, prompts: Sequence[Prompt], folder: pathlib.Path) -> Any:
     """What `batchinf verify` counts of the column of a job with these prompts."""
-    task = get_task(spec)
+    task = task_of(spec)
     done = complete(engine, [task.expand(prompt, 512)[0] for prompt in prompts])
     results = [Result(prompt, 0, 1, it, None, None, 1) for prompt, it in zip(prompts, done, strict=True)]
     assert spec.logits is not None
@@ -197,7 +197,7 @@ def test_what_is_stored_is_verified(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.sampler, "gather_logprobs", runner.sampler.gather_logprobs)
         patch.setattr(runner, "_get_prompt_logprobs_dict", runner._get_prompt_logprobs_dict)
-        assert install_rows(engine._engine, spec.logits)
+        assert install_rows(engine._engine, task_of(spec).vocabulary_rows)
         tally = verified(engine, spec, prompts, tmp_path)
     # Logits of up to 16 are rounded by half of 2**-7 at the most.
     assert tally.worst < (1e-3 if dtype == "float32" else 8e-3)
@@ -222,7 +222,7 @@ def test_float16_is_the_rounded_float32_and_chosen_tokens_are_columns(
         patch.setattr(runner.sampler, "gather_logprobs", runner.sampler.gather_logprobs)
         patch.setattr(runner, "_get_prompt_logprobs_dict", runner._get_prompt_logprobs_dict)
         if has_seam:
-            assert install_rows(engine._engine, LogitsSpec(dtype="float16", token_ids=chosen))
+            assert install_rows(engine._engine, RowsWanted(None, chosen, len(chosen), "float16"))
         else:  # vLLM's own: all ids in order of rank
             patch.setattr(runner.sampler, "gather_logprobs", type(runner.sampler).gather_logprobs)
             own = type(runner)._get_prompt_logprobs_dict

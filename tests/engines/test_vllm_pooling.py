@@ -18,15 +18,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import jobs
 from batchinf.base.errors import RequestRefused, SpecError, VerificationFailed
-from batchinf.commands.verify.verify import Wanted, report_lines, verify
+from batchinf.commands.text.verify import raise_if_beyond
+from batchinf.commands.verify import Wanted, verify
 from batchinf.model.identity import resolve
-from batchinf.model.vectors import resolve_pooling
 from batchinf.records import Prompt, Result
-from batchinf.replica.process import warm_up_request
 from batchinf.results import Results
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm.layers import give_layers  # noqa: E402
@@ -97,16 +96,16 @@ def resolved(model: pathlib.Path, task: str, **sections: Any) -> JobSpec:
             **sections,
         }
     )
-    return spec.model_copy(update={"pooling": resolve_pooling(spec, resolve(spec.model))})
+    return task_of(spec).resolve(resolve(spec.model))
 
 
 @contextlib.contextmanager
 def engine_of(spec: JobSpec) -> Iterator[VllmPooling]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        engine = VllmPooling(spec, spec.model.name, spec.model.name)
+        engine = VllmPooling(task_of(spec), spec.model.name, spec.model.name)
     try:
-        engine.warm_up(warm_up_request(spec))
+        engine.warm_up(task_of(spec).warm_up_request())
         yield engine
     finally:
         engine.close()
@@ -116,7 +115,7 @@ def engine_of(spec: JobSpec) -> Iterator[VllmPooling]:
 
 def rows(engine: VllmPooling, spec: JobSpec, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """What the job would journal of these prompts."""
-    task, completions = get_task(spec), []
+    task, completions = task_of(spec), []
     for row, ids in enumerate(prompts):
         [request] = task.expand(Prompt(row, ids, None, None), MAX_MODEL_LEN)
         engine.add(request)
@@ -134,10 +133,10 @@ def off(
     spec: JobSpec, prompts: list[list[int]], found: list[dict[str, Any]], folder: pathlib.Path, pooling: str = "LAST"
 ) -> dict[str, float]:
     """How far `batchinf verify` finds each column off."""
-    results = pa.Table.from_pylist(found, get_task(spec).result_schema)
+    results = pa.Table.from_pylist(found, task_of(spec).result_schema)
     made = [Prompt(row, ids, None, None) for row, ids in enumerate(prompts)]
-    tallies = held(spec, results, made, folder, pooling)
-    return {name: tally.worst for name, tally in tallies.items()}
+    deviations = held(spec, results, made, folder, pooling)
+    return {name: it.worst for name, it in deviations.items()}
 
 
 def test_layers_and_the_last_one_before_its_norm(
@@ -148,7 +147,7 @@ def test_layers_and_the_last_one_before_its_norm(
     with engine_of(spec) as engine:
         found = rows(engine, spec, prompts)
         with pytest.raises(RequestRefused, match=f"{MAX_MODEL_LEN + 1} tokens; at most {MAX_MODEL_LEN} fit"):
-            engine.add(get_task(spec).expand(Prompt(0, [1] * (MAX_MODEL_LEN + 1), None, None), MAX_MODEL_LEN)[0])
+            engine.add(task_of(spec).expand(Prompt(0, [1] * (MAX_MODEL_LEN + 1), None, None), MAX_MODEL_LEN)[0])
     for number, row in enumerate(found):
         assert row["positions"] == list(range(len(prompts[number])))
         for layer in layers:
@@ -187,7 +186,7 @@ def test_the_models_output_and_its_mean_cut_short(
         # The same engine, asked for the other thing that its pooler gives: starting one takes seconds.
         engine._spec = spec = resolved(MODEL, "hidden_states", pooling={"positions": "all"})
         engine._pooling_params = engine._choose_params()
-        engine.warm_up(warm_up_request(spec))
+        engine.warm_up(task_of(spec).warm_up_request())
         found = rows(engine, spec, prompts)
     assert off(spec, prompts, found, tmp_path)["hidden_states"] < 1e-4
     for number, (row, mean) in enumerate(zip(found, means, strict=True)):
@@ -218,7 +217,7 @@ def test_rewards_are_raw(prompts: list[list[int]], tmp_path: pathlib.Path) -> No
         found = rows(engine, spec, prompts)
         engine._spec = resolved(folder, "reward", pooling={"width": 2})
         with pytest.raises(SpecError, match=r"^pooling\.width: got 2 numbers in a vector, but the model gives 1; name"):
-            engine.warm_up(warm_up_request(spec))
+            engine.warm_up(task_of(spec).warm_up_request())
     assert off(spec, prompts, found, tmp_path)["reward"] < 1e-4
     np.testing.assert_allclose([row["reward"] for row in found], logits_of(folder, prompts)[:, 0], atol=1e-3)
 
@@ -255,9 +254,9 @@ def test_a_whole_job(tmp_path: pathlib.Path) -> None:
     vectors = Results(tmp_path / "out").array("embedding")
     assert vectors.shape == (len(texts), 128)
     report = verify(read_spec(spec), Wanted())
-    assert (report.is_within, report.num_rows, [*report.tallies]) == (True, 4, ["embedding"])
+    assert (report.is_within, report.num_rows, [*report.deviations]) == (True, 4, ["embedding"])
     with pytest.raises(VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 1e-09"):
-        [*report_lines(verify(read_spec(spec), Wanted(tolerance=1e-9)))]
+        raise_if_beyond(verify(read_spec(spec), Wanted(tolerance=1e-9)))
     for row, vector in zip(found, vectors, strict=True):
         if row["error_type"] is not None:
             assert row["embedding"] is None

@@ -13,8 +13,7 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Result
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
-from batchinf.tasks.score.prompts import prompt_builder
+from batchinf.tasks.registry import task_of
 
 if TYPE_CHECKING:
     from batchinf.engines.vllm.engine import VllmEngine
@@ -69,10 +68,10 @@ def score(
         }
     )
     tokenizer = load_tokenizer(str(jobs.MODEL), False)
-    prompts = prompt_builder(spec, tokenizer, len(tokenizer)).build(
+    prompts = task_of(spec).prompt_builder(tokenizer, len(tokenizer)).build(
         [Row(number, values) for number, values in enumerate(rows)], MAX_MODEL_LEN
     )
-    task = get_task(spec)
+    task = task_of(spec)
     pending, results = {}, []
     for prompt in prompts:
         requests = task.expand(prompt, MAX_MODEL_LEN)

@@ -14,14 +14,17 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
+from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective, explain, kept, recognise, step_down
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Header, read_state
-from batchinf.model.memory import GIB, Fit, Needs, batch_limits, kv_cache_of
+from batchinf.model.memory import GIB, Fit, Needs, kv_cache_of
 from batchinf.replica.messages import Failed
 from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, JobSpec, ModelSpec
+from batchinf.tasks.registry import task_of
 from benchmarks.shapes import SHAPES
 
 H100_BYTES = 85_017_493_504
@@ -411,7 +414,7 @@ def test_steps_begin_at_what_the_task_sets_itself(
     task: dict[str, Any], limits: dict[str, int], first: dict[str, int]
 ) -> None:
     spec, bare = spec_with(**task), fit()
-    place = replace(bare, batch_limits=batch_limits(spec, 128_256, bare.device_bytes, 0.92))
+    place = replace(bare, batch_limits=task_of(spec).default_batch_limits(128_256, bare.device_bytes, 0.92))
     assert place.batch_limits == limits
     assert step_down({}, oom(CACHE), place) == first
     settings = EngineSettings(spec, place)
@@ -433,14 +436,14 @@ def test_steps_begin_at_what_the_task_sets_itself(
 
 def test_what_the_spec_says_counts_before_what_the_task_sets() -> None:
     spec = spec_with(task="score", input={"path": "p", "text_column": "t"}, engine={"max_num_batched_tokens": 3000})
-    place = replace(fit(), batch_limits=batch_limits(spec, 128_256, H100_BYTES, 0.92))
+    place = replace(fit(), batch_limits=task_of(spec).default_batch_limits(128_256, H100_BYTES, 0.92))
     settings = EngineSettings(spec, place)
     settings.launch_spec("a")
     step = settings.judge(0, "a", oom(CUBLAS, was_up=True), was_up=True).step
     assert step is not None
     assert settings.engine == {"max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.87}
     # On a CPU a scored prompt comes whole.
-    assert batch_limits(spec, 128_256, None, 0.92) == {}
+    assert task_of(spec).default_batch_limits(128_256, None, 0.92) == {}
 
 
 def test_at_the_floor_it_is_a_death_like_any_other() -> None:
@@ -511,36 +514,34 @@ def test_a_step_is_remembered_however_much_happens_after_it(tmp_path: pathlib.Pa
 # -- a replica's end -------------------------------------------------------------------------------------------------
 
 POINTER = "vLLM's engine died in a step: EngineDeadError: EngineCore encountered an issue. See stack trace (above) for"
-EARLIER = f"(EngineCore pid=1) ERROR {TORCH}\n"
 
 
 @pytest.mark.parametrize(
-    ("log", "failed", "returncode", "kind"),
+    ("log", "failed", "ended_by", "kind"),
     [
-        (f"(EngineCore pid=3) ERROR 11-21 [core.py:1] {TORCH}\nValueError: later\n", POINTER, 1, "again"),
-        (LOAD + "\n", "vLLM could not start: RuntimeError: Engine core initialization failed. See", 2, "given up"),
-        ("", f"vLLM's engine died in a step: {TORCH}", 1, "again"),
-        (f"{TORCH}\n", None, 1, "again"),
+        (f"(EngineCore pid=3) ERROR 11-21 [core.py:1] {TORCH}\nValueError: later\n", POINTER, "itself", "again"),
+        (LOAD, "vLLM could not start: RuntimeError: Engine core initialization failed. See", "itself", "given up"),
+        ("", f"vLLM's engine died in a step: {TORCH}", "itself", "again"),
+        (f"{TORCH}\n", None, "itself", "again"),
         # What is not the cause.
-        (f"{TORCH}\n", None, -signal.SIGKILL, None),
-        (f"{TORCH}\n", "vLLM's engine died in a step: ValueError: something else", 1, None),
-        ("", POINTER, 1, None),
-        ("INFO a helpful hint: CUDA out of memory is to be expected\n", POINTER, 1, None),
+        (f"{TORCH}\n", None, "outside", None),
+        (f"{TORCH}\n", None, "coordinator", None),
+        (f"{TORCH}\n", "vLLM's engine died in a step: ValueError: something else", "itself", None),
+        ("", POINTER, "itself", None),
+        ("INFO a helpful hint: CUDA out of memory is to be expected\n", POINTER, "itself", None),
     ],
 )  # fmt: skip
 def test_the_cause_of_an_end(
-    log: str, failed: str | None, returncode: int, kind: str | None, tmp_path: pathlib.Path
+    log: str, failed: str | None, ended_by: Any, kind: str | None, tmp_path: pathlib.Path
 ) -> None:
     settings = EngineSettings(spec_with(), fit())
-    fleet = Fleet([Slot(0, (), ())], 1, None, 1, tmp_path, 1, 60.0, True, settings)  # type: ignore[arg-type]
-    [member] = fleet.members
-    (tmp_path / "log").write_text(EARLIER + log)
-    process = types.SimpleNamespace(returncode=returncode)
-    launch = types.SimpleNamespace(incarnation="000001.0001")
-    replica = types.SimpleNamespace(process=process, log=tmp_path / "log", log_start=len(EARLIER), launch=launch)
-    member.failed = None if failed is None else Failed("EngineDeadError", failed, 1)
-    member.cause = failed or "ended"
-    verdict = fleet._judge(member, replica)  # type: ignore[arg-type]
+    backend = LocalBackend()
+    fleet = Fleet(backend, [Slot(0, (), ())], 1, None, 1, tmp_path, 1, 60.0, True, settings)  # type: ignore[arg-type]
+    [replica] = fleet.replicas
+    handle = types.SimpleNamespace(incarnation="000001.0001", log_tail=log.splitlines)
+    replica.failed = None if failed is None else Failed("EngineDeadError", failed, 1)
+    replica.cause = failed or "ended"
+    verdict = fleet._judge(replica, handle, Ending(ended_by, "", (), (), 1.0))  # type: ignore[arg-type]
     assert (verdict.action if verdict else None) == kind
 
 

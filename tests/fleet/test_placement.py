@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinf.base.errors import SpecError, UserError
-from batchinf.fleet.devices import Slot, check_free, own_cpus, place, share_cpus, visible_devices
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.local.devices import check_free, own_cpus, place, share_cpus, visible_devices
 from batchinf.spec.job import JobSpec
 
 GIB = 2**30
@@ -127,7 +128,8 @@ def test_the_scripted_engine_takes_no_device() -> None:
 def test_cores_are_those_of_the_affinity() -> None:
     cpu = max(os.sched_getaffinity(0))
     code = (
-        f"import os; os.sched_setaffinity(0, [{cpu}]); from batchinf.fleet.devices import own_cpus; print(own_cpus())"
+        f"import os; os.sched_setaffinity(0, [{cpu}]); from batchinf.fleet.local.devices import own_cpus; "
+        "print(own_cpus())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"({cpu},)"

@@ -14,12 +14,12 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.fleet.quarantine import Case, Quarantine
-from batchinf.fleet.trials import Trials
+from batchinf.fleet.local.shared_memory import SharedMemory
+from batchinf.fleet.quarantine import Case, Quarantine, Trials
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import EventLine, State
 from batchinf.records import Extent, Shard
-from batchinf.replica.flight import FlightRecord, InFlight
+from batchinf.replica.in_flight import InFlightRecord, InFlightRequest
 from batchinf.schedule.order import RunOrder
 from batchinf.schedule.shards import shard_at
 
@@ -34,13 +34,13 @@ class Engine:
     def __init__(self, at_prompt: Iterable[int] = (), later: Iterable[int] = ()) -> None:
         self.at_prompt, self.later = set(at_prompt), set(later)
 
-    def run(self, rows: Iterable[int], is_probe: bool = False) -> list[InFlight] | None:
+    def run(self, rows: Iterable[int], is_probe: bool = False) -> list[InFlightRequest] | None:
         """What was in flight at the engine's death; None if it lived."""
         there = list(rows)
         if self.at_prompt & set(there):
-            return [InFlight(row, False) for row in there]
+            return [InFlightRequest(row, False) for row in there]
         if self.later & set(there) and not is_probe:
-            return [InFlight(row, True) for row in there]
+            return [InFlightRequest(row, True) for row in there]
         return None
 
 
@@ -53,18 +53,18 @@ def search(engine: Engine, rows: list[int], is_outside: bool = False) -> tuple[l
         case = quarantine.of(0)
         if case is None or not case.is_on_trial:
             group: Iterable[int] = [row for row in rows if row not in condemned]
-            flight = engine.run(group)
-            if flight is None:
+            in_flight = engine.run(group)
+            if in_flight is None:
                 return condemned, deaths
         else:
             group = case.groups[0]
-            flight = engine.run(group, case.stage == "probe")
-            if flight is None:
+            in_flight = engine.run(group, case.stage == "probe")
+            if in_flight is None:
                 is_fresh = False
                 quarantine.survived(0, group)
                 continue
         deaths += 1
-        case, row = quarantine.died(0, f"life {deaths}", shards, flight, is_fresh, is_outside)
+        case, row = quarantine.died(0, f"life {deaths}", shards, in_flight, is_fresh, is_outside)
         is_fresh = True
         assert Case.of(case.fields()) == case
         if row is not None:
@@ -98,10 +98,10 @@ def test_several_killers_are_all_found_and_nobody_else() -> None:
 
 def test_one_death_accuses_nobody() -> None:
     quarantine = Quarantine()
-    case, row = quarantine.died(0, "a", [Shard(3, 10, 20), Shard(4, 20, 30)], [InFlight(12, True)])
+    case, row = quarantine.died(0, "a", [Shard(3, 10, 20), Shard(4, 20, 30)], [InFlightRequest(12, True)])
     assert (case.is_on_trial, row, case.shards) == (False, None, (3,))
     # Another death, with others in the engine: they were not there the first time.
-    case, row = quarantine.died(0, "b", [Shard(3, 10, 20), Shard(4, 20, 30)], [InFlight(25, True)])
+    case, row = quarantine.died(0, "b", [Shard(3, 10, 20), Shard(4, 20, 30)], [InFlightRequest(25, True)])
     assert (case.is_on_trial, row, case.shards, case.suspects) == (False, None, (3, 4), (25,))
     assert quarantine.of(1) is None
 
@@ -109,13 +109,13 @@ def test_one_death_accuses_nobody() -> None:
 def test_a_killing_from_outside_condemns_only_who_was_alone_twice() -> None:
     quarantine, shards = Quarantine(), [Shard(0, 0, 10)]
     for name in "abc":
-        case, row = quarantine.died(0, name, shards, [InFlight(7, True)], is_outside=True)
+        case, row = quarantine.died(0, name, shards, [InFlightRequest(7, True)], is_outside=True)
         assert row is None
     assert case.doubted == 7
     cleared = quarantine.survived(0, [7])
     assert cleared is not None
     assert not cleared.is_on_trial
-    rows = [quarantine.died(0, name, shards, [InFlight(7, True)], is_outside=True)[1] for name in "defg"]
+    rows = [quarantine.died(0, name, shards, [InFlightRequest(7, True)], is_outside=True)[1] for name in "defg"]
     assert rows == [None, None, None, 7]
 
 
@@ -128,14 +128,16 @@ def test_cases_are_handed_over_and_closed() -> None:
     assert quarantine.of(1) is None
 
 
-def test_a_flight_record_is_read_from_another_life_of_the_memory() -> None:
-    record = FlightRecord.create()
+def test_requests_in_flight_are_read_from_the_memory_that_a_replica_wrote() -> None:
+    shared = SharedMemory.create()
+    record = InFlightRecord(shared.memory)
     slots = [record.enter(row) for row in (5, 6, 7, 6)]
     record.note_output(slots[1])
     record.leave(slots[0])
     slots.append(record.enter(8))
-    assert record.in_flight() == [InFlight(6, True), InFlight(7, False), InFlight(6, False), InFlight(8, False)]
-    record.close()
+    found = InFlightRecord(shared.memory).requests()
+    assert [(one.row_index, one.has_output) for one in found] == [(6, True), (7, False), (6, False), (8, False)]
+    shared.close()
 
 
 # Whole jobs. Shards of 60 rows, so that a replica has suspects in some of its shards and not in others.
@@ -276,11 +278,10 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
     """Rows that were probed come last in halves too; each trial that went well is followed by the next."""
     given: list[object] = []
     fleet: Any = types.SimpleNamespace(
-        members=[types.SimpleNamespace(slot=types.SimpleNamespace(replica=0), is_running=True)],
-        try_rows=lambda member, trial: given.append((trial.is_probe, trial.groups)),
-        assign=lambda member, shards, attempts, condemned: given.append(shards),
+        replicas=[types.SimpleNamespace(number=0, is_running=True, handle=types.SimpleNamespace(incarnation="a"))],
+        try_rows=lambda replica, trial: given.append((trial.is_probe, trial.groups)),
+        assign=lambda replica, shards, attempts, condemned: given.append(shards),
     )
-    fleet.members[0].replica = types.SimpleNamespace(launch=types.SimpleNamespace(incarnation="a"))
     extents = (Extent.of_all(0, 20, 20, 0),)
     case = Case("a", 0, (0,), (7, 8), "probe", (8,), ((7, 8), (8,)))
     folder = Folder(tmp_path)
@@ -293,7 +294,7 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
     for rows in ((8,), (7,), (8,), (8,), ()):
         trials.give(lambda shards: 1)
         trials.give(lambda shards: 1)  # nothing is given twice
-        trials.survived(fleet.members[0], rows)
+        trials.survived(fleet.replicas[0], rows)
     manifest.close()
     halves = [(False, ((row,),)) for row in (7, 8, 8)]
     assert given == [(True, ((8,),)), *halves, [shard_at(extents, 0)]]

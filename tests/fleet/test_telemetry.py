@@ -11,7 +11,7 @@ from test_placement import GIB, install
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.fleet.devices import DeviceWatch
+from batchinf.fleet.local.devices import NvmlWatch
 from batchinf.fleet.telemetry import TELEMETRY_FOLDER, ReplicaLook, Telemetry, read_looks
 from batchinf.records import EngineStats
 from batchinf.replica.messages import Progress
@@ -24,7 +24,7 @@ def look() -> ReplicaLook:
 
 
 def test_a_look_is_a_line(tmp_path: pathlib.Path) -> None:
-    telemetry = Telemetry(Folder(tmp_path), 3, [])
+    telemetry = Telemetry(Folder(tmp_path), 3, NvmlWatch([]))
     assert telemetry.is_due
     before = time.time()
     telemetry.look([look()])
@@ -52,7 +52,7 @@ def test_devices_are_looked_at(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
         raise nvml.NVMLError("not supported")
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", no_power, raising=False)
-    watch = DeviceWatch(["0", "GPU-1"], every_s=0.01)
+    watch = NvmlWatch(["0", "GPU-1"], every_s=0.01)
     jobs.wait_until(lambda: bool(watch.looks()))
     watch.close()
     first, second = watch.looks()
@@ -66,12 +66,12 @@ def test_devices_are_looked_at(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
 
 
 def test_a_torn_line_is_left_out(tmp_path: pathlib.Path) -> None:
-    telemetry = Telemetry(Folder(tmp_path), 1, [])
+    telemetry = Telemetry(Folder(tmp_path), 1, NvmlWatch([]))
     telemetry.look([look()])
     telemetry.look([look()])
     path = tmp_path / TELEMETRY_FOLDER / "000001.jsonl"
     os.truncate(path, path.stat().st_size - 5)
-    Telemetry(Folder(tmp_path), 2, []).look([])
+    Telemetry(Folder(tmp_path), 2, NvmlWatch([])).look([])
     assert [len(found["replicas"]) for found in read_looks(Folder(tmp_path))] == [1, 0]
 
 
@@ -84,7 +84,7 @@ def test_a_job_writes_it(tmp_path: pathlib.Path) -> None:
 
 
 def test_no_room_is_no_reason_to_stop(tmp_path: pathlib.Path) -> None:
-    telemetry = Telemetry(Folder(tmp_path), 1, [])
+    telemetry = Telemetry(Folder(tmp_path), 1, NvmlWatch([]))
     (tmp_path / TELEMETRY_FOLDER).rmdir()
     telemetry.look([look()])
     assert not list(read_looks(Folder(tmp_path)))

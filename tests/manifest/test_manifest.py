@@ -30,7 +30,7 @@ from batchinf.manifest.state import (
     read_beginning,
     read_state,
 )
-from batchinf.records import Extent, Part, ProcessGroup
+from batchinf.records import Extent, Part, StartedReplica
 from batchinf.schedule.shards import next_extent, total_shards
 
 HEADER = Header(1, "job", "2026-01-01T00:00:00+00:00", {"model": "é", "n": 1}, "f" * 32, {"x": [1, None]}, {"y": 2.5})
@@ -51,7 +51,7 @@ def part(shard: int, num_rows: int = 10, num_errors: int = 0) -> Part:
 
 def started(incarnation: str) -> dict[str, Any]:
     return {
-        "replica": 1, "incarnation": incarnation, "host": "here", "boot_id": "b", "pgid": 99, "pid_start_time": 12,
+        "replica": 1, "incarnation": incarnation, "backend": "local", "identity": {"pgid": 99},
         "devices": ["0"],
     }  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_a_round_trip(folder: Folder) -> None:
     totals = (state.num_rows, state.num_errors, state.num_bytes, state.num_prompt_tokens, state.num_output_tokens)
     assert totals == (20, 2, 2000, 140, 60)
     assert state.device_s == 12.5
-    assert state.process_groups == (ProcessGroup(1, "000001.0002", "here", "b", 99, 12),)
+    assert state.running_replicas == (StartedReplica(1, "000001.0002", "local", {"pgid": 99}),)
     assert [event.name for event in state.events] == ["replica_started", "replica_started", "replica_ended"]
     assert state.events[0].fields["devices"] == ["0"]
     assert state.event_counts == {"replica_started": 2, "replica_ended": 1}
@@ -345,7 +345,7 @@ def test_a_head_start_is_no_beginning(folder: Folder) -> None:
     assert read_state(folder) is None
     before = read_beginning(folder)
     assert (before.job_id, before.device_s, before.last_epoch) == (HEADER.job_id, 2.0, 0)
-    assert [group.incarnation for group in before.process_groups] == ["000001.0001"]
+    assert [one.incarnation for one in before.running_replicas] == ["000001.0001"]
     manifest.header(HEADER)
     manifest.extent(FIRST, "input")
     manifest.commit()
@@ -355,7 +355,7 @@ def test_a_head_start_is_no_beginning(folder: Folder) -> None:
             open_(folder, epoch).close()
         state = state_of(folder)
         assert (state.job_id, state.device_s) == (HEADER.job_id, 2.0)
-        assert state.process_groups == before.process_groups
+        assert state.running_replicas == before.running_replicas
         assert [event.name for event in state.events] == [*("head_start", "replica_started") * 2, "replica_ended"]
 
 
@@ -436,7 +436,7 @@ def test_old_events_are_counted_but_not_kept(folder: Folder) -> None:
         assert state.events[0].fields["incarnation"] == "500"
         assert state.event_counts == {"replica_started": 1, "x": 750, "replica_ended": 750}
         assert state.device_s == 750
-        assert [group.incarnation for group in state.process_groups] == ["a"]
+        assert [one.incarnation for one in state.running_replicas] == ["a"]
 
 
 OPEN = """
@@ -577,7 +577,7 @@ class Model:
             and [state.num_rows, state.num_errors] == totals
             and [event.name for event in state.events] == self.events
             and sum(state.event_counts.values()) == len(self.events)
-            and [group.incarnation for group in state.process_groups] == self.groups
+            and [one.incarnation for one in state.running_replicas] == self.groups
             and (state.device_s, state.is_done) == (self.device_s, self.is_done)
         )
 

@@ -26,6 +26,7 @@ from batchinf.source.rows import Row
 from batchinf.spec.file import dump_spec, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.registry import task_of
 
 GREEDY = SamplingSpec(temperature=0, logprobs=3)
 # Requests with prompt logprobs do not read the cache of prompts, and the others do.
@@ -238,7 +239,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     adapters = resolve_adapters(spec, resolve(spec.model))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        engine = VllmEngine(spec, str(jobs.MODEL), str(jobs.MODEL), None, adapters)
+        engine = VllmEngine(task_of(spec), str(jobs.MODEL), str(jobs.MODEL), None, adapters)
     engine.warm_up(Request(-1, 0, [1] * 8, GREEDY, 4, None))
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
     texts = [json.loads(line)["prompt"] for line in jobs.PROMPTS.read_text().splitlines()[:200:40]]

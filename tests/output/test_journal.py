@@ -13,10 +13,10 @@ from test_tasks_generate import make_results, make_spec
 from batchinf.base.storage import Folder
 from batchinf.output import journal
 from batchinf.output.journal import Journal, drop, joined, list_shards, row_bytes
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 SPEC = make_spec(n=2, logprobs=2, prompt_logprobs=1)
-SCHEMA = get_task(SPEC).result_schema
+SCHEMA = task_of(SPEC).result_schema
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def folder(tmp_path: pathlib.Path) -> Folder:
 
 
 def results(*rows: int) -> pa.Table:
-    return pa.Table.from_batches([get_task(SPEC).encode(make_results(SPEC, [row])) for row in rows])
+    return pa.Table.from_batches([task_of(SPEC).encode(make_results(SPEC, [row])) for row in rows])
 
 
 def path_of(folder: Folder, segment: journal.Segment) -> pathlib.Path:
@@ -137,7 +137,7 @@ def test_foreign_content(folder: Folder) -> None:
     folder.path("journal/000001-a-00000").write_bytes(data)
     assert writer.recover(0).damaged == ("000000-long-00000", "000000-text-00000")
     assert writer.recover(1).damaged == ("000001-a-00000",)
-    other = Journal(folder, "a", get_task(make_spec(n=2, logprobs=3)).result_schema)
+    other = Journal(folder, "a", task_of(make_spec(n=2, logprobs=3)).result_schema)
     assert segment.name in other.recover(0).damaged
 
 

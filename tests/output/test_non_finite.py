@@ -23,7 +23,7 @@ from batchinf.output.journal import Journal
 from batchinf.output.parts import verify_part, write_part
 from batchinf.output.shard import OpenShard
 from batchinf.records import Part
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 # In every process of a job: of the requests whose first drawn token is even, the first logprob is not finite.
 HURT = """
@@ -88,10 +88,10 @@ def test_what_stands_in_the_place_of_a_null_is_not_counted() -> None:
 
 def test_only_the_task_s_own_columns_are_looked_at() -> None:
     spec = make_spec(logprobs=2, prompt_logprobs=0)
-    assert number_columns(get_task(spec).result_schema) == (
+    assert number_columns(task_of(spec).result_schema) == (
         "cumulative_logprob", "logprobs", "top_logprobs", "prompt_logprobs"
     )  # fmt: skip
-    assert number_columns(get_task(make_spec()).result_schema) == ("cumulative_logprob",)
+    assert number_columns(task_of(make_spec()).result_schema) == ("cumulative_logprob",)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def hurt_part(folder: Folder, dtype: str) -> Part:
         completion = results[index].completion
         assert completion is not None and completion.logprobs is not None
         completion.logprobs.logprobs[-1, place] = value
-    shard = OpenShard(SHARD, get_task(spec), Journal(folder, "z", get_task(spec).result_schema))
+    shard = OpenShard(SHARD, task_of(spec), Journal(folder, "z", task_of(spec).result_schema))
     shard.add(shard.task.encode(results[:30]))
     shard.tick()
     shard.add(shard.task.encode(results[30:]))

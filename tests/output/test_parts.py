@@ -23,7 +23,7 @@ from batchinf.output.parts import verify_part, write_part
 from batchinf.output.shard import OpenShard
 from batchinf.records import Part, Result, Shard
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 SHARD = Shard(3, 1000, 1060)
 METADATA = {"batchinf.fingerprint": "f00d", "batchinf.model": "m"}
@@ -79,7 +79,7 @@ def folder(tmp_path: pathlib.Path) -> Folder:
 
 
 def opened(folder: Folder, spec: JobSpec, incarnation: str = "0-a", shard: Shard = SHARD) -> OpenShard:
-    task = get_task(spec)
+    task = task_of(spec)
     return OpenShard(shard, task, Journal(folder, incarnation, task.result_schema))
 
 
@@ -213,7 +213,7 @@ def test_schema_of_the_file(folder: Folder) -> None:
     part = write(folder, whole(folder, spec), spec)
     fields = [Rows.schema.field(name) for name in ("key", "kept", "key", "nested")]
     schema = pq.read_schema(folder.path(f"staging/{part.file}"))
-    assert schema.equals(get_task(spec).output_schema(fields))
+    assert schema.equals(task_of(spec).output_schema(fields))
     assert "made" not in str(schema.field("id").metadata)
 
 
@@ -231,7 +231,7 @@ def test_of_two_results_for_one_request_the_first_stands(folder: Folder) -> None
     first, second = make_results(spec, [0, 1], error_rate=0)
 
     def as_text(result: Result, text: str) -> pa.RecordBatch:
-        return get_task(spec).encode([Result(result.prompt, 0, 1, result.completion, text, None, 1)])
+        return task_of(spec).encode([Result(result.prompt, 0, 1, result.completion, text, None, 1)])
 
     # Two lives that knew nothing of each other: the segments overlap.
     for incarnation, text in (("b", "later"), ("a", "earlier")):
@@ -272,7 +272,7 @@ def test_a_damaged_segment_is_named_and_its_results_are_missing(folder: Folder) 
 
 
 def test_a_segment_of_strange_rows_counts_as_damaged(folder: Folder) -> None:
-    task = get_task(make_spec())
+    task = task_of(make_spec())
     journal = Journal(folder, "a", task.result_schema)
     strange = journal.write(3, pa.Table.from_batches([task.encode(make_results(make_spec(), [5]))]))
     made = opened(folder, make_spec(), "b")

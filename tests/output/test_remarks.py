@@ -12,15 +12,17 @@ import pytest
 import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.commands.status import status_lines
+from batchinf.commands.status import job_status
+from batchinf.commands.text.status import status_lines
 from batchinf.manifest.commit_log import encode_commits, read_lines
 from batchinf.manifest.lines import PartLine
 from batchinf.manifest.state import State
-from batchinf.output.counts import WINNERS, Accuracy, accuracy_of_parts, count_right_answers, remarks
+from batchinf.output.counts import accuracy_of_parts, remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.score.prompts import prompt_builder
+from batchinf.tasks.registry import task_of
+from batchinf.tasks.score.accuracy import WINNERS, Accuracy, count_right_answers
 
 BOS = "<|begin_of_text|>"
 NUM_ROWS = 60
@@ -109,7 +111,7 @@ def test_prompts_that_begin_with_two(
 ) -> None:
     where = {"path": "rows.jsonl", **sections.pop("input", {})}
     spec = JobSpec(model={"name": str(jobs.MODEL)}, input=where, output={"path": "out"}, **sections)
-    [prompt] = prompt_builder(spec, tokenizer, None).build([Row(7, values, None)], 512)
+    [prompt] = task_of(spec).prompt_builder(tokenizer, None).build([Row(7, values, None)], 512)
     assert prompt.error is None
     assert prompt.has_second_bos == expected
 
@@ -164,11 +166,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs.kill(everyone)
     process.communicate()
     assert jobs.are_gone(everyone)
-    seen: dict[str, Any] = {"out": out, "killed": "\n".join(status_lines(str(out)))}
+    seen: dict[str, Any] = {"out": out, "killed": "\n".join(status_lines(job_status(str(out))))}
     seen["run"] = jobs.finish(spec, "--set", "scripted.step_s=0").stdout
     seen["said"] = said_of(out)
     seen["retried"] = jobs.finish(spec, "--retry", "row_index % 5 = 1", "--set", "scripted.step_s=0").stdout
-    seen["status"] = "\n".join(status_lines(str(out)))
+    seen["status"] = "\n".join(status_lines(job_status(str(out))))
     return seen
 
 
@@ -213,4 +215,4 @@ def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path:
     plain = [{k: v for k, v in fields.items() if k not in ("crc", "commit")} for fields in lines]
     (tmp_path / "out" / "manifest" / "000001.jsonl").write_bytes(encode_commits([plain]))
     with pytest.raises(OutputError, match="does not follow"):
-        status_lines(str(tmp_path / "out"))
+        job_status(str(tmp_path / "out"))

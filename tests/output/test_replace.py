@@ -26,7 +26,7 @@ from batchinf.schedule.order import RunOrder
 from batchinf.schedule.selection import Selection, ShardRows, read_selection, selection_name
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 RETRY = Retry(1, "errors", {"sampling.max_tokens": 8}, "f", 9, 1, "")
 NAME = incarnation_name(2, 1, RETRY.number)
@@ -49,7 +49,7 @@ def published(folder: Folder, spec: JobSpec, results: list[Result]) -> Part:
 
 
 def reopened(folder: Folder, spec: JobSpec, chosen: Any, name: str = NAME) -> OpenShard:
-    task = get_task(spec)
+    task = task_of(spec)
     return OpenShard(SHARD, task, Journal(folder, name, task.result_schema), chosen)
 
 

@@ -17,7 +17,7 @@ from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 if TYPE_CHECKING:
     from batchinf.engines.vllm.engine import VllmEngine
@@ -102,7 +102,7 @@ def spec_of(**sections: Any) -> JobSpec:
 
 def test_each_field_on_real_vllm(vllm_engine: "VllmEngine") -> None:
     spec, tokenizer = spec_of(), load_tokenizer(MODEL, False)
-    task, builder = get_task(spec), PromptBuilder(spec, tokenizer, len(tokenizer))
+    task, builder = task_of(spec), PromptBuilder(spec, tokenizer, len(tokenizer))
     rows = [Row(number, line(number, url, body)) for number, (url, body, _) in enumerate(GOOD)]
     prompts = builder.build(rows, 512)
     assert [prompt.error for prompt in prompts] == [None] * len(GOOD)

@@ -253,7 +253,7 @@ def test_columns_of_messages_are_looked_for() -> None:
     spec = make_spec(input={"messages": turns})
     assert Renderer(spec).columns == ("q", "answr")
     with pytest.raises(SpecError) as caught:
-        check_columns(spec, ["q", "answer"])
+        check_columns(spec, ["q", "answer"], ())
     assert str(caught.value) == (
         "input.messages[1].content: the input has no column 'answr'; did you mean 'answer'? it has: q, answer"
     )

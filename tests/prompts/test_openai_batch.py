@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from batchinf.base.errors import RowError
-from batchinf.prompts.openai import BatchReader, BatchRequest, is_batch
+from batchinf.prompts.openai import BatchReader, BatchRequest
+from batchinf.source.formats.openai import OpenAIBatch
 from batchinf.spec.job import JobSpec
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]
@@ -124,5 +125,5 @@ def test_no_logprobs_in_the_job() -> None:
 
 
 def test_a_batch_is_known_by_its_columns() -> None:
-    assert is_batch(["body", "custom_id", "url", "method"])
-    assert not is_batch(["custom_id", "url", "method"])
+    assert OpenAIBatch.has_its_columns(["body", "custom_id", "url", "method"])
+    assert not OpenAIBatch.has_its_columns(["custom_id", "url", "method"])

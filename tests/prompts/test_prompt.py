@@ -363,10 +363,10 @@ def test_columns(section: dict[str, str], columns: tuple[str, ...]) -> None:
 )
 def test_check_columns(sections: dict[str, Any], message: str | None) -> None:
     if message is None:
-        check_columns(make_spec(**sections), COLUMNS)
+        check_columns(make_spec(**sections), COLUMNS, ())
         return
     with pytest.raises(SpecError) as caught:
-        check_columns(make_spec(**sections), COLUMNS)
+        check_columns(make_spec(**sections), COLUMNS, ())
     assert str(caught.value) == message
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import jobs
 from batchinf.job.open import open_job
-from batchinf.prompts.checks import prompt_warnings
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.file import read_spec
 
@@ -27,7 +26,7 @@ def warned(folder: pathlib.Path, texts: list[str], **input: Any) -> list[str]:
     sections = {"input": {"path": str(folder / "rows.jsonl"), "id_column": None, **input}}
     job = open_job(read_spec(jobs.spec_of(folder, output={"keep_columns": []}, **sections)))
     with contextlib.closing(job.source):
-        return list(prompt_warnings(job.spec, job.model, job.source))
+        return list(job.task.prompt_warnings(job.model, job.source))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_no_second_bos_where_the_tokenizer_adds_none(tmp_path: pathlib.Path) -> 
     where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
     job = open_job(read_spec(jobs.spec_of(tmp_path, model=str(folder), input=where, output={"keep_columns": []})))
     with contextlib.closing(job.source):
-        assert list(prompt_warnings(job.spec, job.model, job.source)) == []
+        assert list(job.task.prompt_warnings(job.model, job.source)) == []
 
 
 def test_run_says_it_once_before_it_works(tmp_path: pathlib.Path) -> None:
@@ -107,7 +106,7 @@ def test_a_bos_that_is_scored_too(add_bos_token: bool | None, tmp_path: pathlib.
     spec = jobs.spec_of(tmp_path, task="score", sampling=None, input=where, output={"keep_columns": []}, score=score)
     job = open_job(read_spec(spec))
     with contextlib.closing(job.source):
-        warnings = list(prompt_warnings(job.spec, job.model, job.source))
+        warnings = list(job.task.prompt_warnings(job.model, job.source))
     assert [line.partition(", which is scored too")[0] for line in warnings] == (
         [f"warning: each text is scored behind {BOS}, and the tokenizer puts another before it"]
         if add_bos_token is None

@@ -176,7 +176,7 @@ def test_columns_that_cannot_be_are_refused(spec: JobSpec, message: str) -> None
     schema = pa.schema([("prompt", pa.string()), ("budget", pa.int64()), ("note", pa.string()), ("tags", tags)])
 
     def check() -> None:
-        check_columns(spec, schema.names)
+        check_columns(spec, schema.names, ())
         check_sampling_columns(spec.sampling, schema)
 
     with pytest.raises(SpecError) as caught:

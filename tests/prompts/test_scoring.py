@@ -13,7 +13,8 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.score.prompts import prompt_builder, windows
+from batchinf.tasks.registry import task_of
+from batchinf.tasks.score.prompts import windows
 
 TEMPLATES = {path.stem: path.read_text() for path in (jobs.ROOT / "tests" / "chat_templates").glob("*.jinja")}
 CONTEXTS = [
@@ -85,7 +86,7 @@ def build(
     spec = JobSpec.model_validate(
         {"model": "m", "task": "score", "input": {"path": "p", **input}, "output": {"path": "o"}, "score": score}
     )
-    builder = prompt_builder(spec, tokenizer(name), len(tokenizer(name)))
+    builder = task_of(spec).prompt_builder(tokenizer(name), len(tokenizer(name)))
     return builder.build([Row(number, value) for number, value in enumerate(values)], max_model_len)
 
 
@@ -231,7 +232,7 @@ def test_rows_are_scored_with_the_adapter_that_they_name() -> None:
             "output": {"path": "o"},
         }
     )
-    builder = prompt_builder(spec, tokenizer("llama"), None)
+    builder = task_of(spec).prompt_builder(tokenizer("llama"), None)
     assert set(builder.columns) == {"text", "who"}
     rows = [Row(place, {"text": "the fox", "who": who}) for place, who in enumerate(["a", None, "b", "c"])]
     prompts = builder.build(rows, 64)

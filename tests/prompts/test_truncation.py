@@ -15,7 +15,7 @@ from batchinf.prompts.builder import PromptBuilder, Renderer, check_columns
 from batchinf.prompts.encoder import TextCutter
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 
 def prompts(values: list[dict[str, Any]], max_model_len: int | None, tokenizer: Any = BYTES, **s: Any) -> list[Prompt]:
@@ -101,10 +101,10 @@ def test_an_endless_text_is_cut_as_if_all_of_it_had_been_encoded(name: str) -> N
 
 def test_the_output_says_which_prompts_were_cut() -> None:
     spec = make_spec(sampling={"temperature": 0.0}, **left())
-    task = get_task(spec)
+    task = task_of(spec)
     names = task.output_schema([]).names
     assert names[names.index("num_prompt_tokens") + 1] == "prompt_truncated"
-    assert "prompt_truncated" not in get_task(make_spec()).output_schema([]).names
+    assert "prompt_truncated" not in task_of(make_spec()).output_schema([]).names
     from batchinf.replica.feeder import failed
 
     found = prompts([{"prompt": TEXT}, {"prompt": "fox"}, {"prompt": None}], 64, **left())
@@ -155,7 +155,7 @@ def test_token_ids_are_cut_too() -> None:
         assert (one.token_ids, one.is_truncated) == (expected, True)
     assert prompts([{"ids": ids[1:]}], 64, **left(token_ids_column="ids"))[0].token_ids == [*range(37, 100)]
     with pytest.raises(SpecError, match=r"^input.token_ids_column: the input has no column 'ids'"):
-        check_columns(make_spec(input={"token_ids_column": "ids"}), ["id"])
+        check_columns(make_spec(input={"token_ids_column": "ids"}), ["id"], ())
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------

@@ -20,17 +20,18 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.local.backend import LocalBackend
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import EngineInfo, Extent, Shard
 from batchinf.replica import start
-from batchinf.replica.flight import FlightRecord
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Begin, Event, Revoke, Revoked, ShardBegun, ShardClosed
 from batchinf.replica.pipeline import Front
 from batchinf.replica.start import Limits, expected_limits
 from batchinf.schedule.shards import PendingShards, total_shards
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 NUM_ROWS, MAX_MODEL_LEN = 60, 24
 SHARDS = [Shard(index, index * 10, index * 10 + 10) for index in range(NUM_ROWS // 10)]
@@ -57,9 +58,10 @@ class Early:
         self.tokenizer = load_tokenizer(str(jobs.MODEL), False)
         self.source = open_job_input(self.spec, self.folder.path("source"))
         self.events: list[Event] = []
-        task, name, emit = get_task(self.spec), "000001.0001", self.events.append
-        self.front = Front(self.spec, task, self.source, self.tokenizer, self.folder, name, {}, emit)
-        self.feeder, self.flight, self.expected = self.front.feeder, FlightRecord.create(), expected
+        task, name, emit = task_of(self.spec), "000001.0001", self.events.append
+        self.front = Front(task, self.source, self.tokenizer, self.folder, name, {}, emit)
+        self.feeder, self.expected = self.front.feeder, expected
+        self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
         if expected is not None:
             self.front.start_early(expected)
 
@@ -81,7 +83,7 @@ class Early:
         assert self.spec.scripted is not None
         assert not self.of(ShardBegun)
         engine = ScriptedEngine(self.spec.scripted, len(self.tokenizer), 0)
-        worker = self.front.complete(engine, self.expected, self.flight)
+        worker = self.front.complete(engine, self.expected, self.in_flight)
         worker.begin()
         thread = threading.Thread(target=worker.run)
         thread.start()
@@ -103,7 +105,6 @@ class Early:
         if self.feeder.ident is not None:
             self.feeder.join(30)
         self.source.close()
-        self.flight.close()
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ class Told:
 
     def __init__(self) -> None:
         self.messages: list[object] = []
-        self.launch = types.SimpleNamespace(incarnation="000001.0001")
+        self.incarnation = "000001.0001"
         self.send = self.messages.append
 
 
@@ -224,24 +225,34 @@ class Bench:
     """Replicas that prepare shards until they are told to begin, and what they are told."""
 
     def __init__(self, folder: pathlib.Path, cases: set[int]) -> None:
-        self.fleet = Fleet([Slot(number, (), ()) for number in range(2)], 1, None, 1, folder, 1, 60.0, True)  # type: ignore[arg-type]
+        self.fleet = Fleet(
+            LocalBackend(),
+            [Slot(number, (), ()) for number in range(2)],
+            1,
+            None,
+            1,
+            folder,
+            1,
+            60.0,
+            True,  # type: ignore[arg-type]
+        )
         self.told = [Told(), Told()]
-        for member, told in zip(self.fleet.members, self.told, strict=True):
-            member.replica, member.early_window = told, 20  # type: ignore[assignment]
+        for replica, told in zip(self.fleet.replicas, self.told, strict=True):
+            replica.handle, replica.early_window = told, 20  # type: ignore[assignment]
         extents = (Extent.of_all(0, 80, 10, 0, 0),)
         self.pending = PendingShards(extents, np.zeros(total_shards(extents), np.bool_))
         trials: Any = types.SimpleNamespace(
-            movable=lambda member: tuple(member.unbegun),
+            movable=lambda replica: tuple(replica.unbegun),
             give=lambda _: None,
-            has_case=lambda member: member.slot.replica in cases,
+            has_case=lambda replica: replica.number in cases,
             is_on_trial=lambda _: False,
             condemned_in=lambda _: (),
         )
         self.assignment = Assignment(self.fleet, self.pending, trials)
 
     def come_up(self, number: int) -> None:
-        self.fleet.members[number].info = EngineInfo(16, 200, 16, "none")
-        self.assignment.begin(self.fleet.members[number])
+        self.fleet.replicas[number].info = EngineInfo(16, 200, 16, "none")
+        self.assignment.begin(self.fleet.replicas[number])
 
 
 def given(told: Told) -> list[tuple[int, int]]:
@@ -260,7 +271,7 @@ def test_who_takes_over_a_case_begins_with_nothing_else(tmp_path: pathlib.Path) 
     bench.come_up(0)
     assert bench.told[1].messages[-1] == Begin()
     assert bench.told[0].messages[-2:] == [Revoke((0, 2)), Begin()]
-    assert not bench.fleet.members[0].shards
+    assert not bench.fleet.replicas[0].shards
     assert bench.pending.take().index == 0
 
 
@@ -274,7 +285,7 @@ def test_who_is_up_takes_what_a_deaf_one_prepares_and_it_was_not_tried(tmp_path:
     bench = Bench(tmp_path, set())
     bench.assignment.assign()
     bench.come_up(1)
-    slow, quick = bench.fleet.members
+    slow, quick = bench.fleet.replicas
     bench.assignment.assign()
     # It is given the rest at once, but keeps its hands off the other's while it has more to do itself.
     assert (len(bench.pending), set(slow.shards)) == (0, {0, 2})

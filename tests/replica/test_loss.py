@@ -7,12 +7,12 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.output.journal import Journal
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 
 def num_journalled(out: pathlib.Path, shard: int) -> int:
     """Distinct requests of a shard in whole segments."""
-    schema = get_task(JobSpec.model_validate(jobs.state_of(out).header.spec)).result_schema
+    schema = task_of(JobSpec.model_validate(jobs.state_of(out).header.spec)).result_schema
     keys: set[tuple[int, int]] = set()
     for segment in Journal(Folder(out), "look", schema).recover(shard).segments:
         rows, requests, _ = segment.keys()

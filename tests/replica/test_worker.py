@@ -21,13 +21,13 @@ from batchinf.job.open import open_job_input
 from batchinf.output.journal import Journal
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Prompt, Request, Shard
-from batchinf.replica import pipeline, process, writer
+from batchinf.replica import incarnation, pipeline, writer
 from batchinf.replica.feeder import FailedRow, failed
-from batchinf.replica.flight import FlightRecord
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, ShardClosed
 from batchinf.replica.worker import Worker, window
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 NUM_ROWS = 200
 MAX_NUM_SEQS = 8
@@ -78,7 +78,7 @@ class Bench:
         self.folder = Folder(self.spec.output.path)
         self.folder.make("parts", "staging", "journal")
         self.source = open_job_input(self.spec, self.folder.path("source"))
-        self.task = get_task(self.spec)
+        self.task = task_of(self.spec)
         self.engine = WatchedEngine(self.spec, len(tokenizer))
         self.events: list[Event] = []
         self.tokenizer = tokenizer
@@ -89,10 +89,10 @@ class Bench:
     def _assemble(self) -> tuple[Worker, Any]:
         name = f"000001.{len(list(self.folder.path('.').glob('life-*'))) + 1:04d}"
         self.folder.path(f"life-{name}").touch()
-        self.flight = FlightRecord.create()
+        self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
         emit = self.events.append
-        own = pipeline.Front(self.spec, self.task, self.source, self.tokenizer, self.folder, name, {}, emit)
-        worker = own.complete(self.engine, None, self.flight)
+        own = pipeline.Front(self.task, self.source, self.tokenizer, self.folder, name, {}, emit)
+        worker = own.complete(self.engine, None, self.in_flight)
         worker.begin()
         return worker, own.feeder
 
@@ -125,7 +125,6 @@ class Bench:
             if thread.ident is not None:
                 thread.join(30.0)
         self.source.close()
-        self.flight.close()
 
     def run(self, num_shards: int) -> None:
         """Until so many shards are closed."""
@@ -413,8 +412,8 @@ def test_an_error_of_the_writer_ends_the_worker(
     one.join()
     assert isinstance(one.error, OSError)
     assert one.error.errno == errno.ENOSPC
-    assert process.last_words(one.error).exit_code == 2
-    assert "no space left" in process.last_words(one.error).cause
+    assert incarnation.last_words(one.error).exit_code == 2
+    assert "no space left" in incarnation.last_words(one.error).cause
 
 
 def test_an_error_of_the_feeder_ends_the_worker(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +430,7 @@ def test_an_error_of_the_feeder_ends_the_worker(bench: Callable[..., Bench], mon
     one.start()
     one.join()
     assert isinstance(one.error, InputError)
-    assert process.last_words(one.error).cause == "the input is not what it was"
+    assert incarnation.last_words(one.error).cause == "the input is not what it was"
     # What had finished by then is stored.
     assert len(one.rows()) + len(one.journalled(*shards)) == len(one.engine.added) - one.engine.num_unfinished()
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,20 +19,20 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands.status import head_rows
+from batchinf.commands.head import head_rows
 from batchinf.fleet.devices import Slot
+from batchinf.fleet.ending import last_error, told_cause
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.local import LocalBackend, LocalReplica
-from batchinf.fleet.replica_log import last_error, told_cause
+from batchinf.fleet.local.backend import LocalBackend, LocalReplica
+from batchinf.fleet.local.channel import Channel
+from batchinf.fleet.local.shared_memory import SharedMemory
 from batchinf.fleet.status import JobStatus
 from batchinf.output.journal import Journal
 from batchinf.records import Part
-from batchinf.replica.channel import Channel
-from batchinf.replica.flight import FlightRecord
 from batchinf.replica.messages import Failed, Launch, ShardClosed
 from batchinf.run.progress import ProgressDisplay
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 # About 20 s of work on two replicas, whatever the machine: time enough to meet it at work.
 LONG = {"max_num_seqs": 8, "step_s": 0.02, "vary_lengths": False}
@@ -50,7 +49,7 @@ def held(process: "subprocess.Popen[str]", marker: pathlib.Path) -> int:
 def num_journalled(out: pathlib.Path) -> int:
     """Results in all segments."""
     state = jobs.state_of(out)
-    task = get_task(JobSpec.model_validate(state.header.spec))
+    task = task_of(JobSpec.model_validate(state.header.spec))
     journal = Journal(Folder(out), "test", task.result_schema)
     return sum(s.num_rows for shard in range(len(state.committed)) for s in journal.recover(shard).segments)
 
@@ -209,7 +208,7 @@ def test_a_crash_costs_at_most_an_interval_of_finished_requests(tmp_path: pathli
     started = [event["incarnation"] for event in jobs.events_of(out, "replica_started")]
     assert sorted(ended) == sorted(started)
     assert all(ended[incarnation] > 0.5 for incarnation in started)
-    assert jobs.state_of(out).process_groups == ()
+    assert jobs.state_of(out).running_replicas == ()
 
 
 def test_samples_are_the_same_after_a_crash(tmp_path: pathlib.Path) -> None:
@@ -323,34 +322,38 @@ def test_a_lock_that_is_lost_ends_the_job_without_another_word(tmp_path: pathlib
 # -- the pieces, without a job ---------------------------------------------------------------------------------------
 
 
+SLOT = Slot(0, (), ())
+
+
 def launch_of(folder: pathlib.Path, incarnation: str = "000001.0001") -> Launch:
     return Launch(0, incarnation, str(folder), folder.name, "{}", "m", "t", None)
 
 
 @pytest.fixture
 def fleet(tmp_path: pathlib.Path) -> Fleet:
-    return Fleet([Slot(0, (), ())], 1, lambda slot, name: launch_of(tmp_path, name), 1, tmp_path, 1, 60.0, True)
+    slots, backend = [SLOT], LocalBackend()
+    return Fleet(backend, slots, 1, lambda slot, name: launch_of(tmp_path, name), 1, tmp_path, 1, 60.0, True)
 
 
 def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.Path) -> None:
-    [member] = fleet.members
+    [replica] = fleet.replicas
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(["true"], start_new_session=True)
     process.wait()
     (tmp_path / "sockets").mkdir()
     channel = Channel(ours, "000001.0001")
-    member.replica = LocalReplica(
-        launch_of(tmp_path), process, channel, FlightRecord.create(), tmp_path / "log", 0, tmp_path / "sockets"
+    replica.handle = LocalReplica(
+        "000001.0001", process, channel, SharedMemory.create(), tmp_path / "log", 0, tmp_path / "sockets"
     )
     closed = ShardClosed(Part(7, "000007-x.parquet", 1, 0, 1, 1, 1, ""))
-    replica = Channel(theirs, "000001.0001")
-    replica.send(closed)
-    replica.send(Failed("OSError", "the cause", 1))
-    replica.close()
+    other_end = Channel(theirs, "000001.0001")
+    other_end.send(closed)
+    other_end.send(Failed("OSError", "the cause", 1))
+    other_end.close()
     [ended] = fleet.reap()
     assert ended.events == (closed, Failed("OSError", "the cause", 1))
     assert ended.cause == "the cause"
-    assert member.replica is None
+    assert replica.handle is None
     assert not (tmp_path / "sockets").exists()
 
 
@@ -360,28 +363,28 @@ def test_restarts_leave_no_open_file_and_no_folder(tmp_path: pathlib.Path, monke
     gc.collect()  # what other tests have left open must not be closed in between
     before = psutil.Process().num_fds()
     for number in range(8):
-        replica = backend.start(launch_of(tmp_path, f"000001.{number:04d}"), tmp_path / "log", {})
+        replica = backend.start(launch_of(tmp_path, f"000001.{number:04d}"), SLOT, tmp_path / "log")
         assert replica.sockets.is_dir()
-        backend.end(replica)
-        assert not psutil.pid_exists(replica.pid)
+        replica.end()
+        assert not psutil.pid_exists(replica.process.pid)
     assert psutil.Process().num_fds() <= before
     assert backend.poll(0) == []
     # What a coordinator that was killed has left is removed at the next start.
-    abandoned = backend.start(launch_of(tmp_path), tmp_path / "log", {})
-    replica = backend.start(launch_of(tmp_path), tmp_path / "log", {})
+    abandoned = backend.start(launch_of(tmp_path), SLOT, tmp_path / "log")
+    replica = backend.start(launch_of(tmp_path), SLOT, tmp_path / "log")
     assert not abandoned.sockets.exists()
     for one in (abandoned, replica):
-        backend.end(one)
+        one.end()
     backend._selector.close()
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 def test_a_replica_without_a_coordinator_ends(tmp_path: pathlib.Path) -> None:
     backend = LocalBackend()
-    replica = backend.start(launch_of(tmp_path), tmp_path / "log", {})
+    replica = backend.start(launch_of(tmp_path), SLOT, tmp_path / "log")
     replica.channel.close()
     assert replica.process.wait(60) != 0
-    backend.end(replica)
+    replica.end()
     backend._selector.close()
 
 
@@ -395,9 +398,8 @@ def test_a_replica_without_a_coordinator_ends(tmp_path: pathlib.Path) -> None:
         ("(EngineCore pid=3) ERROR 01-01 [core.py:1] OSError: no such file\n", "OSError: no such file"),
     ],
 )
-def test_the_cause_is_quoted_from_the_log(log: str, expected: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "log").write_text("KeyError: of an earlier incarnation\n" + log)
-    assert last_error(tmp_path / "log", len("KeyError: of an earlier incarnation\n")) == expected
+def test_the_cause_is_quoted_from_the_log(log: str, expected: str) -> None:
+    assert last_error(log.splitlines()) == expected
 
 
 class Terminal(io.StringIO):
@@ -468,7 +470,8 @@ def test_words_that_point_elsewhere_are_followed(tmp_path: pathlib.Path) -> None
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
     start = len(log.read_text().partition("\n")[0]) + 1
-    replica = types.SimpleNamespace(log=log, log_start=start)
+    with subprocess.Popen(["true"]) as process:
+        replica = LocalReplica("000001.0001", process, None, None, log, start, tmp_path)  # type: ignore[arg-type]
     words = "vLLM could not start: RuntimeError: Engine core initialization failed. See root cause above."
     told = told_cause(words, replica)
     assert told.endswith("its log says: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")

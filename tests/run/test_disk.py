@@ -26,7 +26,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, create, disk_error
 from batchinf.output.journal import Journal
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 pytestmark = pytest.mark.real_starts
 
@@ -330,7 +330,7 @@ def test_a_crash_while_a_part_is_written_slowly(tmp_path: pathlib.Path) -> None:
 
 def num_journalled(out: pathlib.Path, shard: int) -> int:
     state = jobs.state_of(out)
-    journal = Journal(Folder(out), "test", get_task(JobSpec.model_validate(state.header.spec)).result_schema)
+    journal = Journal(Folder(out), "test", task_of(JobSpec.model_validate(state.header.spec)).result_schema)
     return sum(segment.num_rows for segment in journal.recover(shard).segments)
 
 

@@ -119,8 +119,8 @@ def test_new_files_come_behind_and_earlier_parts_stay_as_they_are(tmp_path: path
 
 
 FAULTS = [
-    "generations.before_record:1=kill",
-    "generations.after_record:1=kill",
+    "input_version.before_record:1=kill",
+    "input_version.after_record:1=kill",
     "storage.write.before_rename:2=kill",
     "extend.before_line:1=kill",
     "manifest.mid_line:1=kill",

@@ -111,7 +111,7 @@ def check_accounts(out: pathlib.Path) -> None:
     started = [event["incarnation"] for event in jobs.events_of(out, "replica_started")]
     ended = jobs.events_of(out, "replica_ended")
     assert sorted(started) == sorted(event["incarnation"] for event in ended)
-    assert not state.process_groups
+    assert not state.running_replicas
     assert state.device_s == pytest.approx(sum(event["device_s"] for event in ended))
 
 
@@ -213,14 +213,15 @@ def test_a_coordinator_that_is_killed(
     status = jobs.run("status", held.out)
     assert (status.returncode, "holds no job" in status.stderr) == (2, True)
     before = read_beginning(Folder(held.out))
-    assert {group.pgid for group in before.process_groups} == {replica.pid for replica in held.replicas}
+    groups = {started.identity["pgid"] for started in before.running_replicas}
+    assert groups == {replica.pid for replica in held.replicas}
     jobs.finish(held.spec)
     assert jobs.are_gone(held.everyone)
     assert jobs.rows_of(held.out) == plain_rows
     assert jobs.state_of(held.out).header.job_id == before.job_id
     assert len(jobs.events_of(held.out, "replica_started")) == 4
     ended = [event["incarnation"] for event in jobs.events_of(held.out, "replica_ended")]
-    assert sorted(ended[:2]) == sorted(group.incarnation for group in before.process_groups)
+    assert sorted(ended[:2]) == sorted(started.incarnation for started in before.running_replicas)
     check_accounts(held.out)
 
 
@@ -267,7 +268,7 @@ def test_what_is_wrong_with_the_input_is_said_as_ever(
         said.append(re.sub(r":1:\d+", "", error_line(errors)).replace(name, "NAME"))
         out = folder / "out" if wrong != "slice" else folder / "out" / "slice-1"
         assert read_state(Folder(out)) is None
-        assert not read_beginning(Folder(out)).process_groups
+        assert not read_beginning(Folder(out)).running_replicas
         jobs.finish(spec_of(folder, inputs[name]), *arguments)
     assert said[0] == said[1]
 

@@ -160,7 +160,7 @@ def test_other_file_systems(kind: str, tmp_path: pathlib.Path) -> None:
     assert rows_of(url, tmp_path / "cache") == ([1, 2] if kind == "file" else [1, 2, 3])
     if kind == "memory":
         fsspec.filesystem("memory").rm("/data", recursive=True)
-    (taken,) = (path.stem for path in (tmp_path / "cache" / "generations").iterdir())
+    (taken,) = (path.stem for path in (tmp_path / "cache" / "versions").iterdir())
     shutil.rmtree(data)
     (tmp_path / "x.zip").unlink()
     assert rows_of(url, tmp_path / "cache", (taken,)) == ([1, 2] if kind == "file" else [1, 2, 3])

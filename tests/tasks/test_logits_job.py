@@ -11,7 +11,8 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import UserError, VerificationFailed
-from batchinf.commands.verify.verify import Wanted, report_lines, verify
+from batchinf.commands.text.verify import raise_if_beyond, verify_lines
+from batchinf.commands.verify import Wanted, verify
 from batchinf.spec.file import read_spec
 
 
@@ -55,8 +56,8 @@ def test_chosen_tokens_after_each_rows_own_positions_of_a_chat(tmp_path: pathlib
 def check_verified(spec: pathlib.Path) -> None:
     """What is stored is found good, and one number that was altered, or moved to another position, is found out."""
     good = verify(read_spec(spec), Wanted())
-    tally = good.tallies["logits"]
-    assert (good.is_within, good.num_rows, tally.num_positions, tally.num_agreeing) == (True, 5, 10, 10)
+    found = good.deviations["logits"]
+    assert (good.is_within, good.num_rows, found.num_positions, found.num_agreeing) == (True, 5, 10, 10)
     path = next((spec.parent / "out" / "parts").glob("*.parquet"))
     table = pq.read_table(path)
     place = table.schema.get_field_index("logits")
@@ -69,13 +70,12 @@ def check_verified(spec: pathlib.Path) -> None:
     row = table["row_index"][at].as_py()
     assert (worst.row_index, worst.kind, worst.place) == (row, "logits", row)
     assert worst.max_abs_delta == pytest.approx(0.01, abs=1e-3)
-    lines = report_lines(altered)
-    shown = [next(lines) for _ in range(4)]
+    shown = [*verify_lines(altered)]
     assert f"worst rows: row {row}, logits at token {row}: " in shown[3]
     with pytest.raises(
         VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 0\.001; see the rows"
     ):
-        list(lines)
+        raise_if_beyond(altered)
     moved = [positions and [positions[1], 99] for positions in table["positions"].to_pylist()]
     place = table.schema.get_field_index("positions")
     pq.write_table(table.set_column(place, table.field("positions"), pa.array(moved, table["positions"].type)), path)

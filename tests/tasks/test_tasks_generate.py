@@ -18,7 +18,7 @@ from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec, OutputSpec, ScriptedSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.generate.task import Generate, seed_of
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 MAX_MODEL_LEN = 64
 
@@ -35,7 +35,7 @@ def make_spec(id_column: str | None = None, output: dict[str, Any] | None = None
 
 def make_results(spec: JobSpec, rows: Sequence[int], error_rate: float = 0.2) -> list[Result]:
     """Results of these rows, sorted: completions of the scripted engine, and errors of every kind in between."""
-    task = get_task(spec)
+    task = task_of(spec)
     assert spec.scripted is not None
     engine = ScriptedEngine(spec.scripted, vocab_size=70_000, eos_token_id=2)
     results = []
@@ -331,11 +331,11 @@ def test_a_kept_column_may_be_named_as_what_is_not_in_the_output() -> None:
 
 
 def written(tmp_path: Any, spec: JobSpec) -> tuple[str, pa.Table]:
-    results = pa.Table.from_batches([get_task(spec).encode(make_results(spec, range(50)))])
+    results = pa.Table.from_batches([task_of(spec).encode(make_results(spec, range(50)))])
     ids = pa.table({"key": [f"row {index}" for index in range(50)], "kept": [{"a": index} for index in range(50)]})
-    table = get_task(spec).reduce(ids, results)
+    table = task_of(spec).reduce(ids, results)
     path = str(tmp_path / "part.parquet")
-    pq.write_table(table, path, **get_task(spec).parquet_options(table.schema))
+    pq.write_table(table, path, **task_of(spec).parquet_options(table.schema))
     return path, table
 
 

@@ -13,17 +13,17 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import RowError, SpecError
+from batchinf.base.ragged import Ragged, to_ragged
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.disk_space import check_size
 from batchinf.job.open import open_job
 from batchinf.output import counts
-from batchinf.prompts.row_values import RowPositions
 from batchinf.records import Prompt, Result
 from batchinf.replica.worker import num_bytes
-from batchinf.results import Ragged, to_ragged
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, ScriptedSpec
+from batchinf.tasks.logits.prompts import RowPositions
 from batchinf.tasks.logits.task import Logits
 
 WIDTH = 1000

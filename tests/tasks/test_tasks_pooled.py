@@ -12,20 +12,19 @@ from transformers import AutoTokenizer
 
 import jobs
 from batchinf.base.errors import BatchinfError, RowError, SpecError
-from batchinf.commands.diff.diff import diff_lines
+from batchinf.base.ragged import to_matrix, to_ragged
+from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.text.diff import diff_lines
 from batchinf.engines.scripted import ScriptedPooling
-from batchinf.job.open import estimated_bytes_per_row
 from batchinf.model.identity import resolve
-from batchinf.model.vectors import resolve_pooling, vectors_line
 from batchinf.output.counts import count_non_finite_rows, number_columns
 from batchinf.output.journal import row_bytes
-from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.worker import num_bytes
-from batchinf.results import Results, to_matrix, to_ragged
+from batchinf.results import Results
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import get_task
+from batchinf.tasks.registry import task_of
 
 LENGTHS = (3, 1, 5, 2)
 CASES: list[tuple[str, dict[str, Any], int]] = [  # task, pooling, width of what the engine gives
@@ -48,7 +47,7 @@ def spec_of(task: str, **sections: Any) -> JobSpec:
 def results_of(spec: JobSpec, width: int) -> tuple[list[Result], list[np.ndarray | None]]:
     """Results with random values, an error among them."""
     random, results, values = np.random.default_rng(1), [], []
-    task = get_task(spec)
+    task = task_of(spec)
     for row, length in enumerate(LENGTHS):
         prompt = Prompt(row, list(range(row, row + length)), None, None)
         [request] = task.expand(prompt, 64)
@@ -69,7 +68,7 @@ def test_columns(task: str, pooling: dict[str, Any], width: int, tmp_path: pathl
     """As they were given, through Parquet and back; a row that failed has null vectors."""
     spec = spec_of(task, pooling=pooling)
     results, values = results_of(spec, width)
-    made = get_task(spec)
+    made = task_of(spec)
     batch = made.encode(results)
     assert (batch.slice(2, 2).num_rows, row_bytes(batch.slice(2, 2)).tolist()) == (2, row_bytes(batch).tolist()[2:])
     table = made.reduce(None, pa.Table.from_batches([batch]))
@@ -109,7 +108,7 @@ def test_another_shape_is_no_row() -> None:
     spec = spec_of("embed", pooling={"width": 5})
     results, _ = results_of(spec, 6)
     with pytest.raises(BatchinfError, match=r"^the engine gave values of the shape \(1, 6\) where \(1, 5\) were expec"):
-        get_task(spec).encode(results)
+        task_of(spec).encode(results)
 
 
 def test_a_label_of_nothing_but_nan_is_null() -> None:
@@ -118,7 +117,7 @@ def test_a_label_of_nothing_but_nan_is_null() -> None:
     values = results[0].completion.values  # type: ignore[union-attr]
     values[:] = np.nan  # type: ignore[index]
     results[2].completion.values[0, 1] = np.nan  # type: ignore[union-attr, index]
-    batch = get_task(spec).encode(results)
+    batch = task_of(spec).encode(results)
     assert batch["label"].to_pylist()[:3] == [None, None, "a"]
     table = pa.Table.from_batches([batch])
     assert count_non_finite_rows(table, number_columns(table.schema)) == (2, 0)
@@ -130,7 +129,7 @@ def test_non_finite_states_are_counted_by_row(positions: str) -> None:
     spec = spec_of("hidden_states", pooling={"width": 3, "positions": positions, "layers": [1, 2]})
     results, _ = results_of(spec, 6)
     results[2].completion.values[-1, 5] = np.inf  # type: ignore[union-attr, index]
-    table = pa.Table.from_batches([get_task(spec).encode(results)])
+    table = pa.Table.from_batches([task_of(spec).encode(results)])
     names = number_columns(table.schema)
     assert names == ("hidden_states_1", "hidden_states_2")
     assert [count_non_finite_rows(table.slice(start), names) for start in range(4)] == [(0, 1), (0, 1), (0, 1), (0, 0)]
@@ -166,7 +165,7 @@ def model_of(folder: pathlib.Path, **config: Any) -> pathlib.Path:
 
 def resolved(task: str, folder: pathlib.Path, **sections: Any) -> JobSpec:
     spec = spec_of(task, **{"model": str(folder), **sections})
-    return spec.model_copy(update={"pooling": resolve_pooling(spec, resolve(spec.model))})
+    return task_of(spec).resolve(resolve(spec.model))
 
 
 def test_widths_and_labels(tmp_path: pathlib.Path) -> None:
@@ -175,7 +174,7 @@ def test_widths_and_labels(tmp_path: pathlib.Path) -> None:
     assert resolved("embed", folder).pooling.vector_width == 128
     spec = resolved("classify", folder)
     assert spec.pooling.labels == ("no", "yes", "so")
-    assert vectors_line(spec) == "task classify: probabilities of 3 labels: no, yes, so"
+    assert task_of(spec).describe() == "task classify: probabilities of 3 labels: no, yes, so"
     assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
     assert resolved("classify", folder, pooling={"labels": ["a", "b", "c"]}).pooling.labels == ("a", "b", "c")
     assert resolved("reward", model_of(folder, **classes, num_labels=1)).pooling.width == 3
@@ -196,7 +195,7 @@ def test_widths_and_labels(tmp_path: pathlib.Path) -> None:
 
 def test_sizes_are_estimated() -> None:
     sizes = [
-        estimated_bytes_per_row(resolved(task, jobs.MODEL, pooling=pooling))
+        task_of(resolved(task, jobs.MODEL, pooling=pooling)).estimated_bytes_per_row()
         for task, pooling in (
             ("embed", {}),
             ("embed", {"dtype": "float16"}),
@@ -233,13 +232,15 @@ def test_what_a_model_cannot_give(task: str, sections: dict[str, Any], error: st
 def test_a_prompt_may_be_as_long_as_the_model_takes() -> None:
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
     for task, most in (("embed", 9), ("generate", 8)):
-        builder = PromptBuilder(spec_of(task, input={"path": "in", "token_ids_column": "ids"}), tokenizer, 1536)
+        spec = spec_of(task, input={"path": "in", "token_ids_column": "ids"})
+        builder = task_of(spec).prompt_builder(tokenizer, 1536)
         rows = [Row(number, {"ids": [5] * number}, None) for number in (most, most + 1)]
         fits, longer = builder.build(rows, 9)
         assert (fits.error, len(fits.token_ids)) == (None, most)
         assert longer.error == RowError("prompt_too_long", f"got {most + 1} tokens; at most {most} fit max_model_len=9")
         cutting = spec_of(task, input={"path": "in", "token_ids_column": "ids", "on_overlong": "truncate_right"})
-        assert [len(it.token_ids) for it in PromptBuilder(cutting, tokenizer, 1536).build(rows, 9)] == [most, most]
+        cut = task_of(cutting).prompt_builder(tokenizer, 1536).build(rows, 9)
+        assert [len(prompt.token_ids) for prompt in cut] == [most, most]
 
 
 # -- whole jobs -------------------------------------------------------------------------------------------------------
@@ -284,17 +285,18 @@ def test_killed_and_run_again(task: str, tmp_path: pathlib.Path) -> None:
     assert len(list(once.iterdir())) == 2
     spec = resolved(task, model, pooling=pooling, scripted={"max_model_len": 40})
     tokenizer = AutoTokenizer.from_pretrained(model)
-    engine, made = ScriptedPooling(spec, len(tokenizer)), get_task(spec)
+    made = task_of(spec)
+    engine = ScriptedPooling(made, spec.scripted, len(tokenizer))
     rows = [Row(number, {"prompt": text}, None) for number, text in enumerate(texts)]
     results = []
-    for prompt in PromptBuilder(spec, tokenizer, None).build(rows, 40):
+    for prompt in made.prompt_builder(tokenizer, None).build(rows, 40):
         completion = None if prompt.error else engine.complete(made.expand(prompt, 40)[0])
         results.append(Result(prompt, 0, 1, completion, None, prompt.error, 1))
     expected = made.reduce(None, pa.Table.from_batches([made.encode(results)])).drop_columns(["attempts"])
     found = jobs.table_of(tmp_path / "out").drop_columns(["attempts", "id"])
     assert found.to_pylist() == expected.to_pylist()
     assert found["error_type"].to_pylist().count(None) == len(texts) - 1
-    lines = list(diff_lines(str(tmp_path / "out"), str(tmp_path / "out"), None, None, 3))
+    lines = list(diff_lines(diff_jobs(str(tmp_path / "out"), str(tmp_path / "out"), DiffWanted()), None))
     assert "rows: 120 in both, by row_index" in lines and "outputs: 0 of 120 changed (0.00%)" in lines
     assert any("at most 0.00e+00" in line for line in lines)
     if task == "hidden_states":

@@ -12,10 +12,11 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from batchinf.engines.vllm.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
-from batchinf.model.memory import batch_limits, vocab_size_of
+from batchinf.model.memory import vocab_size_of
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.base import Task
 
 # Fields of SamplingSpec that SamplingParams has under the same name; None leaves vLLM's default.
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
@@ -24,19 +25,19 @@ _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty 
 TEMPLATE_OF = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids")
 
 
-def engine_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
+def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: the spec's, and what batchinf chooses where the spec is silent."""
+    spec = task.spec
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    if spec.sampling.structured_outputs is not None or spec.input.format == "openai":  # they begin after the thinking
+    if spec.sampling.structured_outputs is not None or spec.input.is_batch_file:  # they begin after the thinking
         given["reasoning_parser"] = spec.model.reasoning_parser
-    given["logprobs_mode"] = spec.sampling.logprobs_mode
+    given["logprobs_mode"] = task.logprobs_mode
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
-    if spec.logits is not None:
-        chosen |= {"logprobs_mode": f"raw_{spec.logits.values}", "max_logprobs": -1, "worker_extension_cls": WORKER}
-    chosen |= batch_limits(
-        spec,
+    if task.vocabulary_rows is not None:
+        chosen |= {"max_logprobs": -1, "worker_extension_cls": WORKER}
+    chosen |= task.default_batch_limits(
         _vocab_size(model_path),
         None if current_platform.is_cpu() else current_platform.get_device_total_memory(),
         float(spec.engine.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)),

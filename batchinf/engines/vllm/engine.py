@@ -1,6 +1,6 @@
-"""The adapter to vLLM: its types, errors, versions and traps end here (and in `vllm_scheduler`, in its own process).
+"""The adapter to vLLM's engine for text. vLLM's types, errors and versions stay within this package.
 
-Run against vLLM 0.32.0 and read against 0.26.0 and 0.33.0; what may differ between them is named where it stands.
+Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comments name what differs between them.
 """
 
 import contextlib
@@ -32,14 +32,15 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
+from batchinf.base.text import one_line
 from batchinf.engines.vllm.arguments import TEMPLATE_OF, engine_arguments, extra_of, positions_of, sampling_params
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.lora import load_adapters, lora_arguments, lora_requests
 from batchinf.engines.vllm.worker import install_rows
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, EngineInfo, EngineStats, Request
-from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.base import Task
 
 # What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
 # every running request with `abort`), which have to be run again.
@@ -58,21 +59,22 @@ gc.freeze()
 
 
 class VllmEngine:
-    """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engine.Engine`."""
+    """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engines.protocol.Engine`."""
 
     output_room = 1  # tokens that must fit after a prompt
     arguments = staticmethod(engine_arguments)
 
     def __init__(
         self,
-        spec: JobSpec,
+        task: Task,
         model_path: str,
         tokenizer_path: str,
         revision: str | None = None,
         adapters: tuple[Adapter, ...] = (),
     ) -> None:
         environment = _environment()  # before vLLM adds its own
-        arguments = self.arguments(spec, model_path, tokenizer_path, revision)
+        spec, rows = task.spec, task.vocabulary_rows
+        arguments = self.arguments(task, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
         self._stats = _Stats()
         install_arrays()
@@ -83,12 +85,12 @@ class VllmEngine:
                 stat_loggers=[lambda *_: self._stats],
             )
         except Exception as error:
-            raise EngineStartError(f"vLLM could not start: {_one_line(error)}") from error
+            raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
         if "reasoning_parser" in arguments and spec.input.chat_template_kwargs:
             from batchinf.engines.vllm.structures import tell_parser
 
             tell_parser(self._engine, spec.input.chat_template_kwargs)
-        if spec.logits is not None and not install_rows(self._engine, spec.logits):
+        if rows is not None and not install_rows(self._engine, rows):
             print("rows of logits come in vLLM's own order, which is slower", flush=True)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core
@@ -239,7 +241,7 @@ class VllmEngine:
         except harmless:
             raise
         except Exception as error:
-            self._death = f"vLLM's engine died {where}: {_one_line(error)}"
+            self._death = f"vLLM's engine died {where}: {_describe(error)}"
             raise EngineDeadError(self._death, self._was_killed()) from error
 
     def _was_killed(self) -> bool:
@@ -286,9 +288,9 @@ def _is_whole(output: Any) -> bool:
     return reason in FINISHED
 
 
-def _one_line(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     # Not the first of several lines alone: pydantic's says only how many errors there are.
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    return one_line(f"{type(error).__name__}: {error}", 400)
 
 
 class _Watchdog(threading.Thread):

@@ -38,7 +38,7 @@ class LogprobRows:
 class VocabularyRows:
     """Rows of numbers, one for each of a growing run of tokens: of the whole vocabulary, or of chosen tokens.
 
-    From `vllm_worker` they come as they are to be, beside one token id each; `places`, where it sent some rows of a
+    From `worker` they come as they are to be, beside one token id each; `places`, where it sent some rows of a
     prompt alone, are their positions, ascending. From vLLM itself a row comes in the order of its ranks, behind the
     token's own number, and is put in the order of the vocabulary here.
     """

@@ -11,6 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from batchinf.base.errors import EngineStartError
+from batchinf.base.text import one_line
 from batchinf.model.lora import ADAPTER_CONFIG, Adapter, rank_for
 
 # Adapters that one batch may have rows of, if the spec does not say: each takes its room on the device.
@@ -64,5 +65,5 @@ def load_adapters(engine: Any, requests: Mapping[str | None, Any]) -> None:
         try:
             engine.add_lora(request)
         except Exception as error:
-            words = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            words = one_line(f"{type(error).__name__}: {error}", 400)
             raise EngineStartError(f"vLLM cannot load the LoRA adapter '{name}': {words}") from error

@@ -1,6 +1,6 @@
-"""The adapter to vLLM's pooling runner: prompts in, vectors out, through the same loop as `vllm_engine`.
+"""The adapter to vLLM's pooling runner: prompts in, vectors out, through the same loop as `engines.vllm.engine`.
 
-Run against vLLM 0.32.0 and read against 0.26.0, where such models take the V1 runner.
+Tested with vLLM 0.32.0 and compared with the source of 0.26.0, where such models take the V1 runner.
 """
 
 import contextlib
@@ -18,27 +18,26 @@ from batchinf.engines.vllm.layers import LAYERS_CONFIG, LAYERS_WORKER
 from batchinf.engines.vllm.scheduler import SCHEDULER
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, Request
-from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import PoolingWanted, Task
 
 _V2_RUNNER = "vllm.v1.worker.gpu.pool.pooling_runner"
-_CONVERT = {"embed": "embed", "hidden_states": "embed", "classify": "classify", "reward": "classify"}
 
 
 class VllmPooling(VllmEngine):
-    """One vLLM engine that makes vectors. Implements `engine.Engine`: `Completion.values` is float32."""
+    """One vLLM engine that makes vectors. Implements `engines.protocol.Engine`: `Completion.values` is float32."""
 
     output_room = 0
 
     def __init__(
         self,
-        spec: JobSpec,
+        task: Task,
         model_path: str,
         tokenizer_path: str,
         revision: str | None = None,
         adapters: tuple[Adapter, ...] = (),
     ) -> None:
-        self._spec = spec
-        super().__init__(spec, model_path, tokenizer_path, revision, adapters)
+        self._task, self._wanted = task, wanted_of(task)
+        super().__init__(task, model_path, tokenizer_path, revision, adapters)
         self._takes_last = False
         self._pooling_params = self._choose_params()
         pooler = self._engine.vllm_config.model_config.pooler_config
@@ -47,9 +46,9 @@ class VllmPooling(VllmEngine):
             name: str(getattr(pooler, name, None)) for name in names
         }
 
-    def arguments(self, spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
+    def arguments(self, task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
         """See `pooling_arguments`."""
-        return pooling_arguments(spec, model_path, tokenizer_path, revision)
+        return pooling_arguments(task, model_path, tokenizer_path, revision)
 
     def _engine_args(self, arguments: dict[str, Any]) -> Any:
         # vLLM makes configs of some mappings by itself, but not of this one.
@@ -57,21 +56,16 @@ class VllmPooling(VllmEngine):
 
     def _choose_params(self) -> Any:
         """The parameters of all requests, by what the model can do. Raises SpecError."""
-        spec, tasks = self._spec, self._engine.get_supported_tasks()
-        wanted = wanted_tasks(spec)
-        task = next((name for name in wanted if name in tasks), None)
+        wanted, tasks = self._wanted, self._engine.get_supported_tasks()
+        task = next((name for name in wanted.tasks if name in tasks), None)
         if task is None:
-            raise SpecError(f"task: got {spec.task}, but vLLM gives {', '.join(sorted(tasks))} of this model")
+            raise SpecError(f"task: got {self._task.name}, but vLLM gives {', '.join(sorted(tasks))} of this model")
         pooler = self._engine.vllm_config.model_config.pooler_config
         if task == "token_classify" and getattr(pooler, "tok_pooling_type", None) == "STEP":
-            raise SpecError("task: got reward, but this model judges steps within an answer, and not the whole")
+            name = self._task.name
+            raise SpecError(f"task: got {name}, but this model judges steps within an answer, and not the whole")
         self._takes_last = task == "token_classify"
-        pooling = spec.pooling
-        uses = {"embed": pooling.normalize, "hidden_states": False, "classify": pooling.use_activation is not False}
-        params = PoolingParams(task=task, use_activation=uses.get(spec.task, bool(pooling.use_activation)))
-        if spec.task == "embed":
-            params.dimensions = pooling.dimensions
-        return params
+        return PoolingParams(task=task, use_activation=wanted.use_activation, dimensions=wanted.dimensions)
 
     def warm_up(self, request: Request) -> None:
         """See `Engine.warm_up`. Raises SpecError where vectors are not as wide as the spec says."""
@@ -82,12 +76,8 @@ class VllmPooling(VllmEngine):
                 outputs += self._engine.step()
             self._engine.reset_prefix_cache()
         [values] = [self._values(output) for output in outputs]
-        pooling = self._spec.pooling
-        wanted, got = pooling.vector_width * len(pooling.layers or (0,)), values.shape[1]
-        if got != wanted:
-            field, what = ("labels", "classes") if self._spec.task == "classify" else ("width", "numbers in a vector")
-            each = "" if wanted == pooling.vector_width else f" for {len(pooling.layers or ())} layers"
-            raise SpecError(f"pooling.{field}: got {wanted} {what}{each}, but the model gives {got}; name as many")
+        if values.shape[1] != self._wanted.width:
+            raise self._task.width_error(values.shape[1])
 
     def _params(self, request: Request) -> Any:
         return self._pooling_params  # vLLM copies it
@@ -108,12 +98,10 @@ class VllmPooling(VllmEngine):
         return Completion(request, np.zeros(0, np.int32), "stop", values=self._values(output))
 
 
-def wanted_tasks(spec: JobSpec) -> tuple[str, ...]:
-    """vLLM's names of what does for a spec's task, the best first."""
-    if spec.task == "hidden_states":
-        return ("token_embed",) if spec.pooling.positions == "all" else ("embed",)
-    # A reward model of its own kind gives a number for each token, of which the last one counts.
-    return {"embed": ("embed",), "classify": ("classify",), "reward": ("classify", "token_classify")}[spec.task]
+def wanted_of(task: Task) -> PoolingWanted:
+    """What a task asks of the pooling runner. Only tasks that use it come here."""
+    assert task.pooling is not None, f"task {task.name} does not use the pooling runner"
+    return task.pooling
 
 
 def check_runner() -> None:
@@ -130,25 +118,25 @@ def check_runner() -> None:
         )
 
 
-def pooling_arguments(spec: JobSpec, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
+def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: as for text, with the runner, the pooler and the worker that the task needs."""
     check_runner()
-    arguments = engine_arguments(spec, model_path, tokenizer_path, revision)
+    spec, wanted = task.spec, wanted_of(task)
+    arguments = engine_arguments(task, model_path, tokenizer_path, revision)
     if arguments.get("scheduler_cls") == SCHEDULER:  # it puts tokens together, and here are none
         del arguments["scheduler_cls"]
-    pooling, pooler = spec.pooling, dict(spec.engine.get("pooler_config") or {})
-    if pooling.pooling_type is not None:
-        pooler["seq_pooling_type"] = pooling.pooling_type.upper()
-    if spec.task == "hidden_states":
-        pooler |= {"seq_pooling_type": "LAST", "tok_pooling_type": "ALL"}
-    if spec.task != "reward":
-        pooler["task"] = wanted_tasks(spec)[0]
-    chosen: dict[str, Any] = {"runner": "pooling", "convert": _CONVERT[spec.task], "pooler_config": pooler}
-    layers = list(pooling.layers or ()) or ([] if pooling.final_norm else [-1])
-    if layers:
+    pooler = dict(spec.engine.get("pooler_config") or {})
+    if wanted.seq_pooling_type is not None:
+        pooler["seq_pooling_type"] = wanted.seq_pooling_type
+    if wanted.tok_pooling_type is not None:
+        pooler["tok_pooling_type"] = wanted.tok_pooling_type
+    if len(wanted.tasks) == 1:
+        [pooler["task"]] = wanted.tasks
+    chosen: dict[str, Any] = {"runner": "pooling", "convert": wanted.convert, "pooler_config": pooler}
+    if wanted.layers:
         config = spec.engine.get("additional_config") or {}
-        chosen |= {"worker_cls": LAYERS_WORKER, "additional_config": {**config, LAYERS_CONFIG: layers}}
-    if pooling.positions == "all" and "async_scheduling" not in spec.engine:
+        chosen |= {"worker_cls": LAYERS_WORKER, "additional_config": {**config, LAYERS_CONFIG: list(wanted.layers)}}
+    if wanted.all_positions and "async_scheduling" not in spec.engine:
         # In 0.26 the next step may write over states that are still on their way out.
         chosen["async_scheduling"] = False
     return {**arguments, **chosen}

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.reasoning import ReasoningParserManager
 
 from batchinf.base.errors import SpecError
+from batchinf.base.text import error_message
 from batchinf.spec.job import JobSpec
 
 _FIELD = "model.reasoning_parser"
@@ -35,7 +36,7 @@ class Reasoner:
             parser = ReasoningParserManager.get_reasoning_parser(name)
             self._parser = parser(tokenizer, chat_template_kwargs=kwargs)
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = error_message(error)
             raise SpecError(f"{_FIELD}: '{name}' does not go with this model's tokenizer: {reason}") from error
 
     def split(self, text: str, prompt_token_ids: Sequence[int]) -> tuple[str | None, str | None]:

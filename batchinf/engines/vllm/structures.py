@@ -23,7 +23,9 @@ from vllm.v1.structured_output.backend_outlines import validate_structured_outpu
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
+import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, for `main`
 from batchinf.base.errors import BatchinfError
+from batchinf.base.text import one_line
 from batchinf.engines.vllm.reasoning import reasoner_of
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.job import JobSpec
@@ -72,7 +74,7 @@ def _words(error: Exception) -> str:
     said = [str(each) for each in (error, error.__cause__) if each is not None]
     text = said[0] if len(said) == 1 or said[1] in said[0] else ": ".join(said)
     text = re.sub(r"\[[\d:]+\] \S+:\d+: ", "", text)  # where xgrammar's own source raised it
-    return " ".join(text.split())[:_MOST_CHARS]
+    return one_line(text, _MOST_CHARS)
 
 
 def matcher(structure: dict[str, Any]) -> Callable[[str], bool] | None:

@@ -3,7 +3,7 @@
 For `logprobs=-1` vLLM sorts each row (a top k of all) and sends it in order of rank with its ids, 8 bytes a number, and
 for prompts it holds 14 bytes a number of all positions on the device. Here a row is sent as it lies, in the order of
 the vocabulary and in the type that is stored: 2 bytes a number for float16, and for a prompt a few hundred positions at
-a time. Beside it goes one token id, by which `vllm_logprobs` knows such rows. Where a request is after some positions
+a time. Beside it goes one token id, by which `logprobs` knows such rows. Where a request is after some positions
 of its prompt alone, the V1 runner makes and sends the rows of these; V2, which makes rows without knowing whose they
 are, sends all, of which the front end keeps some. Of a tensor-parallel group all have each row, and the first one alone
 copies and sends it; of a pipeline the last stage has them, and vLLM asks that one.
@@ -22,7 +22,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import LogprobsTensors
 
-from batchinf.tasks.logits.section import LogitsSpec
+from batchinf.records import RowsWanted
 
 # What `engine_arguments` gives as `worker_extension_cls`: vLLM imports it by name in each worker.
 WORKER_EXTENSION = f"{__name__}.RowsExtension"
@@ -49,11 +49,12 @@ class RowsExtension:
         return _install_v1(self.model_runner, rows)
 
 
-def install_rows(engine: Any, logits: LogitsSpec) -> bool:
+def install_rows(engine: Any, wanted: RowsWanted) -> bool:
     """Let an engine's workers send rows as they are stored; False where they cannot, and rows are put in order here."""
     if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:  # the spec's own is in its place
         return False
-    return all(engine.collective_rpc("install_vocabulary_rows", args=(logits.dtype, list(logits.token_ids) or None)))
+    token_ids = list(wanted.token_ids) if wanted.token_ids else None
+    return all(engine.collective_rpc("install_vocabulary_rows", args=(wanted.dtype, token_ids)))
 
 
 class ScoreRows:

@@ -1,1 +1,1 @@
-"""One module for each input format, with its reader."""
+"""One module for each input format, with its scan and its reader; `registry` lists them."""

@@ -1,4 +1,4 @@
-"""Arrow files, memory-mapped: inputs as they are, and spools, the copies that what has no cheap access is read from.
+"""Arrow files, memory-mapped: inputs, and spools, the copies of inputs whose rows are slow to find one by one.
 
 Artifacts: `rows`, the spool, an Arrow IPC file of small batches; `batches`, the first row of each batch of the spool
 (or of the input itself) and then the number of rows.
@@ -15,8 +15,8 @@ from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch, map_int64
 from batchinf.source.damage import check_batch, check_num_rows
 from batchinf.source.files import InputFile, content_hash
-from batchinf.source.formats.base import ColumnarReader, spans
-from batchinf.source.types import cast_column, plain_schema
+from batchinf.source.formats.base import ColumnarReader, FileFormat, Reader, spans
+from batchinf.source.types import MixedTypes, cast_column, plain_schema
 
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a spool
 MAPPED_BYTES = 16 << 20  # that are read of a map before its pages are let go
@@ -24,25 +24,40 @@ MAPPED_BYTES = 16 << 20  # that are read of a map before its pages are let go
 _BYTES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
 
-def pass_arrow(file: InputFile, scratch: Scratch) -> FileFindings:
-    """The first pass: streams, and files whose batches are compressed, are spooled."""
-    digest = content_hash(file)
-    with pa.memory_map(file.path) as mapped:
-        try:
-            reader = pa.ipc.open_file(mapped)
-        except pa.ArrowInvalid:
-            stream = pa.ipc.open_stream(mapped)
-            schema = plain_schema(stream.schema)
-            return FileFindings(digest, spool(stream, schema, scratch), schema)
-        schema = plain_schema(reader.schema)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        if not _is_mapped(reader, mapped):  # compressed: each batch would be decompressed whole for any of its rows
-            return FileFindings(digest, spool(batches, schema, scratch), schema)
-        counts = [_checked(batch).num_rows for batch in batches]
-        check_num_rows(file.name, sum(counts), counts)
-        firsts = np.cumsum([0, *counts]).astype("<i8")
-        scratch.create("batches").write(firsts.tobytes())
-        return FileFindings(digest, int(firsts[-1]), schema)
+class Arrow(FileFormat):
+    """Arrow IPC files and streams, Feather version 2 among them. Files of one input must agree in their types."""
+
+    name = "arrow"
+    endings = (".arrow", ".feather", ".ipc")
+    mixed_types = MixedTypes.REFUSED
+    may_be_compressed = False
+    is_scanned_in_order = False
+
+    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+        """See `FileFormat`. Streams, and files whose batches are compressed, are spooled."""
+        digest = content_hash(file)
+        with pa.memory_map(file.path) as mapped:
+            try:
+                reader = pa.ipc.open_file(mapped)
+            except pa.ArrowInvalid:
+                stream = pa.ipc.open_stream(mapped)
+                schema = plain_schema(stream.schema)
+                return FileFindings(digest, spool(stream, schema, scratch), schema)
+            schema = plain_schema(reader.schema)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            if not _is_mapped(reader, mapped):  # compressed: each batch would be decompressed whole for any of its rows
+                return FileFindings(digest, spool(batches, schema, scratch), schema)
+            counts = [_checked(batch).num_rows for batch in batches]
+            check_num_rows(file.name, sum(counts), counts)
+            firsts = np.cumsum([0, *counts]).astype("<i8")
+            scratch.create("batches").write(firsts.tobytes())
+            return FileFindings(digest, int(firsts[-1]), schema)
+
+    def reader(
+        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+    ) -> Reader:
+        """See `FileFormat`."""
+        return ArrowReader(file, entry, schema, cache)
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:

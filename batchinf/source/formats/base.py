@@ -1,17 +1,25 @@
-"""What reads the rows of one input file, whatever its format; and what all readers of Arrow data share."""
+"""The base class of an input format: its name and endings, the scan of a file, and the reader of its rows.
 
+Each format is a module beside this one, and a line in `registry`. What readers of Arrow data share is here too.
+"""
+
+import abc
 import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import InputError
+from batchinf.base.storage import Folder
+from batchinf.source import files
+from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.damage import python_rows, with_text
-from batchinf.source.types import cast_column
+from batchinf.source.files import InputFile
+from batchinf.source.types import MixedTypes, cast_column
 
 Record = tuple[dict[str, Any], str | None]  # its values, or why it cannot be read
 
@@ -30,6 +38,69 @@ class Reader(Protocol):
     def close(self) -> None:
         """Close the file; the reader is not used afterwards."""
         ...
+
+
+class InputFormat:
+    """A value of `input.format`. One that is neither a `FileFormat` nor opened on its own is read as another format."""
+
+    name: ClassVar[str]
+    read_as: ClassVar[str | None] = None  # the name of the format that its files have; None: this one
+
+
+class FileFormat(InputFormat, abc.ABC):
+    """A format of files. The object holds no state: all that it knows of a file is in the cache.
+
+    A file is scanned once, which finds its rows, columns and content hash. Its rows are then read by position.
+    """
+
+    endings: ClassVar[tuple[str, ...]]  # of file names, in lower case, with the dot
+    mixed_types: ClassVar[MixedTypes]  # what a column becomes whose values or files have different types
+    # Whether the file may be compressed as a whole: `.gz` or `.zst` follows the ending.
+    may_be_compressed: ClassVar[bool] = True
+    # Whether the scan reads a file from its beginning to its end. If not, a remote file is first copied to the cache.
+    is_scanned_in_order: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+        """Read the file once, and write to `scratch` what makes its rows quick to find.
+
+        A damaged file may raise any ValueError, LookupError, TypeError or Arrow error; the caller names the file.
+        """
+
+    @abc.abstractmethod
+    def reader(
+        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+    ) -> Reader:
+        """The rows of a file that was scanned.
+
+        schema: all columns of the source with their types now, which `Reader.table` gives. read_types: their types
+        when the file was taken in, which `Reader.records` gives if the file itself has no types.
+        """
+
+    def content_hash(self, file: InputFile) -> str | None:
+        """The hash that `scan` finds, if it costs less than the scan; else None."""
+        return files.content_hash(file)
+
+    def refuse_crashing(self, new: Sequence[InputFile]) -> None:
+        """Raise `InputError`, naming the file, if the scan of one of these local files would crash the process."""
+
+    def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
+        """Hash and number of rows of the content's first `num_bytes`, to find rows that were appended behind them.
+
+        None if a row goes on there, and for a format whose files do not grow at their end.
+        """
+        return None
+
+    def is_slow_by_row(self, entry: FileEntry) -> bool:
+        """Whether one row costs the reading of many others.
+
+        If rows are read out of order, `spool` copies such a file first.
+        """
+        return False
+
+    def spool(self, file: InputFile, scratch: Scratch) -> None:
+        """Write a copy in which each row is quick to find."""
+        raise NotImplementedError(f"{self.name}: is_slow_by_row says that files are spooled")
 
 
 class ColumnarReader:

@@ -1,4 +1,7 @@
-"""CSV: parsed once, and spooled as strings beside why a row is none; numbers are told when the types are known."""
+"""CSV: the scan parses the file once, and writes every value as a string, with an error for each broken row.
+
+Column types are decided afterwards, over all files.
+"""
 
 import csv
 import io
@@ -14,22 +17,47 @@ from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, open_input
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
-from batchinf.source.formats.base import Record
-from batchinf.source.types import CsvTypes, is_utf8, refuse_twins
+from batchinf.source.formats.base import FileFormat, Reader, Record
+from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins
 
 ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
 _UNENDED = "unexpected end of data"  # what Python's `csv` says of a quote that is still open at the end
 
 
-def pass_csv(file: InputFile, scratch: Scratch) -> FileFindings:
-    """The first pass: every row into the spool, every value into the types."""
-    with open_input(file) as stream:
-        hashed = _Hashed(stream)
-        rows = _Rows(file, hashed)
-        types = CsvTypes(rows.header)
-        schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
-        num_rows = spool(_batches(rows, types), schema, scratch)
-    return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
+class Csv(FileFormat):
+    """CSV with a header; rows may be appended to a file."""
+
+    name = "csv"
+    endings = (".csv",)
+    mixed_types = MixedTypes.STRING
+
+    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+        """See `FileFormat`."""
+        with open_input(file) as stream:
+            hashed = _Hashed(stream)
+            rows = _Rows(file, hashed)
+            types = CsvTypes(rows.header)
+            schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
+            num_rows = spool(_batches(rows, types), schema, scratch)
+        return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
+
+    def reader(
+        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+    ) -> Reader:
+        """See `FileFormat`."""
+        return _CsvReader(file, entry, schema, read_types, cache)
+
+    def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
+        """See `FileFormat`."""
+        with open_input(file) as stream:
+            hashed = _Hashed(stream, num_bytes)
+            num_rows, last = 0, ""
+            for row in _Rows(file, hashed):
+                num_rows, last = num_rows + 1, row if isinstance(row, str) else ""
+            is_whole = not hashed.end or hashed.end in b"\r\n" or stream.read(2).startswith(LINE_ENDS)
+            if not is_whole or _UNENDED in last or hashed.num_bytes != num_bytes:
+                return None
+            return hashed.digest.hexdigest(), num_rows
 
 
 def _batches(rows: "_Rows", types: CsvTypes) -> Iterator[pa.RecordBatch]:
@@ -117,28 +145,15 @@ class _Rows:
                 yield f"line {line}: {len(row)} fields where the header has {width}"
 
 
-def csv_front(file: InputFile, num_bytes: int) -> tuple[str, int] | None:
-    """The hash and the number of rows of the first `num_bytes` of a file's content; None if a row goes on there."""
-    with open_input(file) as stream:
-        hashed = _Hashed(stream, num_bytes)
-        num_rows, last = 0, ""
-        for row in _Rows(file, hashed):
-            num_rows, last = num_rows + 1, row if isinstance(row, str) else ""
-        is_whole = not hashed.end or hashed.end in b"\r\n" or stream.read(2).startswith(LINE_ENDS)
-        if not is_whole or _UNENDED in last or hashed.num_bytes != num_bytes:
-            return None
-        return hashed.digest.hexdigest(), num_rows
-
-
-class CsvReader(ArrowReader):
-    """The spool of a CSV file: strings, and why a row is none. types: of the values, where not those of `schema`."""
+class _CsvReader(ArrowReader):
+    """The spool of a CSV file: every value as a string, and the errors of broken rows."""
 
     def __init__(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder, types: pa.Schema | None = None
+        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
     ) -> None:
         super().__init__(file, entry, schema, cache)
         # A number only if it is one in all files.
-        self._own = {name: (types or schema).field(name) for name in self._own}
+        self._own = {name: read_types.field(name) for name in self._own}
         self._name = file.name
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:

@@ -14,9 +14,9 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import locked, read_record, write_record
 from batchinf.source.damage import check_batch
-from batchinf.source.files import InputLocation, format_of, stamp
-from batchinf.source.formats.base import ColumnarReader
-from batchinf.source.types import settled_schema
+from batchinf.source.files import InputLocation, stamp
+from batchinf.source.formats.base import ColumnarReader, InputFormat
+from batchinf.source.types import MixedTypes, settled_schema
 
 _SAVED_RECORD = "saved.json"  # in the cache folder: the files that were looked through, as they were then
 
@@ -80,17 +80,18 @@ def _look_through(file: pathlib.Path) -> None:
 _RECORD = "dataset.json"  # in the cache folder: what a dataset of the hub was prepared as
 
 
-def is_dataset(input: InputLocation) -> bool:
-    """Whether the input is a Hugging Face dataset and not files: said to be one, saved as one, or named like one."""
-    path = os.path.expanduser(input.path)
-    if input.format is not None:
-        return input.format == "hf"
-    if os.path.exists(path):
-        return _is_saved(path)
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None and format_of(path) is None
+class HuggingFace(InputFormat):
+    """A Hugging Face dataset: a saved folder, or an id of the hub. `open_dataset` opens it as a whole."""
+
+    name = "hf"
 
 
-def _is_saved(path: str) -> bool:
+def looks_like_id(path: str) -> bool:
+    """Whether a path that does not exist could be a dataset's id, such as `openai/gsm8k`."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None
+
+
+def is_saved(path: str) -> bool:
     """Whether a folder was written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
 
@@ -99,7 +100,7 @@ class DatasetReader(ColumnarReader):
     """A dataset, read from its memory-mapped Arrow table."""
 
     def __init__(self, dataset: Any, fingerprint: str) -> None:
-        self.schema = settled_schema([dataset.features.arrow_schema], "arrow")
+        self.schema = settled_schema([dataset.features.arrow_schema], MixedTypes.REFUSED)
         super().__init__(self.schema, self.schema)
         self.num_rows: int = dataset.num_rows
         self.fingerprint = fingerprint
@@ -111,7 +112,7 @@ class DatasetReader(ColumnarReader):
 
 def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
     """The dataset; what the hub gave is noted in `cache`. Raises `InputError` if it cannot be loaded."""
-    if _is_saved(path := os.path.expanduser(input.path)):
+    if is_saved(path := os.path.expanduser(input.path)):
         check_saved(path, cache)
         dataset = _load(input)
         return DatasetReader(dataset, _saved_fingerprint(dataset))
@@ -123,7 +124,7 @@ def _load(input: InputLocation) -> Any:
 
     path, split = os.path.expanduser(input.path), input.split or "train"
     try:
-        if not _is_saved(path):
+        if not is_saved(path):
             return datasets.load_dataset(path, input.name, split=split, revision=input.revision)
         found = datasets.load_from_disk(path)
     except Exception as error:  # whatever `datasets`, the hub's client and the data's own reader may raise

@@ -1,16 +1,16 @@
-"""JSON lines and text: the offsets of the lines, found in one pass, and rows read by them.
+"""Formats whose rows are lines: one scan finds the lines' offsets, and rows are read by them.
 
 Artifacts: `offsets`, each row's first byte and then the file's size; `blanks`, for each line that is no row the number
 of rows before it (so that a row's line number is known without a second array); `lines`, the decompressed copy, if the
 file is compressed or remote.
 """
 
+import abc
 import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import NoneType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,77 +19,39 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
-from batchinf.source.cache import FileEntry, FileFindings, Scratch, map_int64
+from batchinf.source.cache import FileEntry, Scratch, map_int64
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression
-from batchinf.source.formats.base import Record
-from batchinf.source.types import JsonTypes, is_json_column
+from batchinf.source.formats.base import FileFormat, Record
+from batchinf.source.types import is_json_column
 
-_WHITESPACE = b" \t\r\n"  # JSON's own
-
-
-def _split_lines(run: bytes) -> list[bytes]:
-    """The lines of a run that are not blank, without their ends."""
-    return [line for line in run.split(b"\n") if line.strip(_WHITESPACE)]
+WHITESPACE = b" \t\r\n"  # JSON's own
 
 
-def _parse_json(line: bytes) -> dict[str, object]:
-    """One line of JSON lines; `ValueError` says why it is no record."""
-    try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    except RecursionError:
-        raise ValueError("not JSON: nested too deeply") from None
-    except ValueError as error:  # an integer of more than 4,300 digits
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"not a JSON object but {_JSON_NAMES[type(record)]}; write {{...}} on each line")
-    return record
-
-
-_JSON_NAMES = {
-    list: "an array",
-    str: "a string",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    NoneType: "null",
-}
-
-
-def _parse_text(line: bytes) -> dict[str, object]:
-    """One line of text as the column `text`; `ValueError` if it is not UTF-8."""
-    try:
-        return {"text": line.removesuffix(b"\r").decode()}
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from None
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Why a line is no row, as an error row says it."""
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
-# -- the first pass --------------------------------------------------------------------------------------------------
+class LineFormat(FileFormat):
+    """Files to which lines may be appended."""
+
+    def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
+        """See `FileFormat`."""
+        digest, end, left = xxhash.xxh3_128(), b"", num_bytes
+        with open(_content(file, entry, cache), "rb") as stream:
+            while left and (block := stream.read(min(left, BLOCK_BYTES))):
+                digest.update(block)
+                end, left = block[-1:], left - len(block)
+            if left or (end not in (b"", b"\n") and not stream.read(2).startswith(LINE_ENDS)):
+                return None
+        offsets = map_int64(cache, entry.artifacts["offsets"])
+        return digest.hexdigest(), int(np.searchsorted(offsets[:-1], num_bytes))
 
 
-def pass_jsonl(file: InputFile, scratch: Scratch) -> FileFindings:
-    """The first pass over JSON lines: blank lines are no rows; broken ones are, without a part in the types."""
-    types = JsonTypes()
-    content_hash, num_rows, num_bytes = _index_lines(
-        file, scratch, lambda run: types.add(_records(_split_lines(run))), has_blank_rows=False
-    )
-    return FileFindings(content_hash, num_rows, types.schema(), num_bytes)
+# -- the scan --------------------------------------------------------------------------------------------------------
 
 
-def pass_text(file: InputFile, scratch: Scratch) -> FileFindings:
-    """The first pass over text: each line is a row."""
-    content_hash, num_rows, num_bytes = _index_lines(file, scratch, lambda run: None, has_blank_rows=True)
-    return FileFindings(content_hash, num_rows, pa.schema([("text", pa.string())]), num_bytes)
-
-
-def _index_lines(
+def index_lines(
     file: InputFile, scratch: Scratch, on_lines: Callable[[bytes], None], *, has_blank_rows: bool
 ) -> tuple[str, int, int]:
     """Make the artifacts; returns the content's hash, the number of rows and that of bytes. `on_lines` gets runs of
@@ -117,19 +79,6 @@ def _index_lines(
             on_lines(run)
     offsets.write(np.array([size], "<i8").tobytes())
     return digest.hexdigest(), num_rows, size
-
-
-def line_front(file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
-    """The hash and the number of rows of the first `num_bytes` of a file's content; None if a line goes on there."""
-    digest, end, left = xxhash.xxh3_128(), b"", num_bytes
-    with open(_content(file, entry, cache), "rb") as stream:
-        while left and (block := stream.read(min(left, BLOCK_BYTES))):
-            digest.update(block)
-            end, left = block[-1:], left - len(block)
-        if left or (end not in (b"", b"\n") and not stream.read(2).startswith(LINE_ENDS)):
-            return None
-    offsets = map_int64(cache, entry.artifacts["offsets"])
-    return digest.hexdigest(), int(np.searchsorted(offsets[:-1], num_bytes))
 
 
 def _content(file: InputFile, entry: FileEntry, cache: Folder) -> str:
@@ -174,37 +123,20 @@ def _line_starts(run: bytes | None, has_blank_rows: bool) -> tuple[npt.NDArray[n
         is_row &= first != ord("\n")
         for line in np.flatnonzero((first == ord("\r")) | (first == ord(" ")) | (first == ord("\t"))):
             end = ends[line] if line < len(ends) else len(run)
-            is_row[line] = bool(run[starts[line] : end].strip(_WHITESPACE))
+            is_row[line] = bool(run[starts[line] : end].strip(WHITESPACE))
     return starts, is_row
-
-
-def _records(lines: Sequence[bytes]) -> list[dict[str, object]]:
-    """The records among the lines; broken lines are left out."""
-    if len(lines) > 1:
-        try:  # many lines in one call: three times as fast as one for each
-            records = json.loads(f"[{b','.join(lines).decode()}]")
-            if len(records) == len(lines) and set(map(type, records)) == {dict}:
-                return cast("list[dict[str, object]]", records)
-        except (ValueError, RecursionError):
-            pass
-        middle = len(lines) // 2
-        return _records(lines[:middle]) + _records(lines[middle:])
-    with contextlib.suppress(ValueError):
-        return [_parse_json(line) for line in lines]
-    return []
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-class LineReader:
-    """JSON lines or text, by the offsets of its lines."""
+class LineReader(abc.ABC):
+    """Rows by the offsets of their lines. A format says how to split a run of lines, and how to parse one."""
 
     def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
         self._name, self._schema = file.name, schema
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
-        self._is_json = entry.format == "jsonl"
         self._file = open(_content(file, entry, cache), "rb")  # noqa: SIM115
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
@@ -215,7 +147,7 @@ class LineReader:
         try:
             if line is None:
                 raise ValueError(f"longer than {MAX_LINE_BYTES:,} bytes")
-            values = _parse_json(line) if self._is_json else _parse_text(line)
+            values = self._parse(line)
         except ValueError as error:
             num_blanks = int(np.searchsorted(self._blanks, row, side="right"))
             return {}, f"{self._name} line {row + num_blanks + 1}: {error}"
@@ -233,10 +165,18 @@ class LineReader:
         if b"\n" not in data and len(data) > MAX_LINE_BYTES:
             yield None
             return
-        lines = _split_lines(data) if self._is_json else data.removesuffix(b"\n").split(b"\n")
+        lines = self._split(data)
         if len(lines) != stop - start:
             raise InputError(f"{self._name} changed while it was read; start again once it is complete")
         yield from lines
+
+    @abc.abstractmethod
+    def _split(self, data: bytes) -> list[bytes]:
+        """The lines of whole rows, one for each row."""
+
+    @abc.abstractmethod
+    def _parse(self, line: bytes) -> dict[str, object]:
+        """A row's values by column; ValueError says why the line is no row."""
 
     def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
         """See `Reader`."""

@@ -1,25 +1,91 @@
-"""Parquet: small row groups are read as they are; a file with a large one, any row of which costs all, is spooled."""
+"""Parquet: files of small row groups are read directly; a file with a large group, which each row costs, is spooled."""
 
 import itertools
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from batchinf.base.errors import InputError
+from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.damage import check_num_rows
 from batchinf.source.files import BLOCK_BYTES, InputFile, open_input
-from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, spool
-from batchinf.source.formats.base import ColumnarReader, Recent, spans
-from batchinf.source.types import plain_schema
+from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
+from batchinf.source.formats.base import ColumnarReader, FileFormat, Reader, Recent, spans
+from batchinf.source.types import MixedTypes, plain_schema
 
 GROUP_ROWS, GROUP_BYTES = 20_000, 64 << 20  # a row group up to this size is read directly
 CACHED_GROUPS = 2  # of each open file
 
 
-def parquet_hash(file: InputFile) -> str:
+class Parquet(FileFormat):
+    """Parquet files. Files of one input must agree in their types."""
+
+    name = "parquet"
+    endings = (".parquet", ".pq")
+    mixed_types = MixedTypes.REFUSED
+    may_be_compressed = False
+    is_scanned_in_order = False
+
+    def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
+        """See `FileFormat`. Only the footer is read, unless the file is spooled."""
+        metadata = pq.read_metadata(file.path)
+        schema = plain_schema(metadata.schema.to_arrow_schema())
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
+        if any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups):
+            self.spool(file, scratch)
+        return FileFindings(_footer_hash(file), metadata.num_rows, schema)
+
+    def reader(
+        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+    ) -> Reader:
+        """See `FileFormat`."""
+        return ArrowReader(file, entry, schema, cache) if _is_spooled(entry) else _ParquetReader(file, entry, schema)
+
+    def content_hash(self, file: InputFile) -> str | None:
+        """See `FileFormat`. The footer of a remote file costs as many requests as the whole."""
+        return None if file.is_remote else _footer_hash(file)
+
+    def refuse_crashing(self, new: Sequence[InputFile]) -> None:
+        """See `FileFormat`. Another process looks at the footers: half a second, and a read of each."""
+        if not new:
+            return
+        paths = json.dumps([file.path for file in new])
+        # -P: a `json.py` in the user's folder must not take the place of Python's own.
+        command = [sys.executable, "-P", "-c", _PROBE]
+        done = subprocess.run(command, input=paths, capture_output=True, text=True, check=False)
+        num_seen = len(done.stdout.splitlines())
+        if done.returncode < 0 and num_seen < len(new):
+            name = new[num_seen].name
+            raise InputError(f"{name} cannot be read as {self.name}: its footer is not whole; is it damaged?")
+
+    def is_slow_by_row(self, entry: FileEntry) -> bool:
+        """See `FileFormat`: a row costs its row group."""
+        return not _is_spooled(entry)
+
+    def spool(self, file: InputFile, scratch: Scratch) -> None:
+        """See `FileFormat`."""
+        metadata = pq.read_metadata(file.path)
+        schema = plain_schema(metadata.schema.to_arrow_schema())
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
+        batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+        num_rows = spool(_batches(file, _repeated_columns(metadata), batch_rows), schema, scratch)
+        check_num_rows(file.name, metadata.num_rows, [num_rows])
+
+
+def _is_spooled(entry: FileEntry) -> bool:
+    return "rows" in entry.artifacts
+
+
+def _footer_hash(file: InputFile) -> str:
     """The hash of the footer (sizes, statistics and places of every column chunk) and the file's size."""
     with open_input(file) as stream:
         size = stream.seek(0, os.SEEK_END)
@@ -31,26 +97,20 @@ def parquet_hash(file: InputFile) -> str:
     return digest.hexdigest()
 
 
-def pass_parquet(file: InputFile, scratch: Scratch) -> FileFindings:
-    """The first pass: the footer alone, unless the file is spooled."""
-    metadata = pq.read_metadata(file.path)
-    schema = plain_schema(metadata.schema.to_arrow_schema())
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
-    if any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups):
-        spool_parquet(file, scratch)
-    return FileFindings(parquet_hash(file), metadata.num_rows, schema)
-
-
-def spool_parquet(file: InputFile, scratch: Scratch) -> None:
-    """Write a copy in which each row is quick to find."""
-    metadata = pq.read_metadata(file.path)
-    schema = plain_schema(metadata.schema.to_arrow_schema())
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
-    batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-    num_rows = spool(_batches(file, _repeated_columns(metadata), batch_rows), schema, scratch)
-    check_num_rows(file.name, metadata.num_rows, [num_rows])
+# Python's own errors are raised again, and reported, when the file is scanned.
+_PROBE = """
+import json, sys
+import pyarrow.parquet as pq
+for number, path in enumerate(json.load(sys.stdin)):
+    try:
+        metadata = pq.read_metadata(path)
+        group = metadata.row_group(0)
+        for column in range(group.num_columns):
+            group.column(column)
+    except Exception:
+        pass
+    print(number, flush=True)
+"""
 
 
 def _batches(file: InputFile, repeated: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -76,7 +136,7 @@ def _repeated_columns(metadata: pq.FileMetaData) -> list[str]:
     ]
 
 
-class ParquetReader(ColumnarReader):
+class _ParquetReader(ColumnarReader):
     """A file of small row groups, the last few of which are held as far as their columns were asked for."""
 
     def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema) -> None:

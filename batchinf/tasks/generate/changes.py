@@ -1,27 +1,49 @@
-"""What changed between two jobs' texts: outputs, finish reasons, and logprobs as far as both gave the same tokens:
-behind the first difference they are of other texts.
+"""What changed between two jobs' texts: outputs, finish reasons and logprobs.
+
+Logprobs are compared up to the first token that differs; those behind it are of other texts.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinf.results import to_ragged
-from batchinf.tasks.changes import Changes, Deltas, clip_value, equal, num_common
+from batchinf.base.ragged import to_ragged
+from batchinf.tasks.changes import Changes, Deltas, DeltaSummary, JobOutput, equal, num_common
 
 _WANTED = ("prompt_hash", "text", "token_ids", "finish_reason", "cumulative_logprob", "logprobs", "error_type")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReasonChange:
+    """Changed rows with these two finish reasons, which may be the same; None is that of an error row."""
+
+    a: str | None
+    b: str | None
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextsFound:
+    """finish_reasons: of changed rows, the most frequent first. logprobs: of the tokens that both jobs gave, up to the
+    first difference, in `num_compared_rows` rows.
+    """
+
+    finish_reasons: tuple[FinishReasonChange, ...]
+    num_compared_rows: int
+    logprobs: DeltaSummary
 
 
 class TextChanges(Changes):
     """Of task generate. A row has changed where its token ids have, or, where they are not stored, its text."""
 
-    def __init__(self, schemas: Sequence[pa.Schema], num_examples: int) -> None:
+    def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
         super().__init__(num_examples)
-        self.columns = [name for name in _WANTED if all(name in schema.names for schema in schemas)]
+        self.columns = [name for name in _WANTED if name in a.schema.names and name in b.schema.names]
         self._has_ids = "token_ids" in self.columns
         self._has_logprobs = self._has_ids and "logprobs" in self.columns
         self._reasons: Counter[tuple[str | None, str | None]] = Counter()
@@ -62,21 +84,10 @@ class TextChanges(Changes):
             int(counts.sum()), 0, float(total.sum()), float(absolute.sum()), float(greatest.max(initial=0.0))
         )
 
-    def own_lines(self) -> Iterator[str]:
+    def own_found(self) -> TextsFound:
         """See `Changes`."""
-        for (a, b), num_rows in self._reasons.most_common():
-            if a != b:
-                yield f"  finish_reason {a} -> {b}: {num_rows:,}"
-        if self._deltas.num:
-            yield (
-                f"logprobs of {self._deltas.num:,} tokens that both gave ({self._num_compared:,} rows, up to the first "
-                f"difference): {self._deltas}"
-            )
-
-    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """See `Changes`."""
-        yield f"  {key} {row['key']}, sample {row['sample_index']}, other from token {row['first_difference']} on:"
-        yield from (f"    {name} {clip_value(row[f'text_{name.lower()}'])}" for name in "AB")
+        reasons = tuple(FinishReasonChange(a, b, num) for (a, b), num in self._reasons.most_common())
+        return TextsFound(reasons, self._num_compared, self._deltas.summary())
 
 
 def _deltas(rows: pa.RecordBatch, common: npt.NDArray[np.int64]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Generate text: n samples of each prompt, each an output row with its tokens and their logprobs."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.base import TaskBase, result_schema, without_requests
+from batchinf.tasks.base import LIKELY_TOKENS, Task
 from batchinf.tasks.columns import (
     Tokens,
     chosen_columns,
@@ -23,6 +24,8 @@ from batchinf.tasks.columns import (
     prompt_columns,
     text_columns,
 )
+from batchinf.tasks.generate.changes_text import COMPARISON
+from batchinf.tasks.generate.verification import TextVerification
 
 
 def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
@@ -35,17 +38,62 @@ def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class Generate(TaskBase):
+class Generate(Task):
     """See `Task`. `spec.sampling` is the resolved one: its temperature is never None."""
+
+    name = "generate"
+    comparison = COMPARISON
+    verification = TextVerification
+    makes_text = True
+    joins_requests = False
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._sampling = spec.sampling
         self._output = spec.output
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
-        self.result_schema = result_schema(spec, _own_fields(spec))
-        results = list(without_requests(self.result_schema))
-        self.own = pa.schema([*results[:2], pa.field("sample_index", pa.int32()), *results[2:]])
+
+    @property
+    def draws_tokens(self) -> bool:
+        """See `Task`."""
+        return True
+
+    @property
+    def num_rows_per_input(self) -> int:
+        """See `Task`."""
+        return self._sampling.n
+
+    def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
+        """See `Task`: 5 bytes for each stored id with its logprob, 4 for a token's text."""
+        sampling = self._sampling
+        stored = 0 if sampling.logprobs is None else sampling.logprobs + 1
+        stored = max(stored, len(sampling.logprob_token_ids) + 1 if sampling.logprob_token_ids else 0)
+        tokens = sampling.max_tokens or LIKELY_TOKENS
+        # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.
+        tokens = min(tokens, 4 * LIKELY_TOKENS) + max(0, tokens - 4 * LIKELY_TOKENS) // 4
+        return sampling.n * (100 + tokens * (6 + 5 * stored))
+
+    @functools.cached_property
+    def own(self) -> pa.Schema:
+        """See `Task`."""
+        results = list(super().own)
+        return pa.schema([*results[:2], pa.field("sample_index", pa.int32()), *results[2:]])
+
+    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+        """See `Task`."""
+        output, sampling = self._output, self._sampling
+        logprob = pa.float16() if output.logprobs_dtype == "float16" else pa.float32()
+        return [
+            ("text", pa.string()),
+            *([("reasoning", pa.string())] if self.spec.model.reasoning_parser is not None else []),
+            *([("token_ids", list_of(pa.int32()))] if output.include_token_ids else []),
+            ("finish_reason", pa.string()),
+            ("stop_reason", pa.string()),
+            ("cumulative_logprob", pa.float64()),
+            *logprob_fields("", _num_top(sampling), logprob),
+            *chosen_fields(len(sampling.logprob_token_ids), logprob),
+            *logprob_fields("prompt_", sampling.prompt_logprobs, logprob),
+        ]
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """n requests. `max_tokens` is what the user asks for, even past `max_model_len`, else what fits."""
@@ -86,7 +134,7 @@ class Generate(TaskBase):
         return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
-        """See `Task.reduce`: each result is a row."""
+        """See `Task.reduce`: each result is a row, with its `sample_index`."""
         arrays = {name: results.column(name) for name in results.column_names}
         return self.output_table(columns, arrays | {"sample_index": arrays["request_index"]})
 
@@ -94,19 +142,3 @@ class Generate(TaskBase):
 def _num_top(sampling: SamplingSpec) -> int | None:
     """Likeliest tokens that are stored; the token's own logprob and rank come with chosen ones too."""
     return 0 if sampling.logprob_token_ids else sampling.logprobs
-
-
-def _own_fields(spec: JobSpec) -> list[tuple[str, pa.DataType]]:
-    output, sampling = spec.output, spec.sampling
-    logprob = pa.float16() if output.logprobs_dtype == "float16" else pa.float32()
-    return [
-        ("text", pa.string()),
-        *([("reasoning", pa.string())] if spec.model.reasoning_parser is not None else []),
-        *([("token_ids", list_of(pa.int32()))] if output.include_token_ids else []),
-        ("finish_reason", pa.string()),
-        ("stop_reason", pa.string()),
-        ("cumulative_logprob", pa.float64()),
-        *logprob_fields("", _num_top(sampling), logprob),
-        *chosen_fields(len(sampling.logprob_token_ids), logprob),
-        *logprob_fields("prompt_", sampling.prompt_logprobs, logprob),
-    ]

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import field_validator, model_validator
 
 from batchinf.spec.fields import IDENTITY, Positive, Section, Text, Texts, TokenIds, wrong
+from batchinf.spec.job import JobSpec, TaskSection
 
 
 class PositionColumn(Section):
@@ -73,13 +74,19 @@ _OF_TEXT = ("logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode",
 _OF_GENERATION = ("max_tokens", "min_tokens", "stop_token_ids", "columns")
 
 
-def check_logits(task: str, logits: LogitsSpec | None, sampling: Section) -> None:
-    """Raise an error for a validator where the section and the task, or what is asked of sampling, do not match."""
-    if task != "logits":
-        if logits is not None:
-            raise wrong(f"must be left out with task {task}; or say task: logits", "logits")
+def logits_of(spec: JobSpec) -> LogitsSpec:
+    """The section of a spec, or the defaults if the spec has none."""
+    section: LogitsSpec | None = getattr(spec, SECTION.name)
+    return LogitsSpec() if section is None else section
+
+
+def _check(spec: JobSpec) -> None:
+    """Raise an error for a validator if the section does not fit the task or the section `sampling`."""
+    if spec.task != "logits":
+        if getattr(spec, SECTION.name) is not None:
+            raise wrong(f"must be left out with task {spec.task}; or say task: logits", "logits")
         return
-    positions = "last" if logits is None else logits.positions
+    sampling, positions = spec.sampling, logits_of(spec).positions
     given = {name for name in type(sampling).model_fields if getattr(sampling, name) != _default(sampling, name)}
     for name in _OF_TEXT:
         if name in given:
@@ -97,3 +104,12 @@ def check_logits(task: str, logits: LogitsSpec | None, sampling: Section) -> Non
 
 def _default(section: Section, name: str) -> Any:
     return type(section).model_fields[name].get_default(call_default_factory=True, validated_data={})
+
+
+SECTION = TaskSection(
+    "logits",
+    Annotated[LogitsSpec | None, IDENTITY],
+    None,
+    _check,
+    "What task logits stores; default: the logits of the whole vocabulary after each prompt's last token.",
+)

@@ -1,16 +1,20 @@
 """Logits or logprobs of the whole vocabulary, or of chosen tokens, at positions of the prompt or of what follows it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinf.base.errors import SpecError
+from batchinf.model.identity import Model
+from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.base import TaskBase, result_schema, without_requests
+from batchinf.tasks.base import LIKELY_TOKENS, Task
 from batchinf.tasks.columns import (
     INT32,
     ITEM,
@@ -27,25 +31,154 @@ from batchinf.tasks.columns import (
     strings,
 )
 from batchinf.tasks.generate.task import seed_of
+from batchinf.tasks.logits.prompts import LogitsPrompts, RowPositions, ids_of
+from batchinf.tasks.logits.section import SECTION, LogitsSpec, logits_of
+from batchinf.tasks.logits.verification import LogitsVerification
+from batchinf.tasks.vectors.changes_text import COMPARISON
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
+# A vocabulary of unknown size.
+_LARGE_VOCABULARY = 262_144
+# The rows of a step's prompts, as float32, and their copies.
+_STEP_BYTES = 2 << 30
+# A running request holds its rows of the whole vocabulary, 256 KB each.
+_MAX_NUM_SEQS = 256
+# A guess at the positions of a row that names them in a column.
+_LIKELY_POSITIONS = 4
 
 
-class Logits(TaskBase):
-    """See `Task`. `spec.logits` is the resolved one: it knows its ids, or how large the vocabulary is."""
+class Logits(Task):
+    """See `Task`. The section of a resolved spec knows its token ids, or how large the vocabulary is."""
 
-    joins_requests = True
+    name = "logits"
+    comparison = COMPARISON
+    verification = LogitsVerification
+    section = SECTION
     # Parquet's writer holds 12 bytes beside each number of a row group: 0.8 GB beside the usual 128 MiB of float16.
-    row_group_bytes: int | None = 16 << 20
+    row_group_bytes = 16 << 20
+    has_wide_results = True
+    default_max_output_bytes = 10**12
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
-        assert spec.logits is not None
-        self._logits = spec.logits
-        self._is_generated = spec.logits.positions == "generated"
-        self._dtype = np.dtype(spec.logits.dtype)
-        self.result_schema = result_schema(spec, _own_fields(spec))
-        self.own = without_requests(self.result_schema)
+        self._logits = logits_of(spec)
+        self._is_generated = self._logits.positions == "generated"
+        self._dtype = np.dtype(self._logits.dtype)
+
+    @property
+    def draws_tokens(self) -> bool:
+        """See `Task`."""
+        return self._is_generated
+
+    @property
+    def reads_prompt_logits(self) -> bool:
+        """See `Task`. Those of the last token are also those of the first output token."""
+        return self._logits.positions not in ("last", "generated")
+
+    @property
+    def input_columns(self) -> tuple[tuple[str, str], ...]:
+        """See `Task`: the column of positions."""
+        return tuple(("logits.positions", column) for column in RowPositions(self.spec).columns)
+
+    def resolve(self, model: Model) -> JobSpec:
+        """See `Task`: the ids of the section's tokens, or the size of the vocabulary."""
+        spec, logits = self.spec, self._logits
+        if not self._is_generated:  # a limit out of the model's generation_config: nothing is generated
+            spec = spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"max_tokens": None})})
+        check_token_ids("logits.token_ids", logits.token_ids, model)
+        if not isinstance(logits.positions, str) and spec.input.on_overlong != "error":
+            raise SpecError("input.on_overlong: positions of a prompt mean others once it is cut; leave it out")
+        return spec.model_copy(update={SECTION.name: self._with_ids(model) or self._with_vocabulary(model)})
+
+    def _with_ids(self, model: Model) -> LogitsSpec | None:
+        """None if the section names no tokens."""
+        logits = self._logits
+        if not logits.tokens:
+            return logits if logits.token_ids else None
+        ids = ids_of(logits.tokens, load_tokenizer(model.tokenizer, self.spec.model.trust_remote_code))
+        if logits.token_ids and logits.token_ids != ids:
+            raise SpecError(
+                f"logits.token_ids: got {list(logits.token_ids)}, but logits.tokens are {list(ids)}; leave out one of "
+                "them"
+            )
+        return logits.model_copy(update={"token_ids": ids})
+
+    def _with_vocabulary(self, model: Model) -> LogitsSpec:
+        given = self._logits.vocab_size
+        if model.vocab_size is None and given is None:
+            raise SpecError("logits.vocab_size: missing, and the model's config does not say it; give it")
+        if None not in (model.vocab_size, given) and model.vocab_size != given:
+            raise SpecError(f"logits.vocab_size: got {given}; the model's is {model.vocab_size}: leave it out")
+        return self._logits.model_copy(update={"vocab_size": given or model.vocab_size})
+
+    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> LogitsPrompts:
+        """See `Task`."""
+        return LogitsPrompts(self.spec, tokenizer, vocab_size, begun_at)
+
+    @property
+    def logprobs_mode(self) -> str:
+        """See `Task`."""
+        return f"raw_{self._logits.values}"
+
+    @property
+    def vocabulary_rows(self) -> RowsWanted:
+        """See `Task`; the positions are those of tokens that are generated."""
+        logits = self._logits
+        return RowsWanted(None, logits.token_ids or None, logits.width, logits.dtype)
+
+    def default_batch_limits(
+        self, vocab_size: int | None, device_bytes: int | None, gpu_memory_utilization: float
+    ) -> dict[str, int]:
+        """See `Task`."""
+        if not self._logits.is_full:
+            return {}
+        limits = {"max_num_seqs": _MAX_NUM_SEQS}
+        if self.reads_prompt_logits and device_bytes is not None:
+            width = self._logits.vocab_size or vocab_size or _LARGE_VOCABULARY
+            limits["max_num_batched_tokens"] = max(512, min(8192, _STEP_BYTES // (8 * width)))
+        return limits
+
+    def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
+        """See `Task`."""
+        logits = self._logits
+        num_positions = self._likely_positions() if prompts is None else _mean_positions(prompts)
+        return 100 + int(num_positions * (4 + logits.width * logits.item_bytes))
+
+    def _likely_positions(self) -> int:
+        match self._logits.positions:
+            case "last":
+                return 1
+            case "all":
+                return LIKELY_TOKENS
+            case "generated":
+                return self.spec.sampling.max_tokens or LIKELY_TOKENS
+        return _LIKELY_POSITIONS
+
+    @property
+    def sizes_by_prompts(self) -> bool:
+        """See `Task`."""
+        return self.reads_prompt_logits
+
+    @property
+    def size_remedies(self) -> tuple[str, ...]:
+        """See `Task`."""
+        logits = self._logits
+        return (
+            *(("only some tokens (logits.tokens)",) if logits.is_full else ()),
+            *(() if logits.positions == "last" else ("fewer positions (logits.positions)",)),
+            *(() if logits.dtype == "float16" else ("float16 (logits.dtype)",)),
+        )
+
+    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+        """See `Task`."""
+        logits = self._logits
+        item = pa.float16() if logits.dtype == "float16" else pa.float32()
+        generated = [("token_ids", list_of(pa.int32())), ("finish_reason", pa.string())]
+        return [
+            ("positions", list_of(pa.int32())),
+            (logits.values, list_of(row_type(item, logits.width))),
+            *(generated if self._is_generated else []),
+        ]
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request. The row after a prompt's last token is that of its first output token."""
@@ -55,8 +188,7 @@ class Logits(TaskBase):
             sampling = prompt.sampling or self.spec.sampling
             max_tokens = sampling.max_tokens or max(1, max_model_len - num_tokens)
             seed = None if sampling.temperature == 0 else seed_of(sampling.seed, prompt.row_index, 0)
-        logits = self._logits
-        rows = RowsWanted(self._positions(prompt), logits.token_ids or None, logits.width, logits.dtype)
+        rows = replace(self.vocabulary_rows, positions=self._positions(prompt))
         return [Request(prompt.row_index, 0, prompt.token_ids, sampling, max_tokens, seed, rows=rows)]
 
     def _positions(self, prompt: Prompt) -> Sequence[int] | None:
@@ -98,10 +230,6 @@ class Logits(TaskBase):
         is_null = np.array([part is None for part in parts], np.bool_)
         return list_array(offsets_of([0 if part is None else len(part) for part in parts]), rows, is_null)
 
-    def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
-        """See `Task.reduce`: each result is a row."""
-        return self.output_table(columns, {name: results.column(name) for name in results.column_names})
-
     def parquet_options(self, schema: pa.Schema) -> dict[str, Any]:
         """The rows plain and uncompressed: zstd makes them hardly smaller for half of the speed, and a split of float16
         is not read by DuckDB.
@@ -115,11 +243,9 @@ class Logits(TaskBase):
         }
 
     def warm_up_request(self) -> Request:
-        """A small request of the job's own shape."""
-        prompt = Prompt(-1, [1] * 8, None, None, positions=None)
-        if self.spec.logits is not None and not isinstance(self.spec.logits.positions, str):
-            prompt = Prompt(-1, [1] * 8, None, None, positions=(0, 7))
-        [request] = self.expand(prompt, 12)
+        """See `Task`."""
+        has_own = not isinstance(self._logits.positions, str)
+        [request] = self.expand(Prompt(-1, [1] * 8, None, None, positions=(0, 7) if has_own else None), 12)
         return request
 
 
@@ -129,7 +255,7 @@ def row_type(item: pa.DataType, width: int) -> pa.DataType:
 
 
 def _nothing(completions: Sequence[Completion | None]) -> pa.Int32Array:
-    """The engine draws a token behind each prompt, of which nobody hears."""
+    """The engine draws a token behind each prompt, which is not stored."""
     return pa.array([None if completion is None else 0 for completion in completions], pa.int32())
 
 
@@ -143,13 +269,6 @@ def _positions(completion: Completion) -> npt.NDArray[np.int32]:
     return np.arange(first, first + len(completion.token_ids), dtype=INT32)
 
 
-def _own_fields(spec: JobSpec) -> list[tuple[str, pa.DataType]]:
-    logits = spec.logits
-    assert logits is not None
-    item = pa.float16() if logits.dtype == "float16" else pa.float32()
-    generated = [("token_ids", list_of(pa.int32())), ("finish_reason", pa.string())]
-    return [
-        ("positions", list_of(pa.int32())),
-        (logits.values, list_of(row_type(item, logits.width))),
-        *(generated if logits.positions == "generated" else []),
-    ]
+def _mean_positions(prompts: Sequence[Prompt]) -> float:
+    counts = [len(prompt.token_ids) if prompt.positions is None else len(prompt.positions) for prompt in prompts]
+    return float(np.mean(counts)) if counts else 0.0

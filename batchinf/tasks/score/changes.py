@@ -1,22 +1,67 @@
-"""What changed between two jobs' scores: of a text or a continuation its sum and mean, of choices the winners too, and
-the accuracy of both jobs where both have the answers.
+"""What changed between two jobs' scores.
+
+Of a text or a continuation its sum and mean; of choices the winners too, and the accuracy where there are answers.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.output import counts
-from batchinf.output.counts import ANSWER, WINNERS, Accuracy
+from batchinf.base.errors import OutputError
+from batchinf.base.ragged import Ragged, to_ragged
 from batchinf.records import BoolArray
-from batchinf.results import Ragged, to_ragged
-from batchinf.tasks.changes import Changes, Deltas, clip_value, delta, equal
+from batchinf.tasks.changes import Changes, Deltas, DeltaSummary, JobOutput, delta, equal
+from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_right_answers
 
 _SUMS = ("logprob_sum", "logprob_mean")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresFound:
+    """num_greedy_only_a, num_greedy_only_b: rows that are greedy in one job alone. num_other_lengths: rows with other
+    numbers of scored tokens. token_logprobs: of rows whose tokens are the same in both.
+    """
+
+    num_greedy_only_a: int
+    num_greedy_only_b: int
+    num_other_lengths: int
+    logprob_sum: DeltaSummary
+    logprob_mean: DeltaSummary
+    token_logprobs: DeltaSummary
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicesFound:
+    """num_other_best and the next: rows with another winner. num_other_choices: rows with other numbers of choices.
+    choice_logprob_sums: of the choices of all other rows. accuracy_a, accuracy_b: None where the job has no answers.
+    num_right_to_wrong, num_wrong_to_right: rows by `best`, of num_answered that both jobs have an answer and scores of.
+    """
+
+    num_other_best: int
+    num_other_best_per_token: int
+    num_other_best_per_byte: int
+    num_other_choices: int
+    choice_logprob_sums: DeltaSummary
+    accuracy_a: Accuracy | None
+    accuracy_b: Accuracy | None
+    num_answered: int
+    num_right_to_wrong: int
+    num_wrong_to_right: int
+
+
+def begin_changes(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
+    """What counts the changes. Raises OutputError where one job scores choices, and the other one text a row."""
+    kinds = ["several choices" if "choice_logprob_sums" in job.schema.names else "one text" for job in (a, b)]
+    if kinds[0] != kinds[1]:
+        raise OutputError(
+            f"{a.folder} scores {kinds[0]} of a row, and {b.folder} {kinds[1]}: compare two that score the same"
+        )
+    return (ScoreChanges if kinds[0] == "one text" else ChoiceChanges)([a.schema, b.schema], num_examples)
 
 
 class ScoreChanges(Changes):
@@ -68,24 +113,16 @@ class ScoreChanges(Changes):
         lengths = (both[f"num_tokens_{job}"].to_numpy() for job in "ab")
         self._num_other_lengths += int(np.count_nonzero(np.not_equal(*lengths)))
 
-    def own_lines(self) -> Iterator[str]:
+    def own_found(self) -> ScoresFound:
         """See `Changes`."""
-        for before in (True, False):
-            if self._greedy[before, not before]:
-                yield f"  is_greedy {before} -> {not before}: {self._greedy[before, not before]:,}"
-        if self._num_other_lengths:
-            yield f"  other numbers of scored tokens: {self._num_other_lengths:,} rows, whose means are of other tokens"
-        for name, found in self._deltas.items():
-            yield f"{name} of {found.num:,} rows: {found}"
-        if self._tokens.num:
-            yield f"logprobs of {self._tokens.num:,} tokens that both scored: {self._tokens}"
-
-    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """See `Changes`."""
-        changed = ", ".join(
-            f"{name} {clip_value(row[f'{name}_a'])} -> {clip_value(row[f'{name}_b'])}" for name in ("is_greedy", *_SUMS)
+        return ScoresFound(
+            self._greedy[True, False],
+            self._greedy[False, True],
+            self._num_other_lengths,
+            self._deltas["logprob_sum"].summary(),
+            self._deltas["logprob_mean"].summary(),
+            self._tokens.summary(),
         )
-        yield f"  {key} {row['key']}: {changed}"
 
 
 class ChoiceChanges(Changes):
@@ -137,36 +174,25 @@ class ChoiceChanges(Changes):
             return
         is_right = []
         for place, job in enumerate("ab"):
-            self._accuracy[place] += counts.count_right_answers(
-                pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)})
-            )
+            self._accuracy[place] += count_right_answers(pa.table({n: table[f"{n}_{job}"] for n in (ANSWER, *WINNERS)}))
             is_right.append(pc.equal(table[f"{ANSWER}_{job}"], table[f"{WINNERS[0]}_{job}"]).to_pylist())
         self._flips.update((a, b) for a, b in zip(*is_right, strict=True) if a is not None and b is not None)
 
-    def own_lines(self) -> Iterator[str]:
+    def own_found(self) -> ChoicesFound:
         """See `Changes`."""
-        for name, num_rows in self._changed.items():
-            if num_rows:
-                yield f"  {name}: {num_rows:,} rows have another one"
-        if self._num_other_choices:
-            yield f"  other numbers of choices: {self._num_other_choices:,} rows"
-        yield f"logprob sums of {self._deltas.num:,} choices: {self._deltas}"
-        for name, found in zip("AB", self._accuracy, strict=True):
-            if found.num_answered:
-                yield f"accuracy of {name}: {found}"
-        if self._flips:
-            right, wrong, num_rows = self._flips[True, False], self._flips[False, True], self._flips.total()
-            yield f"  best right -> wrong: {right:,}, wrong -> right: {wrong:,}, of {num_rows:,} rows with answers"
-
-    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """See `Changes`."""
-        winners = (f"{name} {clip_value(row[f'{name}_a'])} -> {clip_value(row[f'{name}_b'])}" for name in WINNERS
-                   if row[f"{name}_a"] != row[f"{name}_b"])  # fmt: skip
-        answer = f" (answer {row['answer_a']})" if self._has_answer else ""
-        yield f"  {key} {row['key']}{answer}: {', '.join(winners)}"
-        for name in "AB":
-            sums = row[f"choice_logprob_sums_{name.lower()}"]
-            yield f"    {name} {clip_value(None if sums is None else ' '.join(f'{value:.4f}' for value in sums))}"
+        a, b = (accuracy if accuracy.num_answered else None for accuracy in self._accuracy)
+        return ChoicesFound(
+            num_other_best=self._changed["best"],
+            num_other_best_per_token=self._changed["best_per_token"],
+            num_other_best_per_byte=self._changed["best_per_byte"],
+            num_other_choices=self._num_other_choices,
+            choice_logprob_sums=self._deltas.summary(),
+            accuracy_a=a,
+            accuracy_b=b,
+            num_answered=self._flips.total(),
+            num_right_to_wrong=self._flips[True, False],
+            num_wrong_to_right=self._flips[False, True],
+        )
 
 
 def _floats(rows: pa.RecordBatch, name: str) -> Any:

@@ -11,7 +11,7 @@ from batchinf.prompts.encoder import Encoder, begins_with_two, show
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.score.section import scored_columns
+from batchinf.tasks.score.section import score_of, scored_columns
 
 # vLLM runs a prompt only if one more token fits after it, and gives no logprob for a prompt's first token: so much of
 # `max_model_len` is not for tokens that others are predicted from.
@@ -86,12 +86,6 @@ def span_of(context_ids: list[int], continuation_ids: list[int], num_bytes: int,
     return Span(ids, len(ids) - len(continuation_ids), num_bytes)
 
 
-def prompt_builder(spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
-    """What makes a job's rows into prompts; see `PromptBuilder`."""
-    kind = ScorePrompts if spec.task == "score" else PromptBuilder
-    return kind(spec, tokenizer, vocab_size, begun_at)
-
-
 @dataclass(slots=True)
 class _Draft:
     """A row before its batch is encoded.
@@ -122,11 +116,11 @@ class ScorePrompts(PromptBuilder):
 
     def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
         super().__init__(spec, tokenizer, vocab_size, begun_at)
-        self._where, self._score = spec.input, spec.score
-        self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=spec.score.add_bos_token)
+        self._where, self._score = spec.input, score_of(spec)
+        self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=self._score.add_bos_token)
         self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
         # Where the tokenizer puts one before each text, a text is scored behind two: said before the job, see
-        # `prompt_checks`, or meant.
+        # `prompt_warnings`, or meant.
         adds = spec.input.text_column is not None and self._boundary.adds
         self._counts_bos = not (adds and self._dressed.begins_with(self._bos))
 

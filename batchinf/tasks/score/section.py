@@ -1,9 +1,10 @@
-"""The section `score` of a spec, and what the task asks of the other sections."""
+"""The section `score` of a spec, and the rules of the task about other sections."""
 
 from typing import Annotated, Any, Literal
 
 from batchinf.spec.fields import IDENTITY, Section, Whole, wrong
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
+from batchinf.spec.job import JobSpec, TaskSection
 from batchinf.spec.sampling import SamplingSpec
 
 # Columns that say what is scored: one of the first three, and what belongs to them.
@@ -26,10 +27,16 @@ class ScoreSpec(Section):
     """Of which tokens ids, logprobs and ranks are stored: the continuation's, or the context's too."""
 
 
-def check_score(
-    task: str, where: InputSpec, sampling: SamplingSpec, score: ScoreSpec, include_token_logprobs: bool
-) -> None:
-    """Raise what `wrong` makes where a job scores and something in it makes no sense for that, or the other way."""
+def score_of(spec: JobSpec) -> ScoreSpec:
+    """The section of a spec."""
+    section: ScoreSpec = getattr(spec, SECTION.name)
+    return section
+
+
+def _check(spec: JobSpec) -> None:
+    """Raise an error for a validator if the section or the columns to score do not fit the task, or other fields."""
+    task, where, sampling, score = spec.task, spec.input, spec.sampling, score_of(spec)
+    include_token_logprobs = spec.output.include_token_logprobs
     if task != "score":
         for column in SCORE_COLUMNS:
             if getattr(where, column) is not None:
@@ -83,7 +90,7 @@ def _check_input(where: InputSpec) -> None:
     if where.answer_column is not None and where.choices_column is None:
         raise wrong("got it without choices_column; it is the index of the right choice: leave it out",
                     "input.answer_column")  # fmt: skip
-    if where.format == "openai":
+    if where.is_batch_file:
         raise wrong("got openai with task score; its lines have prompts and nothing to score", "input.format")
     if where.on_overlong != "error":
         raise wrong(f"got {where.on_overlong} with task score, which cuts a long context at its left and scores a long "
@@ -95,3 +102,6 @@ def _check_sampling(sampling: SamplingSpec) -> None:
     for field in changed:
         raise wrong("got it with task score, which generates nothing; only prompt_logprobs counts: leave it out",
                     f"sampling.{field}")  # fmt: skip
+
+
+SECTION = TaskSection("score", ScoreSpec, ScoreSpec(), _check)

@@ -4,6 +4,7 @@ A row is one output row, of one request for each continuation, choice or window;
 same context need one request for all.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,10 +13,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinf.base.errors import SpecError
+from batchinf.model.identity import Model
+from batchinf.prompts import checks
+from batchinf.prompts.encoder import Encoder, load_tokenizer
 from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, Result, Span, TokenLogprobs
+from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.base import TaskBase, result_schema, without_requests
+from batchinf.tasks.base import LIKELY_TOKENS, Task, result_schema, without_requests
 from batchinf.tasks.columns import (
     Tokens,
     error_columns,
@@ -28,6 +34,10 @@ from batchinf.tasks.columns import (
     offsets_of,
     prompt_columns,
 )
+from batchinf.tasks.score.changes_text import COMPARISON
+from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
+from batchinf.tasks.score.section import SECTION, score_of, scored_columns
+from batchinf.tasks.score.verification import ScoreVerification
 
 # As many as vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
 _MOST_IN_ONE_PASS = 128
@@ -49,23 +59,65 @@ def score_sampling(sampling: SamplingSpec) -> SamplingSpec:
     return SamplingSpec(temperature=0.0, prompt_logprobs=max(1, sampling.prompt_logprobs or 0))
 
 
-class Score(TaskBase):
+class Score(Task):
     """See `Task`."""
 
-    joins_requests = True
+    name = "score"
+    comparison = COMPARISON
+    verification = ScoreVerification
+    section = SECTION
+    scores_prompts = True
+    takes_generation_config = False
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._k = spec.sampling.prompt_logprobs or 0
         self._has_tokens = spec.output.include_token_logprobs
         self._is_choice = spec.input.choices_column is not None
-        self._stores_all = spec.score.store == "all"
+        self._stores_all = score_of(spec).store == "all"
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
-        self._together = spec.score.one_pass and self._is_choice and self._k == 0
+        self._together = score_of(spec).one_pass and self._is_choice and self._k == 0
         self._sampling = score_sampling(spec.sampling)
         self._one_pass = SamplingSpec(temperature=0.0)
-        self.result_schema = self._schema(self._scored_fields())
-        self.own = without_requests(self._schema(self._own_fields()))
+
+    @property
+    def reads_prompt_logits(self) -> bool:
+        """See `Task`."""
+        return True
+
+    @property
+    def input_columns(self) -> tuple[tuple[str, str], ...]:
+        """See `Task`: the columns of what is scored."""
+        return tuple(scored_columns(self.spec.input))
+
+    def resolve(self, model: Model) -> JobSpec:
+        """See `Task`. Checks that windows are longer than their overlap."""
+        overlap, length = score_of(self.spec).window_overlap, checks.max_model_len(self.spec, model)
+        if length is not None and overlap >= length - NUM_RESERVED:
+            raise SpecError(f"score.window_overlap: got {overlap:,}; must be below max_model_len - {NUM_RESERVED} = "
+                            f"{length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
+        return self.spec
+
+    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> ScorePrompts:
+        """See `Task`."""
+        return ScorePrompts(self.spec, tokenizer, vocab_size, begun_at)
+
+    def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
+        """See `Task`. Texts are scored as they are, and their first tokens are as `Boundary` says."""
+        yield from checks.prompt_warnings(
+            self.spec, model, source, reads_prompt_logits=True, may_lack_template=True
+        )
+        if self.spec.input.text_column is not None and score_of(self.spec).add_bos_token is None:
+            yield from _bos_warning(self.spec, model)
+
+    def warm_up_request(self) -> Request:
+        """See `Task`."""
+        return Request(-1, 0, [1] * 8, self._sampling, 1, None)
+
+    def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
+        """See `Task`."""
+        tokens = LIKELY_TOKENS if self._has_tokens else 0
+        return 200 + tokens * 9 * (1 + self._k)
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """A request for each span, or one for all choices; one, never run, for a prompt with an error."""
@@ -191,12 +243,22 @@ class Score(TaskBase):
         logprob = pa.float16() if self.spec.output.logprobs_dtype == "float16" else pa.float32()
         return [("token_ids", list_of(pa.int32())), *logprob_fields("", self._k, logprob)]
 
-    def _scored_fields(self) -> list[tuple[str, pa.DataType]]:
-        """Of a result, and of a row."""
+    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+        """See `Task`: the scores, of which a row has them too."""
         fields = [*_SUMS, *self._token_fields()]
         if self._is_choice:
             return [(f"choice_{name}", list_of(type)) for name, type in fields]
         return [("logprob_sum", pa.float64()), *fields[1:]]
+
+    @functools.cached_property
+    def result_schema(self) -> pa.Schema:
+        """See `Task`."""
+        return self._schema(self.result_fields())
+
+    @functools.cached_property
+    def own(self) -> pa.Schema:
+        """See `Task`."""
+        return without_requests(self._schema(self._own_fields()))
 
     def _schema(self, scored: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
         where = self.spec.input
@@ -205,7 +267,7 @@ class Score(TaskBase):
         return result_schema(self.spec, [*scored, *answer, *context], may_truncate=where.text_column is None)
 
     def _own_fields(self) -> list[tuple[str, pa.DataType]]:
-        scored = self._scored_fields()
+        scored = self.result_fields()
         if self._is_choice:
             return [*((name, pa.int32()) for name in ("best", "best_per_token", "best_per_byte")), *scored]
         means = [(name, pa.float64()) for name in ("logprob_mean", "perplexity", "bits_per_byte")]
@@ -268,6 +330,16 @@ def _answer(result: Result) -> int | None:
 def _num_context(result: Result) -> int | None:
     scoring = result.prompt.scoring
     return None if scoring is None else scoring.spans[result.request_index].start
+
+
+def _bos_warning(spec: JobSpec, model: Model) -> Iterator[str]:
+    tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
+    ids, bos = Encoder(tokenizer, adds_special_tokens=True).encode_one("a"), tokenizer.bos_token_id
+    if isinstance(ids, list) and bos is not None and ids[0] == bos:
+        yield (
+            f"warning: each text is scored behind {tokenizer.bos_token}, and the tokenizer puts another before it, "
+            "which is scored too, as in lm-evaluation-harness; score.add_bos_token: false leaves it out, true means it"
+        )
 
 
 def _without_zeros(lists: pa.ListArray) -> pa.ListArray:

@@ -1,9 +1,10 @@
-"""What changed between two jobs' numbers: logits, vectors, hidden states, classes, rewards. How far they are apart, the
-cosine of vectors, and where the likeliest token, or the label, is another one.
+"""What changed between two jobs' numbers: logits, vectors, hidden states, classes, rewards.
+
+How far they are apart, the cosine of vectors, and where the likeliest token, or the label, is another one.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,52 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError
+from batchinf.base.ragged import Ragged, to_matrix, to_ragged
 from batchinf.records import BoolArray, Int64Array
-from batchinf.results import Ragged, Results, to_matrix, to_ragged
-from batchinf.tasks.changes import Changes, Deltas, clip_value, delta, equal, num_common
+from batchinf.tasks.changes import Changes, Deltas, DeltaSummary, JobOutput, delta, equal, num_common
 
 _BLOCK = 1 << 17  # numbers that are compared together, as float64, in the processor's cache
-_MOST_LABELS = 10
 _COSINE_TASKS = ("embed", "hidden_states")
 
 Floats = npt.NDArray[np.float64]
 
 
-def check_comparable(a: Results, b: Results) -> None:
+@dataclass(frozen=True, slots=True)
+class LabelChange:
+    """Rows whose label is `a` in one job and `b` in the other; None where there is none."""
+
+    a: str | None
+    b: str | None
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnFound:
+    """A column of vectors; None where something does not apply.
+
+    num_rows, num_vectors: that were compared. num_same_top1: vectors whose greatest number stands in the same place
+    (logits). mean_cosine, min_cosine: of the vectors in A and B (embed, hidden_states).
+    """
+
+    name: str
+    num_rows: int
+    num_vectors: int
+    deltas: DeltaSummary
+    num_same_top1: int | None
+    mean_cosine: float | None
+    min_cosine: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class VectorsFound:
+    """labels: of rows with another label, the most frequent first. rewards: where each row has one number."""
+
+    labels: tuple[LabelChange, ...]
+    rewards: DeltaSummary | None
+    columns: tuple[ColumnFound, ...]
+
+
+def check_comparable(a: JobOutput, b: JobOutput) -> None:
     """Raise OutputError where two jobs' numbers do not stand for the same: other columns, widths or tokens."""
     task = a.spec.get("task")
     own, other = ({**_widths(job.schema)} for job in (a, b))
@@ -58,7 +93,7 @@ class VectorChanges(Changes):
     positions (logits), its label (classify), or any number (the others), or where one of the two has none.
     """
 
-    def __init__(self, a: Results, b: Results, num_examples: int) -> None:
+    def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
         """Raises OutputError where the two cannot be compared: see `check_comparable`."""
         super().__init__(num_examples)
         check_comparable(a, b)
@@ -140,26 +175,13 @@ class VectorChanges(Changes):
         found = sorted(both, key=lambda row: -row["_distance"])[: self.num_examples]
         self.examples = [row for row in found if row["_distance"] > 0]
 
-    def own_lines(self) -> Iterator[str]:
+    def own_found(self) -> VectorsFound:
         """See `Changes`."""
-        for (a, b), num_rows in self._labels.most_common(_MOST_LABELS):
-            yield f"  label {clip_value(a)} -> {clip_value(b)}: {num_rows:,}"
-        if self._rewards.num:
-            yield f"reward of {self._rewards.num:,} rows: {self._rewards}"
-        for name, found in self._sums.items():
-            if found.num_vectors:
-                yield from found.lines(name, self._task)
-
-    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """See `Changes`."""
-        if "label" in self.columns:
-            yield f"  {key} {row['key']}: label {clip_value(row['label_a'])} -> {clip_value(row['label_b'])}"
-            return
-        own = ("key", "is_", "error_type", "_distance", "sample_index")
-        shown = ", ".join(
-            f"{name} {value:.6g}" for name, value in row.items() if not name.startswith(own) and value is not None
+        return VectorsFound(
+            tuple(LabelChange(a, b, num) for (a, b), num in self._labels.most_common()),
+            self._rewards.summary() if "reward" in self.columns else None,
+            tuple(found.summary(name, self._task) for name, found in self._sums.items()),
         )
-        yield f"  {key} {row['key']}: {shown}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +284,13 @@ class _Sums:
     """Over all rows, of one column of vectors."""
 
     def __init__(self) -> None:
-        self.num_vectors = self._num_rows = self._num_top1 = self._num_cosines = 0
+        self._num_vectors = self._num_rows = self._num_top1 = self._num_cosines = 0
         self._cosine, self._least = 0.0, 1.0
         self._deltas = Deltas()
 
     def add(self, rows: _Compared) -> None:
         """Take in some rows."""
-        self.num_vectors += int(rows.counts.sum())
+        self._num_vectors += int(rows.counts.sum())
         self._num_rows += int(np.count_nonzero(rows.counts))
         self._num_top1 += int(rows.num_top1.sum())
         is_known = ~np.isnan(rows.sum_cosine)
@@ -283,14 +305,18 @@ class _Sums:
             float(np.nan_to_num(rows.greatest).max(initial=0.0)),
         )
 
-    def lines(self, name: str, task: str | None) -> Iterator[str]:
-        """For people."""
-        yield f"{name} of {self._num_rows:,} rows, {self.num_vectors:,} vectors: {self._deltas}"
-        if task == "logits":
-            share = self._num_top1 / self.num_vectors
-            yield f"  the likeliest token is the same in {self._num_top1:,} of them ({share:.2%})"
-        if task in _COSINE_TASKS and self._num_cosines:
-            yield f"  cosine {self._cosine / self._num_cosines:.8f} on average, at least {self._least:.8f}"
+    def summary(self, name: str, task: str | None) -> ColumnFound:
+        """All of it. name: the column's."""
+        has_cosine = task in _COSINE_TASKS and self._num_cosines > 0
+        return ColumnFound(
+            name,
+            self._num_rows,
+            self._num_vectors,
+            self._deltas.summary(),
+            self._num_top1 if task == "logits" else None,
+            self._cosine / self._num_cosines if has_cosine else None,
+            self._least if has_cosine else None,
+        )
 
 
 def _lists(column: pa.ChunkedArray) -> Ragged:
@@ -303,5 +329,5 @@ def _lists(column: pa.ChunkedArray) -> Ragged:
     return Ragged(to_matrix(array)[~is_null], np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), is_null)
 
 
-def _labels(job: Results) -> object:
+def _labels(job: JobOutput) -> object:
     return (job.spec.get("pooling") or {}).get("labels")

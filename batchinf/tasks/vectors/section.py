@@ -3,8 +3,8 @@
 from typing import Annotated, Any, Literal
 
 from batchinf.spec.fields import IDENTITY, Positive, Section, Texts, TokenIds, wrong
+from batchinf.spec.job import JobSpec, TaskSection
 
-TASKS = ("embed", "classify", "reward", "hidden_states")
 OPENAI_LINES = (
     "got 'openai', whose lines ask for text; must be another format with task {task}: name the prompt's column"
 )
@@ -34,7 +34,7 @@ class PoolingSpec(Section):
     """`hidden_states`: after so many layers, before the final norm; 0 is the embedding. Default: the model's output."""
     final_norm: Annotated[bool, IDENTITY] = True
     """`hidden_states`: whether the model's output has its final norm applied; false is the last of `layers`."""
-    dtype: Annotated[Literal["float32", "float16"], IDENTITY] = "float32"
+    dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
     """`embed`, `hidden_states`: stored type; float16 holds nothing above 65,504."""
     width: Annotated[Positive | None, IDENTITY] = None
     """Numbers in one of the model's vectors; default: as its config says."""
@@ -47,30 +47,36 @@ class PoolingSpec(Section):
         return self.dimensions or self.width or len(self.labels or ())
 
 
-def check_pooling(spec: Any) -> None:
-    """Raise for fields that say nothing to the spec's task, one at a time, named. spec: a JobSpec."""
-    task = str(spec.task)
-    given = spec.pooling.model_dump(exclude_defaults=True)
+def pooling_of(spec: JobSpec) -> PoolingSpec:
+    """The section of a spec."""
+    section: PoolingSpec = getattr(spec, SECTION.name)
+    return section
+
+
+def _check(spec: JobSpec) -> None:
+    """Raise an error for a validator for the first field that has no meaning for the spec's task."""
+    task, pooling = spec.task, pooling_of(spec)
+    given = pooling.model_dump(exclude_defaults=True)
     meant = _FIELDS.get(task, ())
     for name, value in given.items():
         if name not in meant:
             tasks = [other for other, fields in _FIELDS.items() if name in fields]
-            reason = f"got {_shown(value)}; must be left out with task {task}: it is for {_listed(tasks)}"
+            reason = f"got {_in_words(value)}; must be left out with task {task}: it is for {_listed(tasks)}"
             raise wrong(reason, f"pooling.{name}")
-    if task not in TASKS:
+    if task not in _FIELDS:
         return
     for name, value in spec.sampling.model_dump(exclude_defaults=True).items():
-        reason = f"got {_shown(value)}; must be left out with task {task}, which generates no text"
+        reason = f"got {_in_words(value)}; must be left out with task {task}, which generates no text"
         raise wrong(reason, f"sampling.{name}")
     if spec.model.reasoning_parser is not None:
         reason = f"got '{spec.model.reasoning_parser}'; must be left out with task {task}, which generates no text"
         raise wrong(reason, "model.reasoning_parser")
-    if spec.input.format == "openai":
+    if spec.input.is_batch_file:
         raise wrong(OPENAI_LINES.format(task=task), "input.format")
     if spec.output.logprobs_dtype != "float32":
         reason = f"got '{spec.output.logprobs_dtype}'; must be left out with task {task}, which has no logprobs"
         raise wrong(reason, "output.logprobs_dtype")
-    _check_layers(spec.pooling)
+    _check_layers(pooling)
 
 
 def _check_layers(pooling: PoolingSpec) -> None:
@@ -78,13 +84,13 @@ def _check_layers(pooling: PoolingSpec) -> None:
     if layers is None:
         return
     if list(layers) != sorted(set(layers)) or not layers:
-        raise wrong(f"got {_shown(layers)}; must be numbers of layers, each once, ascending", "pooling.layers")
+        raise wrong(f"got {_in_words(layers)}; must be numbers of layers, each once, ascending", "pooling.layers")
     if not pooling.final_norm:
         reason = "got false beside layers; must be left out, as no layer has the final norm"
         raise wrong(reason, "pooling.final_norm")
 
 
-def _shown(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "an empty list"
     if isinstance(value, bool):
@@ -94,3 +100,6 @@ def _shown(value: Any) -> str:
 
 def _listed(tasks: list[str]) -> str:
     return tasks[0] if len(tasks) == 1 else f"{', '.join(tasks[:-1])} and {tasks[-1]}"
+
+
+SECTION = TaskSection("pooling", PoolingSpec, PoolingSpec(), _check)

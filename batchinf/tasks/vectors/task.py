@@ -1,17 +1,18 @@
 """The tasks that store vectors, one output row for each input row: `embed`, `classify`, `reward`, `hidden_states`."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinf.base.errors import BatchinfError
-from batchinf.records import Prompt, Request, Result
+from batchinf.base.errors import BatchinfError, SpecError
+from batchinf.model.identity import Model
+from batchinf.records import FloatArray, Prompt, Request, Result
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.base import TaskBase, result_schema, without_requests
+from batchinf.tasks.base import LIKELY_TOKENS, PoolingWanted, Task
 from batchinf.tasks.columns import (
     ITEM,
     concatenate,
@@ -23,32 +24,80 @@ from batchinf.tasks.columns import (
     prompt_columns,
     strings,
 )
+from batchinf.tasks.vectors import model as model_config
+from batchinf.tasks.vectors.changes_text import COMPARISON
+from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, pooling_of
+from batchinf.tasks.vectors.verification import (
+    ClassifyVerification,
+    EmbedVerification,
+    HiddenStatesVerification,
+    RewardVerification,
+)
 
 Values = npt.NDArray[Any]
 
 
-class Pooled(TaskBase, abc.ABC):
-    """A task of which each file says what it keeps of `Completion.values`: `vector_fields` and `vector_columns`."""
+class Pooled(Task):
+    """A task that stores `Completion.values` of vLLM's pooling runner. A row has one request, and no samples."""
 
-    joins_requests = True  # a row has one request, and no samples
+    section = SECTION
+    comparison = COMPARISON
+    takes_generation_config = False
+    output_room = 0
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
-        self.dtype = np.dtype(spec.pooling.dtype)
-        self.width = spec.pooling.vector_width
-        self.result_schema = result_schema(spec, self.vector_fields())
-        self.own = without_requests(self.result_schema)
+        self._pooling = pooling_of(spec)
+        self.dtype = np.dtype(self._pooling.dtype)
+        self.width = self._pooling.vector_width
 
     @abc.abstractmethod
-    def vector_fields(self) -> list[tuple[str, pa.DataType]]:
-        """The task's own columns."""
+    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
+        """The fields of the section that the model's config fills in. Raises SpecError."""
+
+    @property
+    @abc.abstractmethod
+    def pooling(self) -> PoolingWanted:
+        """See `Task`."""
 
     @abc.abstractmethod
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
-        """Them, from what the engine gave for each result, [num_positions, width], or None where it gave nothing.
+        """The columns of `result_fields`.
 
-        num_tokens: in each result's prompt.
+        values: of each result, [num_positions, width]; None for one with an error. num_tokens: of each result's prompt.
         """
+
+    def resolve(self, model: Model) -> JobSpec:
+        """See `Task`: widths and labels."""
+        update = self.resolved_fields(model_config.ModelConfig.of(self.spec, model))
+        return self.spec.model_copy(update={SECTION.name: self._pooling.model_copy(update=update)})
+
+    def check_input(self) -> None:
+        """See `Task`: a batch file asks for text."""
+        if self.spec.input.format == "openai":
+            raise SpecError(f"input.format: {OPENAI_LINES.format(task=self.name)}")
+
+    def width_error(self, got: int) -> SpecError:
+        """See `Task`."""
+        return SpecError(
+            f"pooling.width: got {self.pooling.width} numbers in a vector{self._of_layers()}, but the model gives "
+            f"{got}; name as many"
+        )
+
+    def _of_layers(self) -> str:
+        layers = self._pooling.layers
+        return "" if layers is None or len(layers) == 1 else f" for {len(layers)} layers"
+
+    def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
+        """See `Task`."""
+        wanted = self.pooling
+        num_positions = len(request.prompt_token_ids) if wanted.all_positions else 1
+        return draw(num_positions * wanted.width).reshape(num_positions, wanted.width)
+
+    def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
+        """See `Task`. Vectors hardly compress."""
+        wanted = self.pooling
+        return 100 + wanted.width * self.dtype.itemsize * (LIKELY_TOKENS if wanted.all_positions else 1)
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request, which generates nothing."""
@@ -67,10 +116,6 @@ class Pooled(TaskBase, abc.ABC):
         }
         schema = self.result_schema
         return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
-
-    def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
-        """See `Task.reduce`: each result is a row."""
-        return self.output_table(columns, {name: results.column(name) for name in results.column_names})
 
 
 def vector_of(dtype: npt.DTypeLike, width: int) -> pa.DataType:
@@ -109,8 +154,45 @@ def check_shapes(values: Sequence[Values | None], width: int, num_positions: Seq
 class Embed(Pooled):
     """`embedding`: fixed_size_list<float32 or float16>[width], of length 1 unless the spec says otherwise."""
 
-    def vector_fields(self) -> list[tuple[str, pa.DataType]]:
+    name = "embed"
+    verification = EmbedVerification
+
+    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
         """See `Pooled`."""
+        pooling = self._pooling
+        projected = None if pooling.width else model_config.projected_width(config.model, self.spec)
+        width = pooling.width or model_config.width_of(config, projected)
+        if pooling.dimensions is not None:
+            model_config.check_dimensions(config, pooling.dimensions, width)
+        return {"width": width}
+
+    def describe(self) -> str:
+        """See `Task`."""
+        length = "of length 1" if self._pooling.normalize else "as it is"
+        return f"task embed: a vector of {self.width:,} {self._pooling.dtype} for each row, {length}"
+
+    @property
+    def pooling(self) -> PoolingWanted:
+        """See `Task`."""
+        return PoolingWanted(
+            ("embed",),
+            convert="embed",
+            width=self.width,
+            use_activation=self._pooling.normalize,
+            dimensions=self._pooling.dimensions,
+            seq_pooling_type=_type(self._pooling.pooling_type),
+        )
+
+    def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
+        """See `Task`."""
+        values = super().scripted_values(request, draw)
+        if not self._pooling.normalize:
+            return values
+        unit: FloatArray = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
+        return unit
+
+    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+        """See `Task`."""
         return [("embedding", vector_of(self.dtype, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
@@ -121,19 +203,63 @@ class Embed(Pooled):
 _FLOAT = np.dtype(np.float32)
 
 
+def _type(pooling_type: str | None) -> str | None:
+    """vLLM's name of a pooling type."""
+    return None if pooling_type is None else pooling_type.upper()
+
+
 class Classify(Pooled):
     """`label` string and its `score` float32; `probabilities` (or `logits`) fixed_size_list<float32>[num_labels].
 
     The label is the class with the highest value, the first of equals; null where all of a row's values are NaN.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
-        self._labels = np.array(spec.pooling.labels or (), np.object_)
-        self._column = "logits" if spec.pooling.use_activation is False else "probabilities"
-        super().__init__(spec)
+    name = "classify"
+    verification = ClassifyVerification
 
-    def vector_fields(self) -> list[tuple[str, pa.DataType]]:
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        self._labels = np.array(self._pooling.labels or (), np.object_)
+        self._is_active = self._pooling.use_activation is not False
+        self._column = "probabilities" if self._is_active else "logits"
+
+    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
         """See `Pooled`."""
+        labels = self._pooling.labels or model_config.labels_of(config)
+        model_config.check_head(config, self.name)
+        return {"labels": labels}
+
+    def describe(self) -> str:
+        """See `Task`."""
+        labels = self._pooling.labels or ()
+        more = ", …" if len(labels) > 8 else ""
+        return f"task classify: {self._column} of {self.width:,} labels: {', '.join(labels[:8])}{more}"
+
+    @property
+    def pooling(self) -> PoolingWanted:
+        """See `Task`."""
+        return PoolingWanted(
+            ("classify",),
+            convert="classify",
+            width=self.width,
+            use_activation=self._is_active,
+            seq_pooling_type=_type(self._pooling.pooling_type),
+        )
+
+    def width_error(self, got: int) -> SpecError:
+        """See `Task`."""
+        return SpecError(f"pooling.labels: got {self.width} classes, but the model gives {got}; name as many")
+
+    def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
+        """See `Task`."""
+        values = super().scripted_values(request, draw)
+        if not self._is_active:
+            return values
+        shares: FloatArray = np.exp(values) / np.exp(values).sum(axis=1, keepdims=True)
+        return shares
+
+    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+        """See `Task`."""
         return [("label", pa.string()), ("score", pa.float32()), (self._column, vector_of(_FLOAT, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
@@ -151,8 +277,32 @@ class Classify(Pooled):
 class Reward(Pooled):
     """`reward`: float32, or fixed_size_list<float32>[width] where the model's head has several outputs."""
 
-    def vector_fields(self) -> list[tuple[str, pa.DataType]]:
+    name = "reward"
+    verification = RewardVerification
+
+    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
         """See `Pooled`."""
+        labels = model_config.labels_of(config)
+        model_config.check_head(config, self.name)
+        return {"width": self._pooling.width or len(labels)}
+
+    def describe(self) -> str:
+        """See `Task`."""
+        return f"task reward: {'a number' if self.width == 1 else f'{self.width:,} numbers'} for each row"
+
+    @property
+    def pooling(self) -> PoolingWanted:
+        """See `Task`. Some reward models give a number for each token, of which the last one counts."""
+        return PoolingWanted(
+            ("classify", "token_classify"),
+            convert="classify",
+            width=self.width,
+            use_activation=bool(self._pooling.use_activation),
+            seq_pooling_type=_type(self._pooling.pooling_type),
+        )
+
+    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+        """See `Task`."""
         return [("reward", pa.float32() if self.width == 1 else vector_of(_FLOAT, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
@@ -168,13 +318,46 @@ class HiddenStates(Pooled):
     output, or for each of the spec's layers a column `hidden_states_8`: list<fixed_size_list<float>[width]>.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
-        layers = spec.pooling.layers
-        self._names = ["hidden_states"] if layers is None else [f"hidden_states_{layer}" for layer in layers]
-        self._has_all = spec.pooling.positions == "all"
-        super().__init__(spec)
+    name = "hidden_states"
+    verification = HiddenStatesVerification
 
-    def vector_fields(self) -> list[tuple[str, pa.DataType]]:
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        layers = self._pooling.layers
+        self._names = ["hidden_states"] if layers is None else [f"hidden_states_{layer}" for layer in layers]
+        self._has_all = self._pooling.positions == "all"
+
+    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
+        """See `Pooled`."""
+        width = self._pooling.width or model_config.width_of(config)
+        model_config.check_layers(config, self.spec)
+        return {"width": width}
+
+    def describe(self) -> str:
+        """See `Task`."""
+        pooling, which = self._pooling, "each token" if self._has_all else "the last token"
+        if pooling.layers is not None:
+            where = f"after {'layer' if len(pooling.layers) == 1 else 'layers'} {', '.join(map(str, pooling.layers))}"
+        else:
+            norm = "with the final norm" if pooling.final_norm else "before the norm"
+            where = f"after the last layer, {norm}"
+        return f"task hidden_states: {self.width:,} {pooling.dtype} for {which} of a prompt, {where}"
+
+    @property
+    def pooling(self) -> PoolingWanted:
+        """See `Task`. The layers' vectors lie side by side, in the order of the spec."""
+        pooling = self._pooling
+        return PoolingWanted(
+            ("token_embed",) if self._has_all else ("embed",),
+            convert="embed",
+            width=self.width * len(self._names),
+            seq_pooling_type="LAST",
+            tok_pooling_type="ALL",
+            layers=pooling.layers or (() if pooling.final_norm else (-1,)),
+            all_positions=self._has_all,
+        )
+
+    def result_fields(self) -> list[tuple[str, pa.DataType]]:
         """See `Pooled`."""
         vectors = list_of(vector_of(self.dtype, self.width))
         return [("positions", list_of(pa.int32())), *((name, vectors) for name in self._names)]

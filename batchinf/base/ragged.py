@@ -1,0 +1,120 @@
+"""Arrow columns of lists and vectors as numpy arrays. `Results`, `diff` and `verify` read output columns with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinf.base.errors import OutputError
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Lists of different lengths, end to end.
+
+    values: [num_values, ...], of all lists; where the lists hold lists of one length, as the top k, that is its second
+    dimension. Null values are NaN, or -1 where they are whole numbers. offsets: int64 [num_lists + 1]; list i is
+    `values[offsets[i]:offsets[i + 1]]`. is_null: bool [num_lists], the lists that were never produced; they are empty.
+    """
+
+    values: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int64]
+    is_null: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.is_null)
+
+    def __getitem__(self, index: int) -> npt.NDArray[Any]:
+        """The values of one list, as a view."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"got list {index} of {len(self)}")
+        index %= len(self)
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def take(self, places: npt.NDArray[np.int64]) -> "Ragged":
+        """The lists at these places, copied."""
+        lengths = self.lengths[places]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        values = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][places] - offsets[:-1], lengths)
+        return Ragged(self.values[values], offsets, self.is_null[places])
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """int64 [num_lists]."""
+        return np.diff(self.offsets)
+
+    def sum(self) -> npt.NDArray[np.float64]:
+        """float64 [num_lists, ...]: of the values that are not NaN; 0 where there are none."""
+        return self._add(np.nan_to_num(self.values.astype(np.float64), nan=0.0))
+
+    def mean(self) -> npt.NDArray[np.float64]:
+        """float64 [num_lists, ...]: of the values that are not NaN; NaN where there are none."""
+        counts = self._add((~np.isnan(self.values.astype(np.float64))).astype(np.float64))
+        with np.errstate(invalid="ignore"):
+            return self.sum() / counts
+
+    def _add(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        # reduceat adds no empty run, and takes the next value for it.
+        sums = np.zeros((len(self), *values.shape[1:]))
+        is_full = self.lengths > 0
+        if is_full.any():
+            sums[is_full] = np.add.reduceat(values, self.offsets[:-1][is_full])
+        return sums
+
+
+def to_ragged(array: pa.ListArray) -> Ragged:
+    """A column of lists, or of lists of lists that have one length, as values and offsets. Raises OutputError."""
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    inner = array.flatten()
+    is_null = np.asarray(array.is_null())
+    if pa.types.is_fixed_size_list(inner.type):
+        # Views both, of the buffer that Parquet was decoded into.
+        return Ragged(to_matrix(inner), offsets, is_null)
+    if not pa.types.is_list(inner.type):
+        return Ragged(_flat(inner), offsets, is_null)
+    widths = pc.list_value_length(inner).to_numpy(zero_copy_only=False)
+    known = widths[~np.isnan(widths)] if widths.dtype.kind == "f" else widths
+    if len(known) and known.min() != known.max():
+        raise OutputError(
+            f"lists of {int(known.min())} to {int(known.max())} items are no array: read them with table()"
+        )
+    width = int(known[0]) if len(known) else 0
+    flat = _flat(inner.flatten())
+    values = np.full((len(inner), width), -1 if flat.dtype.kind in "iu" else np.nan, flat.dtype)
+    values[~np.asarray(inner.is_null())] = flat.reshape(len(known), width)
+    return Ragged(values, offsets, is_null)
+
+
+def to_matrix(array: pa.FixedSizeListArray) -> npt.NDArray[Any]:
+    """[num_vectors, width]: a view of Arrow's memory where none is null; null vectors are NaN, or -1."""
+    width = array.type.list_size
+    values = _flat(array.values.slice(array.offset * width, len(array) * width)).reshape(len(array), width)
+    if array.null_count:
+        values = values.copy()
+        values[np.asarray(array.is_null())] = -1 if values.dtype.kind in "iu" else np.nan
+    return values
+
+
+def join_ragged(pieces: Sequence[Ragged]) -> Ragged:
+    """The lists of all pieces, one piece after the other; at least one."""
+    # A piece all of whose lists are null says nothing of how wide they are.
+    values = [piece.values for piece in pieces if len(piece.values)] or [pieces[0].values]
+    lengths = np.concatenate([piece.lengths for piece in pieces])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    return Ragged(np.concatenate(values), offsets, np.concatenate([piece.is_null for piece in pieces]))
+
+
+def _flat(array: pa.Array) -> npt.NDArray[Any]:
+    """Without null, so that whole numbers stay whole; float16 stays as it is."""
+    if not array.null_count:
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+    if pa.types.is_integer(array.type):
+        return np.asarray(array.fill_null(-1).to_numpy(zero_copy_only=False))
+    values = np.array(array.to_numpy(zero_copy_only=False))
+    values[np.asarray(array.is_null())] = np.nan
+    return values

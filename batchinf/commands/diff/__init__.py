@@ -1,1 +1,0 @@
-"""`batchinf diff`: joins the rows of two jobs and counts what changed between them."""

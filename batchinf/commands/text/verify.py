@@ -1,0 +1,100 @@
+"""The lines of `batchinf verify`, and the error that it ends with beyond the tolerance."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from batchinf.base.errors import VerificationFailed
+from batchinf.commands.deviations import LogprobDeviations, VectorDeviations
+from batchinf.commands.verify import VerifyReport
+
+# A table's columns, each with its width.
+_Head = tuple[tuple[str, int], ...]
+_MEASURES: _Head = (("max |Δ|", 9), ("mean |Δ|", 9))
+_SHARES: _Head = (("top-1 agreement", 16), ("rank correlation", 16))
+_TOKEN_HEAD: _Head = (("tokens of", 9), ("positions", 10), *_MEASURES, ("max |Δ| of top k", 16), *_SHARES)
+_ROW_HEAD: _Head = (("rows of", 13), ("positions", 10), ("numbers", 13), *_MEASURES, *_SHARES)
+_VECTOR_HEAD: _Head = (
+    ("vectors of", 16), ("positions", 10), ("numbers", 13), *_MEASURES, ("max ‖Δ‖ / ‖reference‖", 21),
+    ("lowest cosine", 13),
+)  # fmt: skip
+
+
+def verify_lines(report: VerifyReport) -> Iterator[str]:
+    """A table, the worst rows, and the verdict unless that is an error."""
+    yield (
+        f"{report.job}: {report.num_rows:,} of {report.num_stored:,} rows (--seed {report.seed}), engine in "
+        f"{report.engine_dtype}, against {report.reference}"
+    )
+    yield from table_lines(report.deviations)
+    for number, row in enumerate(report.worst):
+        if isinstance(report.deviations[row.kind], LogprobDeviations):
+            where = f"row {row.row_index}, sample {row.sample_index}, {row.kind} token {row.place}"
+        else:
+            where = f"row {row.row_index}, {row.kind}{'' if row.place is None else f' at token {row.place}'}"
+        yield f"{'worst rows: ' if not number else '            '}{where}: {row.max_abs_delta:.2e}"
+    if num_nan := sum(found.num_nan for found in report.deviations.values()):
+        yield f"{num_nan:,} {_what(report)} are missing or NaN"
+    if report.is_within:
+        yield f"within the tolerance of {report.tolerance:g}"
+
+
+def raise_if_beyond(report: VerifyReport) -> None:
+    """Raise VerificationFailed where a number is beyond the tolerance or missing."""
+    if not report.is_within:
+        raise VerificationFailed(
+            f"the stored {_what(report)} are beyond the tolerance of {report.tolerance:g}; see the rows named above"
+        )
+
+
+def _what(report: VerifyReport) -> str:
+    are_logprobs = all(isinstance(found, LogprobDeviations) for found in report.deviations.values())
+    return "logprobs" if are_logprobs else "numbers"
+
+
+def table_lines(deviations: Mapping[str, LogprobDeviations | VectorDeviations]) -> Iterator[str]:
+    """A line for each kind of logprobs and each column of vectors, below the names of its columns."""
+    last: _Head = ()
+    for kind, found in deviations.items():
+        if isinstance(found, LogprobDeviations):
+            head, cells = _TOKEN_HEAD, _token_cells(found)
+        elif found.has_direction:
+            head, cells = _VECTOR_HEAD, _vector_cells(found)
+        else:
+            head, cells = _ROW_HEAD, _row_cells(found)
+        if head != last:
+            yield _line(head, [name for name, _ in head])
+        last = head
+        yield _line(head, [kind, f"{found.num_positions:,}", *cells])
+
+
+def _token_cells(found: LogprobDeviations) -> list[str]:
+    return [
+        f"{found.max_abs_delta:.2e}",
+        f"{found.sum_abs_delta / max(1, found.num_positions):.2e}",
+        f"{found.max_abs_delta_top:.2e}" if found.num_values > found.num_positions else "-",
+        *_shares(found),
+    ]
+
+
+def _row_cells(found: VectorDeviations) -> list[str]:
+    return [*_deltas(found), *_shares(found)]
+
+
+def _vector_cells(found: VectorDeviations) -> list[str]:
+    return [*_deltas(found), f"{found.max_relative:.2e}", f"{found.min_cosine:.7f}"]
+
+
+def _deltas(found: VectorDeviations) -> list[str]:
+    mean = found.sum_abs_delta / max(1, found.num_values - found.num_nan)
+    return [f"{found.num_values:,}", f"{found.max_abs_delta:.2e}", f"{mean:.2e}"]
+
+
+def _shares(found: LogprobDeviations | VectorDeviations) -> list[str]:
+    return [
+        f"{found.num_agreeing / found.num_ranked:.2%}" if found.num_ranked else "-",
+        f"{found.sum_correlation / found.num_correlated:.5f}" if found.num_correlated else "-",
+    ]
+
+
+def _line(head: _Head, cells: Sequence[str]) -> str:
+    widths = [width for _, width in head]
+    return "  ".join([cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))])

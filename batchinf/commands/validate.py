@@ -1,0 +1,317 @@
+"""`batchinf validate`: checks spec, input, columns, model and prompts without an engine or a GPU.
+
+The checks yield what they find, so that it can be shown before a later check fails. `text.validate` has the words.
+"""
+
+import bisect
+import contextlib
+import dataclasses
+import pathlib
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from batchinf.base.errors import DriftError
+from batchinf.base.slices import SOURCE_FOLDER, read_cut
+from batchinf.base.storage import Folder
+from batchinf.commands.prompt_lengths import LengthCounts, PromptLengths, sample_rows
+from batchinf.commands.shown_rows import ChosenRows, ShownRow, find_row, random_rows, shown_row
+from batchinf.engines.installed import check_structures
+from batchinf.fleet.choose import choose_backend
+from batchinf.job.choose import Chosen, choose, described, max_model_len
+from batchinf.job.disk_space import check_size, room_warning
+from batchinf.job.open import Job, begun_at, check_drift, open_job
+from batchinf.manifest.state import State, read_state
+from batchinf.model.identity import check_weights
+from batchinf.model.lora import Adapter
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.schedule.order import RunOrder
+from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+
+_LONG = 1 << 30  # tokens that fit where nothing says how many
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWanted:
+    """Which rows to show: the first `num_rows`, as many at random with `seed`, or those that are named."""
+
+    num_rows: int
+    named: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFound:
+    """The spec is good."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFound:
+    """The model is whole. commit: of the hub; None for a folder. fit: what it takes of one device here."""
+
+    name: str
+    architectures: tuple[str, ...]
+    commit: str | None
+    path: str
+    fingerprint: str
+    adapters: tuple[Adapter, ...]
+    gpu_memory_utilization: float
+    fit: Fit
+
+
+@dataclass(frozen=True, slots=True)
+class InputFound:
+    """The input can be read. columns: their Arrow types by name."""
+
+    path: str
+    num_rows: int
+    fingerprint: str
+    columns: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsChosen:
+    """How many of the input's rows `where`, `sample`, `exclude` and `limit` choose. chosen_by: these fields."""
+
+    chosen_by: str
+    num_rows: int
+    num_input_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A field of sampling. origin: where its value is from: `spec`, `generation_config` or `default`."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFound:
+    """The task, and what it stores of each row.
+
+    stores: empty if the sampling says it. sampling: None if the task makes no text. row_sampling: by field, the column
+    that gives each row its own value.
+    """
+
+    name: str
+    stores: str
+    sampling: tuple[Setting, ...] | None
+    row_sampling: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A line about a setting that is probably a mistake (`warning`), or about structured outputs (`structure`)."""
+
+    kind: Literal["warning", "structure"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowsDrawn:
+    """The rows that follow were drawn with this seed."""
+
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFound:
+    """What the output folder holds.
+
+    num_slices: of a job in slices. num_parts: that are committed. drift: why `run` would refuse to go on with the job
+    there. room_warning: why the disk may be too small.
+    """
+
+    folder: str
+    holds: Literal["nothing", "slices", "done job", "unfinished job"]
+    num_slices: int | None
+    num_parts: int
+    drift: str | None
+    room_warning: str | None
+
+
+Finding = (
+    SpecFound | ModelFound | InputFound | RowsChosen | TaskFound | Remark | PromptLengths | RowsDrawn | ShownRow
+    | OutputFound
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ValidateReport:
+    """All that was found by checks that passed. chosen: None if all rows are run. seed: of rows drawn at random."""
+
+    spec: SpecFound
+    model: ModelFound
+    input: InputFound
+    chosen: RowsChosen | None
+    task: TaskFound
+    remarks: tuple[Remark, ...]
+    prompt_lengths: PromptLengths
+    seed: int | None
+    rows: tuple[ShownRow, ...]
+    output: OutputFound
+
+    @classmethod
+    def of(cls, findings: Iterable[Finding]) -> "ValidateReport":
+        """All findings of one `validate`."""
+        by_type: dict[type, list[Any]] = {}
+        for finding in findings:
+            by_type.setdefault(type(finding), []).append(finding)
+        [drawn] = by_type.get(RowsDrawn, [None])
+        [chosen] = by_type.get(RowsChosen, [None])
+        return cls(
+            spec=by_type[SpecFound][0],
+            model=by_type[ModelFound][0],
+            input=by_type[InputFound][0],
+            chosen=chosen,
+            task=by_type[TaskFound][0],
+            remarks=tuple(by_type.get(Remark, ())),
+            prompt_lengths=by_type[PromptLengths][0],
+            seed=None if drawn is None else drawn.seed,
+            rows=tuple(by_type.get(ShownRow, ())),
+            output=by_type[OutputFound][0],
+        )
+
+
+def validate(file: SpecFile, wanted: RowsWanted) -> Iterator[Finding]:
+    """What each check finds, as it passes. Raises UserError at the first that does not."""
+    folder = Folder(file.spec.output.path)
+    state = read_state(folder) if folder.exists("manifest") else None
+    with tempfile.TemporaryDirectory() as scratch:
+        # A job that has begun has its first pass over the input behind it.
+        own = folder.path(SOURCE_FOLDER)
+        job = open_job(file, own, state) if own.is_dir() else open_job(file, pathlib.Path(scratch))
+        with contextlib.closing(job.source):
+            yield SpecFound(str(file.path))
+            yield _model(job)
+            yield _input(job)
+            chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects and state is None else None
+            if chosen is not None:
+                yield RowsChosen(described(job), chosen.num_rows, job.source.num_rows)
+            num_rows = len(job.rows) if chosen is None else chosen.num_rows
+            check_size(file, job, None if state is not None else num_rows)
+            yield _task(job)
+            yield from (Remark("warning", text) for text in job.task.prompt_warnings(job.model, job.source))
+            yield from (Remark("structure", text) for text in check_structures(file, job.model.tokenizer))
+            yield from _prompts(job, wanted, state, _positions(job, state, chosen))
+            yield _output(job, folder, state, chosen)
+
+
+def _model(job: Job) -> ModelFound:
+    model = job.model
+    check_weights(model, job.spec.model.load_format)
+    # The first of the devices, which are taken to be alike.
+    backend = choose_backend()
+    device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
+    share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
+    return ModelFound(
+        name=model.name,
+        architectures=tuple(model.config.get("architectures") or ()),
+        commit=model.commit,
+        path=model.path,
+        fingerprint=model.fingerprint,
+        adapters=job.adapters,
+        gpu_memory_utilization=float(share),
+        fit=fit_of(model, job.spec, device_bytes, device_name, job.task.default_batch_limits),
+    )
+
+
+def _input(job: Job) -> InputFound:
+    source = job.source
+    columns = {field.name: str(field.type) for field in source.schema}
+    return InputFound(job.spec.input.path, source.num_rows, source.fingerprint, columns)
+
+
+def _task(job: Job) -> TaskFound:
+    has_sampling = job.task.draws_tokens and not job.task.describe()
+    sampling = tuple(_settings(job)) if has_sampling else None
+    return TaskFound(job.task.name, job.task.describe(), sampling, dict(job.spec.sampling.columns))
+
+
+def _settings(job: Job) -> Iterator[Setting]:
+    """Fields that the model may give, then the others that the spec gives."""
+    sampling, origins = job.spec.sampling, job.origins
+    for name, origin in origins.items():
+        yield Setting(name, getattr(sampling, name), origin)
+    others = sampling.model_dump(exclude_defaults=True, exclude={*origins, "columns", "structured_outputs"})
+    for name, value in others.items():
+        yield Setting(name, value, "spec")
+
+
+def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence[int]:
+    """The rows that are run."""
+    if chosen is not None and chosen.selection is not None:
+        return ChosenRows(chosen.num_rows, chosen.selection.rows)
+    if chosen is not None:
+        return range(chosen.first_row, chosen.stop_row)
+    if state is None or not (order := RunOrder(job.folder, state.extents)).is_whole:
+        return job.rows
+    start = order.extents[0].start
+    return ChosenRows(order.num_places, lambda first, stop: order.rows(start + first, start + stop))
+
+
+def _with_one_sample(spec: JobSpec) -> JobSpec:
+    # The first of a row's requests is all that is shown, and there may be millions.
+    return spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"n": 1})})
+
+
+def _prompts(job: Job, wanted: RowsWanted, state: State | None, positions: Sequence[int]) -> Iterator[Finding]:
+    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    begun = begun_at(job, None if state is None else state.header)
+    builder, task = (
+        job.task.prompt_builder(tokenizer, job.model.vocab_size, begun),
+        task_of(_with_one_sample(job.spec)),
+    )
+    length, id_column = max_model_len(job), job.spec.input.id_column
+    named = [find_row(job.source, id_column, text) for text in wanted.named]
+    lengths = LengthCounts(len(positions), length, job.spec.sampling.max_tokens)
+    for sampled in sample_rows(positions, wanted.seed or 0):
+        for prompt in builder.build(job.source.read_rows(np.asarray(sampled, np.int64), builder.columns), length):
+            lengths.add(prompt)
+    yield lengths.summary()
+    shown = named or list(positions[: wanted.num_rows])
+    if wanted.seed is not None and not named:
+        shown = random_rows(positions, wanted.num_rows, wanted.seed)
+        yield RowsDrawn(wanted.seed)
+    sampling = job.spec.sampling if job.task.draws_tokens else None
+    columns = [*builder.columns, *([id_column] if id_column else [])]
+    for position in shown:
+        [row] = job.source.read(position, position + 1, columns)
+        [prompt] = builder.build([row], length)
+        [first, *_] = task.expand(prompt, length or _LONG)
+        place = bisect.bisect_left(positions, position)
+        is_run = place < len(positions) and positions[place] == position
+        row_id = row.values.get(id_column) if id_column else None
+        yield shown_row(prompt, row_id, first, tokenizer, sampling, length, is_run=is_run, is_named=bool(named))
+
+
+def _output(job: Job, folder: Folder, state: State | None, chosen: Chosen | None) -> OutputFound:
+    found = OutputFound(str(folder.root), "nothing", None, 0, None, None)
+    if state is not None:
+        holds: Literal["done job", "unfinished job"] = "done job" if state.is_done else "unfinished job"
+        found = dataclasses.replace(found, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))
+    if (cut := read_cut(str(folder.root))) is not None:
+        found = dataclasses.replace(found, holds="slices", num_slices=cut.num_slices)
+    if state is not None and state.is_done:
+        return found
+    warning = room_warning(job, state, 1, None if chosen is None else chosen.num_rows)
+    return dataclasses.replace(found, room_warning=warning)
+
+
+def _drift(job: Job, state: State) -> str | None:
+    """No error: the settings may be those of a retry, or of a job whose folder is yet to be named."""
+    try:
+        check_drift(job, state.header)
+    except DriftError as error:
+        return str(error)
+    return None

@@ -1,0 +1,228 @@
+"""Starts, watches and ends replicas as process groups of this host."""
+
+import contextlib
+import os
+import pathlib
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from batchinf.base.storage import open_log
+from batchinf.fleet.backend import DeviceWatch, EndedBy, Ending
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.local import devices
+from batchinf.fleet.local.channel import Channel
+from batchinf.fleet.local.environment import (
+    cache_root,
+    engine_environment,
+    own_cache_folder,
+    sockets_folder,
+    sweep_sockets,
+)
+from batchinf.fleet.local.process_groups import GroupIdentity, end_leftover, end_process_group
+from batchinf.fleet.local.read_ahead import read_ahead
+from batchinf.fleet.local.shared_memory import SharedMemory
+from batchinf.model.identity import Model
+from batchinf.records import StartedReplica
+from batchinf.replica.in_flight import InFlightRecord
+from batchinf.replica.messages import Command, Event, Launch
+from batchinf.spec.job import JobSpec
+
+# The signals by which others end a process, unlike a segmentation fault, which is its own.
+_FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+# The ranks of a large engine each write a traceback.
+_LOG_TAIL_BYTES = 1 << 20
+
+
+@dataclass
+class LocalReplica:
+    """A running replica: its process, the channel to it, the memory that says what is in its engine.
+
+    log_start: the byte of its log at which its lines begin. own_cache: the folder to which vLLM compiles, if it is not
+    the one that replicas share; removed at its end. selector: listens to the channel.
+    """
+
+    incarnation: str
+    process: "subprocess.Popen[bytes]"
+    channel: Channel
+    memory: SharedMemory
+    log: pathlib.Path
+    log_start: int
+    sockets: pathlib.Path
+    own_cache: pathlib.Path | None = None
+    selector: selectors.BaseSelector | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_own_cache(self) -> bool:
+        """See `ReplicaHandle`."""
+        return self.own_cache is not None
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """See `ReplicaHandle`: the replica's process id is its process group's and its session's too."""
+        return GroupIdentity.of(self.process.pid).model_dump()
+
+    def send(self, command: Command) -> None:
+        """See `ReplicaHandle`."""
+        self.channel.send(command)
+
+    def has_ended(self) -> bool:
+        """See `ReplicaHandle`: what it started may still run."""
+        return self.process.poll() is not None
+
+    def log_tail(self) -> list[str]:
+        """See `ReplicaHandle`."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self.log_start, self.log.stat().st_size - _LOG_TAIL_BYTES))
+                return file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return []
+
+    def end(self) -> Ending:
+        """See `ReplicaHandle`."""
+        self.forget()
+        lifetime_s, code = time.monotonic() - self.started, self.process.poll()
+        end_process_group(self.process.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        # Last words may still be in the channel of a process that is gone.
+        events: list[Event] = []
+        while heard := self.channel.receive(0):
+            events.extend(heard)
+        in_flight = tuple(InFlightRecord(self.memory.memory).requests())
+        self.channel.close()
+        self.memory.close()
+        for folder in filter(None, (self.sockets, self.own_cache)):
+            shutil.rmtree(folder, ignore_errors=True)
+        return Ending(_ended_by(code), _describe(code), tuple(events), in_flight, lifetime_s)
+
+    def forget(self) -> None:
+        """Stop listening to the channel."""
+        if self.selector is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(self.channel)
+
+
+def _ended_by(code: int | None) -> EndedBy:
+    if code is None:
+        return "coordinator"
+    return "outside" if code in _FROM_OUTSIDE else "itself"
+
+
+def _describe(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+class LocalBackend:
+    """See `Backend`, whose methods are described there."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def devices(self) -> tuple[str, ...]:
+        """See `Backend`: what CUDA_VISIBLE_DEVICES allows."""
+        return devices.visible_devices()
+
+    def device_size(self, device: str) -> tuple[int | None, str]:
+        """See `Backend`."""
+        return devices.device_size(device)
+
+    def place(self, spec: JobSpec) -> list[Slot]:
+        """See `Backend`."""
+        return devices.place(spec, devices.visible_devices(), devices.own_cpus())
+
+    def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
+        """See `Backend`."""
+        devices.check_free(spec, slots)
+
+    def watch_devices(self, names: Sequence[str]) -> DeviceWatch:
+        """See `Backend`."""
+        return devices.NvmlWatch(names)
+
+    def read_ahead(self, model: Model, load_format: str) -> None:
+        """See `Backend`: into the page cache."""
+        read_ahead(model, load_format)
+
+    def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> LocalReplica:
+        """See `Backend`: in a session of its own."""
+        ours, theirs = socket.socketpair()
+        memory, sockets = SharedMemory.create(), sockets_folder(launch)
+        own_cache = own_cache_folder(launch) if has_own_cache else None
+        with theirs, open_log(log) as output:
+            log_start = output.tell()
+            process = subprocess.Popen(
+                # -P: a `queue.py` in the user's folder must not take the place of Python's own.
+                [
+                    *(sys.executable, "-P", "-m", "batchinf.fleet.local.process"),
+                    *(str(theirs.fileno()), launch.incarnation, str(memory.fileno())),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_environment(slot, sockets, own_cache),
+                pass_fds=(theirs.fileno(), memory.fileno()),
+                start_new_session=True,
+            )
+        channel = Channel(ours, launch.incarnation)
+        channel.send(launch)
+        replica = LocalReplica(
+            launch.incarnation, process, channel, memory, log, log_start, sockets, own_cache, self._selector
+        )
+        self._selector.register(channel, selectors.EVENT_READ, replica)
+        return replica
+
+    def poll(self, wait_s: float) -> list[tuple[LocalReplica, Event]]:
+        """See `Backend`."""
+        events: list[tuple[LocalReplica, Event]] = []
+        if not self._selector.get_map():
+            time.sleep(wait_s)
+            return events
+        for key, _ in self._selector.select(wait_s):
+            replica: LocalReplica = key.data
+            events.extend((replica, event) for event in replica.channel.receive(0))
+            if replica.channel.is_closed:
+                replica.forget()
+        return events
+
+    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
+        """See `Backend`: only process groups of this host since it was booted."""
+        num_ended = sum(end_leftover(replica.identity) for replica in replicas if replica.backend == self.name)
+        # A start removes the folders of its own replica only, and this epoch may have fewer replicas than the last.
+        if job_id is not None:
+            sweep_sockets(job_id)
+        return num_ended
+
+    def is_cache_warm(self, key: str) -> bool:
+        """See `Backend`: a file in vLLM's cache says so."""
+        return (cache_root() / key).exists()
+
+    def note_cache_warm(self, key: str) -> None:
+        """See `Backend`."""
+        cache_root().mkdir(parents=True, exist_ok=True)
+        (cache_root() / key).touch()
+
+
+def _environment(slot: Slot, sockets: pathlib.Path, own_cache: pathlib.Path | None) -> dict[str, str]:
+    # The package may be run from a source tree that is not installed: a replica must find the same one.
+    root = str(pathlib.Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_RPC_BASE_PATH": str(sockets),
+        **engine_environment(slot.devices, len(slot.cpus), slot.replica),
+        **({} if own_cache is None else {"VLLM_CACHE_ROOT": str(own_cache)}),
+    }

@@ -1,0 +1,116 @@
+"""Carries messages between coordinator and replica: frozen records as JSON lines over a local socket, never pickles.
+
+Each line is stamped with the sender's incarnation and a sequence number, so that a message of an earlier life of a
+replica is told from one of this life. No row data goes through here.
+"""
+
+import contextlib
+import json
+import select
+import socket
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from batchinf.replica import messages
+from batchinf.replica.messages import Command, Event
+
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    kind.__name__: TypeAdapter(kind)
+    for kind in (
+        messages.Launch,
+        messages.Work,
+        messages.Assign,
+        messages.Trial,
+        messages.Revoke,
+        messages.Begin,
+        messages.Stop,
+        messages.StartPhase,
+        messages.TakesShards,
+        messages.Ready,
+        messages.Progress,
+        messages.ShardBegun,
+        messages.ShardClosed,
+        messages.Revoked,
+        messages.Tried,
+        messages.Failed,
+        messages.Stopped,
+    )
+}
+
+
+class Channel:
+    """One end of a socket pair. `send` may be called from any thread; `receive` from one."""
+
+    def __init__(self, connection: socket.socket, incarnation: str) -> None:
+        self._socket = connection
+        self._incarnation = incarnation
+        self._sequence = 0
+        self._received = 0
+        self._lock = threading.Lock()
+        self._buffer = b""
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def send(self, message: Command | Event | messages.Launch) -> None:
+        """Send one message. A peer that is gone is no error here: `receive` and its process tell."""
+        with self._lock:
+            self._sequence += 1
+            envelope = {
+                "kind": type(message).__name__,
+                "incarnation": self._incarnation,
+                "sequence": self._sequence,
+                "body": asdict(message),
+            }
+            try:
+                self._socket.sendall(json.dumps(envelope).encode() + b"\n")
+            except OSError:
+                self.is_closed = True
+
+    def receive(self, wait_s: float | None) -> list[Any]:
+        """Messages that have come, after at most `wait_s` seconds (None: as long as it takes).
+
+        An empty list with `is_closed` set: the peer is gone. Repeated and foreign messages are left out; what is no
+        message at all ends the connection.
+        """
+        if self._socket.fileno() < 0:
+            return []
+        # Not `select`, which takes no descriptor beyond 1023.
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        if not poller.poll(None if wait_s is None else wait_s * 1000):
+            return []
+        try:
+            data = self._socket.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            self.is_closed = True
+            return []
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        messages = []
+        try:
+            for line in lines:
+                if (message := self._open(json.loads(line))) is not None:
+                    messages.append(message)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            # No peer of ours writes this. It hears of the end, too, and ends itself.
+            self.close()
+        return messages
+
+    def _open(self, envelope: dict[str, Any]) -> Any:
+        if envelope["incarnation"] != self._incarnation or envelope["sequence"] <= self._received:
+            return None
+        self._received = envelope["sequence"]
+        return _KINDS[envelope["kind"]].validate_python(envelope["body"])
+
+    def close(self) -> None:
+        """Close this end."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        self.is_closed = True

@@ -1,0 +1,208 @@
+"""Devices of this host: which of them and which processor cores each replica gets, and what NVML says of them."""
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from batchinf.base.errors import SpecError, UserError
+from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
+from batchinf.spec.job import JobSpec
+
+
+class NvmlWatch:
+    """See `DeviceWatch`. Asks NVML on a thread of its own, as a driver may take long to answer."""
+
+    def __init__(self, devices: Sequence[str], every_s: float = 1.0) -> None:
+        self._devices = devices
+        self._every_s = every_s
+        self._latest: tuple[DeviceLook, ...] = ()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
+        if devices:
+            self._thread.start()
+
+    def looks(self) -> tuple[DeviceLook, ...]:
+        """See `DeviceWatch`."""
+        return self._latest
+
+    def close(self) -> None:
+        """See `DeviceWatch`."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        with open_nvml() as nvml:
+            if nvml is None:
+                return
+            try:
+                handles = {device: handle_of(nvml, device) for device in self._devices}
+                while True:
+                    self._latest = tuple(_look(nvml, device, handle) for device, handle in handles.items())
+                    if self._stopped.wait(self._every_s):
+                        return
+            except nvml.NVMLError:
+                self._latest = ()
+
+
+@contextlib.contextmanager
+def open_nvml() -> Iterator[Any]:
+    """NVML's module, initialised; None where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def handle_of(nvml: Any, device: str) -> Any:
+    """NVML's handle of a device, by its number or its UUID, as CUDA_VISIBLE_DEVICES has it. Raises NVMLError."""
+    return nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else nvml.nvmlDeviceGetHandleByUUID(device)
+
+
+def _look(nvml: Any, device: str, handle: Any) -> DeviceLook:
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    power_mw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    return DeviceLook(
+        device,
+        None if memory is None else int(memory.used),
+        None if memory is None else int(memory.total),
+        None if rates is None else int(rates.gpu),
+        None if power_mw is None else round(power_mw / 1000, 1),
+    )
+
+
+def _ask(nvml: Any, question: Any, handle: Any) -> Any:
+    # Parts of a device, as MIG's, do not say all of it.
+    try:
+        return question(handle)
+    except nvml.NVMLError:
+        return None
+
+
+CPU_REPLICAS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Memory of a device that another program occupies."""
+
+    device: str
+    pid: int
+    user: str
+    used_bytes: int
+
+
+def visible_devices() -> tuple[str, ...]:
+    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them; empty where there are none."""
+    with open_nvml() as nvml:
+        if nvml is None:
+            return ()
+        every = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return tuple(every)
+    names = [part.strip() for part in allowed.split(",")]
+    # As CUDA has it: the first name that is no device hides all that come after it.
+    return tuple(itertools.takewhile(lambda name: name in every or name[:4] in ("GPU-", "MIG-"), names))
+
+
+def place(spec: JobSpec, devices: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
+    """One slot for each replica. Raises SpecError where the degrees do not fit the devices.
+
+    Devices are dealt out in order, so that a replica's tensor-parallel ranks are neighbours.
+    """
+    degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
+    wanted = spec.parallel.data_parallel_size
+    if not devices and spec.scripted is None and spec.parallel.pipeline_parallel_size > 1:
+        # In 0.32 its later stages have no place for what comes from the earlier ones, and die at the first request.
+        raise SpecError(
+            f"parallel.pipeline_parallel_size: got {spec.parallel.pipeline_parallel_size}, but no CUDA device is "
+            "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
+        )
+    if not devices or spec.scripted is not None:
+        num_replicas = CPU_REPLICAS if wanted == "auto" else wanted
+        return [Slot(i, (), share) for i, share in enumerate(share_cpus(cpus, num_replicas))]
+    num_replicas = len(devices) // degree if wanted == "auto" else wanted
+    if num_replicas * degree > len(devices) or num_replicas == 0:
+        raise SpecError(
+            f"parallel: {num_replicas or 1} replica(s) of tensor_parallel_size "
+            f"{spec.parallel.tensor_parallel_size} x pipeline_parallel_size {spec.parallel.pipeline_parallel_size} "
+            f"need {max(1, num_replicas) * degree} devices, but {len(devices)} are visible "
+            f"({', '.join(devices)}); lower a degree, or widen CUDA_VISIBLE_DEVICES"
+        )
+    shares = share_cpus(cpus, num_replicas)
+    return [Slot(i, tuple(devices[i * degree : (i + 1) * degree]), shares[i]) for i in range(num_replicas)]
+
+
+def share_cpus(cpus: Sequence[int], num_replicas: int) -> list[tuple[int, ...]]:
+    """Split cores into equal runs of neighbours; where there are too few, all replicas share all."""
+    each = len(cpus) // num_replicas
+    if each == 0:
+        return [tuple(cpus)] * num_replicas
+    return [tuple(cpus[i * each : (i + 1) * each]) for i in range(num_replicas)]
+
+
+def own_cpus() -> tuple[int, ...]:
+    """The cores that this process may run on: its affinity, not the host's core count."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
+    """Raise UserError where another program holds the memory that a replica is going to ask for."""
+    share = float(spec.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
+    for device in (device for slot in slots for device in slot.devices):
+        free, total, uses = _device_memory(device)
+        if free < share * total:
+            holders = "; ".join(f"pid {use.pid} of {use.user} ({use.used_bytes / 2**30:.1f} GiB)" for use in uses)
+            holders = holders or "a program that cannot be seen from here"
+            raise UserError(
+                f"device {device} is held by {holders}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, "
+                f"gpu_memory_utilization {share} needs {share * total / 2**30:.1f}; end that program, choose other "
+                f"devices with CUDA_VISIBLE_DEVICES, or lower engine.gpu_memory_utilization"
+            )
+
+
+def device_size(device: str) -> tuple[int | None, str]:
+    """A device's memory in bytes, None where NVML does not say, and its name."""
+    with open_nvml() as nvml:
+        if nvml is None:
+            return None, ""
+        try:
+            handle = handle_of(nvml, device)
+            return int(nvml.nvmlDeviceGetMemoryInfo(handle).total), str(nvml.nvmlDeviceGetName(handle))
+        except nvml.NVMLError:
+            return None, ""
+
+
+def _device_memory(device: str) -> tuple[int, int, list[DeviceUse]]:
+    with open_nvml() as nvml:
+        if nvml is None:
+            return 0, 0, []
+        try:
+            handle = handle_of(nvml, device)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        except nvml.NVMLError:
+            return 0, 0, []
+        uses = [DeviceUse(device, p.pid, _user(p.pid), p.usedGpuMemory or 0) for p in running]
+        return int(memory.free), int(memory.total), uses
+
+
+def _user(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).username())
+    except psutil.Error:
+        return "another container or user"

@@ -1,0 +1,62 @@
+"""The process around an incarnation of a replica on this host: processor cores, signals, the socket, last words.
+
+The local backend starts it as `python -m batchinf.fleet.local.process FD INCARNATION MEMORY`, in a session of its own,
+with its output going to its log. FD is one end of a socket pair, MEMORY holds the requests in flight. It never outlives
+its coordinator: when the socket closes, the whole process group ends, engine processes included (vLLM's would otherwise
+keep the device's memory).
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+
+from batchinf import __version__
+from batchinf.base import faults
+from batchinf.base.errors import EngineDeadError
+from batchinf.fleet.local.channel import Channel
+from batchinf.fleet.local.shared_memory import SharedMemory
+from batchinf.replica.in_flight import InFlightRecord
+from batchinf.replica.incarnation import Incarnation, last_words
+from batchinf.replica.messages import Launch
+
+
+def end_group() -> None:
+    """End this process and all that it started."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    # The coordinator decides when to stop and says so: signals to the whole tree must not cut a replica short.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    while not (messages := channel.receive(None)):
+        if channel.is_closed:
+            sys.exit("the coordinator ended before it said what to do")
+    launch: Launch
+    launch, *others = messages
+    if launch.cpus:
+        os.sched_setaffinity(0, launch.cpus)
+    try:
+        print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)
+        memory = SharedMemory(int(sys.argv[3]))
+        replica = Incarnation(launch, channel, InFlightRecord(memory.memory), end_group)
+        threading.Thread(target=replica.listen, args=(others,), name="control", daemon=True).start()
+        faults.point("replica.start")
+        replica.run()
+    except BaseException as error:
+        # Its log may lie on the disk that is full.
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
+        channel.send(last_words(error))
+        sys.exit(1 if isinstance(error, EngineDeadError) else 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Finds the files of an input: a file, a glob or a folder here, and the one format that all of them have.
+
+`remote` does it for URLs. `rows` opens the files that are found.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from batchinf.base.errors import InputError
+from batchinf.source.files import InputFile, InputLocation
+from batchinf.source.formats.base import FileFormat
+from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
+from batchinf.source.formats.registry import ALLOWED, file_format, format_by_ending
+
+
+def is_dataset(input: InputLocation) -> bool:
+    """Whether the input is a Hugging Face dataset and not files: said to be one, saved as one, or named like one."""
+    path = os.path.expanduser(input.path)
+    if input.format is not None:
+        return input.format == HuggingFace.name
+    if os.path.exists(path):
+        return is_saved(path)
+    return looks_like_id(path) and format_by_ending(path) is None
+
+
+def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
+    """The files of a file, glob or folder, sorted by name, and their one format."""
+    path = os.path.expanduser(input.path)
+    if os.path.isfile(path):
+        files = [InputFile(os.path.basename(path), os.path.abspath(path))]
+    elif os.path.isdir(path):
+        files = _in_folder(path, input)
+    elif glob.has_magic(path):
+        files = _by_glob(path)
+    else:
+        raise InputError(f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id")
+    return one_format(files, input), files
+
+
+def _by_glob(path: str) -> list[InputFile]:
+    root = os.path.dirname(re.split(r"[*?[]", path)[0])
+    found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+    if not found:
+        raise InputError(f"no file matches {path}; mend the glob, or put it in quotes if a shell expanded it")
+    return [InputFile(os.path.relpath(name, root or "."), os.path.abspath(name)) for name in found]
+
+
+def _in_folder(path: str, input: InputLocation) -> list[InputFile]:
+    """The data files below a folder: hidden ones, those that begin with _ and unknown endings are left out."""
+    found = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        found += [os.path.join(folder, name) for name in names if not name.startswith((".", "_"))]
+    wanted = data_files(found, input)
+    return [InputFile(os.path.relpath(name, path), os.path.abspath(name)) for name in wanted]
+
+
+def data_files(names: Iterable[str], input: InputLocation) -> list[str]:
+    """Those of a folder's files that are meant, by their endings, sorted; `InputError` if none is."""
+    wanted = sorted(name for name in names if _is_meant(format_by_ending(name), input))
+    if not wanted:
+        raise InputError(f"{input.path} has no {input.format or 'data'} file; {ALLOWED} (.gz or .zst may follow)")
+    return wanted
+
+
+def _is_meant(format: FileFormat | None, input: InputLocation) -> bool:
+    return format is not None and input.format in (None, format.name)
+
+
+def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
+    """The one format of all files, as said or by their endings; `InputError` if there is none."""
+    if input.format is not None:
+        if (said := file_format(input.format)) is None:
+            raise InputError(f"format {input.format!r} is not known; {ALLOWED}")
+        return said
+    found: dict[FileFormat, str] = {}
+    for file in files:
+        if (format := format_by_ending(file.name)) is None:
+            raise InputError(f"the ending of {file.name} is not known; {ALLOWED}; name it so, or set `format`")
+        found[format] = file.name
+    if len(found) > 1:
+        raise InputError(f"{input.path} mixes formats: {', '.join(found.values())}; set `format` or narrow the path")
+    return next(iter(found))

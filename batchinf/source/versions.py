@@ -1,0 +1,292 @@
+"""The versions of a job's input: which files and rows it had at the start, and what each `--extend` added.
+
+A resume compares the files with the last version, which is recorded in the cache, and refuses those that have changed.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import xxhash
+
+from batchinf.base import faults
+from batchinf.base.errors import DriftError
+from batchinf.base.storage import Folder
+from batchinf.source.cache import FileEntry, is_whole, load_entries, read_record, schema_text, write_record
+from batchinf.source.files import InputFile
+from batchinf.source.formats.base import FileFormat
+from batchinf.source.remote import is_url
+from batchinf.source.scan import scan_files
+from batchinf.source.types import settled_schema
+
+VERSIONS_FOLDER = "versions"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """A run of a file's rows.
+
+    file: its number in the job, from 0, the same in each version that added rows of it. hash, num_bytes: of its
+    content then, which has `stop_row` rows.
+    """
+
+    file: int
+    name: str
+    hash: str
+    num_bytes: int
+    first_row: int
+    stop_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputVersion:
+    """A version of the input: the one before it, and rows behind that one's.
+
+    before: the fingerprint of the version before, None for the first. schema: the settled columns of the whole version,
+    as `schema_text`. added: the rows that the version before does not have.
+    """
+
+    before: str | None
+    format: str
+    schema: str
+    added: tuple[FileRange, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the content of this version; not of where or what the files were."""
+        if self.before is None:
+            what: list[object] = [self.format, [(added.hash, added.stop_row) for added in self.added]]
+        else:
+            runs = [(added.file, added.hash, added.first_row, added.stop_row) for added in self.added]
+            what = [self.before, self.format, runs]
+        return xxhash.xxh3_128_hexdigest(json.dumps(what).encode())
+
+
+def save_version(cache: Folder, version: InputVersion) -> None:
+    """Record a version, unless it is recorded."""
+    name = _name(version.fingerprint)
+    if read_record(cache, name):
+        return
+    cache.make(VERSIONS_FOLDER)
+    faults.point("input_version.before_record")
+    write_record(cache, name, json.loads(json.dumps(asdict(version))))
+    faults.point("input_version.after_record")
+
+
+def load_versions(cache: Folder, fingerprint: str) -> list[InputVersion] | None:
+    """The version of this fingerprint and all before it, the first one first; None if a record is not whole."""
+    found: list[InputVersion] = []
+    wanted: str | None = fingerprint
+    while wanted is not None:
+        record = read_record(cache, _name(wanted))
+        try:
+            added = tuple(FileRange(**added) for added in record["added"])
+            found.append(InputVersion(record["before"], record["format"], record["schema"], added))
+        except (KeyError, TypeError):
+            return None
+        if found[-1].fingerprint != wanted:
+            return None
+        wanted = found[-1].before
+    return found[::-1]
+
+
+def record_path(cache: Folder, fingerprint: str) -> str:
+    """Where a record lies."""
+    return str(cache.path(_name(fingerprint)))
+
+
+def latest_ranges(versions: Sequence[InputVersion]) -> list[FileRange]:
+    """Each file's last range, which says what its content was, by the files' numbers."""
+    latest = {added.file: added for version in versions for added in version.added}
+    return [latest[file] for file in range(len(latest))]
+
+
+def _name(fingerprint: str) -> str:
+    return f"{VERSIONS_FOLDER}/{fingerprint}.json"
+
+
+# -- comparing the files with a version ------------------------------------------------------------------------------
+
+ScannedFile = tuple[InputFile, FileEntry]
+_NAMED = 3  # of many files
+
+
+@dataclass(slots=True)
+class FileComparison:
+    """What became of the files of a version, by their numbers, and which files it does not have.
+
+    unchanged: under whatever name. grown: with more behind what it was. new: the unknown files, scanned if that was
+    asked for.
+    """
+
+    unchanged: dict[int, ScannedFile] = field(default_factory=dict)
+    grown: dict[int, ScannedFile] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    unknown: list[InputFile] = field(default_factory=list)
+    new: list[ScannedFile] = field(default_factory=list)
+
+    @property
+    def usable(self) -> dict[int, ScannedFile]:
+        """Every known file that has at least the rows of the version."""
+        return {**self.unchanged, **self.grown}
+
+
+def from_cache(known: Sequence[FileRange], cache: Folder) -> dict[int, ScannedFile] | None:
+    """The known files by what the cache says of them, without a look for others; None if one is not as it was.
+
+    A remote file's copy stands for it: nothing is asked of where it came from.
+    """
+    entries = load_entries(cache)
+    by_hash = {entry.hash: (name, entry) for name, entry in entries.items()}
+    found: dict[int, ScannedFile] = {}
+    for number, old in enumerate(known):
+        own = entries.get(old.name)
+        name, entry = (old.name, own) if own is not None else ("", None)
+        if entry is None or entry.hash != old.hash:
+            name, entry = by_hash.get(old.hash, ("", None))
+        if entry is None or not _is_there(name, entry) or not is_whole(entry, cache):
+            return None
+        found[number] = (InputFile(name, entry.path), entry)
+    return found
+
+
+def _is_there(name: str, entry: FileEntry) -> bool:
+    if is_url(entry.path):
+        return True
+    try:
+        return InputFile(name, entry.path).stamp() == (entry.size, entry.mtime_ns)
+    except OSError:
+        return False
+
+
+def compare_files(
+    known: Sequence[FileRange], files: Sequence[InputFile], format: FileFormat, cache: Folder, *, scans_new: bool
+) -> FileComparison:
+    """Compare files with those of a version: first by name and content, then by content alone."""
+    compared = FileComparison()
+    names = {old.name for old in known}
+    free = _scanned([file for file in files if file.name in names], format, cache)
+    left = _match_by_name(known, free, compared)
+    unknown = [file for file in files if file.name not in names]
+    if left or scans_new:
+        free.update(_scanned(unknown, format, cache))
+        left = _match_by_content(left, free, compared)
+    for old in left:
+        scanned = free.get(old.name)
+        if scanned is not None and _has_grown(old, *scanned, format, cache):
+            # Perhaps by blank lines alone.
+            place = compared.grown if scanned[1].num_rows > old.stop_row else compared.unchanged
+            place[old.file] = free.pop(old.name)
+        else:
+            (compared.gone if scanned is None else compared.changed).append(old.name)
+    matched = {file.name for file, _ in compared.usable.values()}
+    compared.unknown = [file for file in files if file.name not in matched and file.name not in compared.changed]
+    if scans_new:
+        compared.new = [free[file.name] for file in compared.unknown]
+    return compared
+
+
+def _scanned(files: Sequence[InputFile], format: FileFormat, cache: Folder) -> dict[str, ScannedFile]:
+    return {file.name: (file, entry) for file, entry in zip(files, scan_files(files, format, cache), strict=True)}
+
+
+def _match_by_name(
+    known: Sequence[FileRange], free: dict[str, ScannedFile], compared: FileComparison
+) -> list[FileRange]:
+    left = []
+    for old in known:
+        if old.name in free and free[old.name][1].hash == old.hash:
+            compared.unchanged[old.file] = free.pop(old.name)
+        else:
+            left.append(old)
+    return left
+
+
+def _match_by_content(
+    known: Sequence[FileRange], free: dict[str, ScannedFile], compared: FileComparison
+) -> list[FileRange]:
+    names = defaultdict[str, list[str]](list)
+    for name in sorted(free, reverse=True):
+        names[free[name][1].hash].append(name)
+    left = []
+    for old in known:
+        if alike := names[old.hash]:
+            compared.unchanged[old.file] = free.pop(alike.pop())
+        else:
+            left.append(old)
+    return left
+
+
+def _has_grown(old: FileRange, file: InputFile, entry: FileEntry, format: FileFormat, cache: Folder) -> bool:
+    """Whether the file begins with all that it was, to the last line's end."""
+    if entry.num_bytes <= old.num_bytes or entry.num_rows < old.stop_row:
+        return False
+    return format.prefix(file, entry, old.num_bytes, cache) == (old.hash, old.stop_row)
+
+
+def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool) -> None:
+    """Raise DriftError, in one line, where a known file is not as it was, or where there is more that is not taken."""
+    if what := _said({"changed": compared.changed, "gone": compared.gone}):
+        raise DriftError(
+            f"{path} is not the input that the job in the output folder has taken in: {what}; put these back as they "
+            "were to go on with it, or give the new job another output.path"
+        )
+    if takes_new:
+        return
+    grown = [file.name for file, _ in compared.grown.values()]
+    if what := _said({"new": [file.name for file in compared.unknown], "longer than before": grown}):
+        raise DriftError(
+            f"{path} has more than the job in the output folder has taken in: {what}; run with --extend to take that "
+            "too, or move it away"
+        )
+
+
+def _said(files: Mapping[str, Sequence[str]]) -> str:
+    """What became of files, with the first few of their names."""
+    said = []
+    for what, names in files.items():
+        number = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
+        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+        if names:
+            said.append(f"{number} {what}: {', '.join(sorted(names)[:_NAMED])}{more}")
+    return "; ".join(said)
+
+
+# -- new versions ----------------------------------------------------------------------------------------------------
+
+
+def first_version(
+    format: FileFormat, files: Sequence[InputFile], cache: Folder
+) -> tuple[InputVersion, dict[int, ScannedFile]]:
+    """All files that there are."""
+    scanned = dict(enumerate(zip(files, scan_files(files, format, cache), strict=True)))
+    added = tuple(_added(number, *scanned[number], 0) for number in scanned)
+    return InputVersion(None, format.name, _settled(scanned, format), added), scanned
+
+
+def next_version(
+    before: InputVersion, known: Sequence[FileRange], compared: FileComparison, format: FileFormat
+) -> tuple[InputVersion, dict[int, ScannedFile]] | None:
+    """What is new, in the order of the files' names, and all files by their numbers; None if nothing is."""
+    scanned = compared.usable
+    runs = [(file.name, number, known[number].stop_row) for number, (file, _) in compared.grown.items()]
+    # A file without rows is none, until it has some.
+    for new in sorted((new for new in compared.new if new[1].num_rows), key=lambda new: new[0].name):
+        runs.append((new[0].name, len(scanned), 0))
+        scanned[len(scanned)] = new
+    if not runs:
+        return None
+    added = tuple(_added(number, *scanned[number], first_row) for _, number, first_row in sorted(runs))
+    return InputVersion(before.fingerprint, format.name, _settled(scanned, format), added), scanned
+
+
+def _added(number: int, file: InputFile, entry: FileEntry, first_row: int) -> FileRange:
+    return FileRange(number, file.name, entry.hash, entry.num_bytes, first_row, entry.num_rows)
+
+
+def _settled(scanned: dict[int, ScannedFile], format: FileFormat) -> str:
+    """The columns of all files together, as `schema_text`."""
+    schemas = {entry.schema: entry.arrow_schema() for _, (_, entry) in sorted(scanned.items())}
+    return schema_text(settled_schema(schemas.values(), format.mixed_types))

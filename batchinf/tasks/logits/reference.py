@@ -1,0 +1,34 @@
+"""The reference of task logits: a causal language model's logits or logprobs at chosen positions."""
+
+from collections.abc import Iterator
+
+import torch
+
+from batchinf.records import FloatArray
+from batchinf.tasks.logits.section import logits_of
+from batchinf.tasks.reference import POSITIONS_AT_ONCE, Reference, check_width
+from batchinf.tasks.verification import StoredVectors
+
+
+class LogitsReference(Reference):
+    """See `Reference`."""
+
+    def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
+        """See `Reference`."""
+        self.merge(adapter)
+        section, positions = logits_of(self._spec), stored.positions
+        assert positions is not None
+        first, last = int(positions.min()), int(positions.max())
+        ids = torch.tensor([stored.token_ids[: last + 1]], device=self._device)
+        with torch.inference_mode():
+            logits = self.logits(ids, last + 1 - first)
+            if section.is_full:
+                check_width(section.width, min(section.width, logits.shape[1]))
+            columns = None if section.is_full else torch.tensor(section.token_ids, device=logits.device)
+            for start in range(0, len(positions), POSITIONS_AT_ONCE):
+                places = torch.from_numpy(positions[start : start + POSITIONS_AT_ONCE] - first).to(logits.device)
+                rows = logits[places].float()
+                if not are_logits:
+                    rows = rows.log_softmax(-1)
+                rows = rows[:, : section.width] if columns is None else rows[:, columns]
+                yield rows.cpu().numpy()

@@ -1,0 +1,169 @@
+"""The references of the tasks that store vectors: a model's hidden states, or its classification head."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchinf.base.errors import UserError
+from batchinf.model.identity import Model
+from batchinf.records import FloatArray
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.reference import Reference, check_width
+from batchinf.tasks.vectors.model import projected_width
+from batchinf.tasks.vectors.section import pooling_of
+from batchinf.tasks.verification import ReferenceWanted, StoredVectors
+
+_POOLING_TYPES = ("LAST", "MEAN", "CLS")
+# Of a config, where cross-encoders of sentence-transformers have theirs.
+_OWN_ACTIVATIONS = ("sentence_transformers", "sbert_ce_default_activation_function")
+
+
+class _StatesReference(Reference):
+    """A model without a head, of which `embed` and `hidden_states` store what its layers give."""
+
+    auto = "AutoModel"
+
+    def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
+        super().__init__(spec, wanted)
+        self._pooling = pooling_of(spec)
+        self._before_norm: list[torch.Tensor] = []
+        depth = self._model.config.get_text_config().num_hidden_layers
+        if self.needs_last_layer(depth):
+            _last_layer(self._model, depth).register_forward_hook(self._keep)
+
+    def needs_last_layer(self, depth: int) -> bool:
+        """Whether the states of the last of `depth` layers are needed without the final norm."""
+        return False
+
+    def _keep(self, _: Any, __: Any, output: Any) -> None:
+        # transformers' own `hidden_states` has the last layer's with the final norm applied.
+        self._before_norm = [output[0] if isinstance(output, tuple) else output]
+
+    def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
+        """See `Reference.vectors`: one piece."""
+        self.merge(adapter)
+        ids = torch.tensor([stored.token_ids], device=self._device)
+        with torch.inference_mode():
+            output = self._model(input_ids=ids, output_hidden_states=self._pooling.layers is not None)
+            states = self._states(output, stored.kind)
+            found = self.chosen(states, stored.positions)
+        check_width(stored.values.shape[1], found.shape[1])
+        yield found.cpu().numpy()
+
+    def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
+        """[n, width] of the states [num_tokens, width]."""
+        raise NotImplementedError
+
+    def _states(self, output: Any, column: str) -> torch.Tensor:
+        """[num_tokens, width] in float32, of a column's layer."""
+        pooling = self._pooling
+        states = output.last_hidden_state
+        if pooling.layers is not None:
+            layer = int(column.rpartition("_")[2])
+            is_last = layer == len(output.hidden_states) - 1
+            states = self._before_norm[0] if is_last else output.hidden_states[layer]
+        elif self._before_norm:
+            states = self._before_norm[0]
+        found: torch.Tensor = states.reshape(-1, states.shape[-1]).float()
+        return found
+
+
+class EmbedReference(_StatesReference):
+    """See `_StatesReference`."""
+
+    def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
+        """Raises UserError, too, where vLLM pools in another way, or where there is more behind the model."""
+        self._pooling_type = wanted.pooling_type
+        if self._pooling_type not in _POOLING_TYPES:
+            raise UserError(
+                f"the engine pooled by {self._pooling_type or 'a way that it did not say'}; "
+                f"{', '.join(_POOLING_TYPES)} can be verified"
+            )
+        if projected_width(wanted.model, spec) is not None:
+            raise UserError(
+                f"'{wanted.model.name}' has a dense layer behind it (modules.json), which transformers does not apply: "
+                "its embeddings cannot be verified"
+            )
+        super().__init__(spec, wanted)
+
+    def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
+        """See `_StatesReference`: the embedding."""
+        means = {"LAST": lambda: states[-1:], "CLS": lambda: states[:1], "MEAN": lambda: states.mean(0, keepdim=True)}
+        vector: torch.Tensor = means[self._pooling_type]()[:, : self._pooling.dimensions]
+        return torch.nn.functional.normalize(vector, dim=-1) if self._pooling.normalize else vector
+
+
+class HiddenStatesReference(_StatesReference):
+    """See `_StatesReference`."""
+
+    def needs_last_layer(self, depth: int) -> bool:
+        """See `_StatesReference`."""
+        return not self._pooling.final_norm or depth in (self._pooling.layers or ())
+
+    def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
+        """See `_StatesReference`."""
+        assert positions is not None
+        return states[torch.from_numpy(positions)]
+
+
+def _last_layer(model: Any, depth: int) -> Any:
+    """The last of a model's layers: of the longest list of modules, where that has as many as it has layers."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == depth]
+    if not lists:
+        name = type(model).__name__
+        raise UserError(f"transformers' {name} has no list of {depth} layers; what its last one gives is not verified")
+    return lists[0][-1]
+
+
+class HeadReference(Reference):
+    """A model with a classification head, of which `classify` and `reward` store what it says."""
+
+    auto = "AutoModelForSequenceClassification"
+
+    def __init__(self, spec: JobSpec, wanted: ReferenceWanted, *, is_active: bool) -> None:
+        """is_active: a softmax or a sigmoid is applied. Raises UserError, too, where vLLM was told to do what
+        transformers' heads do not.
+        """
+        model, self._is_active = wanted.model, is_active
+        given = {
+            "pooling.pooling_type": pooling_of(spec).pooling_type,
+            "engine.pooler_config": spec.engine.get("pooler_config"),
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(f"{name} is {value}; transformers' head has a way of its own: it cannot be verified")
+        if is_active and any(model.config.get(name) for name in _OWN_ACTIVATIONS):
+            raise UserError(
+                f"'{model.name}' names an activation of its own, which transformers does not apply; a job with "
+                "pooling.use_activation: false can be verified"
+            )
+        super().__init__(spec, wanted)
+
+    def _check_loaded(self, model: Model, info: dict[str, Any]) -> None:
+        # transformers makes up a head where it finds none.
+        if missing := sorted(info["missing_keys"]):
+            raise UserError(
+                f"transformers finds no {', '.join(missing[:3])} in '{model.name}': its head is made by vLLM, and "
+                "cannot be verified"
+            )
+
+    def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
+        """See `Reference.vectors`: one row."""
+        self.merge(adapter)
+        with torch.inference_mode():
+            logits = self._model(input_ids=torch.tensor([stored.token_ids], device=self._device)).logits.float()
+            found = logits if not self._is_active else self._activated(logits)
+        check_width(stored.values.shape[1], found.shape[1])
+        yield found.cpu().numpy()
+
+    def _activated(self, logits: torch.Tensor) -> torch.Tensor:
+        """What vLLM's `get_act_fn` chooses, the same in 0.26 and 0.32."""
+        kind = self._model.config.problem_type
+        if kind == "regression":
+            return logits
+        if kind == "multi_label_classification" or logits.shape[-1] < 2:
+            return logits.sigmoid()
+        return logits.softmax(-1)

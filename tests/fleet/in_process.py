@@ -1,0 +1,191 @@
+"""A backend that runs replicas as threads of the coordinator's process: the least that `Backend` asks for.
+
+`python in_process.py JOB.yaml` runs a job on it, as `batchinf run` does on the backend of this host. With the variable
+LOSES the replica of that name is lost when it begins its second shard, as if with its host.
+"""
+
+import contextlib
+import os
+import pathlib
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from batchinf.base.errors import BatchinfError
+from batchinf.base.stop_signals import interruptible
+from batchinf.fleet.backend import Backend, DeviceWatch, Ending, ReplicaHandle
+from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.model.identity import Model
+from batchinf.records import StartedReplica
+from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
+from batchinf.replica.incarnation import Incarnation, last_words
+from batchinf.replica.messages import Command, Event, Launch, ShardBegun, Stop
+from batchinf.run.epoch import run_job
+from batchinf.run.progress import ProgressDisplay
+from batchinf.spec.file import read_spec
+from batchinf.spec.job import JobSpec
+
+
+class ThreadReplica:
+    """A replica on a thread: its handle for the coordinator, and its own port."""
+
+    has_own_cache = False
+
+    def __init__(self, launch: Launch, news: threading.Condition, *, is_lost_later: bool) -> None:
+        self.incarnation = launch.incarnation
+        self.identity: dict[str, Any] = {"thread": launch.incarnation}
+        self.is_closed = False
+        self.events: list[Event] = []
+        self._launch, self._news = launch, news
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._memory = bytearray(RECORD_BYTES[0])
+        self._log: list[str] = []
+        self._num_begun, self._is_lost_later, self._is_lost = 0, is_lost_later, False
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=launch.incarnation, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        port = _Port(self)
+        try:
+            replica = Incarnation(self._launch, port, InFlightRecord(self._memory), lambda: None)
+            threading.Thread(target=replica.listen, args=([],), daemon=True).start()
+            replica.run()
+        except BaseException as error:
+            self._log += traceback.format_exc().splitlines()
+            port.send(last_words(error))
+        finally:
+            self.is_closed = True
+
+    def hear(self, event: Event) -> None:
+        """Take an event of the thread's, unless nothing reaches the coordinator any more."""
+        self._num_begun += isinstance(event, ShardBegun)
+        if self._is_lost_later and self._num_begun == 2 and not self._is_lost:
+            self._is_lost = True
+            self.send(Stop(0.0))
+        if not self._is_lost:
+            with self._news:
+                self.events.append(event)
+                self._news.notify()
+
+    def commands(self, wait_s: float | None) -> list[Command]:
+        """What the coordinator has sent."""
+        with contextlib.suppress(queue.Empty):
+            return [self._commands.get(timeout=wait_s)]
+        return []
+
+    def send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def log_tail(self) -> list[str]:
+        return self._log
+
+    def end(self) -> Ending:
+        lifetime_s, is_alive = time.monotonic() - self._started, self._thread.is_alive()
+        self.send(Stop(0.0))
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        events, self.events = tuple(self.events), []
+        if self._is_lost:
+            # Its rows are none of the reasons.
+            return Ending("outside", "the loss of its thread", events, (), lifetime_s)
+        in_flight = tuple(InFlightRecord(self._memory).requests())
+        return Ending("coordinator" if is_alive else "itself", "the end of its thread", events, in_flight, lifetime_s)
+
+
+class _Port:
+    """The replica's side, without what is the coordinator's."""
+
+    def __init__(self, replica: ThreadReplica) -> None:
+        self._replica = replica
+        self.send, self.receive = replica.hear, replica.commands
+
+    @property
+    def is_closed(self) -> bool:
+        return self._replica.is_closed
+
+
+class NoWatch:
+    """There are no devices to look at."""
+
+    def looks(self) -> tuple[DeviceLook, ...]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+class InProcessBackend:
+    """loses: the name of an incarnation that is lost when it begins its second shard."""
+
+    name = "in-process"
+
+    def __init__(self, loses: str = "") -> None:
+        self._loses = loses
+        self._news = threading.Condition()
+        self._replicas: list[ThreadReplica] = []
+
+    def devices(self) -> tuple[str, ...]:
+        return ()
+
+    def device_size(self, device: str) -> tuple[int | None, str]:
+        return None, ""
+
+    def place(self, spec: JobSpec) -> list[Slot]:
+        wanted = spec.parallel.data_parallel_size
+        return [Slot(number, (), ()) for number in range(2 if wanted == "auto" else wanted)]
+
+    def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
+        pass
+
+    def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
+        return NoWatch()
+
+    def read_ahead(self, model: Model, load_format: str) -> None:
+        pass
+
+    def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> ReplicaHandle:
+        replica = ThreadReplica(launch, self._news, is_lost_later=launch.incarnation == self._loses)
+        self._replicas.append(replica)
+        return replica
+
+    def poll(self, wait_s: float) -> Sequence[tuple[ReplicaHandle, Event]]:
+        with self._news:
+            self._news.wait_for(lambda: any(replica.events for replica in self._replicas), wait_s)
+            found = [(replica, event) for replica in self._replicas for event in replica.events]
+            for replica in self._replicas:
+                replica.events = []
+        return found
+
+    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
+        return 0  # threads end with their coordinator
+
+    def is_cache_warm(self, key: str) -> bool:
+        return True
+
+    def note_cache_warm(self, key: str) -> None:
+        pass
+
+
+def main() -> None:
+    """Run a job."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401 -- two threads cannot import it at once
+
+    backend: Backend = InProcessBackend(os.environ.get("LOSES", ""))
+    try:
+        with interruptible():
+            run_job(read_spec(sys.argv[1], ()), backend, ProgressDisplay())
+    except BatchinfError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A second backend, of threads, runs whole jobs: the coordinator knows no process of a replica's."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import batchinf
+import jobs
+
+PACKAGE = pathlib.Path(batchinf.__file__).parent
+IN_PROCESS = pathlib.Path(__file__).with_name("in_process.py")
+# What processes, sockets and devices of one host are called.
+LOCAL_WORDS = re.compile(
+    r"(?<![a-z])(?:get)?pids?(?![a-z])|pgid|getpgrp|killpg|socketpair|memfd|pynvml|VLLM_PORT|\.process\."
+)
+# Of the coordinator's own process, and of an engine's, whichever backend runs it.
+ALLOWED = {
+    "base/faults.py": {"pid", "getpid"},  # faults kill the process that passes them
+    "manifest/lock.py": {"pid", "getpid"},  # the lock's holder is a coordinator
+    "source/cache.py": {"getpid"},  # a temporary name
+    "engines/vllm/engine.py": {"pynvml"},  # the driver's version
+}
+
+
+def start(spec: pathlib.Path, **environment: str) -> "subprocess.Popen[str]":
+    """Start a job on threads."""
+    return subprocess.Popen(
+        [sys.executable, IN_PROCESS, spec],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=jobs.ROOT,
+        start_new_session=True,
+        env={**os.environ, **jobs.quick_start(), **environment},
+    )
+
+
+def finish(spec: pathlib.Path, **environment: str) -> str:
+    """Run a job on threads, which must end well; what it said."""
+    process = start(spec, **environment)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    return errors
+
+
+def backends_of(out: pathlib.Path) -> list[str]:
+    return [event["backend"] for event in jobs.events_of(out, "replica_started")]
+
+
+def test_a_job_on_threads_has_the_rows_of_one_on_processes(tmp_path: pathlib.Path) -> None:
+    finish(jobs.spec_of(tmp_path))
+    out = tmp_path / "out"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    assert backends_of(out) == ["in-process"] * 2
+    assert jobs.state_of(out).running_replicas == ()
+    assert {event["replica"] for event in jobs.events_of(out, "ready")} == {0, 1}
+
+
+def test_rows_of_a_replica_that_is_lost_run_again(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 20}, checkpoint_interval_s=60)
+    said = finish(spec, LOSES="000001.0001")
+    out = tmp_path / "out"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    assert max(jobs.table_of(out)["attempts"].to_pylist()) == 2
+    [lost, *_] = jobs.events_of(out, "replica_ended")
+    assert (lost["incarnation"], lost["cause"]) == ("000001.0001", "ended with the loss of its thread")
+    assert not jobs.events_of(out, "death")  # nobody suspects its rows
+    assert "replica 0 restarting: ended with the loss of its thread" in said
+
+
+def test_a_row_that_kills_the_engine_is_found(tmp_path: pathlib.Path) -> None:
+    out, fault = tmp_path / "out", "engine.prompt.20:*=die"
+    finish(jobs.spec_of(tmp_path), BATCHINF_FAULTS=fault)
+    rows = jobs.rows_of(out)
+    assert [row["row_index"] for row in rows if row["error_type"] is not None] == [20]
+    assert [row for row in rows if row["row_index"] != 20] == [row for row in jobs.unhurt() if row["row_index"] != 20]
+    assert [event["row_index"] for event in jobs.events_of(out, "condemned")] == [20]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 75), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_job_that_is_stopped_goes_on_with_processes(number: int, code: int, tmp_path: pathlib.Path) -> None:
+    slow, out = {"step_s": 0.02, "max_num_seqs": 4}, tmp_path / "out"
+    spec = jobs.spec_of(tmp_path, scripted=slow, drain_timeout_s=0, output={"rows_per_shard": 20})
+    process = start(spec)
+    jobs.wait_until(lambda: process.poll() is not None or jobs.snapshot_of(out).get("num_shards_done", 0))
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert 0 < len(jobs.state_of(out).parts) < len(jobs.state_of(out).committed)
+    jobs.finish(jobs.spec_of(tmp_path, output={"rows_per_shard": 20}))
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    assert backends_of(out) == ["in-process", "in-process", "local", "local"]
+
+
+def test_only_the_local_backend_knows_processes_and_sockets() -> None:
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        words = set(LOCAL_WORDS.findall(path.read_text(encoding="utf-8")))
+        if not name.startswith("fleet/local/") and (more := words - ALLOWED.get(name, set())):
+            found[name] = more
+    assert not found

@@ -1,0 +1,78 @@
+"""Weights are read into the machine's memory before anything waits for them."""
+
+import os
+import pathlib
+import types
+
+import pytest
+
+import jobs
+from batchinf.fleet.local import read_ahead as local
+from batchinf.job import open as job_open
+from batchinf.model.identity import Model
+from batchinf.spec.file import read_spec
+
+BLOCK = local._BLOCK_BYTES
+NUM_BLOCKS = 8
+
+
+def model_at(path: pathlib.Path | str) -> Model:
+    return Model("m", str(path), None, "", {}, {}, False, None, None, str(path))
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    (tmp_path / "model.safetensors").write_bytes(os.urandom(BLOCK * NUM_BLOCKS - 100))
+    (tmp_path / "training_args.bin").write_bytes(b"no weights")
+    return tmp_path
+
+
+def bytes_read() -> int:
+    line = next(line for line in pathlib.Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
+    return int(line.split()[1])
+
+
+def test_what_is_not_in_memory_is_read(folder: pathlib.Path) -> None:
+    with (folder / "model.safetensors").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        offsets = range(0, BLOCK * NUM_BLOCKS - 100, BLOCK)
+        before = bytes_read()
+        thread = local.read_ahead(model_at(folder), "auto")
+        assert thread is not None
+        thread.join(30)
+        assert not thread.is_alive()
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError:  # a file system that cannot tell: all is read
+            assert bytes_read() - before >= BLOCK * NUM_BLOCKS - 100
+        else:
+            assert all(local._is_cached(file.fileno(), offset) for offset in offsets)
+
+
+def test_what_is_in_memory_is_not_read_again(folder: pathlib.Path) -> None:
+    (folder / "model.safetensors").read_bytes()
+    with (folder / "model.safetensors").open("rb") as file:
+        if not local._is_cached(file.fileno(), 0):
+            pytest.skip("this file system cannot tell what is in memory")
+    before = bytes_read()
+    thread = local.read_ahead(model_at(folder), "auto")
+    assert thread is not None
+    thread.join(30)
+    assert bytes_read() - before < BLOCK
+
+
+def test_where_nothing_is_read(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local.read_ahead(model_at(folder), "dummy") is None
+    assert local.read_ahead(model_at("org/on-the-hub"), "auto") is None
+    memory = types.SimpleNamespace(available=BLOCK * NUM_BLOCKS)
+    monkeypatch.setattr(local.psutil, "virtual_memory", lambda: memory)
+    assert local.read_ahead(model_at(folder), "auto") is None
+
+
+def test_the_model_is_known_before_the_input_is_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+    monkeypatch.setattr(job_open, "open_job_input", lambda *_: heard.append("input") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job_open.open_job(read_spec(jobs.spec_of(tmp_path)), found=lambda _, model, __: heard.append(model))
+    assert [type(each) for each in heard] == [Model, str]
