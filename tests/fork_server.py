@@ -53,11 +53,14 @@ class ForkedPopen(subprocess.Popen[Any]):
         cwd: Any, env: Mapping[str, str], startupinfo: Any, creationflags: Any, shell: Any,
         p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any,
     ) -> None:  # fmt: skip
+        umask = os.umask(0o077)
+        os.umask(umask)
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         request = {
             "command": [*args],
             "environment": dict(env),
             "folder": str(cwd or os.getcwd()),
+            "umask": umask,
             "numbers": [0, 1, 2, *pass_fds],
             "parent": os.getpid(),
             "replicas": self._replicas,
@@ -202,6 +205,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _place(descriptors, request["numbers"])
     os.chdir(request["folder"])
+    os.umask(request["umask"])
     os.environ.clear()
     os.environ.update(request["environment"])
     random.seed()

@@ -101,13 +101,11 @@ def start(
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-def _is_of_vllm(command: object, path: object = "", *_: object) -> bool:
+def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
     """Whether a command runs a job on real vLLM, which is here."""
-    if importlib.util.find_spec("vllm") is None:
+    if command != "run" or not pathlib.Path(path).is_file() or importlib.util.find_spec("vllm") is None:
         return False
-    with contextlib.suppress(OSError):
-        return command == "run" and "scripted" not in pathlib.Path(str(path)).read_text()
-    return False
+    return "scripted" not in pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 @functools.cache
