@@ -170,16 +170,14 @@ def _fork(connection: socket.socket, endings: dict[int, int]) -> tuple[dict[str,
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-    ending, *descriptors = descriptors
     with warnings.catch_warnings():
         # Python 3.12 warns of jemalloc's own thread, which jemalloc starts anew in a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         return request, descriptors
-    endings[pid] = ending
-    _tell(ending, pid, 0)
-    for descriptor in descriptors:
+    endings[pid], *others = descriptors
+    for descriptor in others:
         os.close(descriptor)
     return None
 
@@ -203,7 +201,11 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _place(descriptors, request["numbers"])
+    command = request["command"]
+    _show([*command, f"of-{request['parent']}"])
+    ending, *others = descriptors
+    _tell(ending, os.getpid(), 0)  # not sooner: its parent may look for it, or end its process group
+    _place(others, request["numbers"])
     os.chdir(request["folder"])
     os.umask(request["umask"])
     os.environ.clear()
@@ -212,8 +214,6 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     sys.modules["numpy"].random.seed()
     faults = sys.modules["batchinf.base.faults"]
     faults._FAULTS = faults._parse(os.environ.get("BATCHINF_FAULTS", ""))  # type: ignore[attr-defined]
-    command = request["command"]
-    _show([*command, f"of-{request['parent']}"])
     module, *arguments = command[command.index("-m") + 1 :]
     sys.argv = [module, *arguments]
     if "-P" not in command:
