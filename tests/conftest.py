@@ -28,6 +28,7 @@ for name, value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)
+jobs.environment = dict(os.environ)
 
 # Here too, as in the processes that tests start: see `quick/sitecustomize.py`.
 gc.set_threshold(50_000, 20, 100)
@@ -56,8 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set how jobs start, for the test's fixtures too, and keep the process groups that vLLM's engines share."""
-    mark = item.get_closest_marker("real_starts")
-    jobs.may_fork = mark is None or mark.args == (False,)
+    jobs.may_fork = item.get_closest_marker("real_starts") is None
     # Engines in the tests' own processes share them, and the first one that is closed would tear them down.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:

@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import random
 import runpy
 import select
@@ -21,18 +22,18 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-# Imported by a job on the scripted engine, in its coordinator or its replicas.
-_MODULES = """batchinf.cli batchinf.commands.status batchinf.engines.installed batchinf.fleet.local.process
-    batchinf.run.epoch batchinf.run.extend batchinf.run.fresh batchinf.run.retry duckdb filecmp numpy.ma numpy.random
-    pynvml transformers transformers.tokenization_utils_tokenizers typer._click.decorators""".split()
-# Imported by a replica of real vLLM on a CPU besides, in 10 s.
-_VLLM_MODULES = """batchinf.engines.vllm.engine batchinf.engines.vllm.pooling vllm.model_executor.models.llama
-    vllm.model_executor.layers.quantization.online vllm.renderers.hf vllm.v1.attention.backends.cpu_attn
-    vllm.v1.worker.cpu_worker""".split()
-_REPLICA = "batchinf.fleet.local.process"
+# What a job imports beside batchinf, on the scripted engine.
+_MODULES = """duckdb filecmp numpy.ma numpy.random pynvml transformers transformers.tokenization_utils_tokenizers
+    typer._click.decorators""".split()
+# And on real vLLM on a CPU, in 10 s.
+_VLLM = "batchinf.engines.vllm"
+_VLLM_MODULES = """vllm.model_executor.layers.quantization.online vllm.model_executor.models.llama vllm.renderers.hf
+    vllm.v1.attention.backends.cpu_attn vllm.v1.worker.cpu_worker""".split()
 # Read when Python starts or a library is imported: a process in which one of these differs cannot be forked.
 _READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
 _LONGEST_COMMAND = 4000
@@ -52,11 +53,14 @@ class ForkedPopen(subprocess.Popen[Any]):
         cwd: Any, env: Mapping[str, str], startupinfo: Any, creationflags: Any, shell: Any,
         p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any,
     ) -> None:  # fmt: skip
+        umask = os.umask(0o077)
+        os.umask(umask)
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         request = {
             "command": [*args],
             "environment": dict(env),
             "folder": str(cwd or os.getcwd()),
+            "umask": umask,
             "numbers": [0, 1, 2, *pass_fds],
             "parent": os.getpid(),
             "replicas": self._replicas,
@@ -153,16 +157,27 @@ def _serve(address: str) -> tuple[dict[str, Any], list[int]]:
 
 
 def _fork(connection: socket.socket, endings: dict[int, int]) -> tuple[dict[str, Any], list[int]] | None:
-    with connection:
-        head, (ending, *descriptors), _, _ = socket.recv_fds(connection, 4, 64)
-        with connection.makefile("rb") as file:
-            content = file.read(struct.unpack("i", head)[0])
-    pid = os.fork()
+    descriptors: list[int] = []
+    try:
+        with connection:
+            connection.settimeout(10.0)
+            head, descriptors, _, _ = socket.recv_fds(connection, 4, 64)
+            with connection.makefile("rb") as file:
+                content = file.read(struct.unpack("i", head)[0])
+            request = json.loads(content)
+    except (OSError, ValueError, struct.error):
+        # Who asked has been killed, or stopped, meanwhile.
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    with warnings.catch_warnings():
+        # Python 3.12 warns of jemalloc's own thread, which jemalloc starts anew in a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
-        return json.loads(content), descriptors
-    endings[pid] = ending
-    _tell(ending, pid, 0)
-    for descriptor in descriptors:
+        return request, descriptors
+    endings[pid], *others = descriptors
+    for descriptor in others:
         os.close(descriptor)
     return None
 
@@ -186,16 +201,19 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _place(descriptors, request["numbers"])
+    command = request["command"]
+    _show([*command, f"of-{request['parent']}"])
+    ending, *others = descriptors
+    _tell(ending, os.getpid(), 0)  # not sooner: its parent may look for it, or end its process group
+    _place(others, request["numbers"])
     os.chdir(request["folder"])
+    os.umask(request["umask"])
     os.environ.clear()
     os.environ.update(request["environment"])
     random.seed()
     sys.modules["numpy"].random.seed()
     faults = sys.modules["batchinf.base.faults"]
     faults._FAULTS = faults._parse(os.environ.get("BATCHINF_FAULTS", ""))  # type: ignore[attr-defined]
-    command = request["command"]
-    _show([*command, f"of-{request['parent']}"])
     module, *arguments = command[command.index("-m") + 1 :]
     sys.argv = [module, *arguments]
     if "-P" not in command:
@@ -204,8 +222,13 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     # Those of the server remember what kinds of file its own were.
     sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    if module != _REPLICA:
-        _fork_replicas(request["replicas"])
+    if module == "batchinf":
+        _fork_modules(request["replicas"])
+    elif module in sys.modules:
+        # It becomes the main module.
+        package, _, name = module.rpartition(".")
+        delattr(sys.modules[package], name)
+        del sys.modules[module]
     return module
 
 
@@ -227,36 +250,53 @@ def _show(command: list[str]) -> None:
     ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
 
 
-def _fork_replicas(server: str) -> None:
-    """Have the server fork this process's replicas."""
+def _fork_modules(server: str) -> None:
+    """Have a server fork what this process starts as `python -P -m MODULE`: replicas, and questions to vLLM."""
     new = subprocess.Popen
 
     class Popen(ForkedPopen):
-        def __new__(cls, command: Any, **options: Any) -> Any:
-            if _REPLICA in command:
+        def __new__(cls, command: Any, *args: Any, **options: Any) -> Any:
+            if command[1:3] == ["-P", "-m"]:
                 return super().__new__(cls)
-            return new(command, **options)
+            return new(command, *args, **options)
 
-        def __init__(self, command: Any, **options: Any) -> None:
-            super().__init__(server, server, command, **options)
+        def __init__(self, command: Any, *args: Any, **options: Any) -> None:
+            super().__init__(server, server, command, *args, **options)
 
     subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def _run(module: str) -> NoReturn:
+    """Run a module as the main one, and end as Python does, save that it frees nothing: that takes 1 s in a fork."""
+    code: Any = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        code = error.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 def main() -> None:
     """Import all that jobs need, and fork processes that have it."""
     address, vllm, _ = sys.argv[1:]
-    for name in _MODULES + _VLLM_MODULES * bool(vllm):
-        importlib.import_module(name)
-    # It is the main module of those that are forked.
-    del sys.modules[_REPLICA], sys.modules["batchinf.fleet.local"].process  # type: ignore[attr-defined]
+    own = [name for _, name, _ in pkgutil.walk_packages(importlib.import_module("batchinf").__path__, "batchinf.")]
+    for name in own + _MODULES + _VLLM_MODULES * bool(vllm):
+        if name != "batchinf.__main__" and (vllm or not name.startswith(_VLLM)):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    if not vllm:
-        # DuckDB complains of what is left at the end.
-        atexit.register(sys.modules["sitecustomize"].unfreeze)
-    forked = _serve("\0" + address)
-    runpy.run_module(_become(*forked), run_name="__main__", alter_sys=True)
+    _run(_become(*_serve("\0" + address)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -32,7 +33,7 @@ PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 # the soak leaves it.
 may_fork = False
 fork_servers: list[ForkServer] = []
-_ENVIRONMENT = dict(os.environ)  # without that of a single test
+environment = dict(os.environ)  # of the servers: none that a single test sets
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -91,26 +92,26 @@ def start(
         # What is ignored is inherited: a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    environment = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
+    own = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
     command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
-    options = {"cwd": ROOT, "env": environment, "start_new_session": True, "text": True}
-    if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(environment):
+    options = {"cwd": ROOT, "env": own, "start_new_session": True, "text": True}
+    if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(own):
         replicas = fork_server(has_vllm=True) if _is_of_vllm(*arguments) else fork_server()
         return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-def _is_of_vllm(command: object, path: object = "", *_: object) -> bool:
-    """Whether a command runs a job, and not on the scripted engine."""
-    with contextlib.suppress(OSError):
-        return command == "run" and "scripted" not in pathlib.Path(str(path)).read_text()
-    return False
+def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
+    """Whether a command runs a job on real vLLM, which is here."""
+    if command != "run" or not pathlib.Path(path).is_file() or importlib.util.find_spec("vllm") is None:
+        return False
+    return "scripted" not in pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 @functools.cache
 def fork_server(*, has_vllm: bool = False) -> ForkServer:
     """The one of this process, or the one with vLLM; both end with it."""
-    server = ForkServer({**_ENVIRONMENT, **quick_start()}, has_vllm=has_vllm)
+    server = ForkServer({**environment, **quick_start()}, has_vllm=has_vllm)
     atexit.register(server.close)
     fork_servers.append(server)
     return server

@@ -24,8 +24,6 @@ from batchinf.replica.in_flight import InFlightRecord, InFlightRequest
 from batchinf.schedule.order import RunOrder
 from batchinf.schedule.shards import shard_at
 
-pytestmark = pytest.mark.real_starts
-
 WINDOW = 64
 
 
@@ -161,6 +159,7 @@ def deaths_of(out: pathlib.Path) -> list[dict[str, object]]:
     return jobs.events_of(out, "death")
 
 
+@pytest.mark.real_starts
 @pytest.mark.parametrize(
     ("point", "action", "most"),
     [("prompt", "die", 4), ("output", "kill SIGSEGV", 5)],
@@ -216,6 +215,7 @@ def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     assert errors == [(137, 0), (137, 1), (137, 2)]
 
 
+@pytest.mark.real_starts
 @pytest.mark.parametrize("num_deaths", [3])
 def test_a_coordinator_that_is_killed_forgets_no_death(num_deaths: int, tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, output=SHARDS), tmp_path / "out"
@@ -246,7 +246,6 @@ def test_a_machine_that_always_dies_condemns_few_rows_and_gives_up(tmp_path: pat
     assert [name for name in jobs.state_of(tmp_path / "out").kept if name.startswith("case/")]
 
 
-@pytest.mark.real_starts(False)  # each imports vLLM, for 10 s
 def test_a_row_that_kills_real_vllm(tmp_path: pathlib.Path) -> None:
     """On the CPU a seeded request whose prompt comes in chunks is the end of vLLM's engine."""
     pytest.importorskip("vllm")

@@ -62,6 +62,5 @@ if found := os.environ.get("QUICK_START"):
     sys.meta_path[:0] = [_PandasUnseenByArrow(), _ModelsReadAlready(models)]
     # An import of vLLM makes a million objects, none of them garbage: looking for some takes a fifth of its time.
     gc.set_threshold(50_000, 20, 100)
-    # As vLLM does when it ends, to look through all of it twice more.
-    unfreeze, gc.unfreeze = gc.unfreeze, lambda: None
+    gc.unfreeze = lambda: None  # as vLLM does when it ends, to look through all of it twice more
     sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]

@@ -28,8 +28,6 @@ from batchinf.output.journal import Journal
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-pytestmark = pytest.mark.real_starts
-
 ONE_REPLICA = {"data_parallel_size": 1}
 # Of ext4: from now on every access to its disk is an error, as with one that was pulled out.
 EXT4_IOC_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2
@@ -307,6 +305,7 @@ def test_a_disk_that_goes_on_failing(tmp_path: pathlib.Path) -> None:
 # -- a slow disk -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.real_starts
 def test_a_crash_while_a_part_is_written_slowly(tmp_path: pathlib.Path) -> None:
     """A whole shard that waits for its part is in the journal when the interval is over."""
     out, marker = tmp_path / "out", tmp_path / "held"

@@ -17,8 +17,6 @@ from batchinf.manifest.state import read_beginning, read_state
 from batchinf.run.head_start import is_known, takes_long
 from batchinf.spec.job import JobSpec
 
-pytestmark = pytest.mark.real_starts
-
 NUM_ROWS = 80
 OUTPUT = {"rows_per_shard": 8}
 
@@ -194,6 +192,7 @@ def test_where_no_row_is_left_to_run(inputs: dict[str, pathlib.Path], tmp_path: 
 # -- what comes between ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.real_starts
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["replicas that hear it", "replicas that stand still"])
 def test_a_coordinator_that_is_killed(
     is_stopped: bool, inputs: dict[str, pathlib.Path], plain_rows: list[dict[str, Any]], tmp_path: pathlib.Path
@@ -225,6 +224,7 @@ def test_a_coordinator_that_is_killed(
     check_accounts(held.out)
 
 
+@pytest.mark.real_starts
 @pytest.mark.parametrize("is_short", [False, True], ids=["with a head start again", "without one"])
 def test_several_lives_that_end_before_the_header(
     is_short: bool, inputs: dict[str, pathlib.Path], plain_rows: list[dict[str, Any]], tmp_path: pathlib.Path
@@ -380,7 +380,6 @@ def test_engines_that_wait_for_what_the_input_is(parser: str | None, where: dict
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.real_starts(False)  # each imports vLLM, for 10 s
 def test_real_engines(inputs: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
     """Without a head start; with one, the engine core in the replica; and with one, the core forked out of it."""
     pytest.importorskip("vllm")

@@ -1,0 +1,55 @@
+"""What tests/fork_server.py forks is to its parent, and to itself, what a new process is."""
+
+import os
+import pathlib
+import signal
+import subprocess
+
+import pytest
+
+import jobs
+
+
+def new(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run `batchinf` in a new process: a prefix cannot be forked."""
+    return jobs.run(*arguments, prefix=["env"], **environment)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "no.yaml"], ["frobnicate"], ["status", "/nowhere"]], ids=str)
+def test_it_says_and_ends_as_a_new_process_does(arguments: list[str]) -> None:
+    expected, found = new(*arguments), jobs.run(*arguments)
+    assert "env" in expected.args and "env" not in found.args
+    assert (found.returncode, found.stdout, found.stderr) == (expected.returncode, expected.stdout, expected.stderr)
+
+
+def test_a_job_has_the_rows_of_a_new_process_s(tmp_path: pathlib.Path) -> None:
+    for name in ("forked", "new"):
+        (tmp_path / name).mkdir()
+    jobs.finish(jobs.spec_of(tmp_path / "forked"))
+    jobs.finish(jobs.spec_of(tmp_path / "new"), prefix=["env"])
+    assert jobs.rows_of(tmp_path / "forked" / "out") == jobs.rows_of(tmp_path / "new" / "out")
+
+
+def test_its_session_environment_folder_and_descriptors_are_its_own(tmp_path: pathlib.Path) -> None:
+    marker = tmp_path / "held"
+    process = jobs.start("run", jobs.spec_of(tmp_path), faults=f"replica.start=hold {marker}", TMPDIR=str(tmp_path))
+    jobs.wait_until(marker.exists)
+    everyone = jobs.family(process.pid)
+    assert len(everyone) == 3  # two replicas
+    assert {os.getsid(one.pid) for one in everyone} == {one.pid for one in everyone}
+    assert {one.cwd() for one in everyone} == {str(jobs.ROOT)}
+    assert everyone[-1].cmdline()[1:4] == ["-m", "batchinf", "run"]
+    # No end of a pipe or socket that another job or the server waits at.
+    servers = {os.readlink(path) for path in pathlib.Path(f"/proc/{jobs.fork_server().process.pid}/fd").iterdir()}
+    for one in everyone:
+        links = {os.readlink(path) for path in pathlib.Path(f"/proc/{one.pid}/fd").iterdir()}
+        assert not {link for link in links & servers if link.startswith(("pipe", "socket"))}
+    jobs.kill(everyone)
+    assert process.wait(10) == -signal.SIGKILL
+    assert jobs.are_gone(everyone)
+    process.communicate()
+
+
+def test_a_process_whose_libraries_would_read_another_environment_is_new() -> None:
+    assert not jobs.fork_server().can_fork({**jobs.environment, **jobs.quick_start(), "HF_HOME": "/elsewhere"})
+    assert jobs.fork_server().can_fork({**jobs.environment, **jobs.quick_start(), "BATCHINF_FAULTS": "x=kill"})
