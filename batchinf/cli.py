@@ -77,8 +77,7 @@ def run(
     with interruptible():
         from batchinf.base.slices import Slice, job_folder
         from batchinf.fleet.choose import choose_backend
-        from batchinf.run.epoch import run_job
-        from batchinf.run.fresh import move_job_aside
+        from batchinf.run.epoch import move_job_aside, run_job
         from batchinf.run.progress import ProgressDisplay
 
         wanted = None if slice_ is None else Slice.parse(slice_)
@@ -117,12 +116,12 @@ def validate(
     if rows and (is_random or seed is not None):
         raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
     from batchinf.commands.text.validate import finding_lines
-    from batchinf.commands.validate import RowsWanted, ValidateReport
+    from batchinf.commands.validate import RowsToShow, ValidateReport
     from batchinf.commands.validate import validate as validate_job
 
     if is_random and seed is None:
         seed = random.randrange(100_000)
-    findings = validate_job(_read(spec, set_), RowsWanted(num_rows, tuple(rows or ()), seed))
+    findings = validate_job(_read(spec, set_), RowsToShow(num_rows, tuple(rows or ()), seed))
     if as_json:
         _show(ValidateReport.of(findings), (), as_json)
     else:
@@ -142,7 +141,7 @@ def status(out: Out, as_json: AsJson = False) -> None:
 @app.command()
 def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5) -> None:
     """Show the first finished rows, as JSON lines, while the job runs or after."""
-    from batchinf.commands.head import head_rows
+    from batchinf.commands.status import head_rows
 
     _print(json.dumps(row, ensure_ascii=False, default=str) for row in head_rows(out, num_rows))
 
@@ -158,7 +157,7 @@ def check(
 ) -> None:
     """Say whether the parts, the manifest and the journal are whole, and what is wrong; live, dead or done."""
     from batchinf.commands.check import check_job
-    from batchinf.commands.text.check import check_lines, raise_if_wrong
+    from batchinf.commands.text.status import check_lines, raise_if_wrong
 
     report = check_job(out, is_deep=deep, repair=repair)
     _show(report, check_lines(report), as_json)
@@ -181,7 +180,7 @@ def diff(
 ) -> None:
     """Say what changed between two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
     from batchinf.commands.diff import DiffWanted, diff_jobs
-    from batchinf.commands.text.diff import diff_lines
+    from batchinf.commands.text.compare import diff_lines
 
     report = diff_jobs(a, b, DiffWanted(on, to, num_rows))
     _show(report, diff_lines(report, to), as_json)
@@ -204,7 +203,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Hold some finished rows against transformers: logprobs, logits or vectors. Exit 3 beyond the tolerance."""
-    from batchinf.commands.text.verify import raise_if_beyond, verify_lines
+    from batchinf.commands.text.compare import raise_if_beyond, verify_lines
     from batchinf.commands.verify import Wanted
     from batchinf.commands.verify import verify as verify_job
 
@@ -272,7 +271,7 @@ def main() -> NoReturn:
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
     """Print a report, as lines or as one JSON object."""
-    from batchinf.commands.text.as_json import to_json
+    from batchinf.commands.text.status import to_json
 
     _print([to_json(report)] if as_json else lines)
 

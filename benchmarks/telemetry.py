@@ -16,7 +16,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from batchinf.base.storage import Folder
 from batchinf.engines.vllm.engine import _Stats
-from batchinf.fleet.telemetry import ReplicaLook, Telemetry
+from batchinf.fleet.status import ReplicaLook, Telemetry
 from batchinf.replica.messages import Progress
 
 _STEP_S = 0.017  # of a small model with 1,024 requests on an H200: the shortest there is

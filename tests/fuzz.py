@@ -42,21 +42,19 @@ from hypothesis import strategies as st
 import jobs
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
-from batchinf.commands.head import head_rows
-from batchinf.commands.status import job_status, stored_spec
+from batchinf.commands.status import head_rows, job_status, stored_spec
 from batchinf.commands.text.status import status_lines
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status, status_line
 from batchinf.manifest.commit_log import encode_commits
+from batchinf.manifest.lines import parse_part_name
 from batchinf.manifest.lock import LOCK, Holder, JobLock
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import parse_part_name
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.output import journal, parts
 from batchinf.output.journal import Journal
-from batchinf.output.parts import verify_part
-from batchinf.output.shard import OpenShard
+from batchinf.output.parts import OpenShard, verify_part
 from batchinf.prompts.builder import Renderer
 from batchinf.records import Shard
 from batchinf.replica.messages import Assign, Failed, Progress

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.commands.deviations import VectorDeviations, add_vectors
+from batchinf.commands.verify import VectorDeviations, add_vectors
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
-from batchinf.commands.head import head_rows
+from batchinf.commands.status import head_rows
 
 pytest.importorskip("vllm")
 

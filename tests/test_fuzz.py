@@ -19,7 +19,7 @@ import pytest
 import jobs
 from batchinf.base.errors import InputError, OutputError
 from batchinf.base.storage import Folder
-from batchinf.commands.head import head_rows
+from batchinf.commands.status import head_rows
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest import commit_log

@@ -1,12 +1,10 @@
-"""`batchinf check`: does a job's folder hold what its manifest says, and what is wrong where.
-
-It reads files alone and needs no lock, so it can look at a running job. With `repair` it takes the lock and moves what
-is damaged to `damaged/`; the next run makes anew what is missing.
-"""
+"""`batchinf check`: compares a job's folder with its manifest, names the damage, and repairs it by another run."""
 
 import contextlib
 import dataclasses
+import datetime
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,18 +13,113 @@ from typing import Literal
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, no_job_message
 from batchinf.base.storage import Folder
-from batchinf.commands.repair import move_file_aside, rebuild_manifest
+from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
+from batchinf.manifest.lines import EventLine, parse_part_name, part_name
 from batchinf.manifest.lock import JobLock, live_holder
-from batchinf.manifest.names import parse_part_name, part_name
-from batchinf.manifest.state import State, last_epoch, read_beginning, read_state
+from batchinf.manifest.log import snapshot_commits
+from batchinf.manifest.state import State, check_version, last_epoch, list_logs, read_beginning, read_state
 from batchinf.output.journal import Journal, list_shards
-from batchinf.output.proof import NUM_THREADS, Flaw, find_flaw, other_owner
+from batchinf.output.proof import NUM_THREADS, Flaw, find_flaw, job_of, other_owner
+from batchinf.records import Extent
 from batchinf.run.extend import spec_text
-from batchinf.schedule.order import RunOrder
-from batchinf.schedule.selection import RUN_FOLDER, permutation_name, read_permutation, read_selection, selection_name
+from batchinf.schedule.selection import (
+    RUN_FOLDER,
+    RunOrder,
+    permutation_name,
+    read_permutation,
+    read_selection,
+    selection_name,
+)
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
+
+DAMAGED = "damaged"
+_KINDS = {"header", "extent", "event", "snapshot", "counted_event"}
+_PARTS_TO_ASK = 100
+
+
+def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
+    """Write a log of `epoch`, which is the lock's, and move the others to `damaged/`; what they are called there.
+
+    Raises OutputError, with nothing changed, if what the job is cannot be told any more, or if it is of a newer format.
+    """
+    logs = [name for _, name in list_logs(folder)]
+    lines = {name: list(_useful_lines(folder, name)) for name in logs}
+    owner = _owner(folder, lines)
+    state = State()
+    for name in logs:
+        if any(fields.get("job_id", owner) != owner for fields in lines[name]):
+            continue
+        for fields in lines[name]:
+            _apply(folder, state, fields)
+    if not state.has_header or not state.extents:
+        raise OutputError(
+            f"{folder.path('manifest')} cannot be repaired: the lines that say what the job is are damaged; put back a "
+            "whole copy of it, or give the job another output.path"
+        )
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    state.events.append(EventLine("rebuilt", now, {"replaces": logs}))
+    state.event_counts["rebuilt"] += 1
+    data = encode_commits(snapshot_commits(state, logs))
+    if not folder.create_exclusive(f"manifest/{epoch:06d}.jsonl", data):
+        raise OutputError(f"another process has begun epoch {epoch} of {folder.root}; run this again")
+    return [move_file_aside(folder, name) for name in logs]
+
+
+def move_file_aside(folder: Folder, name: str) -> str:
+    """Move a file to `damaged/`, under a name that is free there; the name. Nothing is ever deleted."""
+    folder.make(DAMAGED)
+    base, number = f"{DAMAGED}/{name.rpartition('/')[2]}", 0
+    target = base
+    while folder.exists(target):
+        number += 1
+        target = f"{base}.{number}"
+    folder.publish(name, target)
+    return target
+
+
+def _useful_lines(folder: Folder, name: str) -> list[Fields]:
+    lines = []
+    for fields in whole_lines(folder, name):
+        check_version(folder, fields)
+        if fields.get("kind") in _KINDS:
+            lines.append(fields)
+    return lines
+
+
+def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
+    """Of several jobs' logs in one folder, the job whose parts lie there too."""
+    stated = {fields["job_id"] for log in lines.values() for fields in log if "job_id" in fields}
+    if len(stated) < 2:
+        return next(iter(stated), None)
+    names = [name for name in folder.list("parts") if parse_part_name(name) is not None]
+    owners = Counter(job_of(folder, f"parts/{name}") for name in names[:_PARTS_TO_ASK])
+    known = [owner for owner, _ in owners.most_common() if owner in stated]
+    if not known:
+        raise OutputError(
+            f"{folder.path('manifest')} holds logs of several jobs, {', '.join(sorted(stated))}, and no part tells "
+            "which of them is this one: move the others away"
+        )
+    return known[0]
+
+
+def _is_same(extent: Extent, fields: Fields) -> bool:
+    # An extent may be without rows, and the next one then begins where it does.
+    return all(getattr(extent, name) == fields[name] for name in ("start", "num_rows", "first_row"))
+
+
+def _apply(folder: Folder, state: State, fields: Fields) -> None:
+    if fields["kind"] == "extent" and any(_is_same(extent, fields) for extent in state.extents):
+        return  # a snapshot says it again
+    try:
+        state.apply(fields)
+    except (LookupError, ValueError) as error:
+        raise OutputError(
+            f"{folder.path('manifest')} cannot be repaired: a line that says how rows are cut is damaged; put back a "
+            "whole copy of it, or give the job another output.path"
+        ) from error
+
 
 _CHUNK = 1024
 # A part that is being put in place and its line are this far apart at most.
@@ -43,7 +136,7 @@ _HARMLESS = ("part_unnamed", "journal_damaged", "spec_restored")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """Something that is not as it should be.
 
     file: its name in the job's folder. detail: what was read there, where `problem` does not say it all. moved_to: its
@@ -82,7 +175,7 @@ class JobCheck:
     slice: str | None
     has_begun: bool = True
     is_checked: bool = False
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CheckFinding, ...] = ()
     num_parts: int = 0
     num_parts_checked: int = 0
     num_rows: int = 0
@@ -150,11 +243,11 @@ def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
         try:
             state = read_state(folder)
         except OutputError as error:
-            found = Finding("manifest_damaged", "manifest/", str(error))
+            found = CheckFinding("manifest_damaged", "manifest/", str(error))
         else:
             if state is not None:
                 return _check_state(JobCheck(str(folder.root), name), folder, state, is_deep, repair)
-            found = Finding("manifest_without_job", "manifest/")
+            found = CheckFinding("manifest_without_job", "manifest/")
         return _rebuilt(JobCheck(str(folder.root), name, findings=(found,)), folder, epoch)
 
 
@@ -199,14 +292,14 @@ def _check_state(check: JobCheck, folder: Folder, state: State, is_deep: bool, r
     )
 
 
-def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> Iterator[Finding]:
+def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> Iterator[CheckFinding]:
     for number, extent in enumerate(state.extents, 1):
         name = selection_name(number, RUN_FOLDER)
         if extent.selection is not None and read_selection(folder, number, extent.selection, RUN_FOLDER) is None:
-            yield Finding("selection_lost", name)
+            yield CheckFinding("selection_lost", name)
             return
         if extent.order is not None and read_permutation(folder, number, extent.order) is None:
-            yield Finding("order_lost", permutation_name(number))
+            yield CheckFinding("order_lost", permutation_name(number))
             return
     flaws = _flaws(folder, state, sorted(state.parts), is_deep)
     if flaws:
@@ -217,12 +310,12 @@ def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> I
         flaws = _flaws(folder, state, sorted(flaws.keys() & state.parts.keys()), is_deep)
     owner = other_owner(folder, state, list(flaws)) if len(flaws) == len(state.parts) else None
     if owner is not None:
-        yield Finding("manifest_of_other_job", "manifest/", job_id=state.header.job_id, other_job_id=owner)
+        yield CheckFinding("manifest_of_other_job", "manifest/", job_id=state.header.job_id, other_job_id=owner)
         return
     for shard, flaw in flaws.items():
         name = f"parts/{part_name(shard)}"
         moved_to = move_file_aside(folder, name) if repair and folder.exists(name) else None
-        yield Finding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
+        yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
 
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
@@ -241,7 +334,7 @@ def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> di
     return found
 
 
-def _check_names(folder: Folder, state: State) -> Iterator[Finding]:
+def _check_names(folder: Folder, state: State) -> Iterator[CheckFinding]:
     """Readers take `parts/*.parquet`: nothing else may have such a name."""
     strangers = [name for name in folder.list("parts") if name.endswith(".parquet")]
     state = read_state(folder, state) or state
@@ -251,29 +344,29 @@ def _check_names(folder: Folder, state: State) -> Iterator[Finding]:
             continue
         shard = parse_part_name(name)
         if shard is not None and name == part_name(shard) and shard < total_shards(state.extents):
-            yield Finding("part_unnamed", f"parts/{name}", shard=shard)
+            yield CheckFinding("part_unnamed", f"parts/{name}", shard=shard)
         else:
-            yield Finding("foreign_file", f"parts/{name}")
+            yield CheckFinding("foreign_file", f"parts/{name}")
 
 
-def _check_coverage(state: State) -> Iterator[Finding]:
+def _check_coverage(state: State) -> Iterator[CheckFinding]:
     if state.is_done and not state.committed.all():
         missing = (~state.committed).nonzero()[0]
-        yield Finding("manifest_incomplete", "manifest/", shard=int(missing[0]), num_shards=len(missing))
+        yield CheckFinding("manifest_incomplete", "manifest/", shard=int(missing[0]), num_shards=len(missing))
 
 
-def _check_spec(folder: Folder, state: State, repair: bool) -> Iterator[Finding]:
+def _check_spec(folder: Folder, state: State, repair: bool) -> Iterator[CheckFinding]:
     if folder.exists("job.yaml"):
         return
     if repair:
         folder.write_atomic("job.yaml", spec_text(state, state.limit).encode())
-    yield Finding("spec_restored" if repair else "spec_missing", "job.yaml")
+    yield CheckFinding("spec_restored" if repair else "spec_missing", "job.yaml")
 
 
-def _check_journal(folder: Folder, state: State) -> Iterator[Finding]:
+def _check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:
     schema = task_of(JobSpec.model_validate(state.header.spec)).result_schema
     journal = Journal(folder, "check", schema)
     for shard in list_shards(folder):
         if shard not in state.parts:
             for name in journal.recover(shard).damaged:
-                yield Finding("journal_damaged", f"journal/{name}", shard=shard)
+                yield CheckFinding("journal_damaged", f"journal/{name}", shard=shard)

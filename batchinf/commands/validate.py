@@ -17,8 +17,16 @@ import numpy as np
 from batchinf.base.errors import DriftError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
-from batchinf.commands.prompt_lengths import LengthCounts, PromptLengths, sample_rows
-from batchinf.commands.shown_rows import ChosenRows, ShownRow, find_row, random_rows, shown_row
+from batchinf.commands.shown_rows import (
+    ChosenRows,
+    LengthCounts,
+    PromptLengths,
+    ShownRow,
+    find_row,
+    random_rows,
+    sample_rows,
+    shown_row,
+)
 from batchinf.engines.installed import check_structures
 from batchinf.fleet.choose import choose_backend
 from batchinf.job.choose import Chosen, choose, described, max_model_len
@@ -29,7 +37,7 @@ from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.schedule.order import RunOrder
+from batchinf.schedule.selection import RunOrder
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -38,7 +46,7 @@ _LONG = 1 << 30  # tokens that fit where nothing says how many
 
 
 @dataclass(frozen=True, slots=True)
-class RowsWanted:
+class RowsToShow:
     """Which rows to show: the first `num_rows`, as many at random with `seed`, or those that are named."""
 
     num_rows: int
@@ -140,7 +148,7 @@ class OutputFound:
     room_warning: str | None
 
 
-Finding = (
+ValidateFinding = (
     SpecFound | ModelFound | InputFound | RowsChosen | TaskFound | Remark | PromptLengths | RowsDrawn | ShownRow
     | OutputFound
 )  # fmt: skip
@@ -162,7 +170,7 @@ class ValidateReport:
     output: OutputFound
 
     @classmethod
-    def of(cls, findings: Iterable[Finding]) -> "ValidateReport":
+    def of(cls, findings: Iterable[ValidateFinding]) -> "ValidateReport":
         """All findings of one `validate`."""
         by_type: dict[type, list[Any]] = {}
         for finding in findings:
@@ -183,7 +191,7 @@ class ValidateReport:
         )
 
 
-def validate(file: SpecFile, wanted: RowsWanted) -> Iterator[Finding]:
+def validate(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding]:
     """What each check finds, as it passes. Raises UserError at the first that does not."""
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
@@ -265,7 +273,7 @@ def _with_one_sample(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"n": 1})})
 
 
-def _prompts(job: Job, wanted: RowsWanted, state: State | None, positions: Sequence[int]) -> Iterator[Finding]:
+def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Sequence[int]) -> Iterator[ValidateFinding]:
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     begun = begun_at(job, None if state is None else state.header)
     builder, task = (

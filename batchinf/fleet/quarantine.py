@@ -21,9 +21,9 @@ from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Shard
-from batchinf.replica.in_flight import InFlightRequest
 from batchinf.replica.messages import Trial
-from batchinf.schedule.order import RunOrder
+from batchinf.replica.worker import InFlightRequest
+from batchinf.schedule.selection import RunOrder
 from batchinf.schedule.shards import shard_at
 
 RowIndices = tuple[int, ...]

@@ -20,14 +20,13 @@ from batchinf.base.slices import job_folders, no_job_message, read_cut
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.job.open import Job, begun_at, check_cut, join_cut
-from batchinf.manifest.names import part_name
+from batchinf.manifest.lines import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import BoolArray, Int64Array, Uint64Array
-from batchinf.schedule.order import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
-from batchinf.schedule.selection import RUN_FOLDER, Selection, read_selection, selection_name, write_selection
+from batchinf.schedule.selection import RUN_FOLDER, Choice, Selection, read_selection, selection_name, write_selection
 from batchinf.source.cache import locked
 from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.types import is_json_column

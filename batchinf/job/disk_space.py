@@ -3,8 +3,7 @@
 import os
 import pathlib
 
-from batchinf.job.open import Job, carried_columns
-from batchinf.job.size import objection
+from batchinf.job.open import Job, carried_columns, objection
 from batchinf.manifest.state import State
 from batchinf.output.journal import row_bytes
 from batchinf.schedule.shards import total_rows, total_shards

@@ -1,4 +1,4 @@
-"""A job as it is opened: spec, model, input and output folder together, and whether they are still the same job."""
+"""A job as it is opened: spec, model, input and output folder together, and whether it is still the same job."""
 
 import datetime
 import json
@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError, SpecError
@@ -19,11 +21,11 @@ from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_d
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.prompts.builder import check_columns
 from batchinf.prompts.checks import check_order, check_prompts
-from batchinf.prompts.encoder import check_token_ids
+from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.prompts.openai import recognised
 from batchinf.prompts.row_values import check_sampling_columns
-from batchinf.records import Extent
-from batchinf.schedule.order import Choice
+from batchinf.records import Extent, Prompt
+from batchinf.schedule.selection import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.source.files import InputLocation
 from batchinf.source.formats.registry import read_as
@@ -32,6 +34,53 @@ from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, fields, fingerprint
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
+
+_NUM_SAMPLED = 256
+
+
+def objection(task: Task, model: Model, source: Source, rows: range, num_rows: int) -> str | None:
+    """The error if the output is estimated above `output.max_output_bytes`; else None.
+
+    task: of the resolved spec. rows: the `num_rows` that are run are among them.
+    """
+    given, per_row = task.spec.output.max_output_bytes, task.num_rows_per_input * task.estimated_bytes_per_row()
+    limit = task.default_max_output_bytes if given is None else given
+    if limit is None:
+        return None
+    # An estimate without prompts is never off by more.
+    if task.sizes_by_prompts and len(rows) and num_rows * per_row > limit // 64:
+        per_row = task.estimated_bytes_per_row(_sample(task, model, source, rows))
+    if num_rows * per_row <= limit:
+        return None
+    default = "" if given else ", which holds where the spec is silent"
+    remedies = ", ".join(["take fewer rows (input.limit)", *task.size_remedies])
+    estimate = f"{_in_units(num_rows * per_row)} ({_in_units(per_row)} each)"
+    return (
+        f"the output of {num_rows:,} rows is estimated at {estimate}, more than {_in_units(limit)}{default}; "
+        f"{remedies}, or raise it to {_round_up(num_rows * per_row)}"
+    )
+
+
+def _sample(task: Task, model: Model, source: Source, rows: range) -> list[Prompt]:
+    """Prompts without errors from all over the input."""
+    places = np.unique(np.linspace(rows.start, rows.stop - 1, min(len(rows), _NUM_SAMPLED)).astype(np.int64))
+    tokenizer = load_tokenizer(model.tokenizer, task.spec.model.trust_remote_code)
+    builder = task.prompt_builder(tokenizer, model.vocab_size)
+    prompts = builder.build(source.read_rows(places, builder.columns), model.max_model_len)
+    return [prompt for prompt in prompts if prompt.error is None]
+
+
+def _in_units(num_bytes: int) -> str:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _round_up(num_bytes: int) -> int:
+    digits = 10 ** max(0, len(str(num_bytes)) - 2)
+    return int(-(-num_bytes // digits) * digits)
+
 
 OnModelFound = Callable[[JobSpec, Model, tuple[Adapter, ...]], object]
 

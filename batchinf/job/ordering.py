@@ -24,8 +24,14 @@ from batchinf.manifest.state import State
 from batchinf.prompts.builder import Outline, PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Extent, Int64Array
-from batchinf.schedule.order import Choice, RunOrder
-from batchinf.schedule.selection import RUN_FOLDER, permutation_name, read_permutation, write_permutation
+from batchinf.schedule.selection import (
+    RUN_FOLDER,
+    Choice,
+    RunOrder,
+    permutation_name,
+    read_permutation,
+    write_permutation,
+)
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 

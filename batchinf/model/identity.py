@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchinf.base.errors import ModelError, SpecError
+from batchinf.model import files
 from batchinf.model import files as model_files
-from batchinf.model import hub
 from batchinf.spec.job import ModelSpec
 from batchinf.spec.sampling import SamplingSpec
 
@@ -116,12 +116,12 @@ def _remedy(model: Model, problems: str) -> str:
 
 
 def _locate(field: str, name: str, revision: str | None, load_format: str, commit: str | None) -> _Place:
-    if (folder := hub.local_folder(field, name, "config.json")) is not None:
+    if (folder := files.local_folder(field, name, "config.json")) is not None:
         if revision is not None:
             raise ModelError(f"model.revision: got '{revision}', but '{name}' is a folder here and has no revisions")
         return _Place(name, folder)
     try:
-        snapshot = hub.find(
+        snapshot = files.find(
             field, name, commit or revision, lambda it: not model_files.weight_problems(it, load_format)
         )
     except ModelError as error:

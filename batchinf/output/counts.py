@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from batchinf.manifest.state import State
 from batchinf.prompts import encoder
 from batchinf.records import BoolArray, PartCounts
-from batchinf.tasks.score.accuracy import Accuracy, count_right_answers
+from batchinf.tasks.score.compare import Accuracy, count_right_answers
 
 # Numbers that are looked at together, so that what is made of them stays in the processor's cache.
 _PIECE = 1 << 18

@@ -22,7 +22,7 @@ import xxhash
 
 from batchinf.base.file_header import HEADER_BYTES, FileHeader
 from batchinf.base.storage import Folder
-from batchinf.manifest.names import retry_of
+from batchinf.manifest.lines import retry_of
 
 _libc = ctypes.CDLL(None)
 _FOLDER = "journal"

@@ -19,13 +19,12 @@ import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, reason
-from batchinf.manifest.names import part_name
+from batchinf.manifest.lines import part_name
 from batchinf.manifest.state import State
 from batchinf.output.journal import footer_is_sealed
 from batchinf.output.parts import PART_VERSION
 from batchinf.records import Part, Shard
-from batchinf.schedule.order import RunOrder
-from batchinf.schedule.selection import ShardRows
+from batchinf.schedule.selection import RunOrder, ShardRows
 from batchinf.schedule.shards import shard_at
 
 _MAGIC = b"PAR1"

@@ -14,11 +14,9 @@ import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import Retry
-from batchinf.manifest.names import part_name
+from batchinf.manifest.lines import Retry, part_name
 from batchinf.output.journal import is_sealed
-from batchinf.output.parts import PIECE_BYTES, write_part
-from batchinf.output.shard import OpenShard
+from batchinf.output.parts import PIECE_BYTES, OpenShard, write_part
 from batchinf.records import Part
 from batchinf.schedule.selection import ShardRows
 from batchinf.source.rows import Source

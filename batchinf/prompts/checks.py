@@ -27,12 +27,12 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
     """
     if spec.input.is_chat:
         _check_chat(spec.input, model)
-    most, length = spec.sampling.max_tokens, max_model_len(spec, model)
+    most, length = spec.sampling.max_tokens, model_len_limit(spec, model)
     if spec.input.on_overlong != "error" and length is not None and (most or 1) >= length:
         raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}")
 
 
-def max_model_len(spec: JobSpec, model: Model) -> int | None:
+def model_len_limit(spec: JobSpec, model: Model) -> int | None:
     """The engine's longest sequence, in tokens, as far as the spec and the model's config say."""
     if spec.scripted is not None:
         return spec.scripted.max_model_len

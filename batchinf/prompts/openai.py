@@ -7,7 +7,7 @@ from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
-from batchinf.source.formats.openai import OpenAIBatch
+from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec

@@ -15,7 +15,7 @@ import numpy as np
 
 from batchinf.base import faults
 from batchinf.base.errors import RowError
-from batchinf.output.shard import OpenShard
+from batchinf.output.parts import OpenShard
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Prompt, Request, Result, Shard
 from batchinf.replica.byte_queue import ByteQueue

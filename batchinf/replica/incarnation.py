@@ -23,7 +23,6 @@ from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.replica.early_start import UNFORKED, EngineLimits, expected_limits, forks_engine_core, guard_forks
 from batchinf.replica.feeder import Feeder
-from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import (
     DISK_ERROR,
     Assign,
@@ -42,8 +41,8 @@ from batchinf.replica.messages import (
     Work,
 )
 from batchinf.replica.pipeline import Front
-from batchinf.replica.worker import Worker, window
-from batchinf.schedule.order import RunOrder
+from batchinf.replica.worker import InFlightRecord, Worker, window
+from batchinf.schedule.selection import RunOrder
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

@@ -10,23 +10,20 @@ from concurrent.futures import Future
 
 from batchinf.base.storage import Folder
 from batchinf.engines.protocol import Engine
-from batchinf.manifest.names import retry_of
+from batchinf.manifest.lines import retry_of
 from batchinf.output.journal import Journal
-from batchinf.output.parts import write_part
+from batchinf.output.parts import OpenShard, write_part
 from batchinf.output.replace import write_replacement
-from batchinf.output.shard import OpenShard
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import EngineInfo, Part, Shard
 from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.early_start import UNFORKED, EngineLimits, after_first_fork, guard_forks
 from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
-from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Event
 from batchinf.replica.text import Answers, Detokenizer, NoAnswers
-from batchinf.replica.worker import Worker, window
+from batchinf.replica.worker import InFlightRecord, Worker, window
 from batchinf.replica.writer import WIDE, Finished, Writer
-from batchinf.schedule.order import RunOrder
-from batchinf.schedule.selection import ShardRows, chosen_rows
+from batchinf.schedule.selection import RunOrder, ShardRows, chosen_rows
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task

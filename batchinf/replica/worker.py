@@ -1,10 +1,10 @@
-"""Keeps one engine full across shard edges, from the first assigned row to the last.
+"""Keeps one engine full, across the edges of shards, and records which rows are in it."""
 
-Its thread does `add` and `step` and nothing else: the feeder makes requests ready, the writer stores what finishes.
-"""
-
+import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from mmap import mmap
 
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RequestRefused
@@ -12,9 +12,60 @@ from batchinf.engines.protocol import Engine
 from batchinf.records import Completion, Result
 from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
-from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Progress
 from batchinf.replica.writer import Finished, Writer
+
+# row_index, then 0 for a free slot or 2 * (order of entering) + (1 once a token came out).
+_SLOT = struct.Struct("<qq")
+
+# Sizes of memory to use, in bytes. The first has far more slots than any engine's window. The second is for hosts where
+# a limit on the size of files, which holds for shared memory too, allows no more. Requests beyond it are not recorded.
+RECORD_BYTES = ((1 << 16) * _SLOT.size, (1 << 12) * _SLOT.size)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightRequest:
+    """A request that was in the engine. has_output: its prompt was run, and a token has come out."""
+
+    row_index: int
+    has_output: bool
+
+
+class InFlightRecord:
+    """One replica's requests in flight. The replica writes on its engine's thread; the backend reads at its end."""
+
+    def __init__(self, memory: bytearray | mmap) -> None:
+        """memory: zeros, or what an earlier record wrote. One of RECORD_BYTES long."""
+        self._memory = memory
+        self._free = list(range(len(memory) // _SLOT.size - 1, -1, -1))
+        self._num_entered = 0
+
+    def enter(self, row_index: int) -> int:
+        """A request goes into the engine; its slot, or -1 where none is left."""
+        if not self._free:
+            return -1
+        slot = self._free.pop()
+        self._num_entered += 1
+        _SLOT.pack_into(self._memory, slot * _SLOT.size, row_index, 2 * self._num_entered)
+        return slot
+
+    def note_output(self, slot: int) -> None:
+        """The request's first token has come out."""
+        if slot >= 0:
+            row_index, state = _SLOT.unpack_from(self._memory, slot * _SLOT.size)
+            _SLOT.pack_into(self._memory, slot * _SLOT.size, row_index, state | 1)
+
+    def leave(self, slot: int) -> None:
+        """The request has come out of the engine."""
+        if slot >= 0:
+            _SLOT.pack_into(self._memory, slot * _SLOT.size, 0, 0)
+            self._free.append(slot)
+
+    def requests(self) -> Sequence[InFlightRequest]:
+        """All requests in the engine, in the order in which they went in."""
+        found = [item for item in _SLOT.iter_unpack(self._memory[:]) if item[1]]
+        return [InFlightRequest(row, bool(state & 1)) for row, state in sorted(found, key=lambda item: item[1])]
+
 
 # Requests kept in the engine for each that it can run at once: 1.2 was measured best; twice as many lets the first
 # replica that is up take all of a small job.

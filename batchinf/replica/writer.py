@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchinf.base import faults
 from batchinf.output.counts import count_rows
-from batchinf.output.shard import OpenShard
+from batchinf.output.parts import OpenShard
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.byte_queue import ByteQueue
 from batchinf.replica.feeder import FailedRow, PendingRequest
@@ -62,7 +62,7 @@ class Closing:
 
 
 @dataclass(slots=True)
-class Totals:
+class WriterTotals:
     """What has been stored since the worker started. Of results and errors, those from the journal count too."""
 
     num_rows: int = 0
@@ -98,7 +98,7 @@ class Writer(threading.Thread):
         self._closer = ThreadPoolExecutor(1 if room is None else room.num_closers, thread_name_prefix="closer")
         self._closing: list[Closing] = []
         self._is_stopping = False
-        self.totals = Totals()
+        self.totals = WriterTotals()
         self.error: BaseException | None = None
 
     def track(self, shard: OpenShard) -> None:

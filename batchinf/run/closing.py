@@ -14,8 +14,7 @@ from batchinf.base.errors import BatchinfError, RowError
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip
 from batchinf.job.open import Job, begun_at
-from batchinf.manifest.lines import EventLine
-from batchinf.manifest.names import part_name
+from batchinf.manifest.lines import EventLine, part_name
 from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder

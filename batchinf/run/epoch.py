@@ -1,25 +1,27 @@
-"""One life of a coordinator, from the lock to the last line: open, recover, run what is left, finish."""
+"""One run of a coordinator, from the lock to the last line: open, recover, run what is left, finish; or begin anew."""
 
+import itertools
 import os
+import pathlib
 import shutil
 from dataclasses import dataclass
 
+from batchinf.base import faults
 from batchinf.base.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.engines.installed import check_structures
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, work_of
 from batchinf.fleet.quarantine import Trials
-from batchinf.fleet.status import duration, read_status, short_count
-from batchinf.fleet.telemetry import Telemetry
+from batchinf.fleet.status import Telemetry, duration, read_status, short_count
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, check_drift, new_header, open_job
-from batchinf.manifest.lock import JobLock
+from batchinf.manifest.lock import LOCK, JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output import journal
@@ -34,9 +36,49 @@ from batchinf.run.head_start import HeadStart
 from batchinf.run.progress import ProgressDisplay
 from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
-from batchinf.schedule.order import Choice, RunOrder
+from batchinf.schedule.selection import Choice, RunOrder
 from batchinf.schedule.shards import PendingShards, total_rows, total_shards
 from batchinf.spec.file import SpecFile, dump_spec
+
+# One of these, and there is a job, or what is left of one.
+_SIGNS = ("manifest", "parts", "job.yaml")
+
+
+def move_job_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
+    """Move the job in the folder `path` to the first free of `path.1`, `path.2`, ...; None if there is none.
+
+    Durable when it returns. Raises OutputError while another process runs the job, or if the folder cannot be moved.
+    """
+    # Not a link to it: the job is to begin anew where it was, on the same disk.
+    root = pathlib.Path(path).resolve()
+    folder = Folder(root)
+    if not any(folder.exists(name) for name in _SIGNS):
+        if pathlib.Path(path).is_symlink():
+            folder.make()
+        return None
+    with JobLock(folder).held(lambda: last_epoch(folder), display.say):
+        aside = _rename(root)
+        # It went along, and is of use to nobody there.
+        Folder(aside).delete(LOCK)
+    folder.make()
+    display.say(f"moved the job in {path} to {aside}; it begins anew")
+    return aside
+
+
+def _rename(root: pathlib.Path) -> pathlib.Path:
+    names = (root.with_name(f"{root.name}.{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    faults.point("fresh.before_rename")
+    try:
+        root.rename(aside)
+        sync_folder(root.parent)
+    except OSError as error:
+        raise OutputError(
+            f"cannot move {root} to {aside}: {reason(error)}; move it yourself, or give the job another output.path"
+        ) from error
+    faults.point("fresh.after_rename")
+    return aside
+
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 _LOST_TO_NAME = 20

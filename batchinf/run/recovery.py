@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus
 from batchinf.job.open import Job
+from batchinf.manifest.lines import parse_part_name, parse_staging_name, part_name
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name
 from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.parts import verify_part
@@ -18,7 +18,7 @@ from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces, with_retry
 from batchinf.records import Extent, Part
 from batchinf.schedule import selection
-from batchinf.schedule.order import RunOrder
+from batchinf.schedule.selection import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 
 

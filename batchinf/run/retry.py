@@ -14,14 +14,12 @@ import pyarrow.parquet as pq
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.job.open import Job, carried_columns, check_drift
-from batchinf.manifest.lines import Header, Retry
+from batchinf.manifest.lines import Header, Retry, part_name
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.replace import piece_rows
-from batchinf.schedule.order import RunOrder
 from batchinf.schedule.predicate import Predicate
-from batchinf.schedule.selection import Selection, read_selection, write_selection
+from batchinf.schedule.selection import RunOrder, Selection, read_selection, write_selection
 from batchinf.schedule.shards import total_shards
 from batchinf.spec.job import fingerprint
 from batchinf.spec.sampling import SamplingSpec

@@ -10,15 +10,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
-from batchinf.source.cache import (
-    FileEntry,
-    Scratch,
-    is_whole,
-    load_entries,
-    locked,
-    save_entries,
-    schema_text,
-)
+from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
 from batchinf.source.files import InputFile, open_input
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.remote import UNKNOWN, RemoteFile

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchinf.source.formats.huggingface import HuggingFace
-from batchinf.source.formats.openai import OpenAIBatch
+from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.formats.registry import FORMAT_NAMES
 from batchinf.spec.fields import (
     FROM_FILE,

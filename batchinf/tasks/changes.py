@@ -1,9 +1,7 @@
-"""Compares the rows of two jobs side by side and counts what changed. Each task adds what is its own.
-
-`diff` uses it; `changes_text` has the words.
-"""
+"""What `diff` counts whatever the task is, and the words for it. Each task adds its own."""
 
 import abc
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -188,3 +186,20 @@ def num_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 def _names(rows: pa.RecordBatch) -> list[str]:
     return list(rows.schema.names)
+
+
+_MAX_CHARS = 120
+
+
+def delta_text(deltas: DeltaSummary) -> str:
+    """The differences in one line."""
+    others = f"; {deltas.num_not_finite:,} more are not finite" if deltas.num_not_finite else ""
+    return (
+        f"B - A is {deltas.mean:+.2e} on average, |B - A| {deltas.mean_abs:.2e}, at most {deltas.max_abs:.2e}{others}"
+    )
+
+
+def clip_value(value: Any) -> str:
+    """A value in one short line."""
+    text = "nothing" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
+    return repr(text)[:_MAX_CHARS] if isinstance(value, str) and "\n" in text else text[:_MAX_CHARS]

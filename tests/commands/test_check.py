@@ -22,14 +22,13 @@ import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.commands.check import check_job
-from batchinf.commands.text.check import check_lines, raise_if_wrong
+from batchinf.commands.text.status import check_lines, raise_if_wrong
 from batchinf.manifest.commit_log import encode_commits, whole_lines
 from batchinf.manifest.state import State, read_state
 from batchinf.output import proof
 from batchinf.output.journal import Journal
 from batchinf.output.proof import changed_parts, find_flaw
-from batchinf.schedule.order import RunOrder
-from batchinf.schedule.selection import ShardRows
+from batchinf.schedule.selection import RunOrder, ShardRows
 from batchinf.schedule.shards import shard_at
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

@@ -15,7 +15,7 @@ import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.storage import Folder
 from batchinf.commands.diff import DiffWanted, diff_jobs
-from batchinf.commands.text.diff import diff_lines
+from batchinf.commands.text.compare import diff_lines
 from batchinf.manifest.log import Manifest
 
 NUM_ROWS = 120

@@ -17,7 +17,7 @@ NUM_ROWS, WIDTH = 160, 128_256  # 40 MB of each job
 DIFF = """
 import pathlib, sys, threading
 from batchinf.commands.diff import DiffWanted, diff_jobs
-from batchinf.commands.text.diff import diff_lines
+from batchinf.commands.text.compare import diff_lines
 
 def anonymous():
     status = pathlib.Path("/proc/self/status").read_text()

@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinf.base.errors import OutputError
-from batchinf.commands import row_join
+from batchinf.commands import diff
 from batchinf.commands.diff import DiffWanted, diff_jobs
-from batchinf.commands.text.diff import diff_lines
+from batchinf.commands.text.compare import diff_lines
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import part_line
-from batchinf.manifest.names import part_name
+from batchinf.manifest.lines import part_line, part_name
 from batchinf.records import Part
 
 NUM_ROWS = 40
@@ -279,7 +278,7 @@ def expected_logits(a: Any, b: Any, num: int) -> dict[str, Any]:
 @pytest.mark.parametrize("wide_bytes", [1, 400, 32 << 20])
 def test_logits(order: str, wide_bytes: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of the second job's rows and the number of rows at once."""
-    monkeypatch.setattr(row_join, "_WIDE_BYTES", wide_bytes)
+    monkeypatch.setattr(diff, "_WIDE_BYTES", wide_bytes)
     rows = logits_rows(0), logits_rows(1)
     tables = [logits_table(found) for found in rows]
     shuffled = list(range(NUM_ROWS))

@@ -16,16 +16,15 @@ from adapters import make_adapter
 import jobs
 from batchinf.base.errors import DriftError, OutputError, UserError
 from batchinf.commands import verify
-from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, add_logprobs, add_vectors, spearman
-from batchinf.commands.text.verify import table_lines
-from batchinf.commands.verify import Wanted
+from batchinf.commands.text.compare import table_lines
+from batchinf.commands.verify import LogprobDeviations, VectorDeviations, Wanted, add_logprobs, add_vectors, spearman
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.generate.verification import TextVerification
+from batchinf.tasks.generate.compare import TextVerification
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.score.verification import ScoreVerification
+from batchinf.tasks.score.compare import ScoreVerification
 from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
 
 NUM_ROWS = 12

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import jobs
 from batchinf.base.errors import RequestRefused, SpecError, VerificationFailed
-from batchinf.commands.text.verify import raise_if_beyond
+from batchinf.commands.text.compare import raise_if_beyond
 from batchinf.commands.verify import Wanted, verify
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Result

@@ -21,9 +21,9 @@ from batchinf.fleet.backend import Backend, DeviceWatch, Ending, ReplicaHandle
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
-from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Command, Event, Launch, ShardBegun, Stop
+from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.run.epoch import run_job
 from batchinf.run.progress import ProgressDisplay
 from batchinf.spec.file import read_spec

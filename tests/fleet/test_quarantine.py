@@ -14,14 +14,14 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.fleet.local.shared_memory import SharedMemory
+from batchinf.fleet.local.channel import SharedMemory
 from batchinf.fleet.quarantine import Case, Quarantine, Trials
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Extent, Shard
-from batchinf.replica.in_flight import InFlightRecord, InFlightRequest
-from batchinf.schedule.order import RunOrder
+from batchinf.replica.worker import InFlightRecord, InFlightRequest
+from batchinf.schedule.selection import RunOrder
 from batchinf.schedule.shards import shard_at
 
 WINDOW = 64

@@ -19,9 +19,9 @@ from batchinf.base.storage import Folder
 from batchinf.job import ordering
 from batchinf.job.ordering import KeySort, prefix_key, shared_bytes, shared_in_order, shared_when_sorted
 from batchinf.records import Extent
-from batchinf.schedule.order import RunOrder
 from batchinf.schedule.selection import (
     RUN_FOLDER,
+    RunOrder,
     Selection,
     ShardRows,
     permutation_name,

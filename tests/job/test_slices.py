@@ -14,7 +14,7 @@ import jobs
 from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.slices import Slice, job_folders
 from batchinf.base.storage import Folder
-from batchinf.commands.head import head_rows
+from batchinf.commands.status import head_rows
 
 # Sampled, so that a seed that is not the whole job's shows.
 SAMPLING = {"n": 2, "temperature": 0.8, "max_tokens": 12}

@@ -307,7 +307,7 @@ def test_the_adapters_change_what_comes_out(running: Running) -> None:
 
 
 def test_what_vllm_cannot_load_is_said_before_the_first_row(running: Running, tmp_path: pathlib.Path) -> None:
-    from batchinf.engines.vllm.lora import load_adapters, lora_requests
+    from batchinf.engines.vllm.arguments import load_adapters, lora_requests
 
     folder = make_adapter(tmp_path / "a", 3)
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -321,13 +321,13 @@ def test_what_vllm_cannot_load_is_said_before_the_first_row(running: Running, tm
 
 def test_engine_arguments_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
-    from batchinf.engines.vllm import lora
+    from batchinf.engines.vllm import arguments
 
     adapters = tuple(Adapter(str(number), "a", rank, "") for number, rank in enumerate([4, 16, 17]))
-    assert lora.lora_arguments((), {}) == {}
+    assert arguments.lora_arguments((), {}) == {}
     on_cpu = {"enable_lora": True, "max_lora_rank": 32, "max_loras": 4, "max_cpu_loras": 4}
-    assert lora.lora_arguments(adapters, {}) == on_cpu
-    monkeypatch.setattr(lora.current_platform, "is_cpu", lambda: False)
-    assert lora.lora_arguments(adapters, {}) == {"enable_lora": True, "max_lora_rank": 32, "max_loras": 3}
+    assert arguments.lora_arguments(adapters, {}) == on_cpu
+    monkeypatch.setattr(arguments.current_platform, "is_cpu", lambda: False)
+    assert arguments.lora_arguments(adapters, {}) == {"enable_lora": True, "max_lora_rank": 32, "max_loras": 3}
     given = {"enable_lora": True, "max_lora_rank": 64, "max_loras": 1}
-    assert lora.lora_arguments(adapters, given) == {}
+    assert arguments.lora_arguments(adapters, given) == {}

@@ -17,8 +17,8 @@ import pytest
 from hub_server import Hub, serving
 
 from batchinf.base.errors import ModelError, SpecError
+from batchinf.model import files
 from batchinf.model import files as model_files
-from batchinf.model import hub
 from batchinf.model.identity import (
     Model,
     check_weights,
@@ -446,7 +446,7 @@ def test_offline_is_said(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(files, "_TIMEOUT_S", 1.0)
     server.delay_s = 3.0
     started = time.monotonic()
     assert refusal(lambda: resolve(spec("org/tiny"))).endswith("`hf download org/tiny` where there is a network")
@@ -457,7 +457,7 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for() -> None:
     hanging = threading.Event()
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        hub._within(0.2, hanging.wait)
+        files._within(0.2, hanging.wait)
     assert time.monotonic() - started < 2.0
     hanging.set()
 

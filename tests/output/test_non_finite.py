@@ -16,8 +16,7 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.output.counts import count_non_finite_rows, non_finite_lines, number_columns
 from batchinf.output.journal import Journal
-from batchinf.output.parts import verify_part, write_part
-from batchinf.output.shard import OpenShard
+from batchinf.output.parts import OpenShard, verify_part, write_part
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
 

@@ -12,8 +12,7 @@ import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.commands.status import job_status
-from batchinf.commands.text.as_json import to_json
-from batchinf.commands.text.status import status_lines
+from batchinf.commands.text.status import status_lines, to_json
 from batchinf.manifest.commit_log import encode_commits, read_lines
 from batchinf.output.counts import remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
@@ -21,7 +20,7 @@ from batchinf.records import PartCounts
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.score.accuracy import WINNERS, Accuracy, count_right_answers
+from batchinf.tasks.score.compare import WINNERS, Accuracy, count_right_answers
 
 BOS = "<|begin_of_text|>"
 NUM_ROWS = 60

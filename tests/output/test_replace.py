@@ -14,17 +14,14 @@ from test_tasks_generate import make_results
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import Retry
-from batchinf.manifest.names import incarnation_name, part_name, retry_of
+from batchinf.manifest.lines import Retry, incarnation_name, part_name, retry_of
 from batchinf.output import parts
 from batchinf.output import replace as replacing
 from batchinf.output.journal import Journal, drop
-from batchinf.output.parts import verify_part
+from batchinf.output.parts import OpenShard, verify_part
 from batchinf.output.replace import replaces, retry_metadata, with_retry, write_replacement
-from batchinf.output.shard import OpenShard
 from batchinf.records import Extent, Part, Result
-from batchinf.schedule.order import RunOrder
-from batchinf.schedule.selection import Selection, ShardRows, read_selection, selection_name
+from batchinf.schedule.selection import RunOrder, Selection, ShardRows, read_selection, selection_name
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

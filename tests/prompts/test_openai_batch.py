@@ -6,7 +6,7 @@ import pytest
 
 from batchinf.base.errors import RowError
 from batchinf.prompts.openai import BatchReader, BatchRequest
-from batchinf.source.formats.openai import OpenAIBatch
+from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.spec.job import JobSpec
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]

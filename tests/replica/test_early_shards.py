@@ -26,9 +26,9 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import EngineInfo, Extent, Shard
 from batchinf.replica import early_start
 from batchinf.replica.early_start import EngineLimits, expected_limits
-from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Begin, Event, Revoke, Revoked, ShardBegun, ShardClosed
 from batchinf.replica.pipeline import Front
+from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.schedule.shards import PendingShards, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

@@ -23,9 +23,8 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Prompt, Request, Shard
 from batchinf.replica import incarnation, pipeline, writer
 from batchinf.replica.feeder import FailedRow, failed
-from batchinf.replica.in_flight import RECORD_BYTES, InFlightRecord
 from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, ShardClosed
-from batchinf.replica.worker import Worker, window
+from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, Worker, window
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 

@@ -19,13 +19,11 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands.head import head_rows
+from batchinf.commands.status import head_rows
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.ending import last_error, told_cause
-from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.fleet import Fleet, last_error, told_cause
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
-from batchinf.fleet.local.channel import Channel
-from batchinf.fleet.local.shared_memory import SharedMemory
+from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.fleet.status import JobStatus
 from batchinf.output.journal import Journal
 from batchinf.records import Part

@@ -13,7 +13,7 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands import repair
+from batchinf.commands import check
 from batchinf.manifest.state import read_state
 from batchinf.records import Extent
 from batchinf.schedule.shards import total_rows, total_shards
@@ -214,7 +214,7 @@ def test_a_damaged_manifest_is_made_anew_with_all_extents(tmp_path: pathlib.Path
     jobs.finish(spec, "--extend")
     folder = Folder(out)
     before = jobs.state_of(out)
-    repair.rebuild_manifest(folder, before.last_epoch + 1)
+    check.rebuild_manifest(folder, before.last_epoch + 1)
     state = read_state(folder)
     assert state is not None
     assert (state.extents, state.source_fingerprints, state.limits) == (
@@ -272,7 +272,7 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str, message: str,
 def test_extents_without_rows_are_passed_over() -> None:
     extents = (Extent(0, 5, 2, 0, 0, 5), Extent(5, 0, 2, 4, 5, 5), Extent(5, 3, 2, 4, 5, 8))
     assert total_rows(extents) == 8
-    from batchinf.schedule.order import RunOrder
+    from batchinf.schedule.selection import RunOrder
 
     order = RunOrder(Folder("nowhere"), extents)
     rows = [int(row) for rows in order.shards() for row in rows.positions()]

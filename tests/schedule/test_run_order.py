@@ -12,9 +12,10 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.records import Extent
 from batchinf.schedule import selection as selections
-from batchinf.schedule.order import Choice, RunOrder
 from batchinf.schedule.selection import (
     RUN_FOLDER,
+    Choice,
+    RunOrder,
     Selection,
     ShardRows,
     read_selection,

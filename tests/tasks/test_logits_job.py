@@ -11,7 +11,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import UserError, VerificationFailed
-from batchinf.commands.text.verify import raise_if_beyond, verify_lines
+from batchinf.commands.text.compare import raise_if_beyond, verify_lines
 from batchinf.commands.verify import Wanted, verify
 from batchinf.spec.file import read_spec
 

@@ -23,7 +23,7 @@ from batchinf.replica.worker import num_bytes
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, ScriptedSpec
-from batchinf.tasks.logits.prompts import RowPositions
+from batchinf.tasks.logits.section import RowPositions
 from batchinf.tasks.logits.task import Logits
 
 WIDTH = 1000

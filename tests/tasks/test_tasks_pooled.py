@@ -14,7 +14,7 @@ import jobs
 from batchinf.base.errors import BatchinfError, RowError, SpecError
 from batchinf.base.ragged import to_matrix, to_ragged
 from batchinf.commands.diff import DiffWanted, diff_jobs
-from batchinf.commands.text.diff import diff_lines
+from batchinf.commands.text.compare import diff_lines
 from batchinf.engines.scripted import ScriptedPooling
 from batchinf.model.identity import resolve
 from batchinf.output.counts import count_non_finite_rows, number_columns

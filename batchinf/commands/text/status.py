@@ -1,12 +1,34 @@
-"""The lines of `batchinf status`."""
+"""Reports as text: `status` and `check` in lines, and any report as one JSON object."""
 
+import dataclasses
+import json
+import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
-from batchinf.commands.status import JobState, RetryProgress, StatusReport, Totals
+from batchinf.base.errors import OutputError
+from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
+from batchinf.commands.status import JobState, JobTotals, RetryProgress, StatusReport
 from batchinf.fleet.status import duration, short_count, status_line
 from batchinf.output.counts import accuracy_lines, non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
+
+
+def to_json(report: Any) -> str:
+    """One line. Fields have the names of the report's dataclasses; a number that is not finite is null."""
+    # Dates, bytes and the like, as an input row may have them, are text.
+    return json.dumps(_values(report), default=str)
+
+
+def _values(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {name: _values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_values(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def status_lines(report: StatusReport) -> Iterator[str]:
@@ -63,7 +85,7 @@ def _retry_line(retry: RetryProgress) -> str:
     return f"retry {retry.number} ({retry.predicate}{changes}): {replaced}"
 
 
-def _total_lines(totals: Totals) -> Iterator[str]:
+def _total_lines(totals: JobTotals) -> Iterator[str]:
     yield (
         f"model {totals.model}, task {totals.task}, begun {totals.begun_at}, {totals.num_starts} start(s), "
         f"{duration(totals.device_s)} of device time in ended replicas"
@@ -77,3 +99,108 @@ def _total_lines(totals: Totals) -> Iterator[str]:
     yield from accuracy_lines(totals.accuracy)
     yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows)
     yield from second_bos_lines(totals.num_second_bos)
+
+
+_AGAIN = "run the job again: its rows run again"
+# What is wrong with the file, and what to do about it.
+_WRONG = {
+    "manifest_without_job": ("does not say what the job is", "put back a copy of it"),
+    "selection_lost": ("is gone or altered, and says which rows are run", "run the job again: it chooses them again"),
+    "order_lost": (
+        "is gone or altered, and says in which order rows are run", "run the job again: it orders them again",
+    ),
+    "foreign_file": ("is no part of this job, and readers take it for one", "move it away"),
+    "spec_missing": ("is missing", "check --repair writes it again from the manifest"),
+}  # fmt: skip
+_NOTES = {
+    "journal_damaged": "is damaged: left out, its results run again",
+    "spec_restored": "was missing; it is written again",
+}
+
+
+def check_lines(report: CheckReport) -> Iterator[str]:
+    """A line for each thing that was found, then a summary; of a job in slices for each of them."""
+    for job in report.jobs:
+        prefix = "" if job.slice is None else f"slice {job.slice}: "
+        if not job.has_begun:
+            yield f"{prefix}has not begun"
+            continue
+        for line in _job_lines(job, report.is_deep):
+            yield prefix + line
+        error = _job_error(job)
+        if job.slice is not None and error is not None:
+            yield prefix + error
+
+
+def raise_if_wrong(report: CheckReport) -> None:
+    """Raise OutputError, in one line, where something is wrong."""
+    if report.is_whole:
+        return
+    if report.jobs[0].slice is None:
+        raise OutputError(_job_error(report.jobs[0]))
+    num_wrong = sum(not job.is_whole for job in report.jobs)
+    raise OutputError(
+        f"{num_wrong} of the {len(report.jobs)} slices in {report.folder} are not as they should be: see above"
+    )
+
+
+def _job_lines(job: JobCheck, is_deep: bool) -> Iterator[str]:
+    for finding in job.findings:
+        yield _wrong_line(finding) if finding.is_wrong else _note_line(finding, job.activity == "running")
+    if job.is_checked:
+        how = "every byte" if is_deep else "sizes and footers; --deep reads every byte"
+        states = {"running": "at work", "stopped": "not done; run it again to go on"}
+        yield (
+            f"checked {job.num_parts_checked:,} of {job.num_parts:,} parts, {job.num_rows_committed:,} of "
+            f"{job.num_rows:,} rows ({how}): {job.num_wrong:,} wrong, {len(job.findings) - job.num_wrong:,} notes; "
+            f"the job is {states.get(job.activity, job.activity)}"
+        )
+
+
+def _note_line(finding: CheckFinding, is_running: bool) -> str:
+    if finding.problem == "part_unnamed":
+        when = "being published" if is_running else "the next run takes it over if it is whole"
+        return f"note: {finding.file} is named by no line of the manifest: {when}"
+    return f"note: {finding.file} {_NOTES[finding.problem]}"
+
+
+def _wrong_line(finding: CheckFinding) -> str:
+    if finding.problem == "manifest_damaged":
+        return f"wrong: {finding.detail}"
+    what, remedy = _what_and_remedy(finding)
+    return f"wrong: {finding.file} {what}; {remedy}"
+
+
+def _what_and_remedy(finding: CheckFinding) -> tuple[str, str]:
+    if finding.problem == "part_damaged":
+        if finding.moved_to is not None:
+            return finding.detail, f"moved to {finding.moved_to}; {_AGAIN}"
+        # A resume does not see it by itself: it has to be moved out of its way.
+        aside = "check --deep --repair moves it aside; then " if finding.needs_repair else ""
+        return finding.detail, aside + _AGAIN
+    if finding.problem == "manifest_of_other_job":
+        what = f"is of job {finding.job_id}, the parts are of job {finding.other_job_id}"
+        return what, "put the right manifest back, or move the parts away"
+    if finding.problem == "manifest_incomplete":
+        what = f"says that the job is done, but not its shard {finding.shard} ({finding.num_shards:,} in all)"
+        return what, "put back a whole copy of it, or delete its last line and run again"
+    return _WRONG[finding.problem]
+
+
+def _job_error(job: JobCheck) -> str | None:
+    if job.error is not None or not job.num_wrong:
+        return job.error
+    if job.replaced_logs:
+        return (
+            f"{job.folder}: its manifest was damaged and is made anew, the old one is {', '.join(job.replaced_logs)}; "
+            "run the job again: parts that are whole are taken over, the rest runs again"
+        )
+    if not job.is_checked:
+        return (
+            f"{job.folder}: without its manifest nothing else can be checked; check --repair makes a new one of the "
+            "lines that are whole"
+        )
+    num_moved = sum(finding.moved_to is not None for finding in job.findings)
+    moved = f", {num_moved:,} moved aside: run the job again" if num_moved else ""
+    things = "1 thing is" if job.num_wrong == 1 else f"{job.num_wrong:,} things are"
+    return f"{job.folder}: {things} wrong, see above{moved}"

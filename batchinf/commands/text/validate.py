@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from batchinf.base.text import one_line
-from batchinf.commands.prompt_lengths import LengthRange, PromptLengths
-from batchinf.commands.shown_rows import RowSampling, ScoredText, ShownRow
+from batchinf.commands.shown_rows import LengthRange, PromptLengths, ScoredText, ShownRow, ShownSampling
 from batchinf.commands.validate import (
-    Finding,
     InputFound,
     ModelFound,
     OutputFound,
@@ -15,6 +13,7 @@ from batchinf.commands.validate import (
     RowsDrawn,
     SpecFound,
     TaskFound,
+    ValidateFinding,
 )
 from batchinf.fleet.status import short_count
 from batchinf.model.memory import needs_lines
@@ -30,7 +29,7 @@ _MOST_SCORED, _MOST_SCORED_IDS = 8, 12
 _CONTEXT_CHARS, _SCORED_CHARS = 600, 400
 
 
-def finding_lines(finding: Finding) -> Iterator[str]:
+def finding_lines(finding: ValidateFinding) -> Iterator[str]:
     """The words for one finding."""
     match finding:
         case SpecFound():
@@ -197,7 +196,7 @@ def _ids(ids: Sequence[int], most: int) -> str:
     return f"{', '.join(map(str, ids[:most]))}{'' if len(ids) <= most else ', …'}"
 
 
-def _sampling(row: RowSampling) -> str:
+def _sampling(row: ShownSampling) -> str:
     """What counts for a row, its own value beside the job's."""
     words = []
     for own in row.own:

@@ -33,9 +33,17 @@ from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.base.text import one_line
-from batchinf.engines.vllm.arguments import TEMPLATE_OF, engine_arguments, extra_of, positions_of, sampling_params
+from batchinf.engines.vllm.arguments import (
+    TEMPLATE_OF,
+    engine_arguments,
+    extra_of,
+    load_adapters,
+    lora_arguments,
+    lora_requests,
+    positions_of,
+    sampling_params,
+)
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
-from batchinf.engines.vllm.lora import load_adapters, lora_arguments, lora_requests
 from batchinf.engines.vllm.worker import install_rows
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, EngineInfo, EngineStats, Request

@@ -1,4 +1,4 @@
-"""Starts, watches and ends replicas as process groups of this host."""
+"""Runs replicas as processes of this host, tells of its devices, and reads weights into its page cache."""
 
 import contextlib
 import os
@@ -9,17 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import psutil
+
 from batchinf.base.storage import open_log
 from batchinf.fleet.backend import DeviceWatch, EndedBy, Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import devices
-from batchinf.fleet.local.channel import Channel
+from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.fleet.local.environment import (
     cache_root,
     engine_environment,
@@ -28,13 +31,53 @@ from batchinf.fleet.local.environment import (
     sweep_sockets,
 )
 from batchinf.fleet.local.process_groups import GroupIdentity, end_leftover, end_process_group
-from batchinf.fleet.local.read_ahead import read_ahead
-from batchinf.fleet.local.shared_memory import SharedMemory
+from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
-from batchinf.replica.in_flight import InFlightRecord
 from batchinf.replica.messages import Command, Event, Launch
+from batchinf.replica.worker import InFlightRecord
 from batchinf.spec.job import JobSpec
+
+# A block whose first byte is in memory is taken to be there: another process has just read it.
+_BLOCK_BYTES = 2 << 20
+# Of the memory that is free: what is read beyond it would only push out what was read before.
+_MOST = 0.5
+
+
+def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
+    """Begin to read what is not in memory yet of the weights of a model in a folder here; None where none are read.
+
+    Nothing waits for the thread, nor depends on it.
+    """
+    folder = pathlib.Path(model.path)
+    if load_format == "dummy" or not folder.is_dir():
+        return None
+    paths = [path for name in model_files.weight_files(folder, load_format) if (path := folder / name).is_file()]
+    num_bytes = sum(path.stat().st_size for path in paths)
+    if not 0 < num_bytes < psutil.virtual_memory().available * _MOST:
+        return None
+    thread = threading.Thread(target=_read, args=(paths,), name="read_ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read(paths: Sequence[pathlib.Path]) -> None:
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    for path in paths:
+        # What cannot be read is said by who needs it.
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            for offset in range(0, path.stat().st_size, _BLOCK_BYTES):
+                if not _is_cached(file.fileno(), offset):
+                    os.preadv(file.fileno(), [block], offset)
+
+
+def _is_cached(descriptor: int, offset: int) -> bool:
+    """Whether the byte at `offset` is in memory; False where the file system cannot tell."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:  # EAGAIN: it would have to be read; EOPNOTSUPP
+        return False
+
 
 # The signals by which others end a process, unlike a segmentation fault, which is its own.
 _FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))

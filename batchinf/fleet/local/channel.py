@@ -1,11 +1,9 @@
-"""Carries messages between coordinator and replica: frozen records as JSON lines over a local socket, never pickles.
-
-Each line is stamped with the sender's incarnation and a sequence number, so that a message of an earlier life of a
-replica is told from one of this life. No row data goes through here.
-"""
+"""What connects coordinator and local replica: messages over a socket pair, and memory that outlives the process."""
 
 import contextlib
 import json
+import mmap
+import os
 import select
 import socket
 import threading
@@ -16,6 +14,37 @@ from pydantic import TypeAdapter
 
 from batchinf.replica import messages
 from batchinf.replica.messages import Command, Event
+from batchinf.replica.worker import RECORD_BYTES
+
+
+class SharedMemory:
+    """Anonymous memory behind a file descriptor, which a replica inherits. It touches no disk."""
+
+    def __init__(self, descriptor: int) -> None:
+        """descriptor: of the memory; open until `close`."""
+        self._descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+
+    @classmethod
+    def create(cls) -> "SharedMemory":
+        """New memory, all zeros. Linux only."""
+        descriptor = os.memfd_create("batchinf-in-flight")
+        preferred, least = RECORD_BYTES
+        try:
+            os.ftruncate(descriptor, preferred)
+        except OSError:
+            os.ftruncate(descriptor, least)
+        return cls(descriptor)
+
+    def fileno(self) -> int:
+        """The descriptor that a replica inherits."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Release the memory. No record may use it any more."""
+        self.memory.close()
+        os.close(self._descriptor)
+
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind)

@@ -17,11 +17,10 @@ import traceback
 from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError
-from batchinf.fleet.local.channel import Channel
-from batchinf.fleet.local.shared_memory import SharedMemory
-from batchinf.replica.in_flight import InFlightRecord
+from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Launch
+from batchinf.replica.worker import InFlightRecord
 
 
 def end_group() -> None:

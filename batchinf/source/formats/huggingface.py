@@ -13,9 +13,8 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import locked, read_record, write_record
-from batchinf.source.damage import check_batch
 from batchinf.source.files import InputLocation, stamp
-from batchinf.source.formats.base import ColumnarReader, InputFormat
+from batchinf.source.formats.base import ColumnarReader, InputFormat, check_batch
 from batchinf.source.types import MixedTypes, settled_schema
 
 _SAVED_RECORD = "saved.json"  # in the cache folder: the files that were looked through, as they were then

@@ -14,10 +14,9 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.damage import check_num_rows
 from batchinf.source.files import BLOCK_BYTES, InputFile, open_input
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
-from batchinf.source.formats.base import ColumnarReader, FileFormat, Reader, Recent, spans
+from batchinf.source.formats.base import ColumnarReader, FileFormat, Reader, Recent, check_num_rows, spans
 from batchinf.source.types import MixedTypes, plain_schema
 
 GROUP_ROWS, GROUP_BYTES = 20_000, 64 << 20  # a row group up to this size is read directly

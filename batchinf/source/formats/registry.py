@@ -6,17 +6,15 @@ from batchinf.source.formats.arrow import Arrow
 from batchinf.source.formats.base import FileFormat, InputFormat
 from batchinf.source.formats.csv import Csv
 from batchinf.source.formats.huggingface import HuggingFace
-from batchinf.source.formats.jsonl import JsonLines
-from batchinf.source.formats.openai import OpenAIBatch
+from batchinf.source.formats.lines import JsonLines, OpenAIBatch, TextLines
 from batchinf.source.formats.parquet import Parquet
-from batchinf.source.formats.text import Text
 
 FORMATS: tuple[InputFormat, ...] = (
     JsonLines(),
     OpenAIBatch(),
     Parquet(),
     Csv(),
-    Text(),
+    TextLines(),
     Arrow(),
     HuggingFace(),
 )

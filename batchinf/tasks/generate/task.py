@@ -24,8 +24,7 @@ from batchinf.tasks.columns import (
     prompt_columns,
     text_columns,
 )
-from batchinf.tasks.generate.changes_text import COMPARISON
-from batchinf.tasks.generate.verification import TextVerification
+from batchinf.tasks.generate.compare import COMPARISON, TextVerification
 
 
 def seed_of(job_seed: int, row_index: int, request_index: int) -> int:

@@ -1,8 +1,8 @@
 """Logits or logprobs of the whole vocabulary, or of chosen tokens, at positions of the prompt or of what follows it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,42 @@ from batchinf.tasks.columns import (
     strings,
 )
 from batchinf.tasks.generate.task import seed_of
-from batchinf.tasks.logits.prompts import LogitsPrompts, RowPositions, ids_of
-from batchinf.tasks.logits.section import SECTION, LogitsSpec, logits_of
-from batchinf.tasks.logits.verification import LogitsVerification
-from batchinf.tasks.vectors.changes_text import COMPARISON
+from batchinf.tasks.logits.section import SECTION, LogitsPrompts, LogitsSpec, RowPositions, ids_of, logits_of
+from batchinf.tasks.vectors.compare import COMPARISON
+from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors, Verification, vectors_at_positions
+
+if TYPE_CHECKING:
+    from batchinf.tasks.reference import Reference
+
+
+class LogitsVerification(Verification):
+    """See `Verification`."""
+
+    columns = ("positions", "token_ids")
+
+    @property
+    def vector_columns(self) -> tuple[str, ...]:
+        """See `Verification`."""
+        return (logits_of(self.spec).values,)
+
+    @property
+    def is_half(self) -> bool:
+        """See `Verification`."""
+        return super().is_half or logits_of(self.spec).dtype == "float16"
+
+    def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
+        """See `Verification`."""
+        [request] = requests
+        # After the last output token nothing is stored.
+        token_ids = [*request.prompt_token_ids, *(row.values.get("token_ids") or ())[:-1]]
+        yield from vectors_at_positions(row, token_ids, has_direction=False)
+
+    def reference(self, wanted: ReferenceWanted) -> "Reference":
+        """See `Verification`."""
+        from batchinf.tasks.logits.reference import LogitsReference
+
+        return LogitsReference(self.spec, wanted)
+
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
 # A vocabulary of unknown size.

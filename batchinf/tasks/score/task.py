@@ -34,10 +34,8 @@ from batchinf.tasks.columns import (
     offsets_of,
     prompt_columns,
 )
-from batchinf.tasks.score.changes_text import COMPARISON
-from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
-from batchinf.tasks.score.section import SECTION, score_of, scored_columns
-from batchinf.tasks.score.verification import ScoreVerification
+from batchinf.tasks.score.compare import COMPARISON, ScoreVerification
+from batchinf.tasks.score.prompts import NUM_RESERVED, SECTION, ScorePrompts, score_of, scored_columns
 
 # As many as vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
 _MOST_IN_ONE_PASS = 128
@@ -92,7 +90,7 @@ class Score(Task):
 
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`. Checks that windows are longer than their overlap."""
-        overlap, length = score_of(self.spec).window_overlap, checks.max_model_len(self.spec, model)
+        overlap, length = score_of(self.spec).window_overlap, checks.model_len_limit(self.spec, model)
         if length is not None and overlap >= length - NUM_RESERVED:
             raise SpecError(f"score.window_overlap: got {overlap:,}; must be below max_model_len - {NUM_RESERVED} = "
                             f"{length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip

@@ -12,8 +12,7 @@ from batchinf.model.identity import Model
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.reference import Reference, check_width
-from batchinf.tasks.vectors.model import projected_width
-from batchinf.tasks.vectors.section import pooling_of
+from batchinf.tasks.vectors.section import pooling_of, projected_width
 from batchinf.tasks.verification import ReferenceWanted, StoredVectors
 
 _POOLING_TYPES = ("LAST", "MEAN", "CLS")

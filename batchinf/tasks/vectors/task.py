@@ -24,15 +24,15 @@ from batchinf.tasks.columns import (
     prompt_columns,
     strings,
 )
-from batchinf.tasks.vectors import model as model_config
-from batchinf.tasks.vectors.changes_text import COMPARISON
-from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, pooling_of
-from batchinf.tasks.vectors.verification import (
+from batchinf.tasks.vectors import section as model_config
+from batchinf.tasks.vectors.compare import (
+    COMPARISON,
     ClassifyVerification,
     EmbedVerification,
     HiddenStatesVerification,
     RewardVerification,
 )
+from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, pooling_of
 
 Values = npt.NDArray[Any]
 

@@ -1,22 +1,82 @@
-"""What changed between two jobs' scores.
-
-Of a text or a continuation its sum and mean; of choices the winners too, and the accuracy where there are answers.
-"""
+"""Scores of two jobs, for `diff`, and of a job and its reference, for `verify`; accuracy of multiple choice."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.errors import OutputError
+from batchinf.base.errors import OutputError, UserError
 from batchinf.base.ragged import Ragged, to_ragged
-from batchinf.records import BoolArray, PartCounts
-from batchinf.tasks.changes import Changes, Deltas, DeltaSummary, JobOutput, delta, equal
-from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_right_answers
+from batchinf.records import BoolArray, PartCounts, Prompt, Request, Span
+from batchinf.tasks.changes import (
+    Changes,
+    Comparison,
+    Deltas,
+    DeltaSummary,
+    JobOutput,
+    clip_value,
+    delta,
+    delta_text,
+    equal,
+)
+from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
+
+ANSWER = "answer"
+WINNERS = ("best", "best_per_token", "best_per_byte")
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Those of a part's counts that concern rows with an answer, as reports and `--json` give them."""
+
+    num_rows: int
+    num_answered: int
+    num_right: int
+    num_right_per_token: int
+    num_right_per_byte: int
+
+    @classmethod
+    def of(cls, counts: PartCounts) -> "Accuracy":
+        """The accuracy that these counts say."""
+        return cls(*(getattr(counts, own.name) for own in fields(cls)))
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Raw, by token and by byte; 0 where nothing is answered."""
+        numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte)
+        raw, per_token, per_byte = (number / max(1, self.num_answered) for number in numbers)
+        return raw, per_token, per_byte
+
+    def __str__(self) -> str:
+        raw, per_token, per_byte = self.shares
+        return (
+            f"best {raw:.2%} ({self.num_right:,}), best_per_token {per_token:.2%} ({self.num_right_per_token:,}), "
+            f"best_per_byte {per_byte:.2%} ({self.num_right_per_byte:,}) of {self.num_answered:,} rows"
+        )
+
+
+def count_right_answers(table: pa.Table) -> PartCounts:
+    """Of output rows, whose columns are `answer` and the winners."""
+    answer = table.column(ANSWER)
+    # A row that failed, or with NaN among its scores, has no winner.
+    is_answered = pc.and_(answer.is_valid(), table.column(WINNERS[0]).is_valid())
+    raw, per_token, per_byte = (_num(pc.equal(answer, table.column(name))) for name in WINNERS)
+    return PartCounts(
+        num_rows=table.num_rows,
+        num_answered=_num(is_answered),
+        num_right=raw,
+        num_right_per_token=per_token,
+        num_right_per_byte=per_byte,
+    )
+
+
+def _num(is_such: pa.ChunkedArray) -> int:
+    return int(pc.sum(is_such, min_count=0).as_py())
+
 
 _SUMS = ("logprob_sum", "logprob_mean")
 
@@ -209,3 +269,97 @@ def _one_is_null(rows: pa.RecordBatch, name: str) -> BoolArray:
 def _both_valid(table: pa.Table, name: str) -> pa.ChunkedArray:
     a, b = (np.asarray(table[f"{name}_{job}"].is_valid()) for job in "ab")
     return pa.chunked_array([pa.array(a & b)])
+
+
+def _lines(found: ScoresFound | ChoicesFound) -> Iterator[str]:
+    yield from _choice_lines(found) if isinstance(found, ChoicesFound) else _score_lines(found)
+
+
+def _score_lines(found: ScoresFound) -> Iterator[str]:
+    if found.num_greedy_only_a:
+        yield f"  is_greedy True -> False: {found.num_greedy_only_a:,}"
+    if found.num_greedy_only_b:
+        yield f"  is_greedy False -> True: {found.num_greedy_only_b:,}"
+    if found.num_other_lengths:
+        yield f"  other numbers of scored tokens: {found.num_other_lengths:,} rows, whose means are of other tokens"
+    for name, deltas in (("logprob_sum", found.logprob_sum), ("logprob_mean", found.logprob_mean)):
+        yield f"{name} of {deltas.num:,} rows: {delta_text(deltas)}"
+    if found.token_logprobs.num:
+        yield f"logprobs of {found.token_logprobs.num:,} tokens that both scored: {delta_text(found.token_logprobs)}"
+
+
+def _choice_lines(found: ChoicesFound) -> Iterator[str]:
+    changed = (found.num_other_best, found.num_other_best_per_token, found.num_other_best_per_byte)
+    for name, num_rows in zip(WINNERS, changed, strict=True):
+        if num_rows:
+            yield f"  {name}: {num_rows:,} rows have another one"
+    if found.num_other_choices:
+        yield f"  other numbers of choices: {found.num_other_choices:,} rows"
+    yield f"logprob sums of {found.choice_logprob_sums.num:,} choices: {delta_text(found.choice_logprob_sums)}"
+    for name, accuracy in (("A", found.accuracy_a), ("B", found.accuracy_b)):
+        if accuracy is not None:
+            yield f"accuracy of {name}: {accuracy}"
+    if found.num_answered:
+        yield (
+            f"  best right -> wrong: {found.num_right_to_wrong:,}, wrong -> right: {found.num_wrong_to_right:,}, of "
+            f"{found.num_answered:,} rows with answers"
+        )
+
+
+def _example_lines(key: str, row: dict[str, Any]) -> Iterator[str]:
+    if "is_greedy_a" in row:
+        yield f"  {key} {row['key']}: {_changed(row, ('is_greedy', 'logprob_sum', 'logprob_mean'))}"
+        return
+    answer = f" (answer {row['answer_a']})" if "answer_a" in row else ""
+    winners = [name for name in WINNERS if row[f"{name}_a"] != row[f"{name}_b"]]
+    yield f"  {key} {row['key']}{answer}: {_changed(row, winners)}"
+    for name in "AB":
+        sums = row[f"choice_logprob_sums_{name.lower()}"]
+        yield f"    {name} {clip_value(None if sums is None else ' '.join(f'{value:.4f}' for value in sums))}"
+
+
+def _changed(row: dict[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {clip_value(row[f'{name}_a'])} -> {clip_value(row[f'{name}_b'])}" for name in names)
+
+
+COMPARISON = Comparison(begin_changes, _lines, _example_lines)
+
+
+class ScoreVerification(Verification):
+    """See `Verification`."""
+
+    columns = (*TOKEN_COLUMNS, *(f"choice_{name}" for name in TOKEN_COLUMNS))
+
+    def check(self, schema: pa.Schema) -> None:
+        """See `Verification`."""
+        if not self.spec.output.include_token_logprobs:
+            raise UserError("the job stored sums alone; run one with output.include_token_logprobs: true")
+
+    def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
+        """See `Verification`: of each span."""
+        spans = () if prompt.scoring is None else prompt.scoring.spans
+        columns = _of_choices if "choice_logprobs" in row.values else _of_windows
+        for span, own in zip(spans, columns(row.values, spans), strict=True):
+            first = len(span.token_ids) - len(own["logprobs"])
+            yield stored_logprobs(own, "scored", span.token_ids, first, span.token_ids[first:], "", 0)
+
+
+def _of_choices(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
+    kept = {name: values for name in TOKEN_COLUMNS if (values := row.get(f"choice_{name}")) is not None}
+    return [{name: values[place] for name, values in kept.items()} for place in range(len(spans))]
+
+
+def _of_windows(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Of a text, whose windows' tokens lie end to end."""
+    # Where all of a context is stored, nothing is of its first token.
+    has_all = len(spans) == 1 and len(row["logprobs"]) == len(spans[0].token_ids)
+    starts = [1 if has_all else span.start for span in spans]
+    ends = np.cumsum([len(span.token_ids) - start for span, start in zip(spans, starts, strict=True)]) + has_all
+    return [
+        {
+            name: row[name][end - len(span.token_ids) + start : end]
+            for name in TOKEN_COLUMNS
+            if row.get(name) is not None
+        }
+        for span, start, end in zip(spans, starts, ends.tolist(), strict=True)
+    ]

@@ -1,10 +1,7 @@
-"""What changed between two jobs' texts: outputs, finish reasons and logprobs.
-
-Logprobs are compared up to the first token that differs; those behind it are of other texts.
-"""
+"""Generated text of two jobs, for `diff`, and of a job and its reference, for `verify`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +9,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinf.base.errors import UserError
 from batchinf.base.ragged import to_ragged
-from batchinf.tasks.changes import Changes, Deltas, DeltaSummary, JobOutput, equal, num_common
+from batchinf.records import Prompt, Request
+from batchinf.tasks.changes import (
+    Changes,
+    Comparison,
+    Deltas,
+    DeltaSummary,
+    JobOutput,
+    clip_value,
+    delta_text,
+    equal,
+    num_common,
+)
+from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
 
 _WANTED = ("prompt_hash", "text", "token_ids", "finish_reason", "cumulative_logprob", "logprobs", "error_type")
 
@@ -106,3 +116,53 @@ def _deltas(rows: pa.RecordBatch, common: npt.NDArray[np.int64]) -> dict[str, An
         "max_abs_delta_logprob": pa.array(found[:, 2], mask=is_null),
         "num_compared_tokens": counts,
     }
+
+
+def _lines(found: TextsFound) -> Iterator[str]:
+    for reason in found.finish_reasons:
+        if reason.a != reason.b:
+            yield f"  finish_reason {reason.a} -> {reason.b}: {reason.num_rows:,}"
+    if found.logprobs.num:
+        yield (
+            f"logprobs of {found.logprobs.num:,} tokens that both gave ({found.num_compared_rows:,} rows, up to the "
+            f"first difference): {delta_text(found.logprobs)}"
+        )
+
+
+def _example_lines(key: str, row: dict[str, Any]) -> Iterator[str]:
+    yield f"  {key} {row['key']}, sample {row['sample_index']}, other from token {row['first_difference']} on:"
+    yield from (f"    {name} {clip_value(row[f'text_{name.lower()}'])}" for name in "AB")
+
+
+COMPARISON = Comparison(TextChanges, _lines, _example_lines)
+
+
+class TextVerification(Verification):
+    """See `Verification`."""
+
+    columns = ("token_ids", *TOKEN_COLUMNS, *(f"prompt_{name}" for name in TOKEN_COLUMNS))
+
+    def check(self, schema: pa.Schema) -> None:
+        """See `Verification`."""
+        if "logprobs" not in schema.names and "prompt_logprobs" not in schema.names:
+            raise UserError(
+                "the job stored no logprobs to verify; run one with sampling.logprobs or sampling.prompt_logprobs"
+            )
+        if "logprobs" in schema.names and "token_ids" not in schema.names:
+            raise UserError(
+                "the job stored no token_ids, whose logprobs could be verified; run one with "
+                "output.include_token_ids: true"
+            )
+        if self.spec.sampling.structured_outputs is not None:
+            raise UserError("structured_outputs change the logprobs that are stored: they cannot be verified")
+
+    def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
+        """See `Verification`."""
+        values = row.values
+        ids = requests[values["sample_index"]].prompt_token_ids
+        if values.get("prompt_logprobs") is not None and len(ids) > 1:
+            # Nothing is stored of the first token.
+            yield stored_logprobs(values, "prompt", ids, 1, ids[1:], "prompt_", 1)
+        if values.get("logprobs") is not None and values["token_ids"]:
+            own = values["token_ids"]
+            yield stored_logprobs(values, "output", [*ids, *own], len(ids), own, "", 0)

@@ -1,12 +1,9 @@
-"""What changed between two jobs' numbers: logits, vectors, hidden states, classes, rewards.
-
-How far they are apart, the cosine of vectors, and where the likeliest token, or the label, is another one.
-"""
+"""Numbers and vectors of two jobs, for `diff`, and of a job and its reference, for `verify`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +11,25 @@ import pyarrow as pa
 
 from batchinf.base.errors import OutputError
 from batchinf.base.ragged import Ragged, to_matrix, to_ragged
-from batchinf.records import BoolArray, Int64Array
-from batchinf.tasks.changes import Changes, Deltas, DeltaSummary, JobOutput, delta, equal, num_common
+from batchinf.records import BoolArray, Int64Array, Prompt, Request
+from batchinf.tasks.changes import (
+    Changes,
+    Comparison,
+    Deltas,
+    DeltaSummary,
+    JobOutput,
+    clip_value,
+    delta,
+    delta_text,
+    equal,
+    num_common,
+)
+from batchinf.tasks.vectors.section import pooling_of
+from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors, Verification, vectors_at_positions
+
+if TYPE_CHECKING:
+    from batchinf.tasks.reference import Reference
+
 
 _BLOCK = 1 << 17  # numbers that are compared together, as float64, in the processor's cache
 _COSINE_TASKS = ("embed", "hidden_states")
@@ -331,3 +345,126 @@ def _lists(column: pa.ChunkedArray) -> Ragged:
 
 def _labels(job: JobOutput) -> object:
     return (job.spec.get("pooling") or {}).get("labels")
+
+
+_MOST_LABELS = 10
+# Columns of the table that are not shown of an example.
+_NOT_SHOWN = ("key", "is_", "error_type", "sample_index")
+
+
+def _lines(found: VectorsFound) -> Iterator[str]:
+    for label in found.labels[:_MOST_LABELS]:
+        yield f"  label {clip_value(label.a)} -> {clip_value(label.b)}: {label.num_rows:,}"
+    if found.rewards is not None and found.rewards.num:
+        yield f"reward of {found.rewards.num:,} rows: {delta_text(found.rewards)}"
+    for column in found.columns:
+        if column.num_vectors:
+            yield from _column_lines(column)
+
+
+def _column_lines(column: ColumnFound) -> Iterator[str]:
+    yield f"{column.name} of {column.num_rows:,} rows, {column.num_vectors:,} vectors: {delta_text(column.deltas)}"
+    if column.num_same_top1 is not None:
+        share = column.num_same_top1 / column.num_vectors
+        yield f"  the likeliest token is the same in {column.num_same_top1:,} of them ({share:.2%})"
+    if column.mean_cosine is not None:
+        yield f"  cosine {column.mean_cosine:.8f} on average, at least {column.min_cosine:.8f}"
+
+
+def _example_lines(key: str, row: dict[str, Any]) -> Iterator[str]:
+    if "label_a" in row:
+        yield f"  {key} {row['key']}: label {clip_value(row['label_a'])} -> {clip_value(row['label_b'])}"
+        return
+    shown = ", ".join(
+        f"{name} {value:.6g}" for name, value in row.items() if not name.startswith(_NOT_SHOWN) and value is not None
+    )
+    yield f"  {key} {row['key']}: {shown}"
+
+
+COMPARISON = Comparison(VectorChanges, _lines, _example_lines)
+
+
+class _OfPrompt(Verification):
+    """One vector of a whole prompt."""
+
+    has_direction = False
+
+    def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
+        """See `Verification`."""
+        for name in row.columns:
+            yield StoredVectors(name, requests[0].prompt_token_ids, None, row.numbers(name), self.has_direction)
+
+
+class EmbedVerification(_OfPrompt):
+    """See `Verification`."""
+
+    has_direction = True
+    is_relative = True
+    vector_columns = ("embedding",)
+
+    def reference(self, wanted: ReferenceWanted) -> "Reference":
+        """See `Verification`."""
+        from batchinf.tasks.vectors.reference import EmbedReference
+
+        return EmbedReference(self.spec, wanted)
+
+
+class HiddenStatesVerification(Verification):
+    """See `Verification`."""
+
+    columns = ("positions",)
+    is_relative = True
+
+    @property
+    def vector_columns(self) -> tuple[str, ...]:
+        """See `Verification`."""
+        layers = pooling_of(self.spec).layers
+        return ("hidden_states",) if layers is None else tuple(f"hidden_states_{layer}" for layer in layers)
+
+    def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
+        """See `Verification`."""
+        yield from vectors_at_positions(row, requests[0].prompt_token_ids, has_direction=True)
+
+    def reference(self, wanted: ReferenceWanted) -> "Reference":
+        """See `Verification`."""
+        from batchinf.tasks.vectors.reference import HiddenStatesReference
+
+        return HiddenStatesReference(self.spec, wanted)
+
+
+class _OfHead(_OfPrompt):
+    @property
+    def is_active(self) -> bool:
+        """Whether a softmax or a sigmoid is applied to the head's logits."""
+        return bool(pooling_of(self.spec).use_activation)
+
+    def reference(self, wanted: ReferenceWanted) -> "Reference":
+        """See `Verification`."""
+        from batchinf.tasks.vectors.reference import HeadReference
+
+        return HeadReference(self.spec, wanted, is_active=self.is_active)
+
+
+class ClassifyVerification(_OfHead):
+    """See `Verification`."""
+
+    @property
+    def is_active(self) -> bool:
+        """See `_OfHead`."""
+        return pooling_of(self.spec).use_activation is not False
+
+    @property
+    def is_relative(self) -> bool:
+        """See `Verification`."""
+        return self.is_active
+
+    @property
+    def vector_columns(self) -> tuple[str, ...]:
+        """See `Verification`."""
+        return ("probabilities" if self.is_active else "logits",)
+
+
+class RewardVerification(_OfHead):
+    """See `Verification`."""
+
+    vector_columns = ("reward",)
