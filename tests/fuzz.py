@@ -41,6 +41,7 @@ from hypothesis import strategies as st
 
 import jobs
 from batchinf.base.errors import RowError, UserError
+from batchinf.base.file_header import FileHeader
 from batchinf.base.storage import Folder
 from batchinf.commands.status import head_rows, job_status, stored_spec
 from batchinf.commands.text.status import status_lines
@@ -555,10 +556,10 @@ class _Recording:
 
 def _sealed_segment(data: bytes, payload: bytes, num_rows: int | None = None) -> bytes:
     """A segment's bytes with another payload, and checksums that are right."""
-    magic, version, shard, _, rows, _ = journal._HEADER.unpack_from(data)
-    digest = xxhash.xxh3_128_digest(payload)
-    header = journal._HEADER.pack(magic, version, shard, len(payload), rows if num_rows is None else num_rows, digest)
-    return header + xxhash.xxh3_64_digest(header) + payload
+    header = FileHeader.decode(data)
+    assert header is not None
+    rows = header.second if num_rows is None else num_rows
+    return FileHeader(header.number, len(payload), rows, xxhash.xxh3_128_digest(payload)).encode() + payload
 
 
 def _journal_case(out: pathlib.Path) -> st.SearchStrategy[Any]:

@@ -1,6 +1,5 @@
 """The command line as users meet it: exit codes, one clear line for each mistake, what each command shows."""
 
-import dataclasses
 import json
 import pathlib
 import resource
@@ -15,11 +14,6 @@ import yaml
 
 import batchinf
 import jobs
-from batchinf.base.errors import DriftError
-from batchinf.job.open import check_drift, new_header, open_job
-from batchinf.manifest.log import Manifest
-from batchinf.spec.file import read_spec
-from batchinf.spec.job import fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -125,29 +119,6 @@ def test_drift_is_refused_with_a_diff_and_two_ways_out(field: str, value: str, w
     assert drifted.returncode == 2
     assert_one_clear_line(drifted.stderr, field, value, was, "put these back", "another output.path")
     assert seen(out) == files
-
-
-def test_a_job_that_began_before_a_field_was_is_the_same_job(tmp_path: pathlib.Path) -> None:
-    spec = jobs.spec_of(tmp_path)
-    job = open_job(read_spec(spec))
-    header, extent = new_header(job, 2)
-    later = {"input.on_overlong", "input.limit", "sampling.columns", "model.reasoning_parser"}
-    identity = {name: value for name, value in header.identity.items() if name not in later}
-    assert len(identity) == len(header.identity) - len(later)
-    job.folder.make("manifest")
-    manifest = Manifest(job.folder, 1)
-    manifest.header(dataclasses.replace(header, identity=identity, fingerprint=fingerprint(identity)))
-    manifest.extent(extent, job.source.fingerprint)
-    manifest.commit()
-    manifest.close()
-    state = jobs.state_of(tmp_path / "out")
-    again = open_job(read_spec(spec), state=state)
-    check_drift(again, state.header)
-    # Parts state it, and those that no line names are known by it.
-    assert again.fingerprint == state.header.fingerprint
-    other = open_job(read_spec(spec, ["input.on_overlong=truncate_left"]), state=state)
-    with pytest.raises(DriftError, match=r'on_overlong: the job has nothing, now it is "truncate_left"'):
-        check_drift(other, state.header)
 
 
 def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:
