@@ -40,12 +40,13 @@ sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: i
 from batchinf.tasks.registry import task_of  # noqa: E402
 
 # Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
-LONGEST_FIRST = """test_quarantine test_end_to_end test_disk test_recovery test_coordinator test_security test_extend
-    test_out_of_memory test_vllm_engine test_choose test_nothing_is_lost test_check test_retry test_vllm_pooling
-    test_verify test_two_at_once test_weekly test_stop_signals test_ordering test_vllm_logits test_lora
-    test_reasoning_job test_tasks_pooled test_model_identity test_tasks_score test_tasks_logits test_elastic
-    test_logits_job test_error_rate test_slices test_chat test_vllm_score test_fuzz test_devices test_answers
-    test_fresh test_batch_files test_loss test_telemetry""".split()
+LONGEST_FIRST = """test_head_start test_quarantine test_disk test_recovery test_end_to_end test_security test_cli
+    test_coordinator test_stop_signals test_fuzz test_nothing_is_lost test_check test_two_at_once test_not_begun
+    test_weekly test_choose test_extend test_error_rate test_vllm_pooling test_chat test_fresh test_early_shards
+    test_backend test_retry test_out_of_memory test_reasoning_job test_tasks_pooled test_vllm_score
+    test_vllm_engine test_remarks test_verify test_row_sampling test_formats test_vllm_logits test_spec
+    test_non_finite test_model_identity test_ordering test_fork_server test_loss test_answers test_examples
+    test_source test_install test_forecast test_elastic""".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

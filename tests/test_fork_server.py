@@ -23,10 +23,10 @@ def test_it_says_and_ends_as_a_new_process_does(arguments: list[str]) -> None:
 
 
 def test_a_job_has_the_rows_of_a_new_process_s(tmp_path: pathlib.Path) -> None:
-    for name in ("forked", "new"):
+    few = {"input": {"limit": 40}, "parallel": {"data_parallel_size": 1}}
+    for name, prefix in {"forked": [], "new": ["env"]}.items():
         (tmp_path / name).mkdir()
-    jobs.finish(jobs.spec_of(tmp_path / "forked"))
-    jobs.finish(jobs.spec_of(tmp_path / "new"), prefix=["env"])
+        jobs.finish(jobs.spec_of(tmp_path / name, **few), prefix=prefix)
     assert jobs.rows_of(tmp_path / "forked" / "out") == jobs.rows_of(tmp_path / "new" / "out")
 
 

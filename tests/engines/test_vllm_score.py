@@ -201,6 +201,7 @@ def test_a_conversation_is_the_context(vllm_engine: "VllmEngine", harness: Any) 
     assert row["is_greedy"] == is_greedy
 
 
+@pytest.mark.slow
 def test_the_sample_job_s_winners_are_the_harness_s(tmp_path: pathlib.Path, harness: Any) -> None:
     """All rows of jobs/multiple_choice.yaml as a task of the harness, which makes its own requests and metrics."""
     from lm_eval.api.task import ConfigurableTask

@@ -379,6 +379,7 @@ def test_engines_that_wait_for_what_the_input_is(parser: str | None, where: dict
 # -- real vLLM on the CPU ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_real_engines(inputs: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
     """Without a head start; with one, the engine core in the replica; and with one, the core forked out of it."""
