@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -511,10 +512,16 @@ def test_process_groups_that_were_never_replicas_are_not_ended(pgid: Any, monkey
     """A group of 0 would be the reader's own."""
     signals: list[Any] = []
     monkeypatch.setattr(os, "killpg", lambda *arguments: signals.append(arguments))
-    own = GroupIdentity.of(os.getpgrp()).model_dump()
+    # A live group with its leader. The tests' own group may have lost its leader, and so its start time.
+    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    own = GroupIdentity.of(sleeper.pid).model_dump()
     named = [{**own, "pgid": pgid}, {**own, "boot_id": "another"}, {**own, "host": "another"}, {"pgid": pgid}, {}]
     named.append({**own, "pid_start_time": own["pid_start_time"] + 1})
     leftovers = [StartedReplica(0, "000001.0001", "local", identity) for identity in named]
     leftovers.append(StartedReplica(0, "000001.0001", "another backend", own))
-    assert LocalBackend().end_leftovers(leftovers, None) == 0
+    try:
+        assert LocalBackend().end_leftovers(leftovers, None) == 0
+    finally:
+        sleeper.kill()
+        sleeper.wait()
     assert not signals
