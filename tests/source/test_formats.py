@@ -128,10 +128,10 @@ def copy(tmp_path: Path) -> Path:
     formats = tmp_path / "copy" / "batchinf" / "source" / "formats"
     (formats / "semicolons.py").write_text(SEMICOLONS)
     registry = (formats / "registry.py").read_text()
-    known = "from batchinf.source.formats.lines import Text\n"
-    assert known in registry and "    Text(),\n" in registry
+    known = "from batchinf.source.formats.parquet import Parquet\n"
+    assert known in registry and "    TextLines(),\n" in registry
     registry = registry.replace(known, "from batchinf.source.formats.semicolons import Semicolons\n" + known)
-    (formats / "registry.py").write_text(registry.replace("    Text(),\n", "    Text(),\n    Semicolons(),\n"))
+    (formats / "registry.py").write_text(registry.replace("    TextLines(),\n", "    TextLines(),\n    Semicolons(),\n"))
     return tmp_path / "copy"
 
 

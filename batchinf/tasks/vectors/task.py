@@ -74,7 +74,7 @@ class Pooled(Task):
 
     def check_input(self) -> None:
         """See `Task`: a batch file asks for text."""
-        if self.spec.input.format == "openai":
+        if self.spec.input.is_batch_file:
             raise SpecError(f"input.format: {OPENAI_LINES.format(task=self.name)}")
 
     def width_error(self, got: int) -> SpecError:
