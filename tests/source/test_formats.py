@@ -131,7 +131,9 @@ def copy(tmp_path: Path) -> Path:
     known = "from batchinf.source.formats.parquet import Parquet\n"
     assert known in registry and "    TextLines(),\n" in registry
     registry = registry.replace(known, "from batchinf.source.formats.semicolons import Semicolons\n" + known)
-    (formats / "registry.py").write_text(registry.replace("    TextLines(),\n", "    TextLines(),\n    Semicolons(),\n"))
+    (formats / "registry.py").write_text(
+        registry.replace("    TextLines(),\n", "    TextLines(),\n    Semicolons(),\n")
+    )
     return tmp_path / "copy"
 
 
