@@ -216,7 +216,7 @@ def verify(
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
     import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
-    from batchinf.spec.docs import json_schema
+    from batchinf.spec.job import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

@@ -1,24 +1,40 @@
-"""Records that cross package boundaries: shards, requests, completions, results, parts.
+"""Types of values in stored JSON: strict, and within the bounds that readers rely on.
 
-A row is known by its `row_index`, its position in the source, which names it in the output too. Its place says when it
-runs: places count through the run order, and a shard is a run of places. A shard's rows, sorted by `row_index`, have
-the local indices 0, 1, 2 … within it. `request_index` counts a row's requests.
-
-All are frozen. Arrays are numpy, never nested Python lists: a token with its top 20 is 172 bytes here, and about
-1,960 as Python objects.
+A record that is read again declares its fields with them, so that one definition serves writing, reading and checking.
 """
 
+import datetime
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import AfterValidator, Field
 
 from batchinf.base.errors import RowError
-from batchinf.base.json_types import Count, JsonText, PositiveCount, SharedText
 from batchinf.spec.sampling import SamplingSpec
+
+Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+PositiveCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+# Half characters are valid JSON, but no text: pydantic looks for them only where a length is asked for.
+JsonText = Annotated[str, Field(strict=True, min_length=0)]
+# One object for all equal texts, where few differ among many records.
+SharedText = Annotated[JsonText, AfterValidator(sys.intern)]
+
+
+def _is_time(text: str) -> str:
+    if datetime.datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time without its zone")
+    return text
+
+
+# In ISO format, with its zone.
+Time = Annotated[JsonText, AfterValidator(_is_time)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ import psutil
 from shapes import make_model, make_prompts
 from workloads import STARTS_S, WORKLOADS, Workload
 
+from batchinf.fleet.local.backend import engine_environment
 from batchinf.fleet.local.devices import visible_devices
-from batchinf.fleet.local.environment import engine_environment
 
 HERE = pathlib.Path(__file__).resolve().parent
 KINDS = ("raw", "ceiling", "sorted", "defaults", "chunks")  # in the order in which they are run

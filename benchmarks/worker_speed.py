@@ -25,8 +25,8 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Extent, Part, Request
+from batchinf.replica.incarnation import Front
 from batchinf.replica.messages import Assign, Event, ShardClosed
-from batchinf.replica.pipeline import Front
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, Worker
 from batchinf.run.epoch import FOLDERS
 from batchinf.schedule.shards import choose_rows_per_shard, shard_at, total_shards

@@ -41,8 +41,7 @@ from hypothesis import strategies as st
 
 import jobs
 from batchinf.base.errors import RowError, UserError
-from batchinf.base.file_header import FileHeader
-from batchinf.base.storage import Folder
+from batchinf.base.storage import FileHeader, Folder
 from batchinf.commands.status import head_rows, job_status, stored_spec
 from batchinf.commands.text.status import status_lines
 from batchinf.fleet.local.backend import LocalBackend

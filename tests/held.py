@@ -10,8 +10,8 @@ from batchinf.commands.verify import VectorDeviations, add_vectors
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.compare import ReferenceWanted, StoredRow, StoredVectors
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors
 
 
 def held(

@@ -16,7 +16,7 @@ from batchinf.base.errors import OutputError, UserError
 from batchinf.records import Int64Array
 from batchinf.results import Results
 from batchinf.tasks.base import Task
-from batchinf.tasks.changes import Changes, RowChanges
+from batchinf.tasks.compare import Changes, RowChanges
 from batchinf.tasks.registry import stored_task
 
 JOIN_KEYS = ("row_index", "id")

@@ -18,8 +18,8 @@ from batchinf.job.open import carried_columns, open_job_input
 from batchinf.manifest.lines import part_name
 from batchinf.manifest.lock import live_holder
 from batchinf.manifest.state import State, read_state
-from batchinf.output.counts import accuracy_of
 from batchinf.output.journal import Journal
+from batchinf.output.parts import accuracy_of
 from batchinf.records import PartCounts
 from batchinf.schedule.selection import RunOrder
 from batchinf.schedule.shards import shard_at, total_rows, total_shards

@@ -21,9 +21,9 @@ from batchinf.records import Prompt
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
-from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.base import prompt_hash
+from batchinf.tasks.compare import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification
 
 if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference

@@ -31,7 +31,7 @@ from batchinf.source.cache import locked
 from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
-from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.base import prompt_hash
 
 # 16 bytes each; sorting takes as much again.
 BLOCK_KEYS = 1 << 20

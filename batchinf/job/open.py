@@ -19,11 +19,10 @@ from batchinf.manifest.lines import Header
 from batchinf.manifest.state import MANIFEST_VERSION, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
-from batchinf.prompts.builder import check_columns
+from batchinf.prompts.builder import check_columns, check_sampling_columns
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.prompts.openai import recognised
-from batchinf.prompts.row_values import check_sampling_columns
 from batchinf.records import Extent, Prompt
 from batchinf.schedule.selection import Choice
 from batchinf.schedule.shards import choose_rows_per_shard

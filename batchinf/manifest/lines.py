@@ -7,9 +7,20 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from batchinf.base.json_types import Count, Flag, JsonText, PositiveCount, Seconds, Time
 from batchinf.manifest.commit_log import Fields
-from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, Extent, Part, StartedReplica
+from batchinf.records import (
+    ALWAYS_WRITTEN,
+    COUNT_NAMES,
+    Count,
+    Extent,
+    Flag,
+    JsonText,
+    Part,
+    PositiveCount,
+    Seconds,
+    StartedReplica,
+    Time,
+)
 
 _PART_NAME = re.compile(r"part-(\d{6,})\.parquet")
 _STAGING = re.compile(r"(\d{6,})-[A-Za-z0-9._-]+\.parquet")

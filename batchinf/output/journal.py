@@ -20,8 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.base.file_header import HEADER_BYTES, FileHeader
-from batchinf.base.storage import Folder
+from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
 from batchinf.manifest.lines import retry_of
 
 _libc = ctypes.CDLL(None)

@@ -1,24 +1,154 @@
-"""A shard's results on their way to one Parquet file: what is finished of it, and the file."""
+"""A shard's results on their way to one Parquet file: what is finished of it, what is counted, and the file."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import staging_name
-from batchinf.output.counts import count_rows, number_columns
+from batchinf.manifest.state import State
 from batchinf.output.journal import UNSEALED, Journal, SealingWriter, Segment, is_sealed, joined, row_bytes
 from batchinf.prompts import encoder
 from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, BoolArray, Int64Array, Part, PartCounts, Shard
 from batchinf.schedule.selection import ShardRows
 from batchinf.source.rows import Source
 from batchinf.tasks.base import Task
-from batchinf.tasks.score.compare import ANSWER
+from batchinf.tasks.score.compare import ANSWER, Accuracy, count_right_answers
+
+# Numbers that are looked at together, so that what is made of them stays in the processor's cache.
+_PIECE = 1 << 18
+
+
+def number_columns(schema: pa.Schema) -> tuple[str, ...]:
+    """Names of a task's own columns that are floating-point numbers, or lists of them, however deep."""
+    return tuple(field.name for field in schema if _is_floating(field.type))
+
+
+def _is_lists(type: pa.DataType) -> bool:
+    return bool(pa.types.is_list(type) or pa.types.is_fixed_size_list(type))
+
+
+def _is_floating(item: pa.DataType) -> bool:
+    while _is_lists(item):
+        item = item.value_type
+    return bool(pa.types.is_floating(item))
+
+
+def count_rows(
+    table: pa.Table | pa.RecordBatch, numbers: Sequence[str] = (), *, has_answer: bool = False
+) -> PartCounts:
+    """All that is counted of output rows but `num_second_bos`, which no column says.
+
+    numbers: the columns of what the model gave. has_answer: there is a column `answer`.
+    """
+    num_output_tokens = table.column("num_output_tokens")
+    answered = table.column("num_prompt_tokens").filter(num_output_tokens.is_valid())
+    num_nan_rows, num_inf_rows = count_non_finite_rows(table, numbers)
+    counts = PartCounts(
+        num_rows=table.num_rows,
+        num_errors=table.num_rows - table.column("error_type").null_count,
+        num_prompt_tokens=pc.sum(answered, min_count=0).as_py(),
+        num_output_tokens=pc.sum(num_output_tokens, min_count=0).as_py(),
+        num_nan_rows=num_nan_rows,
+        num_inf_rows=num_inf_rows,
+    )
+    return counts + replace(count_right_answers(table), num_rows=0) if has_answer else counts
+
+
+def count_non_finite_rows(table: pa.Table, names: Sequence[str]) -> tuple[int, int]:
+    """Rows with a NaN, and rows with an infinity, in any of these columns.
+
+    Where all is finite it costs 0.2 ns a float32, 1.5 a float16: at top 20 and 190,000 tokens a second 0.1 % of a core.
+    """
+    has_nan, has_inf = np.zeros(table.num_rows, np.bool_), np.zeros(table.num_rows, np.bool_)
+    for name in names:
+        start = 0
+        for chunk in table.column(name).chunks:
+            rows = slice(start, start + len(chunk))
+            _mark(chunk, has_nan[rows], has_inf[rows])
+            start = rows.stop
+    return int(np.count_nonzero(has_nan)), int(np.count_nonzero(has_inf))
+
+
+def _mark(lists: pa.Array, has_nan: BoolArray, has_inf: BoolArray) -> None:
+    bounds: npt.NDArray[Any] = np.arange(len(lists) + 1)
+    array = lists
+    while _is_lists(array.type):
+        if pa.types.is_fixed_size_list(array.type):
+            bounds, array = (array.offset + bounds) * array.type.list_size, array.values
+        else:
+            bounds, array = array.offsets.to_numpy()[bounds], array.values
+    if array.buffers()[1] is None:
+        return
+    flat = np.frombuffer(array.buffers()[1], array.type.to_pandas_dtype())
+    values = flat[array.offset + bounds[0] : array.offset + bounds[-1]]
+    if _are_finite(values):
+        return
+    # What stands in the place of a null is nobody's number.
+    is_valid = array.slice(bounds[0], len(values)).is_valid().to_numpy(zero_copy_only=False)
+    _mark_rows(np.isnan(values) & is_valid, bounds - bounds[0], has_nan)
+    _mark_rows(np.isinf(values) & is_valid, bounds - bounds[0], has_inf)
+
+
+def _are_finite(values: npt.NDArray[Any]) -> bool:
+    if values.dtype != np.float16:
+        return bool(np.isfinite(values).all())
+    # All bits of the exponent are set: a tenth of the time of isfinite, which widens each number.
+    bits = values.view(np.uint16)
+    pieces = (bits[start : start + _PIECE] for start in range(0, len(bits), _PIECE))
+    return not any(((piece & 0x7C00) == 0x7C00).any() for piece in pieces)
+
+
+def _mark_rows(is_such: BoolArray, bounds: npt.NDArray[Any], rows: BoolArray) -> None:
+    counts = np.concatenate([[0], np.cumsum(is_such)])
+    rows |= np.diff(counts[bounds]) > 0
+
+
+def non_finite_lines(num_nan_rows: int, num_inf_rows: int) -> list[str]:
+    """For people; nothing where all is finite."""
+    said = []
+    if num_nan_rows:
+        said.append(
+            f"warning: {num_nan_rows:,} rows have NaN among the model's numbers, whose arithmetic failed there; "
+            "they are kept as they are"
+        )
+    if num_inf_rows:
+        said.append(f"{num_inf_rows:,} rows have an infinity among the model's numbers, as masked tokens have")
+    return said
+
+
+def accuracy_lines(found: Accuracy | None) -> list[str]:
+    """For people; nothing where no row has an answer."""
+    if found is None or not found.num_answered:
+        return []
+    num_others = found.num_rows - found.num_answered
+    others = f"; {num_others:,} rows have no answer, or no scores" if num_others else ""
+    return [f"accuracy: {found}{others}"]
+
+
+def remarks(states: Sequence[State]) -> list[str]:
+    """For people, of what is committed of a job, or of all slices of one."""
+    counts = PartCounts.sum(state.counts for state in states)
+    return [
+        *accuracy_lines(accuracy_of(states)),
+        *non_finite_lines(counts.num_nan_rows, counts.num_inf_rows),
+        *encoder.second_bos_lines(counts.num_second_bos),
+    ]
+
+
+def accuracy_of(states: Sequence[State]) -> Accuracy | None:
+    """Of a job, or of all slices of one; None where there are no answers."""
+    if any(state.header.spec.get("input", {}).get("answer_column") is None for state in states):
+        return None
+    return Accuracy.of(PartCounts.sum(state.counts for state in states))
+
 
 # Of one row, in a segment that is to be believed: a byte of memory is given to each.
 _MOST_REQUESTS = 1 << 20

@@ -1,8 +1,7 @@
-"""From assigned shards to requests that are ready for the engine: reading, templates and tokenising, on its own thread.
+"""From assigned shards to requests in the queue before the engine: reading, templates and tokenising, on its own thread.
 
-It runs ahead of the engine by the ready queue's bound and no more, so that a shard that has not begun can still be
-given to an idle replica. It may start before the engine is up: no shard has begun until then, whatever was made of it.
-"""
+It runs ahead of the engine by that queue's bound and no more, so that a shard that has not begun can still be
+given to an idle replica. It may start before the engine is up: no shard has begun until then."""
 
 import functools
 import threading
@@ -10,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -18,11 +18,124 @@ from batchinf.base.errors import RowError
 from batchinf.output.parts import OpenShard
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Prompt, Request, Result, Shard
-from batchinf.replica.byte_queue import ByteQueue
-from batchinf.replica.early_start import UNFORKED
+from batchinf.replica.incarnation import UNFORKED
 from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, Trial, Tried
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.base import Task
+
+Item = TypeVar("Item")
+
+
+class ByteQueue(Generic[Item]):
+    """First in, first out. `put_all` waits for room, `offer_all` never does; a single item may exceed the bound."""
+
+    def __init__(self, max_items: int, max_bytes: int) -> None:
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._items: deque[tuple[Item, int]] = deque()
+        self._num_bytes = 0
+        self._is_closed = False
+        self._is_shut = False
+        self._changed = threading.Condition()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `put` would wait."""
+        return len(self._items) >= self._max_items or self._num_bytes >= self._max_bytes
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Item, num_bytes: int) -> bool:
+        """Append, after waiting for room. False, with the item left out, once the queue is closed."""
+        return self.put_all([(item, num_bytes)])
+
+    def put_all(self, items: Iterable[tuple[Item, int]]) -> bool:
+        """Append items with their sizes, each after waiting for room. False, with the rest left out, once closed."""
+        left = deque(items)
+        while left:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or not (self._is_shut or self.is_full))
+                if self._is_closed:
+                    return False
+                while left and not self.is_full:
+                    self._append(*left.popleft())
+                self._changed.notify_all()
+        return True
+
+    def offer_all(self, items: Iterable[tuple[Item, int]]) -> None:
+        """Append at once, over the bound if need be: for a producer that must not wait and looks at `is_full`."""
+        with self._changed:
+            for item, num_bytes in items:
+                self._append(item, num_bytes)
+            self._changed.notify_all()
+
+    def _append(self, item: Item, num_bytes: int) -> None:
+        self._items.append((item, num_bytes))
+        self._num_bytes += num_bytes
+
+    def take(
+        self,
+        max_items: int,
+        wait_s: float = 0.0,
+        min_items: int = 1,
+        max_bytes: int | None = None,
+        *,
+        shuts: bool = False,
+    ) -> list[Item]:
+        """Up to `max_items` or a little more than `max_bytes`, after waiting up to `wait_s` s for `min_items`.
+
+        shuts: who waits to put something waits on until `open`; woken now, it would contend for the interpreter with
+        who makes use of what was taken.
+        """
+        with self._changed:
+            if wait_s and len(self._items) < min_items:
+                # A full queue gets no more company.
+                is_due = lambda: self._is_closed or len(self._items) >= min_items or self.is_full  # noqa: E731
+                self._changed.wait_for(is_due, wait_s)
+            taken: list[Item] = []
+            num_bytes = 0
+            while self._items and len(taken) < max_items and (max_bytes is None or num_bytes < max_bytes):
+                item, size = self._items.popleft()
+                taken.append(item)
+                num_bytes += size
+            if taken:
+                self._num_bytes -= num_bytes
+                self._is_shut = shuts
+                self._changed.notify_all()
+            return taken
+
+    def open(self) -> None:
+        """There is room again, after a `take` that shuts."""
+        if self._is_shut:
+            with self._changed:
+                self._is_shut = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody wait any longer; what is in the queue can still be taken."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def resize(self, max_items: int) -> None:
+        """Another bound in items; what is in the queue stays."""
+        with self._changed:
+            self._max_items = max_items
+            self._changed.notify_all()
+
+    def drop(self, is_dropped: Callable[[Item], bool]) -> None:
+        """Take out the items of which this holds, and let go of them."""
+        with self._changed:
+            self._items = deque(item for item in self._items if not is_dropped(item[0]))
+            self._num_bytes = sum(num_bytes for _, num_bytes in self._items)
+            self._changed.notify_all()
+
+    def wait_until_room(self, wait_s: float) -> None:
+        """Wait at most `wait_s` seconds for room."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or not self.is_full, wait_s)
+
 
 # Rows read and tokenised at once: enough to keep a tokenizer's threads busy, few enough to stay small in memory.
 ROWS_AT_ONCE = 256

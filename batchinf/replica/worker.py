@@ -10,8 +10,7 @@ from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RequestRefused
 from batchinf.engines.protocol import Engine
 from batchinf.records import Completion, Result
-from batchinf.replica.byte_queue import ByteQueue
-from batchinf.replica.feeder import FailedRow, Feeder, PendingRequest
+from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.messages import Progress
 from batchinf.replica.writer import Finished, Writer
 

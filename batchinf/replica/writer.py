@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from batchinf.base import faults
-from batchinf.output.counts import count_rows
-from batchinf.output.parts import OpenShard
+from batchinf.output.parts import OpenShard, count_rows
 from batchinf.records import Completion, Part, Result
-from batchinf.replica.byte_queue import ByteQueue
-from batchinf.replica.feeder import FailedRow, PendingRequest
+from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
 from batchinf.replica.messages import Event, ShardClosed
 from batchinf.replica.text import Answers, NoAnswers
 from batchinf.tasks.base import Task

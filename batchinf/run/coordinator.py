@@ -26,8 +26,7 @@ from batchinf.manifest.state import Committed
 from batchinf.output.journal import drop
 from batchinf.records import Part
 from batchinf.replica.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Tried
-from batchinf.run.closing import FIRST_ROWS, HOPELESS_RATE, is_hopeless
-from batchinf.run.progress import ProgressDisplay
+from batchinf.run.progress import FIRST_ROWS, HOPELESS_RATE, ProgressDisplay, is_hopeless
 from batchinf.schedule.shards import PendingShards
 
 _POLL_S = 0.2

@@ -25,15 +25,14 @@ from batchinf.manifest.lock import LOCK, JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output import journal
-from batchinf.output.counts import remarks
+from batchinf.output.parts import remarks
 from batchinf.output.proof import changed_parts
-from batchinf.prompts.row_values import setting
-from batchinf.run import closing
-from batchinf.run.closing import CHOSEN, forecast
+from batchinf.prompts.builder import setting
+from batchinf.run import progress
 from batchinf.run.coordinator import Coordinator
 from batchinf.run.extend import add_extent, has_more, open_extended, said
 from batchinf.run.head_start import HeadStart
-from batchinf.run.progress import ProgressDisplay
+from batchinf.run.progress import CHOSEN, ProgressDisplay, forecast
 from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
 from batchinf.schedule.selection import Choice, RunOrder
@@ -300,7 +299,7 @@ def _run_rest(
     except HopelessJob as error:
         found = read_state(job.folder)
         assert found is not None
-        raise HopelessJob("\n".join([str(error), *closing.report(job, found)])) from None
+        raise HopelessJob("\n".join([str(error), *progress.report(job, found)])) from None
     finally:
         telemetry.close()
     launcher.note_warm(fleet)
@@ -372,6 +371,6 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
         raise ErrorRateExceeded(
             f"{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
             "see the columns error_type and error_message\n"
-            + "\n".join([*closing.failure_lines(closing.commonest(folder, state)), *summary.lines()])
+            + "\n".join([*progress.failure_lines(progress.commonest(folder, state)), *summary.lines()])
         )
     return summary

@@ -1,13 +1,29 @@
-"""What people see while a job runs: a tqdm bar on a terminal, a plain line every 30 s elsewhere."""
+"""What people see of a run: the progress bar or line while it runs, and the closing lines."""
 
 import contextlib
+import datetime
+import re
 import sys
 import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from batchinf.base.errors import BatchinfError, RowError
+from batchinf.base.storage import Folder
+from batchinf.base.text import clip
 from batchinf.fleet.status import JobStatus, duration, short_count, status_line
+from batchinf.job.open import Job, begun_at
+from batchinf.manifest.lines import EventLine, part_name
+from batchinf.manifest.state import State
+from batchinf.output.journal import Journal, list_shards
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.encoder import load_tokenizer
 
 _LINE_EVERY_S = 30.0
 
@@ -74,3 +90,176 @@ def _postfix(status: JobStatus) -> str:
         f"{short_count(status.output_tokens_per_s)} tok/s, {status.num_errors} errors, "
         f"{up}/{len(status.replicas)} up"
     )
+
+
+# A job is judged once, when so many rows are finished; one whose user accepts so many errors is not.
+FIRST_ROWS = 1000
+HOPELESS_RATE = 0.5
+
+_COLUMNS = ["row_index", "error_type", "error_message"]
+# The closing words of a job of any size come at once.
+_MOST_PARTS = 200
+_MOST_ROWS = 10_000
+_SHOWN = 3
+_MESSAGE_CHARS = 300
+_PROMPT_CHARS = 200
+_NUMBER = re.compile(r"\d[\d,.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Error rows of one type whose messages differ in numbers at most; message and row_index are the first one's."""
+
+    error_type: str
+    error_message: str
+    row_index: int
+    num_rows: int
+
+
+def is_hopeless(num_errors: int, num_begun: int) -> bool:
+    """Whether half of the rows begun have failed.
+
+    num_begun: rows finished, in an engine or ready for one. Of the finished alone too many are errors at first, for a
+    row that fails before it reaches an engine is finished at once.
+    """
+    return num_errors >= HOPELESS_RATE * max(1, num_begun)
+
+
+def commonest(folder: Folder, state: State, journal: Journal | None = None) -> list[Failure]:
+    """The commonest failures first, among the first 10,000 error rows of the parts and the journal."""
+    found: dict[tuple[str, str], Failure] = {}
+    num_looked_at = 0
+    with contextlib.closing(_error_tables(folder, state, journal)) as tables:
+        for table in tables:
+            for row in table.slice(0, _MOST_ROWS - num_looked_at).to_pylist():
+                kind, words = row["error_type"], row["error_message"] or ""
+                key = kind, _NUMBER.sub("#", words)
+                first = found.get(key) or Failure(kind, words, row["row_index"], 0)
+                found[key] = Failure(kind, first.error_message, first.row_index, first.num_rows + 1)
+            num_looked_at += table.num_rows
+            if num_looked_at >= _MOST_ROWS:
+                break
+    return sorted(found.values(), key=lambda failure: -failure.num_rows)[:_SHOWN]
+
+
+def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Generator[pa.Table, None, None]:
+    with_errors = [shard for shard, part in sorted(state.parts.items()) if part.num_errors]
+    for shard in with_errors[:_MOST_PARTS]:
+        # These are words beside the job's result: a part that somebody has taken away must not change that.
+        with (
+            contextlib.suppress(OSError, pa.ArrowException),
+            pq.ParquetFile(folder.path(f"parts/{part_name(shard)}")) as file,
+        ):
+            for index in range(file.num_row_groups):
+                yield _errors(file.read_row_group(index, columns=_COLUMNS))
+    for shard in list_shards(folder) if journal is not None else ():
+        assert journal is not None
+        for segment in journal.recover(shard).segments if shard not in state.parts else ():
+            yield _errors(segment.table().select(_COLUMNS))
+            segment.close()
+
+
+def _errors(table: pa.Table) -> pa.Table:
+    return table.filter(pc.is_valid(table.column("error_type")))
+
+
+def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> list[str]:
+    """For people; `prompts`, if there are any, are one for each failure."""
+    said = ["the commonest errors:"] if failures else []
+    for place, failure in enumerate(failures):
+        words = clip(failure.error_message, _MESSAGE_CHARS)
+        said.append(f"  {failure.num_rows:,} × {failure.error_type}: {words}")
+        if prompts:
+            said.append(f"      row {failure.row_index}: {prompts[place]}")
+    return said
+
+
+def report(job: Job, state: State) -> list[str]:
+    """What a job that was ended early says: the commonest errors, a prompt of each, what is kept, what to do."""
+    found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
+    return [
+        *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
+        f"kept: {state.counts.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had "
+        "finished",
+        "mend the spec or the input and give the new job another output.path; or let this one run on, error rows and "
+        "all: the same command with --set max_error_rate=1",
+    ]
+
+
+def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[str]:
+    try:
+        tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    except BatchinfError:
+        return []
+    builder = job.task.prompt_builder(tokenizer, None, begun)
+    return [_prompt(job, builder, failure.row_index) for failure in failures]
+
+
+def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
+    [row] = job.source.read(row_index, row_index + 1, builder.columns)
+    text = builder.preview(row, _PROMPT_CHARS)
+    if isinstance(text, RowError):
+        return f"no prompt can be made of {clip(str(dict(row.values)), _PROMPT_CHARS)}"
+    return f"prompt '{clip(text, _PROMPT_CHARS)}'"
+
+
+CHOSEN = "chosen"  # an event: how many rows were chosen, of how many
+
+
+def forecast(state: State) -> list[str]:
+    """A line for people, where `input.sample` or `limit` made a finished job smaller; else none.
+
+    Device time is that of all attempts but for that before engines had rows, as far as the manifest still tells it.
+    """
+    given, event = state.header.spec["input"], state.kept.get(CHOSEN)
+    is_part = given.get("sample") is not None or given.get("limit") is not None
+    if event is None or not is_part or not state.extents or not event.fields["num_rows"]:
+        return []
+    num_input_rows = event.fields["num_input_rows"]
+    num_run = sum(extent.num_rows for extent in state.extents)
+    whose, num_all = f"all {num_input_rows:,} rows", num_input_rows
+    named = [name for name in ("where", "exclude") if given.get(name) is not None]
+    if named:
+        num_considered = state.extents[-1].stop_row - state.extents[0].first_row
+        num_all = round(num_run / num_considered / (given.get("sample") or 1.0) * num_input_rows)
+        whose = f"all rows that {' and '.join(named)} would leave, about {num_all:,},"
+    factor = num_all / num_run
+    device = "GPU" if _has_devices(state) else "device"
+    hours = max(0.0, state.device_s - _starting_s(state)) * factor / 3600
+    return [
+        f"at this rate {whose} take {_amount(hours)} {device}-hours and {_amount(state.num_bytes * factor / 1e9)} GB"
+    ]
+
+
+def _has_devices(state: State) -> bool:
+    return any(event.fields.get("devices") for event in state.events if event.name == "replica_started")
+
+
+def _starting_s(state: State) -> float:
+    """Device time in which engines had no rows: while they started, and where they then waited for the input."""
+    starting: dict[str, EventLine] = {}
+    total = 0.0
+    for event in state.events:
+        if event.name == "replica_started":
+            starting[event.fields["incarnation"]] = event
+        elif event.name == "ready":
+            started = _last_of(starting, event.fields.get("replica", 0))
+            total += 0.0 if started is None else _device_s(started, event)
+        elif event.name == "replica_ended" and starting.pop(event.fields["incarnation"], None) is not None:
+            total += event.fields["device_s"]
+    return total
+
+
+def _last_of(starting: dict[str, EventLine], replica: int) -> EventLine | None:
+    """The start of a replica's incarnation, taken out; None where the manifest tells of it no longer."""
+    names = [name for name, event in starting.items() if event.fields.get("replica", 0) == replica]
+    return starting.pop(names[-1]) if names else None
+
+
+def _device_s(start: EventLine, end: EventLine) -> float:
+    passed = datetime.datetime.fromisoformat(end.at) - datetime.datetime.fromisoformat(start.at)
+    return max(0.0, passed.total_seconds()) * max(1, len(start.fields.get("devices", ())))
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

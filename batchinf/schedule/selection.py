@@ -10,8 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from batchinf.base.errors import OutputError
-from batchinf.base.file_header import HEADER_BYTES, FileHeader
-from batchinf.base.storage import Folder
+from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
 from batchinf.records import BoolArray, Extent, Int64Array, Shard
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 

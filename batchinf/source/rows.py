@@ -24,7 +24,6 @@ from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, spa
 from batchinf.source.formats.huggingface import open_dataset
 from batchinf.source.formats.registry import file_format
 from batchinf.source.remote import find_remote, is_url
-from batchinf.source.scan import local_copy, spooled
 from batchinf.source.versions import (
     InputVersion,
     ScannedFile,
@@ -33,10 +32,12 @@ from batchinf.source.versions import (
     from_cache,
     latest_ranges,
     load_versions,
+    local_copy,
     next_version,
     record_path,
     refuse_changes,
     save_version,
+    spooled,
 )
 
 OPEN_FILES = 16  # at once, of an input of many

@@ -17,8 +17,7 @@ from batchinf.base.errors import SpecError
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip
-from batchinf.spec.docs import field_docs
-from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec
+from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec, field_docs
 
 # Of all files together: job.yaml, which holds what they say, stays short enough to be read as a spec.
 MAX_VALUE_BYTES = 960 << 10

@@ -20,7 +20,7 @@ from batchinf.model.identity import Model
 from batchinf.model.lora import ADAPTER_CONFIG, TENSOR_NAME, Adapter
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.verification import ReferenceWanted, StoredVectors
+from batchinf.tasks.compare import ReferenceWanted, StoredVectors
 
 # Positions whose logprobs are made at once, beside the logits of all: 128 MB in float32 for 128,256 tokens.
 POSITIONS_AT_ONCE = 256

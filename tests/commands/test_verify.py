@@ -22,10 +22,10 @@ from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.compare import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
 from batchinf.tasks.generate.compare import TextVerification
 from batchinf.tasks.registry import task_of
 from batchinf.tasks.score.compare import ScoreVerification
-from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
 
 NUM_ROWS = 12
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jobs
 from batchinf.base.errors import BatchinfError, EngineStartError, RequestRefused, RowError
-from batchinf.prompts.row_values import RowSampling
+from batchinf.prompts.builder import RowSampling
 from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.text import Answers, Detokenizer
 from batchinf.spec.job import JobSpec

@@ -15,7 +15,7 @@ from batchinf.base.errors import BatchinfError
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.logits.section import LogitsSpec
+from batchinf.tasks.logits.task import LogitsSpec
 from batchinf.tasks.registry import task_of
 from jobs import MODEL
 

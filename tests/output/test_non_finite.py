@@ -14,9 +14,15 @@ from test_tasks_generate import make_results, make_spec
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.output.counts import count_non_finite_rows, non_finite_lines, number_columns
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenShard, verify_part, write_part
+from batchinf.output.parts import (
+    OpenShard,
+    count_non_finite_rows,
+    non_finite_lines,
+    number_columns,
+    verify_part,
+    write_part,
+)
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
 

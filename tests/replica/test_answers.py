@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import check_structures, reasoning_parser_names
-from batchinf.prompts.row_values import RowSampling
+from batchinf.prompts.builder import RowSampling
 from batchinf.records import Completion, Prompt, Request, Result
 from batchinf.replica.text import Answer, Answers, Detokenizer
 from batchinf.spec.file import SpecFile

@@ -24,10 +24,9 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import EngineInfo, Extent, Shard
-from batchinf.replica import early_start
-from batchinf.replica.early_start import EngineLimits, expected_limits
+from batchinf.replica import incarnation
+from batchinf.replica.incarnation import EngineLimits, Front, expected_limits
 from batchinf.replica.messages import Assign, Begin, Event, Revoke, Revoked, ShardBegun, ShardClosed
-from batchinf.replica.pipeline import Front
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.schedule.shards import PendingShards, total_shards
 from batchinf.spec.job import JobSpec
@@ -339,7 +338,7 @@ def test_shards_of_a_replica_that_does_not_come_up_are_done_by_the_other(action:
 def test_a_process_is_forked_only_between_two_pieces_of_work() -> None:
     script = """
 import os, threading, time
-from batchinf.replica.early_start import UNFORKED, guard_forks
+from batchinf.replica.incarnation import UNFORKED, guard_forks
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 guard_forks()
@@ -367,15 +366,15 @@ with UNFORKED:
 def test_the_feeder_waits_for_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
-    assert early_start.forks_engine_core()
+    assert incarnation.forks_engine_core()
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    assert not early_start.forks_engine_core()
+    assert not incarnation.forks_engine_core()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    assert not early_start.forks_engine_core()
+    assert not incarnation.forks_engine_core()
     script = """
 import os, subprocess, threading
-from batchinf.replica.early_start import after_first_fork, guard_forks
+from batchinf.replica.incarnation import after_first_fork, guard_forks
 
 guard_forks()
 began = []

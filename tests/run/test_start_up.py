@@ -11,8 +11,7 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher
-from batchinf.fleet.local.backend import LocalBackend, LocalReplica
-from batchinf.fleet.local.environment import cache_root, sweep_sockets
+from batchinf.fleet.local.backend import LocalBackend, LocalReplica, cache_root, sweep_sockets
 from batchinf.fleet.out_of_memory import EngineSettings
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of

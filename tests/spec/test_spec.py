@@ -15,9 +15,16 @@ from pydantic import ValidationError
 
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import engine_argument_names
-from batchinf.spec.docs import field_docs, json_schema
 from batchinf.spec.file import MAX_SPEC_BYTES, SpecFile, check_engine_arguments, dump_spec, read_spec
-from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, RUNTIME_ENGINE_ARGUMENTS, JobSpec, fields, fingerprint
+from batchinf.spec.job import (
+    ENGINE_ARGUMENTS_ELSEWHERE,
+    RUNTIME_ENGINE_ARGUMENTS,
+    JobSpec,
+    field_docs,
+    fields,
+    fingerprint,
+    json_schema,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "spec.md"

@@ -35,7 +35,7 @@ from batchinf.spec.fields import IDENTITY, Positive, Section, wrong
 from batchinf.spec.job import TaskSection
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
-from batchinf.tasks.columns import error_columns, key_columns, prompt_columns
+from batchinf.tasks.base import error_columns, key_columns, prompt_columns
 from batchinf.tasks.registry import register
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from batchinf.base.errors import VerificationFailed
 from batchinf.commands.diff import ComparedJob, DiffReport
 from batchinf.commands.verify import LogprobDeviations, VectorDeviations, VerifyReport
-from batchinf.tasks.changes import clip_value
+from batchinf.tasks.compare import clip_value
 from batchinf.tasks.registry import task_named
 
 

@@ -11,7 +11,7 @@ from batchinf.base.errors import OutputError
 from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
 from batchinf.commands.status import JobState, JobTotals, RetryProgress, StatusReport
 from batchinf.fleet.status import duration, short_count, status_line
-from batchinf.output.counts import accuracy_lines, non_finite_lines
+from batchinf.output.parts import accuracy_lines, non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
 
 

@@ -17,7 +17,7 @@ from batchinf.commands.validate import (
 )
 from batchinf.fleet.status import short_count
 from batchinf.model.memory import needs_lines
-from batchinf.prompts.row_values import setting
+from batchinf.prompts.builder import setting
 
 _COLUMNS, _BAR_COLUMNS = 100, 80
 _MOST_ERROR_CHARS = 120

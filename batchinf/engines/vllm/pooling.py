@@ -14,8 +14,8 @@ from vllm.config import PoolerConfig
 from batchinf.base.errors import SpecError
 from batchinf.engines.vllm.arguments import engine_arguments
 from batchinf.engines.vllm.engine import VllmEngine
-from batchinf.engines.vllm.layers import LAYERS_CONFIG, LAYERS_WORKER
 from batchinf.engines.vllm.scheduler import SCHEDULER
+from batchinf.engines.vllm.worker import LAYERS_CONFIG, LAYERS_WORKER
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, Request
 from batchinf.tasks.base import PoolingWanted, Task

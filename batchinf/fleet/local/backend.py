@@ -1,4 +1,4 @@
-"""Runs replicas as processes of this host, tells of its devices, and reads weights into its page cache."""
+"""Process groups of this host: ends them, also those that an earlier coordinator left behind, and no others."""
 
 import contextlib
 import os
@@ -9,34 +9,170 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchinf.base.storage import open_log
 from batchinf.fleet.backend import DeviceWatch, EndedBy, Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import devices
 from batchinf.fleet.local.channel import Channel, SharedMemory
-from batchinf.fleet.local.environment import (
-    cache_root,
-    engine_environment,
-    own_cache_folder,
-    sockets_folder,
-    sweep_sockets,
-)
-from batchinf.fleet.local.process_groups import GroupIdentity, end_leftover, end_process_group
+from batchinf.manifest.lock import Holder, process_start
 from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.messages import Command, Event, Launch
 from batchinf.replica.worker import InFlightRecord
 from batchinf.spec.job import JobSpec
+
+
+class GroupIdentity(BaseModel):
+    """A replica's process group, as the manifest keeps it.
+
+    boot_id: of the host, until it is booted again. pid_start_time: of the group's leader, in clock ticks since boot;
+    with the process id it names one process for ever.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    host: str
+    boot_id: str
+    # 0 would be the caller's own group, 1 is init's.
+    pgid: Annotated[int, Field(gt=1, lt=1 << 31)]
+    pid_start_time: int
+
+    @classmethod
+    def of(cls, group: int) -> "GroupIdentity":
+        """That of a group of this host."""
+        me = Holder.this_process()
+        return cls(host=me.host, boot_id=me.boot_id, pgid=group, pid_start_time=process_start(group) or 0)
+
+
+def end_leftover(identity: dict[str, Any]) -> bool:
+    """End a process group of an earlier coordinator; whether it was still there. One that may be another's is kept."""
+    try:
+        group = GroupIdentity.model_validate(identity)
+    except ValidationError:
+        return False
+    me = Holder.this_process()
+    if (group.host, group.boot_id) != (me.host, me.boot_id):
+        return False
+    # A process id is not used again while a group of that number has members; a leader that started at another time
+    # is a stranger.
+    started = process_start(group.pgid)
+    if started is not None and started != group.pid_start_time:
+        return False
+    # Waited for: a device is free only when those that held it are gone.
+    return end_process_group(group.pgid)
+
+
+def end_process_group(group: int, wait_s: float = 10.0) -> bool:
+    """Send SIGKILL to a process group until no live process is left in it; whether there was one."""
+    deadline = time.monotonic() + wait_s
+    was_there = False
+    while time.monotonic() < deadline and members(group):
+        was_there = True
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except PermissionError:
+            return False
+        except ProcessLookupError:
+            pass
+        time.sleep(0.02)
+    return was_there
+
+
+def members(group: int) -> list[int]:
+    """Process ids of the live members of a process group; zombies do not count."""
+    found = []
+    for process in psutil.process_iter(["pid", "status"]):
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+                found.append(process.pid)
+    return found
+
+
+_PORTS_A_REPLICA = 40
+_FIRST_PORT = 20_000
+
+
+def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: int) -> dict[str, str]:
+    """Environment variables for a replica, to be set before it imports vLLM or torch.
+
+    Values that the user has set are kept, except for the devices.
+    """
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, num_cpus)),
+        "RAYON_NUM_THREADS": str(max(1, min(8, num_cpus))),
+        "TOKENIZERS_PARALLELISM": "true",
+        "VLLM_NO_USAGE_STATS": "1",
+        # vLLM 0.26 picks ports at random and two replicas can race for one: each gets a range of its own.
+        "VLLM_PORT": str(_FIRST_PORT + os.getpid() % 500 * _PORTS_A_REPLICA + replica * _PORTS_A_REPLICA),
+        # A replica is on one host: what listens in it must not be reached from others. Gloo would take the address
+        # that the host's name has, and vLLM that of the interface that leads out.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if not slot_devices:
+        wanted |= {
+            # The engine core in the replica's own process: starts in a tenth of the time.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    chosen = {name: value for name, value in wanted.items() if name not in os.environ}
+    if slot_devices:
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(slot_devices)
+    return chosen
+
+
+def sockets_folder(launch: Launch) -> pathlib.Path:
+    """An empty folder for vLLM's socket files, which it leaves behind; their paths have a limit of 107 bytes.
+
+    One that an earlier incarnation left, because its coordinator was killed, is removed.
+    """
+    prefix = _replica_prefix(launch)
+    _sweep_sockets(prefix)
+    return pathlib.Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def cache_root() -> pathlib.Path:
+    """What batchinf keeps beside what vLLM has compiled."""
+    return pathlib.Path(os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm"), "batchinf")
+
+
+def _replica_prefix(launch: Launch) -> str:
+    return f"{_sockets_prefix(launch.job_id)}{launch.replica}-"
+
+
+def sweep_sockets(job_id: str) -> None:
+    """Remove the folders that replicas of a job left because their coordinator was killed. None of them may run."""
+    _sweep_sockets(_sockets_prefix(job_id))
+
+
+def _sockets_prefix(job_id: str) -> str:
+    return f"batchinf-{job_id[:12]}-"
+
+
+def _sweep_sockets(prefix: str) -> None:
+    for folder in (pathlib.Path(tempfile.gettempdir()), cache_root()):
+        for leftover in folder.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def own_cache_folder(launch: Launch) -> pathlib.Path:
+    """Where vLLM keeps what one replica compiles, if that is not where it always does."""
+    return cache_root() / f"{_replica_prefix(launch)}cache"
+
 
 # A block whose first byte is in memory is taken to be there: another process has just read it.
 _BLOCK_BYTES = 2 << 20

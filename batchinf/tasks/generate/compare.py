@@ -12,18 +12,22 @@ import pyarrow as pa
 from batchinf.base.errors import UserError
 from batchinf.base.ragged import to_ragged
 from batchinf.records import Prompt, Request
-from batchinf.tasks.changes import (
+from batchinf.tasks.compare import (
+    TOKEN_COLUMNS,
     Changes,
     Comparison,
     Deltas,
     DeltaSummary,
     JobOutput,
+    StoredLogprobs,
+    StoredRow,
+    Verification,
     clip_value,
     delta_text,
     equal,
     num_common,
+    stored_logprobs,
 )
-from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
 
 _WANTED = ("prompt_hash", "text", "token_ids", "finish_reason", "cumulative_logprob", "logprobs", "error_type")
 

@@ -10,8 +10,9 @@ import pyarrow as pa
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.base import LIKELY_TOKENS, Task
-from batchinf.tasks.columns import (
+from batchinf.tasks.base import (
+    LIKELY_TOKENS,
+    Task,
     Tokens,
     chosen_columns,
     chosen_fields,

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from batchinf.records import FloatArray
-from batchinf.tasks.logits.section import logits_of
+from batchinf.tasks.compare import StoredVectors
+from batchinf.tasks.logits.task import logits_of
 from batchinf.tasks.reference import POSITIONS_AT_ONCE, Reference, check_width
-from batchinf.tasks.verification import StoredVectors
 
 
 class LogitsReference(Reference):

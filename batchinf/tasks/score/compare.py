@@ -12,18 +12,22 @@ import pyarrow.compute as pc
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.ragged import Ragged, to_ragged
 from batchinf.records import BoolArray, PartCounts, Prompt, Request, Span
-from batchinf.tasks.changes import (
+from batchinf.tasks.compare import (
+    TOKEN_COLUMNS,
     Changes,
     Comparison,
     Deltas,
     DeltaSummary,
     JobOutput,
+    StoredLogprobs,
+    StoredRow,
+    Verification,
     clip_value,
     delta,
     delta_text,
     equal,
+    stored_logprobs,
 )
-from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
 
 ANSWER = "answer"
 WINNERS = ("best", "best_per_token", "best_per_byte")

@@ -21,8 +21,9 @@ from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, 
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.base import LIKELY_TOKENS, Task, result_schema, without_requests
-from batchinf.tasks.columns import (
+from batchinf.tasks.base import (
+    LIKELY_TOKENS,
+    Task,
     Tokens,
     error_columns,
     id_lists,
@@ -33,6 +34,8 @@ from batchinf.tasks.columns import (
     logprob_fields,
     offsets_of,
     prompt_columns,
+    result_schema,
+    without_requests,
 )
 from batchinf.tasks.score.compare import COMPARISON, ScoreVerification
 from batchinf.tasks.score.prompts import NUM_RESERVED, SECTION, ScorePrompts, score_of, scored_columns

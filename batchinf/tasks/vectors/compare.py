@@ -12,20 +12,24 @@ import pyarrow as pa
 from batchinf.base.errors import OutputError
 from batchinf.base.ragged import Ragged, to_matrix, to_ragged
 from batchinf.records import BoolArray, Int64Array, Prompt, Request
-from batchinf.tasks.changes import (
+from batchinf.tasks.compare import (
     Changes,
     Comparison,
     Deltas,
     DeltaSummary,
     JobOutput,
+    ReferenceWanted,
+    StoredRow,
+    StoredVectors,
+    Verification,
     clip_value,
     delta,
     delta_text,
     equal,
     num_common,
+    vectors_at_positions,
 )
 from batchinf.tasks.vectors.section import pooling_of
-from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors, Verification, vectors_at_positions
 
 if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference

@@ -11,9 +11,9 @@ from batchinf.base.errors import UserError
 from batchinf.model.identity import Model
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.compare import ReferenceWanted, StoredVectors
 from batchinf.tasks.reference import Reference, check_width
 from batchinf.tasks.vectors.section import pooling_of, projected_width
-from batchinf.tasks.verification import ReferenceWanted, StoredVectors
 
 _POOLING_TYPES = ("LAST", "MEAN", "CLS")
 # Of a config, where cross-encoders of sentence-transformers have theirs.

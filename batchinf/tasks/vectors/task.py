@@ -12,9 +12,11 @@ from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.model.identity import Model
 from batchinf.records import FloatArray, Prompt, Request, Result
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.base import LIKELY_TOKENS, PoolingWanted, Task
-from batchinf.tasks.columns import (
+from batchinf.tasks.base import (
     ITEM,
+    LIKELY_TOKENS,
+    PoolingWanted,
+    Task,
     concatenate,
     error_columns,
     id_lists,
