@@ -271,7 +271,7 @@ def main() -> NoReturn:
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
     """Print a report, as lines or as one JSON object."""
-    from batchinf.commands.text.status import to_json
+    from batchinf.base.text import to_json
 
     _print([to_json(report)] if as_json else lines)
 

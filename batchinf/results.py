@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from batchinf.base.errors import OutputError
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.slices import job_folders, no_job_message
-from batchinf.manifest.lines import part_name
+from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import psutil
 
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import parse_part_name, parse_staging_name
+from batchinf.manifest.names import parse_part_name, parse_staging_name
 from batchinf.manifest.state import State, read_state
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.parts import verify_part

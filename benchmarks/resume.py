@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 
 from batchinf.base.storage import Folder
 from batchinf.job.open import Job, new_header, open_job
-from batchinf.manifest.lines import part_name
 from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import part_name
 from batchinf.records import Part, PartCounts
 from batchinf.run.epoch import FOLDERS
 from batchinf.schedule.shards import shard_at, total_shards

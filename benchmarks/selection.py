@@ -87,8 +87,9 @@ def write_input(folder: pathlib.Path, num_rows: int) -> None:
 def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
     """The output of a job that has done every other row: what of it is read."""
     from batchinf.base.storage import Folder
-    from batchinf.manifest.lines import Header, part_name
+    from batchinf.manifest.lines import Header
     from batchinf.manifest.log import Manifest
+    from batchinf.manifest.names import part_name
     from batchinf.records import Extent, Part
 
     folder = Folder(out)

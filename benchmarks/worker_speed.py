@@ -25,7 +25,7 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Extent, Part, Request
-from batchinf.replica.incarnation import Front
+from batchinf.replica.incarnation import Pipeline
 from batchinf.replica.messages import Assign, Event, ShardClosed
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, Worker
 from batchinf.run.epoch import FOLDERS
@@ -123,7 +123,7 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
     shards = tuple(shard_at(extents, index) for index in range(total_shards(extents)))
     task = task_of(spec)
     watch = Watch(len(shards))
-    front = Front(task, source, tokenizer, folder, "000001.0001", {}, watch.hear)
+    front = Pipeline(task, source, tokenizer, folder, "000001.0001", {}, watch.hear)
     worker = front.complete(engine, None, InFlightRecord(bytearray(RECORD_BYTES[0])))
     worker.begin()
     front.feeder.assign(Assign(shards))

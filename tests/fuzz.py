@@ -46,11 +46,11 @@ from batchinf.commands.status import head_rows, job_status, stored_spec
 from batchinf.commands.text.status import status_lines
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
-from batchinf.fleet.status import STATUS_FILE, read_status, status_line
+from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import parse_part_name
 from batchinf.manifest.lock import LOCK, Holder, JobLock
 from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import parse_part_name
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.output import journal, parts
 from batchinf.output.journal import Journal
@@ -59,6 +59,7 @@ from batchinf.prompts.builder import Renderer
 from batchinf.records import Shard
 from batchinf.replica.messages import Assign, Failed, Progress
 from batchinf.run import recovery
+from batchinf.run.progress import status_line
 from batchinf.schedule.shards import total_shards
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source

@@ -33,7 +33,7 @@ import pyarrow as pa
 import xxhash
 
 import jobs
-from batchinf.manifest.lines import part_name
+from batchinf.manifest.names import part_name
 from batchinf.records import Part
 
 # Of a sample of jobs, what makes their rows: each is compared with an unhurt run of its own.

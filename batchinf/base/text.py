@@ -1,6 +1,10 @@
 """Text for error messages and reports: values, names and other programs' errors in one short line."""
 
+import dataclasses
+import json
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import jinja2
 
@@ -46,3 +50,37 @@ def name_type(value: object) -> str:
     """What a value is, as people who write JSON call it."""
     names = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"a value of type {type(value).__name__}")
+
+
+def to_json(report: Any) -> str:
+    """One line. Fields have the names of the report's dataclasses; a number that is not finite is null."""
+    # Dates, bytes and the like, as an input row may have them, are text.
+    return json.dumps(_values(report), default=str)
+
+
+def _values(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {name: _values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_values(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def duration(seconds: float | None) -> str:
+    """`1h02m`, `3m20s` or `12s`; `?` where it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def short_count(number: float) -> str:
+    """`950`, `12.3k`, `4.56M`, `7.8B`."""
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.0f}"

@@ -14,9 +14,10 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, no_job_message
 from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
-from batchinf.manifest.lines import EventLine, parse_part_name, part_name
+from batchinf.manifest.lines import EventLine
 from batchinf.manifest.lock import JobLock, live_holder
 from batchinf.manifest.log import snapshot_commits
+from batchinf.manifest.names import parse_part_name, part_name
 from batchinf.manifest.state import State, check_version, last_epoch, list_logs, read_beginning, read_state
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.proof import NUM_THREADS, Flaw, find_flaw, job_of, other_owner

@@ -15,8 +15,8 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job.open import carried_columns, open_job_input
-from batchinf.manifest.lines import part_name
 from batchinf.manifest.lock import live_holder
+from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.output.journal import Journal
 from batchinf.output.parts import accuracy_of

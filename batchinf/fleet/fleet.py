@@ -11,7 +11,7 @@ from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.out_of_memory import EngineSettings, Lowered, Verdict, recognise
 from batchinf.fleet.status import ReplicaStatus
-from batchinf.manifest.lines import incarnation_name
+from batchinf.manifest.names import incarnation_name
 from batchinf.records import EngineInfo, EngineStats, Shard
 from batchinf.replica import messages
 from batchinf.replica.messages import Assign, Command, Event, Failed, Launch, Progress, Ready, Revoke, Trial, Work

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -96,46 +95,6 @@ def read_status(folder: Folder) -> JobStatus | None:
         return _STATUS.validate_json(folder.read(STATUS_FILE), strict=True)
     except (OSError, ValueError):
         return None
-
-
-def duration(seconds: float | None) -> str:
-    """`1h02m`, `3m20s` or `12s`; `?` where it is not known."""
-    if seconds is None or not math.isfinite(seconds):
-        return "?"
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
-
-
-def short_count(number: float) -> str:
-    """`950`, `12.3k`, `4.56M`, `7.8B`."""
-    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{suffix}"
-    return f"{number:.0f}"
-
-
-def status_line(status: JobStatus) -> str:
-    """One line: rows, rates, time left, errors, replicas."""
-    if status.state == "done":
-        return f"{status.num_rows_done:,} rows, {status.num_errors:,} errors{_waited(status, ', ')}"
-    up = sum(replica.state == "running" for replica in status.replicas)
-    parts = [
-        f"{status.num_rows_done:,}/{status.num_rows:,} rows",
-        f"in {short_count(status.prompt_tokens_per_s)} tok/s",
-        f"out {short_count(status.output_tokens_per_s)} tok/s",
-        f"left {duration(status.left_s)}",
-        f"{status.num_errors:,} errors",
-        f"{up}/{len(status.replicas)} replicas up",
-    ]
-    return " · ".join(parts) + _waited(status, " · ")
-
-
-def _waited(status: JobStatus, separator: str) -> str:
-    if status.stalled_by_disk_s < 1:
-        return ""
-    return f"{separator}waited {duration(status.stalled_by_disk_s)} for the disk"
 
 
 TELEMETRY_FOLDER = "telemetry"

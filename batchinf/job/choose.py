@@ -20,7 +20,7 @@ from batchinf.base.slices import job_folders, no_job_message, read_cut
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.job.open import Job, begun_at, check_cut, join_cut
-from batchinf.manifest.lines import part_name
+from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer

@@ -21,7 +21,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
-from batchinf.manifest.lines import retry_of
+from batchinf.manifest.names import retry_of
 
 _libc = ctypes.CDLL(None)
 _FOLDER = "journal"

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import staging_name
+from batchinf.manifest.names import staging_name
 from batchinf.manifest.state import State
 from batchinf.output.journal import UNSEALED, Journal, SealingWriter, Segment, is_sealed, joined, row_bytes
 from batchinf.prompts import encoder

@@ -19,7 +19,7 @@ import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, reason
-from batchinf.manifest.lines import part_name
+from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.journal import footer_is_sealed
 from batchinf.output.parts import PART_VERSION

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import Retry, part_name
+from batchinf.manifest.lines import Retry
+from batchinf.manifest.names import part_name
 from batchinf.output.journal import is_sealed
 from batchinf.output.parts import PIECE_BYTES, OpenShard, write_part
 from batchinf.records import Part

@@ -231,7 +231,8 @@ class Renderer:
         elif where.prompt_template is not None:
             self._template = RowTemplate(where.prompt_template, "input.prompt_template", cut)
         self.named_columns = self._named_columns()
-        self._chat = None if tokenizer is None or not where.is_chat else ChatTemplate(where, tokenizer, begun_at)
+        self._is_chat = where.is_chat
+        self._chat = None if tokenizer is None or not self._is_chat else ChatTemplate(where, tokenizer, begun_at)
 
     def _named_columns(self) -> tuple[tuple[str, str], ...]:
         if self._input.is_batch_file:
@@ -268,7 +269,7 @@ class Renderer:
         """The prompt's text, never empty, always encodable as UTF-8; or why there is none."""
         if row.error is not None:
             return RowError("unreadable", row.error)
-        if not self._input.is_chat:
+        if not self._is_chat:
             text = self._text(row.values)
             return text if isinstance(text, RowError) else _check_text(text)
         messages = self.messages(row)

@@ -1,7 +1,9 @@
-"""From assigned shards to requests in the queue before the engine: reading, templates and tokenising, on its own thread.
+"""The feeder: from assigned shards to requests in the queue before the engine, on its own thread.
 
-It runs ahead of the engine by that queue's bound and no more, so that a shard that has not begun can still be
-given to an idle replica. It may start before the engine is up: no shard has begun until then."""
+It reads rows, renders templates and tokenises. It runs ahead of the engine by the queue's bound and no more, so that a
+shard that has not begun can still be given to an idle replica. It may start before the engine is up; no shard counts as
+begun until then.
+"""
 
 import functools
 import threading
@@ -18,12 +20,14 @@ from batchinf.base.errors import RowError
 from batchinf.output.parts import OpenShard
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Prompt, Request, Result, Shard
-from batchinf.replica.incarnation import UNFORKED
 from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, Trial, Tried
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.base import Task
 
 Item = TypeVar("Item")
+
+# Held while this process must not be forked; a fork waits for it.
+UNFORKED = threading.RLock()
 
 
 class ByteQueue(Generic[Item]):

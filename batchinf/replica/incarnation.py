@@ -1,4 +1,10 @@
-"""What may begin before the engine is up: by which limits requests are made, and when this process may be forked."""
+"""One incarnation of a replica, in whatever a backend runs it: starts the engine and the pipeline, obeys commands.
+
+The pipeline is all that surrounds an engine: the feeder, the writer, and the queues between them, the engine and the
+disk. All but the writer is made before the engine is up, so that prompts are read and tokenised while it starts. A
+backend gives an incarnation a port to its coordinator and memory for the requests in flight. An incarnation knows of no
+process: the local backend's entry point, which makes a process around one, is `fleet/local/process.py`.
+"""
 
 import contextlib
 import functools
@@ -19,14 +25,14 @@ from batchinf.base.storage import LASTING, Folder, disk_error
 from batchinf.engines.protocol import Engine
 from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import open_job_input
-from batchinf.manifest.lines import retry_of
+from batchinf.manifest.names import retry_of
 from batchinf.output.journal import Journal
 from batchinf.output.parts import OpenShard, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import EngineInfo, Part, Shard
-from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
+from batchinf.replica.feeder import UNFORKED, ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.messages import (
     DISK_ERROR,
     Assign,
@@ -81,10 +87,6 @@ def expected_limits(
         return None
     most = spec.engine.get("max_num_seqs")
     return EngineLimits(given, vocab_size, most if isinstance(most, int) and most > 0 else _LIKELY_SEQS)
-
-
-# Held by who must not be forked under; a fork waits for it.
-UNFORKED = threading.RLock()
 
 
 class _Forks:
@@ -144,7 +146,7 @@ _READY_BYTES = 64 << 20
 _FINISHED_BYTES = 96 << 20
 
 
-class Front:
+class Pipeline:
     """What is around an engine that may come later."""
 
     def __init__(
@@ -169,7 +171,7 @@ class Front:
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
         self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
         self.feeder = Feeder(source, task, self._open_shard, self._ready, self._fail, emit)
-        self._is_made = threading.Lock()
+        self._detokenizer_claim = threading.Lock()
         self._detokenizer: Future[Detokenizer | None] = Future()
 
     def start_early(self, limits: EngineLimits, *, after_fork: bool = False) -> None:
@@ -192,7 +194,7 @@ class Front:
         self.feeder.start_once()
 
     def _make_detokenizer(self) -> None:
-        if not self._is_made.acquire(blocking=False):
+        if not self._detokenizer_claim.acquire(blocking=False):
             return
         try:
             with UNFORKED:
@@ -255,7 +257,7 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
         return NoAnswers()
     split, matcher_of = None, None
     if spec.model.reasoning_parser is not None:
-        from batchinf.engines.vllm.reasoning import reasoner_of
+        from batchinf.engines.vllm.structures import reasoner_of
 
         split = reasoner_of(spec, tokenizer).split
     if spec.scripted is None and (spec.sampling.structured_outputs or {}).keys() & {"regex", "grammar"}:
@@ -299,7 +301,7 @@ class Incarnation:
         self._tokenizer: Any = None
         self._work: Work | None = None
         self._starts_engine = False
-        self._front: Future[tuple[Front, EngineLimits | None]] = Future()
+        self._pipeline: Future[tuple[Pipeline, EngineLimits | None]] = Future()
         self._worker: Worker | None = None
         self._feeder: Feeder | None = None
         self._stop: Stop | None = None
@@ -316,17 +318,17 @@ class Incarnation:
             work, self._starts_engine = self._work, True
         if work is not None:
             self._open(work)
-            self._front.result()
+            self._pipeline.result()
         self._port.send(StartPhase("starting the engine"))
         engine = self._start_engine(self._tokenizer)
         try:
             self._port.send(StartPhase("compiling kernels for the job's shapes"))
             engine.warm_up(task_of(self._spec).warm_up_request())
             start_s = round(time.monotonic() - started, 3)
-            if not self._front.done():
+            if not self._pipeline.done():
                 self._port.send(StartPhase("waiting for the input"))
-            front, limits = self._front.result()
-            worker = front.complete(engine, limits, self._in_flight)
+            pipeline, limits = self._pipeline.result()
+            worker = pipeline.complete(engine, limits, self._in_flight)
             with self._lock:
                 self._worker = worker
                 if self._stop is not None:
@@ -361,22 +363,22 @@ class Incarnation:
             # The engine may be starting by now, on another thread, and fork this process.
             with UNFORKED:
                 faults.point("replica.open")
-                self._front.set_result(self._start_front(work))
+                self._pipeline.set_result(self._start_pipeline(work))
         except BaseException as error:
-            self._front.set_exception(error)
+            self._pipeline.set_exception(error)
 
-    def _start_front(self, work: Work) -> tuple[Front, EngineLimits | None]:
+    def _start_pipeline(self, work: Work) -> tuple[Pipeline, EngineLimits | None]:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
         name, emit, order = self._launch.incarnation, self._port.send, RunOrder(self._folder, work.extents)
         task, tokenizer, metadata, begun_at = task_of(spec), self._tokenizer, work.metadata, work.begun_at
-        front = Front(task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
-        self._feeder = front.feeder
+        pipeline = Pipeline(task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
+        self._feeder = pipeline.feeder
         limits = expected_limits(spec, *self._launch.config_limits, tokenizer)
         if limits is not None:
-            front.start_early(limits, after_fork=spec.scripted is None and forks_engine_core())
+            pipeline.start_early(limits, after_fork=spec.scripted is None and forks_engine_core())
             emit(TakesShards(window(limits.max_num_seqs)))
-        return front, limits
+        return pipeline, limits
 
     def listen(self, heard: list[Command]) -> None:
         """Obey the coordinator; abandon all when it is gone. Runs on its own thread.

@@ -19,9 +19,9 @@ from batchinf.fleet.launcher import note_end, note_started
 from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import JobStatus, Rates, ReplicaLook, Telemetry, write_status
 from batchinf.job.open import Job
-from batchinf.manifest.lines import part_name
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import part_name
 from batchinf.manifest.state import Committed
 from batchinf.output.journal import drop
 from batchinf.records import Part

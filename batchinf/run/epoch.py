@@ -11,13 +11,14 @@ from batchinf.base.errors import ErrorRateExceeded, HopelessJob, OutputError
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder, reason, sync_folder
+from batchinf.base.text import duration, short_count
 from batchinf.engines.installed import check_structures
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, work_of
 from batchinf.fleet.quarantine import Trials
-from batchinf.fleet.status import Telemetry, duration, read_status, short_count
+from batchinf.fleet.status import Telemetry, read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, check_drift, new_header, open_job

@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from batchinf.base.errors import BatchinfError, RowError
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip
-from batchinf.fleet.status import JobStatus, duration, short_count, status_line
+from batchinf.base.text import clip, duration, short_count
+from batchinf.fleet.status import JobStatus
 from batchinf.job.open import Job, begun_at
-from batchinf.manifest.lines import EventLine, part_name
+from batchinf.manifest.lines import EventLine
+from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder
@@ -72,7 +73,7 @@ class ProgressDisplay:
             )
         self._bar.n = status.num_rows_done
         self._bar.set_description_str(status.state, refresh=False)
-        self._bar.set_postfix_str(status.message or _postfix(status), refresh=False)
+        self._bar.set_postfix_str(status.message or _figures(status), refresh=False)
         self._bar.refresh()
 
     def close(self) -> None:
@@ -83,13 +84,30 @@ class ProgressDisplay:
             self._bar = None
 
 
-def _postfix(status: JobStatus) -> str:
+def status_line(status: JobStatus) -> str:
+    """One line: rows, rates, time left, errors, replicas."""
+    if status.state == "done":
+        return f"{status.num_rows_done:,} rows, {status.num_errors:,} errors{_waited(status, ', ')}"
+    return f"{status.num_rows_done:,}/{status.num_rows:,} rows · {_figures(status)}"
+
+
+def _figures(status: JobStatus) -> str:
+    """What the bar and the line have in common: all but the rows."""
     up = sum(replica.state == "running" for replica in status.replicas)
-    return (
-        f"left {duration(status.left_s)}, in {short_count(status.prompt_tokens_per_s)} out "
-        f"{short_count(status.output_tokens_per_s)} tok/s, {status.num_errors} errors, "
-        f"{up}/{len(status.replicas)} up"
-    )
+    parts = [
+        f"left {duration(status.left_s)}",
+        f"in {short_count(status.prompt_tokens_per_s)} tok/s",
+        f"out {short_count(status.output_tokens_per_s)} tok/s",
+        f"{status.num_errors:,} errors",
+        f"{up}/{len(status.replicas)} replicas up",
+    ]
+    return " · ".join(parts) + _waited(status, " · ")
+
+
+def _waited(status: JobStatus, separator: str) -> str:
+    if status.stalled_by_disk_s < 1:
+        return ""
+    return f"{separator}waited {duration(status.stalled_by_disk_s)} for the disk"
 
 
 # A job is judged once, when so many rows are finished; one whose user accepts so many errors is not.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus
 from batchinf.job.open import Job
-from batchinf.manifest.lines import parse_part_name, parse_staging_name, part_name
 from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name
 from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.parts import verify_part

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.job.open import Job, carried_columns, check_drift
-from batchinf.manifest.lines import Header, Retry, part_name
+from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.replace import piece_rows
 from batchinf.schedule.predicate import Predicate

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
@@ -154,13 +152,6 @@ def _artifact(cache: Folder, name: str) -> Artifact:
             stream.seek((size - num_bytes) * sample // 15)
             digest.update(stream.read(num_bytes))
     return Artifact(name, size, digest.hexdigest())
-
-
-def map_int64(cache: Folder, artifact: Artifact | None) -> npt.NDArray[np.int64]:
-    """An int64 artifact, memory-mapped; empty if there is none."""
-    if artifact is None:
-        return np.zeros(0, np.int64)
-    return np.memmap(cache.path(artifact.name), np.dtype("<i8"), "r")
 
 
 class Scratch:

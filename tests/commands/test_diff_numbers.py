@@ -17,7 +17,8 @@ from batchinf.commands import diff
 from batchinf.commands.diff import DiffWanted, diff_jobs
 from batchinf.commands.text.compare import diff_lines
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import part_line, part_name
+from batchinf.manifest.lines import part_line
+from batchinf.manifest.names import part_name
 from batchinf.records import Part
 
 NUM_ROWS = 40

@@ -16,7 +16,7 @@ from test_tasks_generate import expected_row, make_results, make_spec
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import parse_part_name, parse_staging_name, part_name, staging_name
+from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name, staging_name
 from batchinf.output import parts
 from batchinf.output.journal import Journal
 from batchinf.output.parts import OpenShard, verify_part, write_part

@@ -14,7 +14,8 @@ from test_tasks_generate import make_results
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.manifest.lines import Retry, incarnation_name, part_name, retry_of
+from batchinf.manifest.lines import Retry
+from batchinf.manifest.names import incarnation_name, part_name, retry_of
 from batchinf.output import parts
 from batchinf.output import replace as replacing
 from batchinf.output.journal import Journal, drop

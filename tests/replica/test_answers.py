@@ -173,7 +173,7 @@ def test_parsing_is_cheap() -> None:
 
 def split_by(parser: str, tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Any:
     pytest.importorskip("vllm")
-    from batchinf.engines.vllm.reasoning import Reasoner
+    from batchinf.engines.vllm.structures import Reasoner
 
     return Reasoner(parser, tokenizer, kwargs or {}).split
 

@@ -25,7 +25,7 @@ from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import EngineInfo, Extent, Shard
 from batchinf.replica import incarnation
-from batchinf.replica.incarnation import EngineLimits, Front, expected_limits
+from batchinf.replica.incarnation import EngineLimits, Pipeline, expected_limits
 from batchinf.replica.messages import Assign, Begin, Event, Revoke, Revoked, ShardBegun, ShardClosed
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.schedule.shards import PendingShards, total_shards
@@ -58,11 +58,11 @@ class Early:
         self.source = open_job_input(self.spec, self.folder.path("source"))
         self.events: list[Event] = []
         task, name, emit = task_of(self.spec), "000001.0001", self.events.append
-        self.front = Front(task, self.source, self.tokenizer, self.folder, name, {}, emit)
-        self.feeder, self.expected = self.front.feeder, expected
+        self.pipeline = Pipeline(task, self.source, self.tokenizer, self.folder, name, {}, emit)
+        self.feeder, self.expected = self.pipeline.feeder, expected
         self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
         if expected is not None:
-            self.front.start_early(expected)
+            self.pipeline.start_early(expected)
 
     def assign(self, *shards: Shard) -> None:
         self.feeder.assign(Assign(shards, 1))
@@ -71,8 +71,8 @@ class Early:
         """Until these rows wait for the engine, or have failed."""
 
         def waiting() -> set[int]:
-            ready = [pending.prompt.row_index for pending, _ in list(self.front._ready._items)]
-            failed = [row.results[0].prompt.row_index for row, _ in list(self.front._finished._items)]
+            ready = [pending.prompt.row_index for pending, _ in list(self.pipeline._ready._items)]
+            failed = [row.results[0].prompt.row_index for row, _ in list(self.pipeline._finished._items)]
             return {*ready, *failed}
 
         jobs.wait_until(lambda: waiting() >= set(rows), 30)
@@ -82,7 +82,7 @@ class Early:
         assert self.spec.scripted is not None
         assert not self.of(ShardBegun)
         engine = ScriptedEngine(self.spec.scripted, len(self.tokenizer), 0)
-        worker = self.front.complete(engine, self.expected, self.in_flight)
+        worker = self.pipeline.complete(engine, self.expected, self.in_flight)
         worker.begin()
         thread = threading.Thread(target=worker.run)
         thread.start()
@@ -100,7 +100,7 @@ class Early:
 
     def close(self) -> None:
         self.feeder.stop()
-        self.front._finished.close()
+        self.pipeline._finished.close()
         if self.feeder.ident is not None:
             self.feeder.join(30)
         self.source.close()
@@ -156,7 +156,7 @@ def test_requests_wait_for_the_engine_and_nothing_has_begun(
         EngineLimits(8, 300, 2),
     ],
 )
-def test_where_the_engine_has_other_limits_all_is_made_anew(
+def test_where_the_engine_has_other_limits_all_detokenizer_claim_anew(
     expected: EngineLimits, early: Callable[[EngineLimits | None], Early], late_rows: list[dict[str, Any]]
 ) -> None:
     one = early(expected)
@@ -338,7 +338,8 @@ def test_shards_of_a_replica_that_does_not_come_up_are_done_by_the_other(action:
 def test_a_process_is_forked_only_between_two_pieces_of_work() -> None:
     script = """
 import os, threading, time
-from batchinf.replica.incarnation import UNFORKED, guard_forks
+from batchinf.replica.feeder import UNFORKED
+from batchinf.replica.incarnation import guard_forks
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 guard_forks()

@@ -90,7 +90,7 @@ class Bench:
         self.folder.path(f"life-{name}").touch()
         self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
         emit = self.events.append
-        own = incarnation.Front(self.task, self.source, self.tokenizer, self.folder, name, {}, emit)
+        own = incarnation.Pipeline(self.task, self.source, self.tokenizer, self.folder, name, {}, emit)
         worker = own.complete(self.engine, None, self.in_flight)
         worker.begin()
         return worker, own.feeder

@@ -1,34 +1,15 @@
-"""Reports as text: `status` and `check` in lines, and any report as one JSON object."""
+"""The reports of `status` and `check` as text."""
 
-import dataclasses
-import json
-import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from batchinf.base.errors import OutputError
+from batchinf.base.text import duration, short_count
 from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
 from batchinf.commands.status import JobState, JobTotals, RetryProgress, StatusReport
-from batchinf.fleet.status import duration, short_count, status_line
 from batchinf.output.parts import accuracy_lines, non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
-
-
-def to_json(report: Any) -> str:
-    """One line. Fields have the names of the report's dataclasses; a number that is not finite is null."""
-    # Dates, bytes and the like, as an input row may have them, are text.
-    return json.dumps(_values(report), default=str)
-
-
-def _values(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: _values(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {name: _values(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_values(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+from batchinf.run.progress import status_line
 
 
 def status_lines(report: StatusReport) -> Iterator[str]:

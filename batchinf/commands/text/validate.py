@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from batchinf.base.text import one_line
+from batchinf.base.text import one_line, short_count
 from batchinf.commands.shown_rows import LengthRange, PromptLengths, ScoredText, ShownRow, ShownSampling
 from batchinf.commands.validate import (
     InputFound,
@@ -15,7 +15,6 @@ from batchinf.commands.validate import (
     TaskFound,
     ValidateFinding,
 )
-from batchinf.fleet.status import short_count
 from batchinf.model.memory import needs_lines
 from batchinf.prompts.builder import setting
 

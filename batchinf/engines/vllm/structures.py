@@ -1,18 +1,19 @@
-"""Structured outputs by vLLM's own backends: whether one can be compiled, and whether a text is whole by it.
+"""Structured outputs and reasoning parsers: what vLLM would refuse of them, and how it reads a finished text.
 
-As a program, `python -m batchinf.engines.vllm.structures` reads a spec and a tokenizer's path as JSON and says what
-vLLM would refuse of its structured outputs and its reasoning parser: in a process of its own, as vLLM takes 0.5 GB,
-and writes into the environment. Run with vLLM 0.32.0; what it imports is in 0.26.0 too.
+As a program, `python -m batchinf.engines.vllm.structures` reads a spec and a tokenizer's path as JSON and prints what
+vLLM would refuse. It is a process of its own because vLLM takes 0.5 GB and writes into the environment. Run with vLLM
+0.32.0; what it imports is in 0.26.0 too.
 """
 
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import xgrammar
 from vllm import SamplingParams
+from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_guidance import (
     has_guidance_unsupported_json_features,
@@ -24,9 +25,8 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
 import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, for `main`
-from batchinf.base.errors import BatchinfError
-from batchinf.base.text import one_line
-from batchinf.engines.vllm.reasoning import reasoner_of
+from batchinf.base.errors import BatchinfError, SpecError
+from batchinf.base.text import error_message, one_line
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.job import JobSpec
 
@@ -169,6 +169,60 @@ def main() -> None:
     asked = json.load(sys.stdin)
     found, backend = structure_problems(JobSpec.model_validate_json(asked["spec"]), asked["tokenizer"])
     print("\n" + json.dumps({"problems": found, "backend": backend}))
+
+
+_FIELD = "model.reasoning_parser"
+# The end of a prompt in which a chat template has shut the thinking already, as it does with `enable_thinking: false`.
+_TAIL_TOKENS = 32
+
+
+class Reasoner:
+    """One parser with one tokenizer. For one thread."""
+
+    def __init__(
+        self, name: str, tokenizer: Any, template_kwargs: Mapping[str, Any], plugin: str | None = None
+    ) -> None:
+        """plugin: a Python file with further parsers. Raises SpecError for a name or a tokenizer that does not do."""
+        if plugin:
+            ReasoningParserManager.import_reasoning_parser(plugin)
+        known = sorted({*ReasoningParserManager.reasoning_parsers, *ReasoningParserManager.lazy_parsers})
+        if name not in known:
+            raise SpecError(f"{_FIELD}: {unknown_parser(name, known)}")
+        kwargs = dict(template_kwargs)
+        self._request = _request(kwargs)
+        try:
+            parser = ReasoningParserManager.get_reasoning_parser(name)
+            self._parser = parser(tokenizer, chat_template_kwargs=kwargs)
+        except Exception as error:
+            reason = error_message(error)
+            raise SpecError(f"{_FIELD}: '{name}' does not go with this model's tokenizer: {reason}") from error
+
+    def split(self, text: str, prompt_token_ids: Sequence[int]) -> tuple[str | None, str | None]:
+        """What was thought and what was answered; no answer where it ended inside the thinking."""
+        reasoning, answer = self._parser.extract_reasoning(text, self._request)
+        if answer is None and text and self._parser.is_reasoning_end(list(prompt_token_ids[-_TAIL_TOKENS:])):
+            return None, text
+        return reasoning, answer
+
+
+def reasoner_of(spec: JobSpec, tokenizer: Any) -> Reasoner:
+    """The reasoner that a spec asks for."""
+    plugin = spec.engine.get("reasoning_parser_plugin")
+    return Reasoner(spec.model.reasoning_parser or "", tokenizer, spec.input.chat_template_kwargs or {}, plugin)
+
+
+def unknown_parser(name: str, known: Sequence[str]) -> str:
+    """What to say of a name that there is not."""
+    return f"got '{name}'; the installed vLLM has {', '.join(known)}"
+
+
+def _request(template_kwargs: dict[str, Any]) -> Any:
+    # What `extract_reasoning` takes beside the text: few parsers look at it.
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    except ImportError:  # where it has another place
+        return None
+    return ChatCompletionRequest(messages=[], model="", chat_template_kwargs=template_kwargs)
 
 
 if __name__ == "__main__":

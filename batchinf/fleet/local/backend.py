@@ -1,4 +1,8 @@
-"""Process groups of this host: ends them, also those that an earlier coordinator left behind, and no others."""
+"""The local backend: runs replicas as processes of this host, and reads weights into its page cache.
+
+It gives each process its environment, and ends process groups: its own, and those that an earlier coordinator left
+behind, but no others.
+"""
 
 import contextlib
 import os

@@ -12,9 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.storage import Folder
-from batchinf.source.cache import FileEntry, FileFindings, Scratch, map_int64
+from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import InputFile, content_hash
-from batchinf.source.formats.base import ColumnarReader, FileFormat, Reader, check_batch, check_num_rows, spans
+from batchinf.source.formats.base import (
+    ColumnarReader,
+    FileFormat,
+    Reader,
+    check_batch,
+    check_num_rows,
+    map_int64,
+    spans,
+)
 from batchinf.source.types import MixedTypes, cast_column, plain_schema
 
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a spool

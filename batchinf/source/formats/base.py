@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source import files
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
 from batchinf.source.files import InputFile
 from batchinf.source.types import MixedTypes, cast_column
 
@@ -261,3 +261,10 @@ class Recent(Generic[K, V]):
         """Close all."""
         while self._values:
             self._close(self._values.popitem()[1])
+
+
+def map_int64(cache: Folder, artifact: Artifact | None) -> npt.NDArray[np.int64]:
+    """An int64 artifact, memory-mapped; empty if there is none."""
+    if artifact is None:
+        return np.zeros(0, np.int64)
+    return np.memmap(cache.path(artifact.name), np.dtype("<i8"), "r")

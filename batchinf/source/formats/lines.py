@@ -15,9 +15,9 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
-from batchinf.source.cache import FileEntry, FileFindings, Scratch, map_int64
+from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression
-from batchinf.source.formats.base import FileFormat, InputFormat, Reader, Record
+from batchinf.source.formats.base import FileFormat, InputFormat, Reader, Record, map_int64
 from batchinf.source.types import JsonTypes, MixedTypes, is_json_column
 
 WHITESPACE = b" \t\r\n"  # JSON's own
@@ -131,6 +131,7 @@ class LineReader(abc.ABC):
 
     def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
         self._name, self._schema = file.name, schema
+        self._json_columns = {field.name for field in schema if is_json_column(field)}
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
         self._file = open(_content(file, entry, cache), "rb")  # noqa: SIM115
@@ -178,21 +179,20 @@ class LineReader(abc.ABC):
         """See `Reader`."""
         records = [values for values, _ in self.records(start, stop, columns)]
         fields = [self._schema.field(name) for name in columns]
-        arrays = [_to_arrow([record.get(field.name) for record in records], field) for field in fields]
+        arrays = [self._to_arrow([record.get(field.name) for record in records], field) for field in fields]
         return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+    def _to_arrow(self, values: list[Any], field: pa.Field) -> pa.Array:
+        if field.name in self._json_columns:
+            values = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        try:
+            return pa.array(values, field.type)
+        except (pa.ArrowException, UnicodeError, OverflowError):
+            return pa.array([_fit(value, field.type) for value in values], field.type)
 
     def close(self) -> None:
         """See `Reader`."""
         self._file.close()
-
-
-def _to_arrow(values: list[Any], field: pa.Field) -> pa.Array:
-    if is_json_column(field):
-        values = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
-    try:
-        return pa.array(values, field.type)
-    except (pa.ArrowException, UnicodeError, OverflowError):
-        return pa.array([_fit(value, field.type) for value in values], field.type)
 
 
 def _fit(value: Any, type: pa.DataType) -> Any:

@@ -1,4 +1,4 @@
-"""Task `logits`: logits or logprobs of the vocabulary, or of chosen tokens, at positions of the prompt or of the output."""
+"""Task `logits`: logits or logprobs of all tokens, or of chosen ones, at positions of the prompt or the output."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
