@@ -15,9 +15,11 @@ from types import FrameType
 
 from batchinf.base.errors import Interrupted, SpecError
 
-# The last one is the process's own timer, which goes off ahead of Slurm's time limit.
+# People and schedulers send these to a job's whole process tree.
+SENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# The process's own timer, which goes off ahead of Slurm's time limit.
 _TIMER = signal.SIGALRM
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, _TIMER)
+STOP_SIGNALS = (*SENT_SIGNALS, _TIMER)
 
 # Slurm, Kubernetes and their like kill 30 s after SIGTERM: the rest is for writing, and for letting devices go.
 _TERM_DRAIN_S = 20.0

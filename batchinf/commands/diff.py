@@ -13,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError, UserError
+from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
+from batchinf.schedule.predicate import without_half_floats
 from batchinf.tasks.base import Task
 from batchinf.tasks.compare import Changes, RowChanges
 from batchinf.tasks.registry import stored_task
@@ -115,8 +117,7 @@ class JoinedRows:
 
 def _reader(job: Results, columns: Sequence[str]) -> pa.RecordBatchReader:
     """These columns, and each row's place among the job's."""
-    # DuckDB knows no half floats.
-    fields = [pa.field(name, _without_half(job.schema.field(name).type)) for name in columns]
+    fields = [pa.field(name, without_half_floats(job.schema.field(name).type)) for name in columns]
     schema = pa.schema([*fields, pa.field(_PLACE, pa.int64())])
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -130,25 +131,12 @@ def _reader(job: Results, columns: Sequence[str]) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_batches(schema, batches())
 
 
-def _without_half(type: pa.DataType) -> pa.DataType:
-    if pa.types.is_list(type):
-        return pa.list_(_without_half(type.value_type))
-    return pa.float32() if pa.types.is_float16(type) else type
-
-
 # -- wide columns ------------------------------------------------------------------------------------------------------
 
 
 def _wide_rows(job: Results, columns: Sequence[str]) -> int:
     """Rows of these columns that make _WIDE_BYTES, where the largest part is like its others."""
-    most = 1.0
-    for path in job.parts:
-        metadata, num_bytes = pq.read_metadata(path), 0
-        for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
-            for leaf in (group.column(index) for index in range(group.num_columns)):
-                if leaf.path_in_schema.partition(".")[0] in columns:
-                    num_bytes += leaf.total_uncompressed_size
-        most = max(most, num_bytes / max(1, metadata.num_rows))
+    most = max([1.0, *(row_bytes_in(pq.read_metadata(path), columns) for path in job.parts)])
     return max(1, min(_ROWS_AT_ONCE, int(_WIDE_BYTES / most)))
 
 

@@ -1,6 +1,5 @@
 """The order in which a job's rows run: `input.order`, resolved at the start and again for rows that come later."""
 
-import contextlib
 import dataclasses
 import itertools
 import pathlib
@@ -24,6 +23,7 @@ from batchinf.manifest.state import State
 from batchinf.prompts.builder import Outline, PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Extent, Int64Array
+from batchinf.schedule.predicate import duckdb_errors
 from batchinf.schedule.selection import (
     RUN_FOLDER,
     Choice,
@@ -124,7 +124,7 @@ class KeySort:
             }
         )
         self._connection.register("batch", batch)
-        with self._naming():
+        with duckdb_errors(self._wrong):
             self._connection.execute("INSERT INTO keys SELECT is_last, key, row FROM batch")
         self._connection.unregister("batch")
 
@@ -135,7 +135,7 @@ class KeySort:
         hands, which follow each other.
         """
         query = "SELECT row FROM keys ORDER BY is_last, key, row"
-        with self._naming():
+        with duckdb_errors(self._wrong):
             if (num_waves, num_hands) != (1, 1):
                 [[num_rows]] = self._connection.execute("SELECT count(*) FROM keys").fetchall()
                 size = max(1, -(-num_rows // num_waves))
@@ -147,26 +147,14 @@ class KeySort:
             read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
             batches = iter(read(_FETCH_ROWS))
         while True:
-            with self._naming():
+            with duckdb_errors(self._wrong):
                 batch = next(batches, None)
             if batch is None:
                 return
             yield np.asarray(batch.column(0).to_numpy(), np.int64)
 
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        import duckdb
-
-        try:
-            yield
-        except (duckdb.InterruptException, RuntimeError) as error:
-            # A signal's KeyboardInterrupt, as DuckDB hands it on.
-            if "interrupted" in str(error).lower():
-                raise KeyboardInterrupt from None
-            raise
-        except duckdb.Error as error:
-            reason = one_line(error, 300)
-            raise OutputError(f"{self._folder.name}: the rows cannot be sorted there: {reason}") from error
+    def _wrong(self, text: str) -> OutputError:
+        return OutputError(f"{self._folder.name}: the rows cannot be sorted there: {one_line(text, 300)}")
 
 
 # Rows read at once.

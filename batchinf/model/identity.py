@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchinf.base.errors import ModelError, SpecError
-from batchinf.model import files
 from batchinf.model import files as model_files
 from batchinf.spec.job import ModelSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -116,12 +115,12 @@ def _remedy(model: Model, problems: str) -> str:
 
 
 def _locate(field: str, name: str, revision: str | None, load_format: str, commit: str | None) -> _Place:
-    if (folder := files.local_folder(field, name, "config.json")) is not None:
+    if (folder := model_files.local_folder(field, name, "config.json")) is not None:
         if revision is not None:
             raise ModelError(f"model.revision: got '{revision}', but '{name}' is a folder here and has no revisions")
         return _Place(name, folder)
     try:
-        snapshot = files.find(
+        snapshot = model_files.find(
             field, name, commit or revision, lambda it: not model_files.weight_problems(it, load_format)
         )
     except ModelError as error:

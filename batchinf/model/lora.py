@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import ModelError, SpecError
-from batchinf.model import files
 from batchinf.model import files as model_files
 from batchinf.model.files import ADAPTER
 from batchinf.model.identity import Model, text_section
@@ -122,13 +121,13 @@ def halves(folder: pathlib.Path) -> Iterator[Half]:
 def _locate(what: str, place: str, began_as: str) -> tuple[pathlib.Path, str]:
     """The adapter's folder, and `id@commit` of a hub id."""
     field = what.removesuffix(": ")
-    if (folder := files.local_folder(field, place, ADAPTER_CONFIG)) is not None:
+    if (folder := model_files.local_folder(field, place, ADAPTER_CONFIG)) is not None:
         return folder, ""
     name, _, commit = began_as.rpartition("@")
     revision = commit if name == place else None
-    snapshot = files.find(field, place, revision, lambda it: not model_files.weight_problems(it, ADAPTER))
+    snapshot = model_files.find(field, place, revision, lambda it: not model_files.weight_problems(it, ADAPTER))
     if model_files.weight_problems(snapshot.folder, ADAPTER):
-        files.fetch(field, place, snapshot.commit, ("adapter_config.json", "adapter_model.*"))
+        model_files.fetch(field, place, snapshot.commit, ("adapter_config.json", "adapter_model.*"))
     return snapshot.folder, f"{place}@{snapshot.commit}"
 
 

@@ -1,7 +1,7 @@
 """A shard's results on their way to one Parquet file: what is finished of it, what is counted, and the file."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -335,34 +335,44 @@ _WIDE_BYTES = 8 << 10
 # -- from results to a file ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class PartTarget:
+    """Where an incarnation writes parts, and what all of them take from the job.
+
+    metadata: entries for each file's key-value metadata, each key beginning with `batchinf.`; `batchinf.fingerprint`
+    is the job's.
+    """
+
+    folder: Folder
+    source: Source
+    id_column: str | None
+    keep_columns: Sequence[str]
+    metadata: Mapping[str, str]
+    incarnation: str
+
+
 def write_part(
-    folder: Folder,
+    target: PartTarget,
     shard: OpenShard,
-    source: Source,
-    id_column: str | None,
-    keep_columns: Sequence[str],
-    metadata: Mapping[str, str],
-    incarnation: str,
     merge: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] | None = None,
     num_second_bos: int = 0,
 ) -> Part:
     """Write a complete shard to `staging/`, sorted by row_index, and sample_index where there is one.
 
-    Holds a row group and a piece of the results at a time, whatever the shard's size. metadata: further entries of the
-    file's key-value metadata, each key beginning with `batchinf.`; `batchinf.fingerprint` is the job's. merge: gives
-    the rows to be written, in order, in place of those that it is given. num_second_bos: in the part whose place it
-    takes, whose prompts are the same.
+    Holds a row group and a piece of the results at a time, whatever the shard's size. merge: gives the rows to be
+    written, in order, in place of those that it is given. num_second_bos: in the part whose place it takes, whose
+    prompts are the same.
     """
     if not shard.is_complete:
         raise ValueError(f"{shard.shard} is not complete")
-    name = staging_name(shard.index, incarnation)
-    names = ([] if id_column is None else [id_column]) + list(keep_columns)
+    name, source = staging_name(shard.index, target.incarnation), target.source
+    names = ([] if target.id_column is None else [target.id_column]) + list(target.keep_columns)
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
     results, merged = shard.task.result_schema, _Merged(shard)
     numbers, has_answer = number_columns(results), ANSWER in results.names
     # A retry has some of the rows, and the part before counted all.
     counts = PartCounts(num_second_bos=max(num_second_bos, merged.num_second_bos))
-    with folder.writing(f"staging/{name}", fault="parts") as file:
+    with target.folder.writing(f"staging/{name}", fault="parts") as file:
         sink = SealingWriter(file)
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
             tables = _output(shard, merged, source, names)
@@ -370,7 +380,7 @@ def write_part(
                 counts += count_rows(table, numbers, has_answer=has_answer)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
             own = {**_own_metadata(shard.shard, shard.rows), **count_entries(counts)}
-            writer.add_key_value_metadata({**metadata, **own, **UNSEALED})
+            writer.add_key_value_metadata({**target.metadata, **own, **UNSEALED})
             sink.hold()
         sink.seal()
     return _part(counts, shard.index, name, sink.num_bytes, sink.hexdigest())

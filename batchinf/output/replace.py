@@ -5,7 +5,7 @@ Works on output rows, whatever the task: they are told apart by `row_index` alon
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,9 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name
 from batchinf.output.journal import is_sealed
-from batchinf.output.parts import PIECE_BYTES, OpenShard, write_part
+from batchinf.output.parts import PIECE_BYTES, OpenShard, PartTarget, write_part
 from batchinf.records import Part
 from batchinf.schedule.selection import ShardRows
-from batchinf.source.rows import Source
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -37,24 +36,14 @@ def retry_metadata(retry: Retry) -> dict[str, str]:
     return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(said, ensure_ascii=False)}
 
 
-def write_replacement(
-    folder: Folder,
-    shard: OpenShard,
-    source: Source,
-    id_column: str | None,
-    keep_columns: Sequence[str],
-    metadata: Mapping[str, str],
-    incarnation: str,
-) -> Part:
+def write_replacement(target: PartTarget, shard: OpenShard) -> Part:
     """Write to `staging/` what is to replace a shard's part: see `write_part`. The shard has its chosen rows only.
 
-    metadata: with what `retry_metadata` gives. Raises OutputError if the old part is not whole.
+    target.metadata: with what `retry_metadata` gives. Raises OutputError if the old part is not whole.
     """
-    old = OldPart(folder, shard.index, shard.rows, shard.chosen)
-    stored = {**old.retries, **metadata, _REPLACES_KEY: old.seal}
-    part = write_part(
-        folder, shard, source, id_column, keep_columns, stored, incarnation, old.merge, old.num_second_bos
-    )
+    old = OldPart(target.folder, shard.index, shard.rows, shard.chosen)
+    metadata = {**old.retries, **target.metadata, _REPLACES_KEY: old.seal}
+    part = write_part(dataclasses.replace(target, metadata=metadata), shard, old.merge, old.num_second_bos)
     retry, num_kept, num_kept_errors = int(metadata[RETRY_KEY]), old.num_kept, old.num_kept_errors
     return dataclasses.replace(part, retry=retry, num_kept=num_kept, num_kept_errors=num_kept_errors)
 
@@ -139,12 +128,17 @@ class OldPart:
 
 def piece_rows(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> int:
     """How many rows of these columns (None: all) make PIECE_BYTES as they are stored; in memory they can be more."""
+    return max(1, int(PIECE_BYTES / max(1e-6, row_bytes_in(metadata, columns))))
+
+
+def row_bytes_in(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> float:
+    """Bytes of a row of these columns (None: all) in a part, uncompressed, on the average."""
     num_bytes = 0
     for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
         for leaf in (group.column(index) for index in range(group.num_columns)):
             if columns is None or leaf.path_in_schema.partition(".")[0] in columns:
                 num_bytes += leaf.total_uncompressed_size
-    return max(1, int(PIECE_BYTES * metadata.num_rows / max(1, num_bytes)))
+    return float(num_bytes / max(1, metadata.num_rows))
 
 
 class _Rows:

@@ -27,7 +27,7 @@ from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import open_job_input
 from batchinf.manifest.names import retry_of
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenShard, write_part
+from batchinf.output.parts import OpenShard, PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
@@ -236,11 +236,8 @@ class Pipeline:
         stored = {**self._metadata, **versions, "batchinf.device": info.device}
         write_file = write_replacement if self._retry else write_part
         id_column, keep_columns = self._spec.input.id_column, tuple(self._spec.output.keep_columns)
-
-        def write(shard: OpenShard) -> Part:
-            return write_file(self._folder, shard, self._source, id_column, keep_columns, stored, self._incarnation)
-
-        return write
+        target = PartTarget(self._folder, self._source, id_column, keep_columns, stored, self._incarnation)
+        return functools.partial(write_file, target)
 
 
 def _num_ready(max_num_seqs: int) -> int:

@@ -7,7 +7,7 @@ row.
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -76,15 +76,9 @@ class Predicate:
         import duckdb
 
         try:
-            self._connection.register(self._table, _readable(table))
-            return self._connection.execute(query).fetchnumpy()
-        except (duckdb.InterruptException, RuntimeError) as error:
-            # A signal's KeyboardInterrupt, as DuckDB hands it on.
-            if "interrupted" in str(error).lower():
-                raise KeyboardInterrupt from None
-            raise
-        except duckdb.Error as error:
-            raise self._wrong(str(error)) from None
+            with duckdb_errors(self._wrong):
+                self._connection.register(self._table, _readable(table))
+                return self._connection.execute(query).fetchnumpy()
         finally:
             # A query that a stop has cut short is still the connection's: it is the stop that counts.
             with contextlib.suppress(duckdb.Error):
@@ -172,15 +166,31 @@ def _walk(tree: Any) -> Iterator[dict[str, Any]]:
         yield from _walk(item)
 
 
+@contextlib.contextmanager
+def duckdb_errors(as_ours: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise DuckDB's errors as the error that `as_ours` makes of their text, and a stop as KeyboardInterrupt."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.InterruptException, RuntimeError) as error:
+        # DuckDB raises this in place of a signal's KeyboardInterrupt.
+        if "interrupted" in str(error).lower():
+            raise KeyboardInterrupt from None
+        raise
+    except duckdb.Error as error:
+        raise as_ours(str(error)) from None
+
+
 def _readable(table: pa.Table) -> pa.Table:
-    """DuckDB knows no half floats."""
-    fields = [field.with_type(_wider(field.type)) for field in table.schema]
+    fields = [field.with_type(without_half_floats(field.type)) for field in table.schema]
     return table.cast(pa.schema(fields))
 
 
-def _wider(type: pa.DataType) -> pa.DataType:
+def without_half_floats(type: pa.DataType) -> pa.DataType:
+    """The type with float32 in place of float16, which DuckDB does not know."""
     if pa.types.is_float16(type):
         return pa.float32()
     if pa.types.is_list(type):
-        return pa.list_(type.value_field.with_type(_wider(type.value_type)))
+        return pa.list_(type.value_field.with_type(without_half_floats(type.value_type)))
     return type

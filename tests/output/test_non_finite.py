@@ -17,6 +17,7 @@ from batchinf.base.storage import Folder
 from batchinf.output.journal import Journal
 from batchinf.output.parts import (
     OpenShard,
+    PartTarget,
     count_non_finite_rows,
     non_finite_lines,
     number_columns,
@@ -114,7 +115,7 @@ def hurt_part(folder: Folder, dtype: str) -> Part:
     shard.add(shard.task.encode(results[:30]))
     shard.tick()
     shard.add(shard.task.encode(results[30:]))
-    return write_part(folder, shard, Rows(), None, (), METADATA, "z")
+    return write_part(PartTarget(folder, Rows(), None, (), METADATA, "z"), shard)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

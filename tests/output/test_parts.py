@@ -19,7 +19,7 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name, staging_name
 from batchinf.output import parts
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenShard, verify_part, write_part
+from batchinf.output.parts import OpenShard, PartTarget, verify_part, write_part
 from batchinf.records import Part, Result, Shard
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -85,7 +85,7 @@ def opened(folder: Folder, spec: JobSpec, incarnation: str = "0-a", shard: Shard
 def write(folder: Folder, shard: OpenShard, spec: JobSpec, source: Rows | None = None, incarnation: str = "z") -> Part:
     keep = spec.output.keep_columns
     rows: Any = source or Rows()
-    return write_part(folder, shard, rows, spec.input.id_column, keep, METADATA, incarnation)
+    return write_part(PartTarget(folder, rows, spec.input.id_column, keep, METADATA, incarnation), shard)
 
 
 def expected_output(spec: JobSpec, results: Sequence[Result]) -> list[dict[str, Any]]:

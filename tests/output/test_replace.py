@@ -19,7 +19,7 @@ from batchinf.manifest.names import incarnation_name, part_name, retry_of
 from batchinf.output import parts
 from batchinf.output import replace as replacing
 from batchinf.output.journal import Journal, drop
-from batchinf.output.parts import OpenShard, verify_part
+from batchinf.output.parts import OpenShard, PartTarget, verify_part
 from batchinf.output.replace import replaces, retry_metadata, with_retry, write_replacement
 from batchinf.records import Extent, Part, Result
 from batchinf.schedule.selection import RunOrder, Selection, ShardRows, read_selection, selection_name
@@ -56,7 +56,8 @@ def write_new(folder: Folder, shard: OpenShard, spec: JobSpec, retry: Retry = RE
     rows: Any = Rows()
     name = incarnation_name(2, 1, retry.number)
     metadata = METADATA | retry_metadata(retry)
-    return write_replacement(folder, shard, rows, spec.input.id_column, spec.output.keep_columns, metadata, name)
+    target = PartTarget(folder, rows, spec.input.id_column, spec.output.keep_columns, metadata, name)
+    return write_replacement(target, shard)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -81,7 +81,7 @@ class VllmEngine:
         adapters: tuple[Adapter, ...] = (),
     ) -> None:
         environment = _environment()  # before vLLM adds its own
-        spec, rows = task.spec, task.vocabulary_rows
+        self._task, spec, rows = task, task.spec, task.vocabulary_rows
         arguments = self.arguments(task, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
         self._stats = _Stats()
@@ -111,6 +111,10 @@ class VllmEngine:
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self._adapters = lora_requests(adapters)
         self.info = _info(self._engine.vllm_config, arguments, environment)
+        self._started()
+
+    def _started(self) -> None:
+        """For subclasses: vLLM is up, and `info` is known."""
 
     def _engine_args(self, arguments: dict[str, Any]) -> Any:
         return EngineArgs(**arguments)

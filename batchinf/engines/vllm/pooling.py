@@ -16,7 +16,6 @@ from batchinf.engines.vllm.arguments import engine_arguments
 from batchinf.engines.vllm.engine import VllmEngine
 from batchinf.engines.vllm.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import LAYERS_CONFIG, LAYERS_WORKER
-from batchinf.model.lora import Adapter
 from batchinf.records import Completion, Request
 from batchinf.tasks.base import PoolingWanted, Task
 
@@ -28,17 +27,8 @@ class VllmPooling(VllmEngine):
 
     output_room = 0
 
-    def __init__(
-        self,
-        task: Task,
-        model_path: str,
-        tokenizer_path: str,
-        revision: str | None = None,
-        adapters: tuple[Adapter, ...] = (),
-    ) -> None:
-        self._task, self._wanted = task, wanted_of(task)
-        super().__init__(task, model_path, tokenizer_path, revision, adapters)
-        self._takes_last = False
+    def _started(self) -> None:
+        self._wanted, self._takes_last = wanted_of(self._task), False
         self._pooling_params = self._choose_params()
         pooler = self._engine.vllm_config.model_config.pooler_config
         names = ("seq_pooling_type", "tok_pooling_type")

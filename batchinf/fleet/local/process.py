@@ -17,6 +17,7 @@ import traceback
 from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError
+from batchinf.base.stop_signals import SENT_SIGNALS
 from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Launch
@@ -31,7 +32,7 @@ def end_group() -> None:
 def main() -> None:
     """Entry point of the process."""
     # The coordinator decides when to stop and says so: signals to the whole tree must not cut a replica short.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in SENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     while not (messages := channel.receive(None)):
