@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from fork_server import ForkServer
 
 from batchinf.base.storage import Folder
@@ -232,3 +233,8 @@ def are_gone(processes: list[psutil.Process], wait_s: float = 15.0) -> bool:
     """Whether none of these processes is alive any more, after a moment."""
     _, alive = psutil.wait_procs(processes, timeout=wait_s)
     return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def slowly(*cases: Any) -> list[Any]:
+    """Cases of a parametrized test that are left to `make test-slow`."""
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]

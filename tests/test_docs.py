@@ -51,7 +51,9 @@ def slow_tests_of(path: pathlib.Path) -> set[str]:
     """Names of a file's test functions that are marked slow."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    return {node.name for node in functions if any("mark.slow" in ast.unparse(mark) for mark in node.decorator_list)}
+    return {
+        node.name for node in functions if any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)
+    }
 
 
 def test_what_make_test_leaves_to_make_test_slow_is_named_so() -> None:

@@ -101,6 +101,7 @@ def test_rows_are_those_of_llm_generate(
                 assert logprob == pytest.approx(entries[str(top_token)][0], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_degrees_do_not_change_rows(alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Tensor parallel, and its logits, of which each worker has all and one sends them: tokens and logprobs are those
     of the text from one device, and go on where a stop string ended that. Two replicas are killed, and give the rows
@@ -126,6 +127,7 @@ def test_degrees_do_not_change_rows(alone: list[dict[str, Any]], rows_in: pathli
             np.testing.assert_allclose(found[position, token_ids], logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # an engine core in a process of its own takes half a minute to start
 def test_a_signal_to_all_processes_engine_core_included(
     alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path
@@ -156,6 +158,7 @@ def test_a_signal_to_all_processes_engine_core_included(
     assert {row["attempts"] for row in jobs.table_of(out).select(["attempts"]).to_pylist()} <= {1, 2}
 
 
+@pytest.mark.slow
 def test_seeded_samples_repeat_on_two_replicas_killed_and_resumed_on_one(
     rows_in: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

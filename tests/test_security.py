@@ -430,6 +430,7 @@ def test_a_replica_is_told_to_stay_on_this_host(monkeypatch: pytest.MonkeyPatch)
     assert "GLOO_SOCKET_IFNAME" not in engine_environment(("0",), 4, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_real_engine_with_its_core_in_a_process_listens_on_loopback_only(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")

@@ -139,6 +139,10 @@ def live_holder(folder: Folder) -> Holder | None:
     return holder if holder is not None and judge(holder) != "dead" else None
 
 
+# A lock of another host is taken over when its file has stood still for so long.
+TAKEOVER_AFTER_S = 60.0
+
+
 class JobLock:
     """The lock of one job. Between `acquire` and `release` a thread keeps its heartbeat."""
 
@@ -155,7 +159,7 @@ class JobLock:
         self,
         last_epoch: Callable[[], int],
         *,
-        takeover_after_s: float = 60.0,
+        takeover_after_s: float = TAKEOVER_AFTER_S,
         wait: bool = True,
         on_wait: Callable[[str], None] | None = None,
     ) -> int:

@@ -131,6 +131,7 @@ def test_a_signal_to_the_whole_tree_at_once(tmp_path: pathlib.Path) -> None:
     assert len(jobs.events_of(out, "replica_started")) == 4
 
 
+@pytest.mark.slow
 def test_after_sigterm_all_is_over_before_the_kill_follows(tmp_path: pathlib.Path) -> None:
     """Engines stand still, and the drain would last ten minutes: the end comes by itself all the same."""
     marker, out = tmp_path / "held", tmp_path / "out"
@@ -204,6 +205,7 @@ def test_a_stop_during_recovery(tmp_path: pathlib.Path) -> None:
 # -- Slurm's time limit ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_job_stops_ahead_of_slurms_time_limit(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     spec = jobs.spec_of(tmp_path, scripted=LONG, output={"rows_per_shard": 40}, drain_timeout_s=0.5, stop_before_s=30)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import jobs
-from batchinf.commands.text.status import to_json
+from batchinf.base.text import to_json
 
 NUM_ROWS = 24
 KEYS = {

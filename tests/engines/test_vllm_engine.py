@@ -677,6 +677,7 @@ def died() -> Any:
     return json.loads(output.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # 40 s of processor time, for two engine processes that import vLLM each
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_killed_engine_core_is_an_engine_dead_error(died: dict[str, Any], name: str) -> None:

@@ -104,6 +104,7 @@ def devices_of(out: pathlib.Path) -> dict[str, str]:
     return {path.name: pq.read_metadata(path).metadata[b"batchinf.device"].decode() for path in paths}
 
 
+@pytest.mark.slow
 def test_a_resume_on_another_device(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 50}, same_device=True,

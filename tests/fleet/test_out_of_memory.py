@@ -626,6 +626,7 @@ def real_job(folder: pathlib.Path, engine: dict[str, Any], **sections: Any) -> p
     return jobs.spec_of(folder, engine=engine, scripted=None, **base, **sections)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_real_vllm_cannot_hold_is_explained(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
     # A million tokens of 2 KiB, in float32, in a cache of 1 GiB.
@@ -640,6 +641,7 @@ def test_a_sequence_that_real_vllm_cannot_hold_is_explained(tmp_path: pathlib.Pa
     assert starts_of(tmp_path / "out") == [0]
 
 
+@pytest.mark.slow
 def test_real_vllm_is_started_with_the_lowered_settings(tmp_path: pathlib.Path, once: str) -> None:
     pytest.importorskip("vllm")
     path = real_job(tmp_path, {"max_model_len": 512, "max_num_seqs": 8})

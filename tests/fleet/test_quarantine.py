@@ -162,7 +162,7 @@ def deaths_of(out: pathlib.Path) -> list[dict[str, object]]:
 @pytest.mark.real_starts
 @pytest.mark.parametrize(
     ("point", "action", "most"),
-    [("prompt", "die", 4), ("output", "kill SIGSEGV", 5)],
+    [("prompt", "die", 4), pytest.param("output", "kill SIGSEGV", 5, marks=pytest.mark.slow)],
 )
 def test_a_row_that_kills_becomes_an_error_row(point: str, action: str, most: int, tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output=SHARDS)
@@ -178,6 +178,7 @@ def test_a_row_that_kills_becomes_an_error_row(point: str, action: str, most: in
     assert [name for name in jobs.state_of(out).kept if not name.startswith("platform/")] == []
 
 
+@pytest.mark.slow
 def test_an_idle_replica_takes_over_no_suspects(tmp_path: pathlib.Path) -> None:
     """Three rows of three shards are suspects, the others are done by the time that those run again."""
     sections = {"input": {"limit": 12}, "output": {"rows_per_shard": 2}, "scripted": {"step_s": 0.03}}
@@ -190,6 +191,7 @@ def test_an_idle_replica_takes_over_no_suspects(tmp_path: pathlib.Path) -> None:
     assert [row["row_index"] for row in jobs.rows_of(tmp_path / "out") if row["error_type"]] == [5]
 
 
+@pytest.mark.slow
 def test_several_rows_that_kill(tmp_path: pathlib.Path) -> None:
     points = ("prompt.100", "prompt.101", "output.103", "prompt.400")
     spec = jobs.spec_of(tmp_path, output=SHARDS)
@@ -207,6 +209,7 @@ def test_a_death_without_a_culprit_costs_nothing_but_a_restart(tmp_path: pathlib
     check_rows(tmp_path / "out", [])
 
 
+@pytest.mark.slow
 def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output=SHARDS, sampling={"n": 3, "temperature": 1.0, "max_tokens": 16})
     jobs.finish(spec, faults="engine.prompt.137:*=die")
@@ -246,6 +249,7 @@ def test_a_machine_that_always_dies_condemns_few_rows_and_gives_up(tmp_path: pat
     assert [name for name in jobs.state_of(tmp_path / "out").kept if name.startswith("case/")]
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_real_vllm(tmp_path: pathlib.Path) -> None:
     """On the CPU a seeded request whose prompt comes in chunks is the end of vLLM's engine."""
     pytest.importorskip("vllm")

@@ -205,6 +205,7 @@ def test_excluded_keys_are_those_of_a_set(
 SAMPLED = {"temperature": 1.0, "n": 2, "max_tokens": 24, "logprobs": 1}
 
 
+@pytest.mark.slow
 def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> None:
     """Killed, looked at, checked, cut into slices, retried: the same rows with the same seeds, each once."""
     full = {}
@@ -272,6 +273,7 @@ def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
     assert "input.limit: the job has nothing, now it is 3" in done.stderr
 
 
+@pytest.mark.slow
 def test_rows_that_other_jobs_have_done_are_left_out(tmp_path: pathlib.Path) -> None:
     for name in ("one", "two", "three", "four"):
         (tmp_path / name).mkdir()

@@ -207,6 +207,7 @@ def edges(out: pathlib.Path) -> int:
     return sum(map(len, parts)) - len(set().union(*parts))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_extended_and_retried_in_an_order_of_its_own(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -255,6 +256,7 @@ def test_a_job_that_is_killed_extended_and_retried_in_an_order_of_its_own(tmp_pa
     assert len(jobs.run("head", tmp_path / "out", "-n", "3").stdout.splitlines()) >= 3
 
 
+@pytest.mark.slow
 def test_slices_order_their_own_rows_and_a_choice_of_them(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(make_rows()), path)

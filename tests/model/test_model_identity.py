@@ -49,6 +49,7 @@ def assert_refused(refused: "jobs.subprocess.CompletedProcess[str]", *words: str
         assert word in errors
 
 
+@pytest.mark.slow
 def test_a_branch_that_moves_does_not_move_the_job(tmp_path: pathlib.Path, hub: Hub) -> None:
     environment = online(hub, tmp_path)
     out = tmp_path / "out"

@@ -11,8 +11,9 @@ import pytest
 import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
+from batchinf.base.text import to_json
 from batchinf.commands.status import job_status
-from batchinf.commands.text.status import status_lines, to_json
+from batchinf.commands.text.status import status_lines
 from batchinf.manifest.commit_log import encode_commits, read_lines
 from batchinf.output.parts import remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
@@ -160,6 +161,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_right_after_a_kill_and_after_a_retry(job: dict[str, Any]) -> None:
     assert "accuracy" not in job["killed"] and "BOS" not in job["killed"]
     for text in (job["run"], job["retried"], job["status"]):

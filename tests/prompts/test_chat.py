@@ -306,6 +306,7 @@ def killed_and_resumed(folder: pathlib.Path, input: dict[str, Any]) -> pathlib.P
     return out
 
 
+@pytest.mark.slow
 def test_a_job_of_chat_that_is_killed_has_the_rows_of_one_never_hurt(tmp_path: pathlib.Path) -> None:
     chat = {**CHAT, "chat_template": TEMPLATES["qwen3"]}
     jobs.finish(chat_job(tmp_path / "whole", chat, 0.0))

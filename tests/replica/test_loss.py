@@ -3,6 +3,8 @@
 import pathlib
 import time
 
+import pytest
+
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.output.journal import Journal
@@ -21,6 +23,7 @@ def num_journalled(out: pathlib.Path, shard: int) -> int:
     return len(keys)
 
 
+@pytest.mark.slow
 def test_a_part_that_is_long_in_writing_is_journalled_meanwhile(tmp_path: pathlib.Path) -> None:
     marker, out = tmp_path / "held", tmp_path / "out"
     # The shard is whole long before the first tick: nothing of it has been journalled when its part is begun.

@@ -25,6 +25,7 @@ def thinker(tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_structure_begins_after_the_thinking(thinker: pathlib.Path, tmp_path: pathlib.Path) -> None:
     rows = [
         {

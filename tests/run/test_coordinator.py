@@ -67,6 +67,7 @@ def error_line(errors: str) -> str:
 # -- requests to stop ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_request_to_stop_exits_with_75_and_loses_nothing(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, scripted={**LONG, "vary_lengths": True}, output={"rows_per_shard": 100})
     out, finished = tmp_path / "out", 0
@@ -166,6 +167,7 @@ def test_a_second_signal_stops_at_once(stuck: dict[str, Any]) -> None:
     assert stuck["rows"] == list(jobs.unhurt())
 
 
+@pytest.mark.slow
 def test_under_nohup_a_hangup_is_passed_over(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.005})
     command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-P", "-m", "batchinf", "run", str(spec)]
@@ -209,6 +211,7 @@ def test_a_crash_costs_at_most_an_interval_of_finished_requests(tmp_path: pathli
     assert jobs.state_of(out).running_replicas == ()
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_after_a_crash(tmp_path: pathlib.Path) -> None:
     sampling = {"n": 3, "temperature": 0.8, "max_tokens": 12}
     spec = jobs.spec_of(tmp_path, sampling=sampling, output={"rows_per_shard": 50})
@@ -249,6 +252,7 @@ def test_the_others_go_on_without_a_replica_that_is_given_up(tmp_path: pathlib.P
     assert len(jobs.events_of(out, "replica_started")) == 2
 
 
+@pytest.mark.slow
 def test_a_replica_that_dies_of_what_it_recovers_is_given_up(tmp_path: pathlib.Path) -> None:
     # What comes out of the journal is no progress: without this the replica would be started for ever.
     marker, out = tmp_path / "held", tmp_path / "out"

@@ -131,7 +131,9 @@ def finished_unhurt(spec: pathlib.Path, out: pathlib.Path, before: dict[str, byt
     ("limits", "words"),
     [
         (["size=8k", "size=72k", "size=180k", "size=340k"], "no space left on device; make room there"),
-        (["nr_inodes=9", "nr_inodes=14", "nr_inodes=31"], "no space left on device; "),
+        pytest.param(
+            ["nr_inodes=9", "nr_inodes=14", "nr_inodes=31"], "no space left on device; ", marks=pytest.mark.slow
+        ),
     ],
     ids=["bytes", "inodes"],
 )
@@ -190,7 +192,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [errno.ENOSPC, *jobs.slowly(errno.EDQUOT, errno.EROFS)], ids=errno.errorcode.get)
 def test_each_write_may_be_refused(number: int, tmp_path: pathlib.Path) -> None:
     out, before = tmp_path / "out", {}
     spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 40})
@@ -240,7 +242,7 @@ def test_a_read_only_folder_at_the_start(tmp_path: pathlib.Path) -> None:
 
 
 @needs_ext4
-@pytest.mark.parametrize("harm", ["read-only", "gone"])
+@pytest.mark.parametrize("harm", ["gone", *jobs.slowly("read-only")])
 def test_a_disk_that_fails_under_a_job_at_work(harm: str, tmp_path: pathlib.Path) -> None:
     image, marker, folder = ext4_image(tmp_path), tmp_path / "held", tmp_path / "disk"
     out = folder / "out"
@@ -280,7 +282,9 @@ def hurt(folder: pathlib.Path, harm: str) -> None:
     pathlib.Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("1")
 
 
-@pytest.mark.parametrize("where", ["journal.before_fsync", "parts.before_rename", "feeder.read:2", "writer.store:2"])
+@pytest.mark.parametrize(
+    "where", ["journal.before_fsync", *jobs.slowly("parts.before_rename", "feeder.read:2", "writer.store:2")]
+)
 def test_a_disk_that_fails_once(where: str, tmp_path: pathlib.Path) -> None:
     out, once = tmp_path / "out", tmp_path / "once"
     once.mkdir()
@@ -305,6 +309,7 @@ def test_a_disk_that_goes_on_failing(tmp_path: pathlib.Path) -> None:
 # -- a slow disk -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.real_starts
 def test_a_crash_while_a_part_is_written_slowly(tmp_path: pathlib.Path) -> None:
     """A whole shard that waits for its part is in the journal when the interval is over."""
@@ -333,6 +338,7 @@ def num_journalled(out: pathlib.Path, shard: int) -> int:
     return sum(segment.num_rows for segment in journal.recover(shard).segments)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_waited_for_and_reported(tmp_path: pathlib.Path) -> None:
     out, marker = tmp_path / "out", tmp_path / "held"
     sampling = {"n": 4, "temperature": 0.8, "max_tokens": 512, "logprobs": 20}

@@ -41,6 +41,7 @@ def error_of(errors: str) -> str:
     return errors[errors.index("error: ") :]
 
 
+@pytest.mark.slow
 def test_most_of_the_first_rows_failing_ends_a_job_early(tmp_path: pathlib.Path) -> None:
     spec, out, num_rows = job_of(tmp_path, most_bad, 6000), tmp_path / "out", 6000
     first = jobs.run("run", spec)

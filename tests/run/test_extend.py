@@ -120,12 +120,14 @@ def test_new_files_come_behind_and_earlier_parts_stay_as_they_are(tmp_path: path
 
 FAULTS = [
     "input_version.before_record:1=kill",
-    "input_version.after_record:1=kill",
-    "storage.write.before_rename:2=kill",
-    "extend.before_line:1=kill",
     "manifest.mid_line:1=kill",
-    "extend.after_line:1=kill",
     "coordinator.before_publish:2=kill",
+    *jobs.slowly(
+        "input_version.after_record:1=kill",
+        "storage.write.before_rename:2=kill",
+        "extend.before_line:1=kill",
+        "extend.after_line:1=kill",
+    ),
 ]
 
 
@@ -280,6 +282,7 @@ def test_extents_without_rows_are_passed_over() -> None:
     assert total_shards(extents) == len(list(order.shards()))
 
 
+@pytest.mark.slow
 def test_a_limit_is_raised_over_what_the_job_chooses(tmp_path: pathlib.Path) -> None:
     sections = {"input": {"where": "id % 2 = 0", "limit": 15}}
     shutil.copytree(finished(json.dumps(sections)), tmp_path, dirs_exist_ok=True)

@@ -193,7 +193,9 @@ def test_where_no_row_is_left_to_run(inputs: dict[str, pathlib.Path], tmp_path: 
 
 
 @pytest.mark.real_starts
-@pytest.mark.parametrize("is_stopped", [False, True], ids=["replicas that hear it", "replicas that stand still"])
+@pytest.mark.parametrize(
+    "is_stopped", [False, *jobs.slowly(True)], ids=["replicas that hear it", "replicas that stand still"]
+)
 def test_a_coordinator_that_is_killed(
     is_stopped: bool, inputs: dict[str, pathlib.Path], plain_rows: list[dict[str, Any]], tmp_path: pathlib.Path
 ) -> None:
@@ -225,7 +227,7 @@ def test_a_coordinator_that_is_killed(
 
 
 @pytest.mark.real_starts
-@pytest.mark.parametrize("is_short", [False, True], ids=["with a head start again", "without one"])
+@pytest.mark.parametrize("is_short", [False, *jobs.slowly(True)], ids=["with a head start again", "without one"])
 def test_several_lives_that_end_before_the_header(
     is_short: bool, inputs: dict[str, pathlib.Path], plain_rows: list[dict[str, Any]], tmp_path: pathlib.Path
 ) -> None:
@@ -241,7 +243,7 @@ def test_several_lives_that_end_before_the_header(
     assert jobs.run("check", out, "--deep").returncode == 0
 
 
-@pytest.mark.parametrize("wrong", ["column", "file", "slice"])
+@pytest.mark.parametrize("wrong", ["column", *jobs.slowly("file", "slice")])
 def test_what_is_wrong_with_the_input_is_said_as_ever(
     wrong: str, inputs: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:

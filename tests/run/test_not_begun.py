@@ -16,7 +16,7 @@ def spec_of(folder: pathlib.Path, padding: str, **sections: Any) -> pathlib.Path
     return jobs.spec_of(folder, input=where, output={"keep_columns": []}, **sections)
 
 
-@pytest.mark.parametrize("is_long", [False, True], ids=["without a head start", "with one"])
+@pytest.mark.parametrize("is_long", [True, *jobs.slowly(False)], ids=["with a head start", "without one"])
 def test_nothing_is_wrong_with_it(is_long: bool, tmp_path: pathlib.Path) -> None:
     spec, out = spec_of(tmp_path, "x" * (1 << 18 if is_long else 0)), tmp_path / "out"
     marker = tmp_path / "held"
@@ -38,6 +38,7 @@ def test_nothing_is_wrong_with_it(is_long: bool, tmp_path: pathlib.Path) -> None
     assert jobs.run("check", out).returncode == 0
 
 
+@pytest.mark.slow
 def test_it_may_be_cut_into_slices_yet(tmp_path: pathlib.Path) -> None:
     spec, out = spec_of(tmp_path, "x" * (1 << 18), parallel={"data_parallel_size": 1}), tmp_path / "out"
     done = jobs.run("run", spec, "--set", "input.prompt_column=nothing")

@@ -3,6 +3,7 @@
 None is lost, none comes twice, no process is left behind.
 """
 
+import itertools
 import pathlib
 import random
 import subprocess
@@ -27,7 +28,11 @@ STEPS = {
 VICTIMS = ("coordinator", "replica", "everything")
 # At each step all at once, and one of the two alone in turn; the random kills below meet them all.
 STRIKES = [
-    (step, victim) for n, step in enumerate(STEPS) for victim in (("coordinator", "replica")[n % 2], "everything")
+    *((step, "everything") for step in STEPS),
+    *(
+        pytest.param(step, victim, marks=pytest.mark.slow)
+        for step, victim in zip(STEPS, itertools.cycle(("coordinator", "replica")), strict=False)
+    ),
 ]
 # The threads of a replica, and the steps of a coordinator, which must be three.
 POINTS = (
@@ -75,6 +80,7 @@ def test_killed_at_a_step(step: str, victim: str, tmp_path: pathlib.Path) -> Non
     assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
 
 
+@pytest.mark.slow
 def test_killed_while_compacting(tmp_path: pathlib.Path) -> None:
     # Two logs are there before the third start folds them into one.
     spec = jobs.spec_of(tmp_path, output=LARGE_SHARDS)
@@ -121,6 +127,7 @@ def test_parts_that_are_gone_are_made_again(tmp_path: pathlib.Path) -> None:
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 
+@pytest.mark.slow
 def test_killed_at_each_point_once(tmp_path: pathlib.Path) -> None:
     spec, once = jobs.spec_of(tmp_path, output=LARGE_SHARDS, max_restarts=len(POINTS)), tmp_path / "once"
     once.mkdir()
@@ -133,6 +140,7 @@ def test_killed_at_each_point_once(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in once.iterdir()) == sorted(point.replace(":", "-") for point in POINTS)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: pathlib.Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

@@ -178,6 +178,7 @@ def test_there_must_be_a_job(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_killed_at_every_step(
     first: tuple[pathlib.Path, Rows], retried: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path
 ) -> None:

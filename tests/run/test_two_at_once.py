@@ -62,7 +62,7 @@ def is_at_work(out: pathlib.Path) -> bool:
 
 
 @pytest.mark.parametrize("is_begun", [False, True], ids=["a new job", "a dead holder's"])
-@pytest.mark.parametrize("has_locks", [True, False], ids=["with flock", "without flock"])
+@pytest.mark.parametrize("has_locks", [True, *jobs.slowly(False)], ids=["with flock", "without flock"])
 def test_two_that_start_at_once(has_locks: bool, is_begun: bool, tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path), tmp_path / "out"
     environment = {} if has_locks else {"PYTHONPATH": python_path(tmp_path / "site", NO_LOCKS)}
@@ -100,7 +100,7 @@ def test_one_of_another_host_is_told_who_holds_the_job(tmp_path: pathlib.Path) -
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 
-@pytest.mark.parametrize("successor", [None, "here", "elsewhere"])
+@pytest.mark.parametrize("successor", ["here", *jobs.slowly(None, "elsewhere")])
 def test_a_holder_that_lost_its_lock_ends_before_it_commits(successor: str | None, tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     spec = jobs.spec_of(tmp_path, scripted=LONG, output={"rows_per_shard": 300})

@@ -85,6 +85,7 @@ def last_week(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, D
     return folder, documents
 
 
+@pytest.mark.slow
 def test_extending_runs_what_came_and_nothing_else(last_week: tuple[pathlib.Path, Documents]) -> None:
     folder, documents = last_week
     spec, out = folder / "last-week" / "job.yaml", folder / "last-week"
@@ -121,7 +122,7 @@ def test_extending_runs_what_came_and_nothing_else(last_week: tuple[pathlib.Path
     assert "was already done" in jobs.finish(spec).stdout
 
 
-@pytest.mark.parametrize("on", ["prompt_hash", "id"])
+@pytest.mark.parametrize("on", ["prompt_hash", *jobs.slowly("id")])
 def test_a_new_job_leaves_out_what_last_week_did(on: str, this_week: tuple[pathlib.Path, Documents]) -> None:
     folder, documents = this_week
     before = rows_by_id(folder / "last-week")

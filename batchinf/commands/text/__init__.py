@@ -1,1 +1,1 @@
-"""The words of the commands: a module turns one command's report into lines, and `as_json` any report into JSON."""
+"""The words of the commands: each module turns the report of one or two commands into lines of text."""
