@@ -40,6 +40,7 @@ def profile(frame, event, _):
     mark = "-"
     if code.co_name == "read" and name.startswith("source"):
         mark = "read"
+        written.clear()  # what ran a moment before is to be seen again after it
     elif code.co_name == "publish_new":
         mark = "publish"
     # A line for each hundredth of a second in which a function of the module is called: a process may be killed.
