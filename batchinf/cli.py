@@ -116,8 +116,7 @@ def validate(
     if rows and (is_random or seed is not None):
         raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
     from batchinf.commands.text.validate import finding_lines
-    from batchinf.commands.validate import RowsToShow, ValidateReport
-    from batchinf.commands.validate import validate as validate_job
+    from batchinf.commands.validate import RowsToShow, ValidateReport, validate_job
 
     if is_random and seed is None:
         seed = random.randrange(100_000)
@@ -204,8 +203,7 @@ def verify(
 ) -> None:
     """Hold some finished rows against transformers: logprobs, logits or vectors. Exit 3 beyond the tolerance."""
     from batchinf.commands.text.compare import raise_if_beyond, verify_lines
-    from batchinf.commands.verify import Wanted
-    from batchinf.commands.verify import verify as verify_job
+    from batchinf.commands.verify import Wanted, verify_job
 
     report = verify_job(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
     _show(report, verify_lines(report), as_json)

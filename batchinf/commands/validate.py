@@ -191,7 +191,7 @@ class ValidateReport:
         )
 
 
-def validate(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding]:
+def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding]:
     """What each check finds, as it passes. Raises UserError at the first that does not."""
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None

@@ -269,7 +269,7 @@ class VerifyReport:
         return self.verdict == "within"
 
 
-def verify(file: SpecFile, wanted: Wanted) -> VerifyReport:
+def verify_job(file: SpecFile, wanted: Wanted) -> VerifyReport:
     """Compare a sample of the job's rows. Raises UserError, in one line, where that cannot be done."""
     if wanted.dtype not in TOLERANCES:
         raise UserError(f"--dtype: got '{wanted.dtype}'; must be {', '.join(TOLERANCES)}")
