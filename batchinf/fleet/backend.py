@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
-from batchinf.replica.messages import Command, Event, Launch
-from batchinf.replica.worker import InFlightRequest
+from batchinf.replica.messages import Command, Event, InFlightRequest, Launch
 from batchinf.spec.job import JobSpec
 
 # `itself`: it exited or crashed, which its log may explain. `outside`: it was killed, by a signal or with its host.

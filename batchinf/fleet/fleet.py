@@ -14,8 +14,20 @@ from batchinf.fleet.status import ReplicaStatus
 from batchinf.manifest.names import incarnation_name
 from batchinf.records import EngineInfo, EngineStats, Shard
 from batchinf.replica import messages
-from batchinf.replica.messages import Assign, Command, Event, Failed, Launch, Progress, Ready, Revoke, Trial, Work
-from batchinf.replica.worker import InFlightRequest, window
+from batchinf.replica.messages import (
+    Assign,
+    Command,
+    Event,
+    Failed,
+    InFlightRequest,
+    Launch,
+    Progress,
+    Ready,
+    Revoke,
+    Trial,
+    Work,
+)
+from batchinf.replica.worker import window
 
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
 _ERROR_LEVEL = re.compile(r"\bERROR\b")

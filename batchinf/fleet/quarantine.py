@@ -21,8 +21,7 @@ from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Shard
-from batchinf.replica.messages import Trial
-from batchinf.replica.worker import InFlightRequest
+from batchinf.replica.messages import InFlightRequest, Trial
 from batchinf.schedule.selection import RunOrder
 from batchinf.schedule.shards import shard_at
 

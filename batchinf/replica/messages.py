@@ -193,3 +193,11 @@ class Stopped:
 
 Command = Work | Assign | Trial | Revoke | Begin | Stop
 Event = StartPhase | TakesShards | Ready | Progress | ShardBegun | ShardClosed | Revoked | Tried | Failed | Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightRequest:
+    """A request that was in the engine. has_output: its prompt was run, and a token has come out."""
+
+    row_index: int
+    has_output: bool

@@ -3,7 +3,6 @@
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from mmap import mmap
 
 from batchinf.base import faults
@@ -11,7 +10,7 @@ from batchinf.base.errors import EngineDeadError, RequestRefused
 from batchinf.engines.protocol import Engine
 from batchinf.records import Completion, Result
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
-from batchinf.replica.messages import Progress
+from batchinf.replica.messages import InFlightRequest, Progress
 from batchinf.replica.writer import Finished, Writer
 
 # row_index, then 0 for a free slot or 2 * (order of entering) + (1 once a token came out).
@@ -20,14 +19,6 @@ _SLOT = struct.Struct("<qq")
 # Sizes of memory to use, in bytes. The first has far more slots than any engine's window. The second is for hosts where
 # a limit on the size of files, which holds for shared memory too, allows no more. Requests beyond it are not recorded.
 RECORD_BYTES = ((1 << 16) * _SLOT.size, (1 << 12) * _SLOT.size)
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightRequest:
-    """A request that was in the engine. has_output: its prompt was run, and a token has come out."""
-
-    row_index: int
-    has_output: bool
 
 
 class InFlightRecord:

@@ -20,7 +20,8 @@ from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Extent, Shard
-from batchinf.replica.worker import InFlightRecord, InFlightRequest
+from batchinf.replica.messages import InFlightRequest
+from batchinf.replica.worker import InFlightRecord
 from batchinf.schedule.selection import RunOrder
 from batchinf.schedule.shards import shard_at
 
