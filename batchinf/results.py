@@ -80,7 +80,7 @@ class Results:
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows in order, in memory. Name the columns that you need: those of tokens are most of it."""
         names = self._names(columns)
-        table = pa.concat_tables([pq.read_table(path, columns=names) for path in self.parts])
+        table = pa.concat_tables([_read_part(path, names) for path in self.parts])
         return table if (places := self._places()) is None else table.take(pa.array(places))
 
     def array(self, column: str) -> npt.NDArray[Any]:
@@ -146,6 +146,12 @@ class Results:
     def _type(self, column: str) -> pa.DataType:
         [name] = self._names([column])
         return self.schema.field(name).type
+
+
+def _read_part(path: pathlib.Path, columns: Sequence[str]) -> pa.Table:
+    # One descriptor: a retry may put another file in the part's place between two.
+    with pq.ParquetFile(path) as file:
+        return file.read(columns=columns)
 
 
 def _paths(folder: pathlib.Path, state: State) -> list[pathlib.Path]:

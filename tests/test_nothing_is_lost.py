@@ -202,11 +202,6 @@ def test_a_file_replaced_before_it_is_opened_is_noticed(tmp_path: pathlib.Path) 
 # -- 3: columns that differ in case alone ------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="DuckDB ignores case, so that `lang` in a where means the column `Lang` that stands before it.",
-)
 def test_where_tells_columns_apart_that_differ_in_case(tmp_path: pathlib.Path) -> None:
     rows = [{**row, "Lang": ["en", "de"][n % 2], "lang": ["de", "en"][n % 2]} for n, row in enumerate(numbered(20))]
     path = write_lines(tmp_path / "prompts.jsonl", rows)
@@ -214,11 +209,6 @@ def test_where_tells_columns_apart_that_differ_in_case(tmp_path: pathlib.Path) -
     assert [row["id"] for row in rows_in(tmp_path / "out")] == [row["id"] for row in rows if row["lang"] == "en"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="DuckDB ignores case, so that `--retry errors` looks at a kept column `Error_Type`, not at `error_type`.",
-)
 def test_retry_tells_columns_apart_that_differ_in_case(tmp_path: pathlib.Path) -> None:
     rows = [{**row, "Error_Type": "old" if n < 5 else None} for n, row in enumerate(numbered(20))]
     for row in rows[15:]:
@@ -321,11 +311,6 @@ def test_wide_integers_beside_floats_of_other_lines_keep_their_values(tmp_path: 
 # -- 5 to 8: where a job lies ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="`--fresh` moves a slice to `slice-1.1`, which the documented glob `slice-*` reads beside the new one.",
-)
 def test_a_slice_begun_anew_is_read_once(sliced: pathlib.Path, tmp_path: pathlib.Path) -> None:
     finished(copy_of(sliced, tmp_path), "--slice", "1/2", "--fresh")
     parts = sorted((tmp_path / "out").glob("slice-*/parts/*.parquet"))
@@ -333,11 +318,6 @@ def test_a_slice_begun_anew_is_read_once(sliced: pathlib.Path, tmp_path: pathlib
 
 
 @pytest.mark.parametrize("command", ["run", "validate"])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="An output folder inside the input folder is accepted, and a resume takes the job's parts for new input.",
-)
 def test_an_output_folder_inside_the_input_folder_is_refused(command: str, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "prompts"
     folder.mkdir()
@@ -460,11 +440,6 @@ def replaced_once_opened(part: pathlib.Path, others: Sequence[bytes]) -> Iterato
         opens.close()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="`table()` opens each part twice by its path, and a retry may replace the part in between.",
-)
 def test_a_part_replaced_while_it_is_read(done: pathlib.Path, tmp_path: pathlib.Path) -> None:
     spec = copy_of(done, tmp_path)
     [part] = (tmp_path / "out" / "parts").iterdir()
@@ -483,11 +458,6 @@ def test_a_part_replaced_while_it_is_read(done: pathlib.Path, tmp_path: pathlib.
     assert found in tables
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="A manifest that is deleted under a running job is missed only after the job has called itself done.",
-)
 def test_a_manifest_deleted_under_a_running_job_is_noticed(tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, write_lines(tmp_path / "prompts.jsonl", numbered(20)))
     with held(spec, "coordinator.before_publish:2") as go_on:
@@ -500,11 +470,6 @@ def test_a_manifest_deleted_under_a_running_job_is_noticed(tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize("command", ["run", "validate"])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="`stop_token_ids` are not held against the vocabulary as other ids are; only the engine refuses them.",
-)
 def test_stop_token_ids_outside_the_vocabulary_are_refused(command: str, tmp_path: pathlib.Path) -> None:
     path = write_lines(tmp_path / "prompts.jsonl", numbered(5))
     spec = spec_over(tmp_path, path, sampling={"logprobs": None, "max_tokens": 6, "stop_token_ids": [5, 999_999]})

@@ -79,6 +79,11 @@ class JobFolder:
     slice: Slice | None
 
 
+def is_slice_folder(name: str) -> bool:
+    """Whether a folder has the name of a slice's."""
+    return re.fullmatch(r"slice-\d+", name) is not None
+
+
 def job_folder(out: str, slice_: Slice | None) -> Folder:
     """Where a job or one of its slices lies."""
     return Folder(out) if slice_ is None else Folder(pathlib.Path(out, slice_.name))

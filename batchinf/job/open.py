@@ -1,7 +1,9 @@
 """A job as it is opened: spec, model, input and output folder together, and whether it is still the same job."""
 
 import datetime
+import glob
 import json
+import os
 import pathlib
 import re
 import uuid
@@ -28,6 +30,7 @@ from batchinf.schedule.selection import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.source.files import InputLocation
 from batchinf.source.formats.registry import read_as
+from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, open_source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, fields, fingerprint
@@ -153,6 +156,27 @@ def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
     return {} if cut is None else cut.identity
 
 
+def check_output_apart(spec: JobSpec) -> None:
+    """Raise SpecError where the job's own files would be files of its input."""
+    if is_url(spec.input.path):
+        return
+    path, out = os.path.realpath(os.path.expanduser(spec.input.path)), pathlib.Path(os.path.realpath(spec.output.path))
+    is_read = False
+    if os.path.isdir(path):
+        inside = os.path.relpath(out, path).split(os.sep)
+        # Hidden folders, and those whose names begin with _, are no part of an input folder.
+        is_read = inside[0] != os.pardir and not any(len(name) > 1 and name[0] in "._" for name in inside)
+    elif glob.has_magic(path):
+        root = os.path.dirname(re.split(r"[*?[]", path)[0])
+        files = [out / name for name in ("parts/part-000000.parquet", "manifest/000001.jsonl", "status.json")]
+        is_read = out.is_relative_to(root) and ("**" in path or any(file.match(path) for file in files))
+    if is_read:
+        raise SpecError(
+            f"output.path: got {spec.output.path}, which lies in the input {spec.input.path}, so that a resume would "
+            "read the job's own files as rows; give a folder outside of it"
+        )
+
+
 def _open_job(
     file: SpecFile,
     cache: pathlib.Path | None,
@@ -160,6 +184,7 @@ def _open_job(
     new: NewRows,
     found: OnModelFound | None,
 ) -> Job:
+    check_output_apart(file.spec)
     began_as = _began_as(file, state)
     folder = job_folder(file.spec.output.path, file.slice)
     # Another revision in the spec is another model.
@@ -169,6 +194,7 @@ def _open_job(
     if task_of(file.spec).takes_generation_config:
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, file.spec.engine))
     check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
+    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
     spec = task_of(file.spec.model_copy(update={"sampling": sampling})).resolve(model)
     check_prompts(spec, model)
     adapters = resolve_adapters(

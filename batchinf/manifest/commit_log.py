@@ -139,7 +139,18 @@ class CommitLog:
         self._write(data[half:])
         faults.point(f"{self._fault}.after_write")
         os.fsync(self._file.fileno())
+        self._check_place()
         self._is_torn = False
+
+    def _check_place(self) -> None:
+        """Raise OutputError if the file was deleted or replaced: no reader would see what is written to it."""
+        own = os.fstat(self._file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(own, self._path.stat()):
+                return
+        raise OutputError(
+            f"{self._path} was deleted or replaced while the job ran; put the folder back, or begin anew with --fresh"
+        )
 
     def _write(self, data: bytes) -> None:
         left = memoryview(data)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batchinf.base import faults
 from batchinf.base.errors import ErrorRateExceeded, HopelessJob, OutputError
-from batchinf.base.slices import check_place, job_folder
+from batchinf.base.slices import check_place, is_slice_folder, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.base.text import duration, short_count
@@ -66,7 +66,9 @@ def move_job_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
 
 
 def _rename(root: pathlib.Path) -> pathlib.Path:
-    names = (root.with_name(f"{root.name}.{number}") for number in itertools.count(1))
+    # A slice's name must not match `slice-*`, by which readers find the parts of all slices.
+    prefix = "old-" if is_slice_folder(root.name) else ""
+    names = (root.with_name(f"{prefix}{root.name}.{number}") for number in itertools.count(1))
     aside = next(name for name in names if not os.path.lexists(name))
     faults.point("fresh.before_rename")
     try:

@@ -7,7 +7,8 @@ row.
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -46,23 +47,28 @@ class Predicate:
         self.text = text
         self._table = table
         self._names = schema.names
+        self._named = _names_for_duckdb(schema.names)
         self.key = _KEY
         if table == "input":
             self.key = _free_name(schema.names)
             schema = schema.append(pa.field(self.key, pa.int64()))
+            self._named[self.key] = self.key
         self._schema = schema
         self._expression = _SHORT.get(text.strip(), text) if table == "output" else text
         self._connection = _connect(table)
         nodes = self._parse()
         mentioned = {part.lower() for node in nodes for part in node.get("column_names", ())}
         reads_all = any(node.get("class") == "STAR" for node in nodes)
-        self.columns = [name for name in schema.names if reads_all or name == self.key or name.lower() in mentioned]
+        self.columns = [
+            name for name in schema.names if reads_all or name == self.key or self._named[name].lower() in mentioned
+        ]
         self._check_type()
 
     def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
         """The `key` of the rows for which it holds, of a table that has `columns`; null counts as no."""
-        query = f"SELECT {self.key} FROM {self._table} WHERE ({self._expression}\n)"
-        rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[self.key], np.int64)
+        key = self._named[self.key]
+        query = f'SELECT "{key}" FROM {self._table} WHERE ({self._expression}\n)'
+        rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[key], np.int64)
         return rows
 
     def _check_type(self) -> None:
@@ -77,7 +83,8 @@ class Predicate:
 
         try:
             with duckdb_errors(self._wrong):
-                self._connection.register(self._table, _readable(table))
+                named = _readable(table).rename_columns([self._named[name] for name in table.column_names])
+                self._connection.register(self._table, named)
                 return self._connection.execute(query).fetchnumpy()
         finally:
             # A query that a stop has cut short is still the connection's: it is the stop that counts.
@@ -99,7 +106,29 @@ class Predicate:
         for node in nodes:
             if (what := _NOT_OF_ONE_ROW.get(node.get("class", ""))) is not None:
                 raise self._wrong(f"it must speak of one row alone, but it holds {what}")
+        if any(name != alias for name, alias in self._named.items()):
+            self._rename(nodes)
+            [statement] = tree["statements"]
+            statement["node"]["select_list"] = expressions
+            query = "SELECT json_deserialize_sql(?)"
+            [row] = self._connection.execute(query, [json.dumps(tree)]).fetchall()
+            self._expression = row[0].removeprefix("SELECT ")
         return nodes
+
+    def _rename(self, nodes: list[dict[str, Any]]) -> None:
+        """Give the columns of an expression the names that DuckDB knows them by."""
+        for node in nodes:
+            if node.get("class") != "COLUMN_REF":
+                continue
+            path = node["column_names"]
+            place = 1 if len(path) > 1 and path[0] == self._table and path[0] not in self._named else 0
+            alike = [name for name in self._named if name.lower() == path[place].lower()]
+            if path[place] in alike:
+                alike = [path[place]]
+            if len(alike) > 1:
+                raise self._wrong(f"column '{path[place]}' may be {' or '.join(alike)}; write one of these")
+            if alike:
+                path[place] = self._named[alike[0]]
 
     def _tree(self, expression: str) -> dict[str, Any]:
         query = "SELECT json_serialize_sql(?)"
@@ -124,6 +153,20 @@ class Predicate:
             f"{opening}got {self.text!r}: {said}; must be {allowed}an expression in SQL over the "
             f'{self._table}\'s columns, such as "{example}"; there are {", ".join(self._names)}'
         )
+
+
+def _names_for_duckdb(names: Sequence[str]) -> dict[str, str]:
+    """A name for each column that no other has. DuckDB does not tell names apart that differ in case alone."""
+    counts = Counter(name.lower() for name in names)
+    taken = set(counts)
+    named = {}
+    for name in names:
+        alias, number = name, 1
+        while counts[name.lower()] > 1 and alias.lower() in taken:
+            alias, number = f"{name}_{number}", number + 1
+        taken.add(alias.lower())
+        named[name] = alias
+    return named
 
 
 def _free_name(names: Iterable[str]) -> str:

@@ -119,3 +119,17 @@ def test_a_stop_amid_a_query_is_a_stop(number: signal.Signals) -> None:
     finally:
         timer.join()
         signal.signal(number, before)
+
+
+def test_columns_that_differ_in_case_alone() -> None:
+    schema = pa.schema({"row_index": pa.int64(), "Lang": pa.string(), "lang": pa.string(), "lang_1": pa.int64()})
+    table = pa.table([[0, 1], ["en", "de"], ["de", "en"], [7, 8]], schema=schema)
+
+    def rows(text: str) -> list[int]:
+        predicate = Predicate(text, schema)
+        return predicate.matches(table.select(predicate.columns)).tolist()
+
+    assert (rows("lang = 'en'"), rows("Lang = 'en'"), rows('"lang" = \'de\'')) == ([1], [0], [0])
+    assert (rows("output.Lang = 'de'"), rows("LANG_1 = 8 AND lang = 'en'"), rows("Row_Index = 0")) == ([1], [1], [0])
+    with pytest.raises(PredicateError, match="column 'LANG' may be Lang or lang"):
+        Predicate("LANG = 'en'", schema)
