@@ -528,7 +528,7 @@ class _Draft:
 def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:
     """The value of a column, never None; or a RowError. null: the error type for a null."""
     if column not in values:
-        return RowError("missing_column", f"row has no column '{column}'")  # it cannot list the others: they were not read
+        return RowError("missing_column", f"row has no column '{column}'")  # only the needed columns were read
     value = values[column]
     return RowError(null, f"column '{column}' is null") if value is None else value
 
