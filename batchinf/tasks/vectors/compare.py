@@ -207,7 +207,7 @@ class _Compared:
     """Comparison of a column of vectors in some rows. All fields have one item for each row; NaN: nothing was compared.
 
     counts: compared vectors. total to greatest: over all numbers of the row's vectors. num_others: differences that are
-    not finite, which the sums leave out. sum_cosine, min_cosine, num_top1: over the row's vectors. is_other: whether any
+    not finite, which the sums leave out. sum_cosine, min_cosine, num_top1: over the vectors. is_other: whether any
     number differs.
     """
 
