@@ -283,7 +283,7 @@ class OpenShard:
     def _note(
         self, row_index: Int64Array, request_index: npt.NDArray[np.int32], num_requests: npt.NDArray[np.int32]
     ) -> BoolArray:
-        """Mark results as done. Returns which are new. Raises ValueError, and marks none, if one is of another shard."""
+        """Mark results as done. Returns which are new. Raises ValueError, and marks none, for a foreign result."""
         rows = self.rows.locals(row_index)
         self._begin_rows(rows, request_index, num_requests)
         requests = self._first_request[rows] + request_index
