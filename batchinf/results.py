@@ -111,8 +111,8 @@ class Results:
     def arrays(self, *columns: str, num_rows: int = 64) -> Iterator[dict[str, "Ragged | npt.NDArray[Any]"]]:
         """Columns by name, at most `num_rows` rows at a time, for output that does not fit in memory, such as logits.
 
-        Columns of lists come as in `ragged`, others as in `array`. For lists of vectors with one width, such as those of
-        task `logits`, `values` is [num_positions, width] and is not copied.
+        Columns of lists come as in `ragged`, others as in `array`. For lists of vectors with one width, such as those
+        of task `logits`, `values` is [num_positions, width] and is not copied.
         """
         is_list = [pa.types.is_list(self._type(column)) for column in columns]
         for batch in self.batches(columns, num_rows):
