@@ -1,9 +1,10 @@
-"""What telemetry costs: processor time of a step's figures in a replica, and of a look at all replicas.
+"""What telemetry costs: processor time of a step's figures in a replica, and of the coordinator's records.
 
     python benchmarks/telemetry.py --replicas 8
 
-A replica takes the scheduler's figures after each step and sends them once a second; the coordinator writes a look at
-all replicas, and at the devices where NVML is there, once a second at first and every 15 s in a long job. On any CPU.
+A replica reads the scheduler's figures after each step and sends them once a second. The coordinator records the load
+of all replicas, and of the devices if NVML is available: once a second at first, every 15 s in a long job. Runs on any
+CPU.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from batchinf.engines.vllm.engine import _Stats
 from batchinf.fleet.status import ReplicaLook, Telemetry
 from batchinf.replica.messages import Progress
 
-_STEP_S = 0.017  # of a small model with 1,024 requests on an H200: the shortest there is
+_STEP_S = 0.017  # of a small model with 1,024 requests on an H200, the shortest step
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def microseconds(call: Callable[[], None], number: int) -> float:
-    """Of one call."""
+    """Time of one call."""
     began = time.process_time()
     for _ in range(number):
         call()
