@@ -247,7 +247,6 @@ def _read(path: str, overrides: list[str] | None) -> "SpecFile":
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # rows may have characters that the terminal cannot show

@@ -29,7 +29,6 @@ _WAIT_S = 240.0
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--shape", default="llama-3.2-1b")

@@ -37,7 +37,6 @@ _SAMPLE_S = 0.2
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
@@ -80,7 +79,6 @@ def main() -> None:
 
 
 def keep(found: dict[str, Any], folder: pathlib.Path) -> None:
-    """Write the figures so far."""
     (folder / "results.json").write_text(json.dumps(found, indent=1))
 
 
@@ -193,7 +191,6 @@ def row_of(logprobs: Any, vocab_size: int) -> np.ndarray[Any, np.dtype[np.float1
 
 
 def summary(found: dict[str, Any], num_rows: int) -> str:
-    """The figures as text."""
     job, large = found[f"job_{num_rows}"], found[f"job_{4 * num_rows}"]
     disk = found["disk_bytes_per_s"] / found["row_bytes"]
     lines = ["| what | rows/s | job / it |", "| --- | ---: | ---: |"]

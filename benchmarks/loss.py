@@ -69,14 +69,12 @@ class Loss:
     oldest_s: float
 
     def line(self) -> str:
-        """A row of the table."""
         rate = self.num_finished / self.worked_s
         lost = len(self.lost)
         return f"| {self.worked_s:.1f} | {rate:,.0f} | {lost:,} | {lost / rate:.1f} | {self.oldest_s:.2f} |"
 
 
 def main() -> None:
-    """Make the job, kill it, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.01)

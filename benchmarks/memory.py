@@ -6,8 +6,8 @@
 
 RSS is the kernel's own peak. It includes pages of mapped files (the spool, the journal's segments), which the kernel
 takes back when it needs memory. `anonymous` excludes those and is sampled ten times a second. The scripted engine holds
-a whole completion for each request that it has: 5.4 MB at 32,000 tokens with their top 20. So compare only runs whose
-engine is full, with few requests at once.
+a whole completion for each request that it has: 5.4 MB at 32,000 tokens with their top 20. To compare runs, the engine
+must be full in the smallest one, too; a low `--max-num-seqs` does that.
 """
 
 import argparse
@@ -48,8 +48,6 @@ class Peak:
 
 @dataclass(slots=True)
 class Figures:
-    """The figures of one job."""
-
     num_rows: int
     seconds: float = 0.0
     num_parts: int = 0
@@ -58,7 +56,6 @@ class Figures:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", required=True)
     parser.add_argument("--single-row-group", action="store_true")

@@ -64,7 +64,6 @@ _THREAD = re.compile(r"^thread \((?P<id>[^)]*)\)(: (?P<name>.*))?$")
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -100,7 +99,6 @@ def main() -> None:
 
 
 def wait_for_first_request(process: "subprocess.Popen[bytes]", job: pathlib.Path, limit_s: float) -> None:
-    """Wait until the job's manifest has the event."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and process.poll() is None:
         if any('"first_request"' in log.read_text() for log in (job / "manifest").glob("*.jsonl")):

@@ -43,7 +43,6 @@ _LINKS = 30_000
 
 
 def main() -> None:
-    """Make the job, then time each command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000_000)
     parser.add_argument("--parts", type=int, default=100_000)
@@ -163,7 +162,6 @@ def cpu_seconds(pid: int) -> float:
 
 
 def status(out: pathlib.Path) -> dict[str, Any]:
-    """Ask how the job stands."""
     started, before = time.monotonic(), os.times()
     subprocess.run([sys.executable, "-m", "batchinf", "status", str(out)], check=True, stdout=subprocess.DEVNULL)
     after = os.times()
@@ -172,7 +170,6 @@ def status(out: pathlib.Path) -> dict[str, Any]:
 
 
 def report(what: str, figures: dict[str, Any]) -> None:
-    """Print one line."""
     print(f"{what}: {figures['wall_s']:.2f} s, {figures['cpu_s']:.2f} s of processor time", flush=True)
 
 

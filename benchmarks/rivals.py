@@ -36,7 +36,6 @@ class KeptOut(output_processor.LogprobsProcessor):
 
     @classmethod
     def from_new_request(cls, tokenizer: Any, request: Any) -> Any:
-        """See vLLM."""
         processor = super().from_new_request(None, request)
         processor.logprobs, processor.prompt_logprobs = [], []
         return processor

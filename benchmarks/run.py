@@ -3,7 +3,7 @@
     python benchmarks/run.py top20 --out results                                # the job and the workload's own rivals
     python benchmarks/run.py score0 score5 --out results --limit-s 520          # rivals of both in one engine start
     python benchmarks/run.py top20 small-top20 --estimate                       # minutes on an H200, nothing is run
-    python benchmarks/run.py lognormal --out results --replicas 1,2,4           # so many rows a replica
+    python benchmarks/run.py lognormal --out results --replicas 1,2,4           # for each replica as many rows
     python benchmarks/run.py prefix prefix-input --out results                  # the order of the rows, and its rival
     python benchmarks/run.py lognormal --shape tiny --rows 1500 --max-num-seqs 256 --replicas 1,2,4 --scripted 0.02
     python benchmarks/run.py top20 --shape tiny --rows 200 --out results        # anywhere, on a CPU
@@ -40,7 +40,6 @@ KINDS = ("raw", "ceiling", "sorted", "defaults", "chunks")  # in the order of ru
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("workloads", nargs="+", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
@@ -253,7 +252,6 @@ def grouped(prepared: list[Prepared]) -> list[list[Prepared]]:
 
 
 def engine_of(group: list[Prepared]) -> dict[str, Any]:
-    """The arguments of `LLM`."""
     workload, model, _ = group[0]
     return {
         "model": str(model),
@@ -312,7 +310,6 @@ class Results:
         self._found = {found["workload"]["name"]: found for found in known if found["workload"]["name"] not in fresh}
 
     def add(self, workload: Workload, kind: str, figures: dict[str, Any]) -> None:
-        """Add the figures of one run."""
         found = self._found.setdefault(workload.name, {"workload": dataclasses.asdict(workload)})
         found[kind] = figures
         self._path.write_text(json.dumps(list(self._found.values()), indent=1))

@@ -17,7 +17,6 @@ _ROUNDS, _CALLS, _WARM_UPS = 5, 20, 3
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=128256)
@@ -36,7 +35,6 @@ def main() -> None:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Time of one call on the device."""
     for _ in range(_WARM_UPS):
         call()
     rounds = []

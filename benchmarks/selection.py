@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Print a table, one line for each case and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "CASE"), help=argparse.SUPPRESS)

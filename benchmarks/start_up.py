@@ -32,7 +32,6 @@ _PADDING = "all work and no play " * 50_000  # a megabyte
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     parser.add_argument("--shape", default="llama-3.1-8b")
@@ -92,7 +91,6 @@ def job(
 
 
 def show(what: str, figures: dict[str, Any]) -> None:
-    """Print a line for a run."""
     print(f"{what}: {figures}", flush=True)
 
 

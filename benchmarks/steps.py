@@ -22,7 +22,6 @@ _SHARE, _PAUSE_S = 0.9, 1.0
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))

@@ -124,7 +124,6 @@ def simulate(
 
 
 def in_order(lengths: list[int], order: str) -> list[int]:
-    """The rows in the order of running."""
     rows = list(range(len(lengths)))
     if order == "input":
         return rows
@@ -138,7 +137,6 @@ def in_order(lengths: list[int], order: str) -> list[int]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=6000, help="a replica")
     parser.add_argument("--replicas", default="1,2,4,8")

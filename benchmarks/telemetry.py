@@ -24,7 +24,6 @@ _STEP_S = 0.017  # of a small model with 1,024 requests on an H200, the shortest
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--devices", default="", help="indices with commas between them")
@@ -48,7 +47,6 @@ def main() -> None:
 
 
 def microseconds(call: Callable[[], None], number: int) -> float:
-    """Time of one call."""
     began = time.process_time()
     for _ in range(number):
         call()

@@ -46,7 +46,6 @@ class _Request:
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--logprobs", type=int, default=20)

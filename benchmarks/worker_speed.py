@@ -59,7 +59,6 @@ class Watch:
     threads: dict[str, float] = field(default_factory=dict)
 
     def run(self, worker: Worker) -> None:
-        """Run the worker."""
         self.worker, self.threads = worker, thread_times()
         self.wall_s, self.cpu_s = time.monotonic(), time.process_time()
         worker.run()
@@ -79,7 +78,6 @@ class Watch:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -142,7 +140,6 @@ def thread_times() -> dict[str, float]:
 
 
 def report(watch: Watch, engine_s: float) -> None:
-    """Print the rates, and the time of each thread."""
     tokens = sum(part.num_output_tokens for part in watch.parts)
     num_bytes = sum(part.num_bytes for part in watch.parts)
     rows = sum(part.num_rows for part in watch.parts)

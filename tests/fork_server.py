@@ -108,7 +108,6 @@ class ForkServer:
         self.process.stdout.close()
 
     def can_fork(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process may have this environment."""
         return _read_at_import(environment) == self._environment
 
     def start(self, replicas: "ForkServer", *args: Any, **options: Any) -> ForkedPopen:

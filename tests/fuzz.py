@@ -1010,7 +1010,6 @@ def fuzz(name: str, cases: int, seed: int) -> tuple[dict[str, int], str]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=50_000, help="of all targets together")
     parser.add_argument("--seed", type=int, default=0)

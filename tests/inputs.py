@@ -260,6 +260,6 @@ print(first_pass, peak() - before, len(rows), rows[-1].values["id"])
 
 
 def peaks(path: pathlib.Path, cache: pathlib.Path, group_rows: int, num_rows: int) -> list[int]:
-    """Peak MiB after the scan and after reading the last `num_rows` rows, number of rows read, and the last one's id."""
+    """Peak MiB after the scan and after reading the last `num_rows` rows, rows read, and the last id."""
     command = [sys.executable, "-c", READ_HUGE, str(path), str(cache), str(group_rows), str(num_rows)]
     return [int(word) for word in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]

@@ -77,7 +77,6 @@ class Figures:
         return sum(self.strikes[name] for name in KILLS) + self.strikes["replica twice"]
 
     def line(self) -> str:
-        """The counts as text."""
         stops = sum(self.strikes[name] for name in STOPS)
         return (
             f"{self.jobs} jobs, {self.rows:,} rows, {self.num_kills} kills, {stops} stops, "

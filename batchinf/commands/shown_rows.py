@@ -83,7 +83,6 @@ class LengthCounts:
     num_tight: int = 0
 
     def add(self, prompt: Prompt) -> None:
-        """Count a row."""
         if (error := prompt.error) is not None:
             self.errors[error.error_type] += 1
             first = PromptErrors(error.error_type, 0, prompt.row_index, error.error_message)
@@ -96,7 +95,6 @@ class LengthCounts:
         self.num_tight += wanted is not None and self.room is not None and length + wanted > self.room
 
     def summary(self) -> PromptLengths:
-        """The counts as a finding."""
         lengths, num_sampled = sorted(self.lengths), len(self.lengths) + self.errors.total()
         errors = (
             PromptErrors(name, number, self.firsts[name].first_row, self.firsts[name].first_message)

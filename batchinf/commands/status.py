@@ -219,7 +219,7 @@ _SHARDS_TO_LOOK_AT = 1000
 
 
 def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
-    """The first `num_rows` finished rows as Python values, in the order in which the job runs them."""
+    """The first `num_rows` finished rows as Python values: those of the first parts, in input order within a part."""
     rows: list[dict[str, Any]] = []
     with contextlib.closing(_tables_of_all(out, num_rows)) as tables:
         for table in tables:
@@ -274,7 +274,6 @@ class _Journalled:
         self._order = RunOrder(folder, state.extents)
 
     def close(self) -> None:
-        """Close the input."""
         self._source.close()
 
     def rows(self, shard: int, num_rows: int) -> pa.Table:

@@ -257,7 +257,6 @@ def _settings(job: Job) -> Iterator[Setting]:
 
 
 def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence[int]:
-    """The positions of the rows that run."""
     if chosen is not None and chosen.selection is not None:
         return ChosenRows(chosen.num_rows, chosen.selection.rows)
     if chosen is not None:

@@ -311,7 +311,6 @@ def _check(job: Job, verification: Verification, results: Results) -> None:
 
 
 def _mode(job: Job) -> str:
-    """vLLM's `logprobs_mode`."""
     return str(job.spec.engine.get("logprobs_mode", job.task.logprobs_mode))
 
 

@@ -103,12 +103,10 @@ class Job:
 
     @property
     def task(self) -> Task:
-        """The task of the resolved spec."""
         return task_of(self.spec)
 
     @property
     def location(self) -> InputLocation:
-        """Where the input is."""
         return location_of(self.spec)
 
     @property
@@ -231,7 +229,6 @@ def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = ()
 
 
 def location_of(spec: JobSpec) -> InputLocation:
-    """Where a job's input is."""
     where = spec.input
     format = read_as(where.format)
     return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")

@@ -211,7 +211,6 @@ class HashingWriter(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
         self._digest.update(data)
         num_bytes = memoryview(data).nbytes
         self.num_bytes += num_bytes

@@ -35,7 +35,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
 }
 _CHAT_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
-# Sampling fields that are one for the whole job. A row may only repeat the job's value.
+# Sampling fields that all rows share. A row may only repeat the job's value.
 _OF_THE_JOB = ("n", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 

@@ -101,7 +101,6 @@ class Summary:
     remarks: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The closing lines."""
         verb = "was already done" if self.was_done else "done"
         return [
             f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "

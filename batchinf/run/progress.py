@@ -49,7 +49,6 @@ class ProgressDisplay:
                 tqdm.write(line, file=self._stream)
 
     def show(self, status: JobStatus) -> None:
-        """Update the display."""
         with contextlib.suppress(OSError):
             self._show(status)
 
@@ -77,7 +76,6 @@ class ProgressDisplay:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Close the bar."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.close()

@@ -133,7 +133,6 @@ class Changes(abc.ABC):
             self.examples += table.filter(table["is_changed"]).slice(0, wanted).to_pylist()
 
     def found(self) -> RowChanges:
-        """All counts."""
         only_a, only_b = self.errors[True, False], self.errors[False, True]
         examples = ({name: row[name] for name in row if name != "_distance"} for row in self.examples)
         return RowChanges(
@@ -165,7 +164,6 @@ class Deltas:
         self.greatest = max(self.greatest, greatest)
 
     def summary(self) -> DeltaSummary:
-        """The statistics of all differences."""
         num = max(1, self.num)
         return DeltaSummary(self.num, self.num_others, self.total / num, self.total_abs / num, self.greatest)
 
@@ -332,13 +330,11 @@ class NoVerification(Verification):
     """The default: the task cannot be verified."""
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise UserError."""
         raise UserError(f"task {self.spec.task} cannot be verified")
 
     def stored(
         self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]
     ) -> Iterator[StoredLogprobs | StoredVectors]:
-        """Nothing."""
         return iter(())
 
 

@@ -175,7 +175,6 @@ class InProcessBackend:
 
 
 def main() -> None:
-    """Run a job."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401 -- two threads cannot import it at once
 
     backend: Backend = InProcessBackend(os.environ.get("LOSES", ""))

@@ -309,7 +309,6 @@ class _Sums:
         self._deltas = Deltas()
 
     def add(self, rows: _Compared) -> None:
-        """Add some rows."""
         self._num_vectors += int(rows.counts.sum())
         self._num_rows += int(np.count_nonzero(rows.counts))
         self._num_top1 += int(rows.num_top1.sum())
@@ -326,7 +325,6 @@ class _Sums:
         )
 
     def summary(self, name: str, task: str | None) -> ColumnFound:
-        """The totals. name: the column's."""
         has_cosine = task in _COSINE_TASKS and self._num_cosines > 0
         return ColumnFound(
             name,
