@@ -64,7 +64,7 @@ class Reference:
                 output_loading_info=True,
             )
             self._model: Any = loaded.to(device).eval()
-        except Exception as error:  # anything at all may come out of here
+        except Exception as error:  # the model's own code may raise anything
             reason = error_message(error, 300)
             raise UserError(f"transformers cannot load '{model.name}' to verify it: {reason}") from error
         self._check_loaded(model, info)
