@@ -245,10 +245,9 @@ def _read(path: str, overrides: list[str] | None) -> "SpecFile":
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # whatever a row holds, and whatever the terminal takes
+            stream.reconfigure(errors="backslashreplace")  # rows may have characters that the terminal cannot show
     try:
         app()
     except BatchinfError as error:
@@ -268,7 +267,6 @@ def main() -> NoReturn:
 
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
-    """Print a report, as lines or as one JSON object."""
     from batchinf.base.text import to_json
 
     _print([to_json(report)] if as_json else lines)
@@ -280,5 +278,5 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def _plain(text: str) -> str:
-    """Text without what a terminal would obey: names of columns and files may be strangers'."""
+    """Escape control characters, which a terminal would obey: names of columns and files come from other people."""
     return re.sub("[\0-\b\v-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -1,14 +1,14 @@
-"""A job's output as arrays: its committed parts as tables, as numpy, and as a Hugging Face dataset.
+"""Reads a job's output as Arrow tables, numpy arrays or a Hugging Face dataset: `batchinf.open`.
 
     results = batchinf.open("out/my-job")
-    logprobs = results.ragged("logprobs")     # logprobs[i]: those of the i-th output row
+    logprobs = results.ragged("logprobs")     # logprobs[i]: of output row i
     means = logprobs.mean()                   # one number for each row, without a Python loop
     dataset = results.dataset()               # a datasets.Dataset, memory-mapped
     for rows in results.arrays("row_index", "logits"):  # of task logits, in bounded memory
         rows["logits"][0]                     # [num_positions, vocab_size]
 
-Only what the manifest names is read: a job at work can be read, and gives what is done. Rows come by their positions in
-the input, in whatever order they ran; only `batches` gives them part by part.
+It reads only committed parts, so it also works while the job runs. Rows come in the order of the input, in whatever
+order they ran. Only `batches` and `arrays` return them part by part.
 """
 
 import os
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Results:
-    """What is committed of a job, or of all slices of one."""
+    """The committed output of a job, or of all its slices."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         """out: the job's output folder. Raises OutputError if there is no job in it."""
@@ -44,7 +44,7 @@ class Results:
             raise OutputError(no_job_message(self.folder))
         self.spec: dict[str, Any] = states[0].header.spec
         self.identity: dict[str, Any] = states[0].header.identity
-        # What was taken in of the input at the beginning, and then each time that there was more.
+        # Fingerprints of the input at the beginning and after each `--extend`.
         self.taken: tuple[str, ...] = tuple(dict.fromkeys(states[0].source_fingerprints))
         self._is_in_order = all(extent.order is None for state in states for extent in state.extents)
         self.num_rows = sum(state.counts.num_rows for state in states)
@@ -62,31 +62,32 @@ class Results:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns. Raises OutputError where nothing is committed yet."""
+        """The columns. Raises OutputError if nothing is committed yet."""
         if not self.parts:
             raise OutputError(f"{self.folder}: nothing is committed yet; look again once a part is")
         return pq.read_schema(self.parts[0]).remove_metadata()
 
     def batches(self, columns: Sequence[str] | None = None, num_rows: int = 4096) -> Iterator[pa.RecordBatch]:
-        """All rows, at most `num_rows` at a time: in bounded memory, however many there are. They come in order, but
-        where the job has an `input.order` of its own: then those of each part do.
+        """All rows, at most `num_rows` at a time, in bounded memory.
+
+        Rows come in the order of the input. With an `input.order` in the spec only the rows within a part do.
         """
         names = self._names(columns)
         for path in self.parts:
-            # Else all that is asked of a part is read ahead, however few rows are wanted at a time.
+            # With pre_buffer, Parquet would read all wanted columns of a part at once.
             with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
                 yield from file.iter_batches(num_rows, columns=names)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """All rows in order, in memory. Name the columns that you need: those of tokens are most of it."""
+        """All rows in order, in memory. Name the columns that you need: columns of tokens are large."""
         names = self._names(columns)
         table = pa.concat_tables([_read_part(path, names) for path in self.parts])
         return table if (places := self._places()) is None else table.take(pa.array(places))
 
     def array(self, column: str) -> npt.NDArray[Any]:
-        """[num_rows]: a column that has no lists; nulls are NaN, or None where values are not numbers.
+        """A column without lists, [num_rows]. Nulls become NaN, or None if the values are not numbers.
 
-        Of vectors, as `embedding`, [num_rows, width]: each is copied once, from a part's pages to its place.
+        A column of vectors, such as `embedding`, becomes [num_rows, width]. Each vector is copied once.
         """
         type = self._type(column)
         if pa.types.is_fixed_size_list(type):
@@ -98,20 +99,20 @@ class Results:
         return np.asarray(self.table([column]).column(0).to_numpy())
 
     def ragged(self, column: str) -> Ragged:
-        """A column of lists, as `logprobs`, `token_ids` or `top_logprobs`, as values and offsets."""
+        """A column of lists, such as `logprobs`, `token_ids` or `top_logprobs`, as values and offsets."""
         type = self._type(column)
         if not pa.types.is_list(type):
             raise OutputError(f"column {column!r} holds {type}, no lists: ask for it with array()")
-        # A piece at a time: together they may be more than Arrow's lists of 32 bits can hold.
+        # In pieces: Arrow's lists have 32-bit offsets, which may not be enough for all rows.
         pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
         found = join_ragged(pieces) if pieces else to_ragged(pa.array([], type))
         return found if (places := self._places()) is None else found.take(places)
 
     def arrays(self, *columns: str, num_rows: int = 64) -> Iterator[dict[str, "Ragged | npt.NDArray[Any]"]]:
-        """Columns by name, at most `num_rows` rows at a time: for what does not fit in memory, as logits do not.
+        """Columns by name, at most `num_rows` rows at a time, for output that does not fit in memory, such as logits.
 
-        A column of lists is as `ragged` has it, another as `array` does. Of lists of rows that have one width, as task
-        logits has them, `values` is [num_positions, width] and lies where Parquet's own decoding put it.
+        Columns of lists come as in `ragged`, others as in `array`. For lists of vectors with one width, such as those
+        of task `logits`, `values` is [num_positions, width] and is not copied.
         """
         is_list = [pa.types.is_list(self._type(column)) for column in columns]
         for batch in self.batches(columns, num_rows):
@@ -121,7 +122,7 @@ class Results:
             }
 
     def dataset(self) -> "Dataset":
-        """All rows as a Hugging Face dataset; it keeps an Arrow copy in its own cache and maps it into memory."""
+        """All rows as a Hugging Face dataset, which keeps an Arrow copy in its cache and maps it into memory."""
         from datasets import Dataset
 
         self.schema  # noqa: B018  for its error
@@ -129,11 +130,11 @@ class Results:
         return found if (places := self._places()) is None else found.select(places)
 
     def _places(self) -> npt.NDArray[np.int64] | None:
-        """Where the rows in order lie among those of the parts; None where they lie in order."""
+        """For each row in order, its place among the rows of all parts; None if the parts are in order."""
         if self._is_in_order or not self.parts:
             return None
         rows = np.concatenate([batch.column(0).to_numpy() for batch in self.batches(["row_index"])])
-        # Those of one row lie together, and stay in their order.
+        # A stable sort keeps the samples of a row in their order.
         return np.argsort(rows, kind="stable")
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:

@@ -1,12 +1,12 @@
-"""Measure the arrangement of the package: size, seams, duplicates, and the modules that one row passes.
+"""Measure how the package is arranged: sizes, seams, duplicates, and the modules that one row passes.
 
     python benchmarks/house.py                      # this checkout
     python benchmarks/house.py --root ../other      # another one, such as an earlier commit in a worktree
     python benchmarks/house.py --no-trace           # without running a job
 
-The traced figure runs one row of the quickstart on the scripted engine, and lists the modules of which a function was
-called in the replica between the moment at which it reads the row and the moment at which the coordinator publishes
-its part. The coordinator's own loop, which runs whether there are rows or not, is left out.
+For the trace, one row of the quickstart runs on the scripted engine. A module is listed if the replica calls one of its
+functions after it has read the row and before the coordinator publishes its part. The coordinator's loop is left out,
+because it also runs without rows.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FORMATS = frozenset("jsonl csv parquet arrow text huggingface saved_dataset open
 ENDINGS = frozenset(".jsonl .ndjson .json .csv .tsv .parquet .arrow .feather .ipc .txt".split())
 MIN_LINES = 6
 
-# Runs in every process of the job: notes each function of the package that is called in the window.
+# Runs in each process of the job and records the functions of the package that are called.
 TRACER = """
 import os, pathlib, sys, threading, time
 
@@ -54,7 +54,6 @@ sys.setprofile(profile)
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parents[1])
     parser.add_argument("--no-trace", action="store_true")
@@ -90,7 +89,7 @@ def _has_code(tree: ast.Module) -> bool:
 
 
 def task_reads(package: pathlib.Path, trees: dict[pathlib.Path, ast.Module]) -> list[str]:
-    """Where code outside `tasks/` asks which task a job has, or looks into a task's section of the spec."""
+    """Places outside `tasks/` that test the name of a job's task or read a task's section of the spec."""
     lines = []
     for path, tree in trees.items():
         if path.relative_to(package).parts[0] == "tasks":
@@ -116,7 +115,7 @@ def _ends_with_spec(node: ast.expr) -> bool:
 
 
 def format_names(package: pathlib.Path, trees: dict[pathlib.Path, ast.Module]) -> list[str]:
-    """Where code outside `source/formats/` compares with the name, or the ending, of an input format."""
+    """Places outside `source/formats/` that compare with the name or ending of an input format."""
     lines = []
     for path, tree in trees.items():
         if "formats" in path.parts or path.stem in ("csv_file", "line_file", "arrow_file", "parquet_file"):
@@ -133,7 +132,7 @@ def format_names(package: pathlib.Path, trees: dict[pathlib.Path, ast.Module]) -
 
 
 def public_names(trees: dict[pathlib.Path, ast.Module]) -> list[str]:
-    """Names of classes and functions without an underscore that more than one module defines at its top."""
+    """Public names of classes and functions that several modules define at their top level."""
     places = collections.defaultdict(list)
     for path, tree in trees.items():
         for node in tree.body:
@@ -143,7 +142,7 @@ def public_names(trees: dict[pathlib.Path, ast.Module]) -> list[str]:
 
 
 def repeated_lines(files: list[pathlib.Path]) -> list[str]:
-    """Runs of lines, imports and blank ones aside, that stand in two places."""
+    """Sequences of lines, without imports and blank lines, that occur in two places."""
     places: dict[tuple[str, ...], str] = {}
     found = []
     for path in files:
@@ -167,7 +166,7 @@ def repeated_lines(files: list[pathlib.Path]) -> list[str]:
 
 
 def passed_modules(root: pathlib.Path, package: pathlib.Path) -> list[str]:
-    """Modules of which a function ran between the read and the publishing of one row."""
+    """Modules with a function that ran between the reading of one row and its publication."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "hook").mkdir()

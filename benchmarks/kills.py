@@ -1,10 +1,10 @@
-"""Kill the processes of a job that runs on real GPUs, and say how it ends and what memory the devices hold then.
+"""Kill processes of a job on real GPUs, and report how the job ends and how much device memory stays in use.
 
     python benchmarks/kills.py --out results --replicas 2
 
-One job, in turn: an engine core is killed, then a replica's own process, then the coordinator; the same command again
-finishes it. Each time the processes that were there and the memory in use are looked at. Prints a table, writes
-kills.json. On a machine without a GPU it runs with the tiny shape, where an engine core is part of its replica.
+One job loses an engine core, then a replica's own process, then the coordinator. The same command finishes it. After
+each kill the script checks the old processes and the memory in use. It prints a table and writes kills.json. It runs
+without a GPU with the tiny shape; an engine core is then part of its replica.
 """
 
 import argparse
@@ -29,7 +29,6 @@ _WAIT_S = 240.0
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--shape", default="llama-3.2-1b")
@@ -48,7 +47,7 @@ def main() -> None:
 
 
 class Kills:
-    """One job, hurt three times."""
+    """One job with three kills."""
 
     def __init__(self, folder: pathlib.Path, shape: str, num_rows: int, replicas: int) -> None:
         self._folder = folder
@@ -74,13 +73,13 @@ class Kills:
         self._spec.write_text(json.dumps(spec))
 
     def run(self) -> dict[str, Any]:
-        """All of it."""
+        """Run the job with all kills. Returns the figures."""
         started = time.monotonic()
         process = self._start()
         self._wait("all at work", lambda: self._are_at_work(process, 0))
         self._hurt(process, "an engine core", engine_core(self._replicas_of(process)[0]))
         self._wait("all at work again", lambda: self._are_at_work(process, 1))
-        # The oldest: it has not been hurt yet.
+        # The oldest one has not been killed yet.
         self._hurt(process, "a replica's own process", self._replicas_of(process)[0])
         self._wait("all at work again", lambda: self._are_at_work(process, 2))
         self._hurt(process, "the coordinator", psutil.Process(process.pid))
@@ -161,13 +160,13 @@ class Kills:
 
 
 def engine_core(replica: psutil.Process) -> psutil.Process:
-    """vLLM's engine core below a replica: the child that holds most memory; the replica itself where it has none."""
+    """A replica's engine core: the child with the most memory, or the replica itself if it has no child."""
     children = replica.children()
     return max(children, key=lambda one: one.memory_info().rss, default=replica)
 
 
 def memory_mib() -> list[int]:
-    """Memory in use on each device, in MiB; none where there is no device. What the driver itself keeps counts as 0."""
+    """Memory in use on each device, in MiB, without the driver's own. Empty without devices."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -3,11 +3,16 @@
     python benchmarks/logits.py --out results                                     # 8B shape, 128k vocabulary
     python benchmarks/logits.py --shape tiny-128k --rows 400 --out results        # anywhere, on a CPU
 
-In one run on one machine, one after the other: the rate at which the disk takes files that are fsynced; the job with
-so many rows and with four times as many, with the peak memory of its replica and of the engine's processes; then, on
-one engine, plain prefill (`max_tokens=1`, no logprobs, token ids in), and `logprobs=-1` read into an array through
-vLLM's dicts and through `flat_logprobs`, with few rows, as they take 0.1 to 1 s each. A job's time counts from the
-first request admitted to the last part committed. What is to be reached: 0.8 × the lower of prefill and disk.
+One run on one machine measures in this order:
+
+1. the disk, with files that are fsynced;
+2. the job, with the given number of rows and with four times as many, and the peak memory of its replica and engine;
+3. on one engine, plain prefill: `max_tokens=1`, no logprobs, token ids in;
+4. `logprobs=-1` read into an array, through vLLM's dicts and through `flat_logprobs`, with few rows: one takes 0.1
+   to 1 s.
+
+A job's time counts from the first admitted request to the last committed part. The goal is 0.8 × the lower of prefill
+and disk.
 """
 
 import argparse
@@ -32,7 +37,6 @@ _SAMPLE_S = 0.2
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
@@ -75,12 +79,11 @@ def main() -> None:
 
 
 def keep(found: dict[str, Any], folder: pathlib.Path) -> None:
-    """What is known so far."""
     (folder / "results.json").write_text(json.dumps(found, indent=1))
 
 
 def disk_rate(folder: pathlib.Path, num_mib: int) -> float:
-    """Bytes a second of random data in files of 64 MiB, each fsynced, as parts are."""
+    """Bytes a second of random data in files of 64 MiB, each with an fsync like parts."""
     data = np.random.default_rng(0).bytes(_PIECE_BYTES)
     num_files = max(1, num_mib * _MIB // _PIECE_BYTES)
     started = time.monotonic()
@@ -97,7 +100,7 @@ def disk_rate(folder: pathlib.Path, num_mib: int) -> float:
 def run_job(
     folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path, num_rows: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Figures of one job, and the most memory that its replica and the largest of the engine's processes held."""
+    """Figures of one job, and the peak memory of its replica and of the engine's largest process."""
     spec = {
         "model": {"name": str(model), "dtype": args.dtype, "load_format": "dummy"},
         "task": "logits",
@@ -132,7 +135,7 @@ def run_job(
 
 
 def look(pid: int, peak: dict[str, int]) -> None:
-    """Memory of a job's processes now: anonymous pages, as files that are written and mapped are the kernel's."""
+    """Note a job's memory. Only anonymous pages count: the kernel can take back pages of files."""
     try:
         root = psutil.Process(pid)
         for process in [root, *root.children(recursive=True)]:
@@ -144,11 +147,11 @@ def look(pid: int, peak: dict[str, int]) -> None:
         pass
 
 
-# -- the rivals, in a process of their own -----------------------------------------------------------------------------
+# -- the rivals, in their own process ----------------------------------------------------------------------------------
 
 
 def run_rivals(group: dict[str, Any]) -> None:
-    """Rows a second of plain prefill, and of each of vLLM's ways to give all of the vocabulary."""
+    """Rows a second of plain prefill, and of each of vLLM's ways to return the whole vocabulary."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, where there is no other device
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
@@ -177,7 +180,7 @@ def run_rivals(group: dict[str, Any]) -> None:
 
 
 def row_of(logprobs: Any, vocab_size: int) -> np.ndarray[Any, np.dtype[np.float16]]:
-    """[vocab_size] of the one position that was generated."""
+    """[vocab_size] of the generated position."""
     row = np.full(vocab_size, np.nan, np.float16)
     if hasattr(logprobs, "token_ids"):
         row[np.array(logprobs.token_ids)] = np.array(logprobs.logprobs, np.float16)
@@ -188,7 +191,6 @@ def row_of(logprobs: Any, vocab_size: int) -> np.ndarray[Any, np.dtype[np.float1
 
 
 def summary(found: dict[str, Any], num_rows: int) -> str:
-    """For people."""
     job, large = found[f"job_{num_rows}"], found[f"job_{4 * num_rows}"]
     disk = found["disk_bytes_per_s"] / found["row_bytes"]
     lines = ["| what | rows/s | job / it |", "| --- | ---: | ---: |"]

@@ -1,11 +1,11 @@
-"""What a crash costs: finished requests that kill -9 of every process loses, at the default checkpoint interval.
+"""What a crash costs: finished requests that are lost by kill -9 of all processes, at the default checkpoint interval.
 
     python benchmarks/loss.py [--kills 10] [--step-s 0.01] [--replicas 2]
 
-A job of the scripted engine is killed, all processes at once, at random moments of its work, and resumed. Each process
-notes what comes out of its engine, with the time, in a file of its own before anybody else sees it. A loss is what was
-noted and is neither in a committed or adoptable part nor in a whole segment; that exactly this much is run again, and
-nothing else, is checked against the notes of the later lives.
+All processes of a job on the scripted engine are killed at random moments, and the job is resumed. Each process notes
+the completions of its engine with the time in its own file, before anything else sees them. A completion is lost if it
+is noted, but is in no committed or adoptable part and in no whole segment. The notes of later epochs show that exactly
+the lost ones run again.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from batchinf.tasks.registry import task_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
-# Python imports this module at the start of every process that has its folder on its path.
+# Python imports this module when a process with its folder on the path starts.
 NOTES = """
 import os, struct, time
 from batchinf.engines.scripted import ScriptedEngine
@@ -61,7 +61,7 @@ assert struct.calcsize("<dq") == NOTE.itemsize
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One kill. lost: rows. oldest_s: how long before the kill the first of them had finished."""
+    """One kill. lost: rows. oldest_s: seconds from the end of the oldest of them to the kill."""
 
     worked_s: float
     num_finished: int
@@ -69,14 +69,12 @@ class Loss:
     oldest_s: float
 
     def line(self) -> str:
-        """A row of the table."""
         rate = self.num_finished / self.worked_s
         lost = len(self.lost)
         return f"| {self.worked_s:.1f} | {rate:,.0f} | {lost:,} | {lost / rate:.1f} | {self.oldest_s:.2f} |"
 
 
 def main() -> None:
-    """Make the job, kill it, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.01)
@@ -104,7 +102,7 @@ def main() -> None:
 
 
 def make(out: pathlib.Path, num_rows: int, num_replicas: int, step_s: float) -> pathlib.Path:
-    """Write input, spec and the module that takes notes."""
+    """Write input, spec and the module that notes completions."""
     shutil.rmtree(out, ignore_errors=True)
     (out / "hook").mkdir(parents=True)
     (out / "hook" / "sitecustomize.py").write_text(NOTES)
@@ -124,7 +122,7 @@ def make(out: pathlib.Path, num_rows: int, num_replicas: int, step_s: float) -> 
 
 
 def one_life(out: pathlib.Path, spec: pathlib.Path, life: int, work_s: float) -> tuple[Loss, npt.NDArray[np.void]]:
-    """Run the job for so long from its first finished request, and kill all of it; what that cost, and the notes."""
+    """Run the job for `work_s` seconds after its first finished request, and kill it. Returns loss and notes."""
     folder = out / f"notes-{life}"
     folder.mkdir()
     path = os.pathsep.join([str(out / "hook"), str(ROOT)])
@@ -154,7 +152,7 @@ def one_life(out: pathlib.Path, spec: pathlib.Path, life: int, work_s: float) ->
 
 
 def stored(folder: Folder) -> npt.NDArray[np.int64]:
-    """Rows that the next life will not run again: in parts, committed or to be adopted, and in whole segments."""
+    """Rows that the next epoch will not run again: those in committed or adoptable parts and in whole segments."""
     state = read_state(folder)
     assert state is not None
     rows = [np.arange(*bounds) for bounds in whole_shards(folder, state)]
@@ -167,7 +165,7 @@ def stored(folder: Folder) -> npt.NDArray[np.int64]:
 
 
 def whole_shards(folder: Folder, state: State) -> list[tuple[int, int]]:
-    """First and last row (exclusive) of each shard whose part is committed, or whole and yet to be adopted."""
+    """First and last row (exclusive) of each shard whose part is committed or adoptable."""
     found = {shard: shard_at(state.extents, shard) for shard in state.parts}
     for where, parse in (("parts", parse_part_name), ("staging", parse_staging_name)):
         for name in folder.list(where):
@@ -180,7 +178,7 @@ def whole_shards(folder: Folder, state: State) -> list[tuple[int, int]]:
 
 
 def check_rerun(losses: list[Loss], notes: list[npt.NDArray[np.void]], noted: npt.NDArray[np.void]) -> None:
-    """What a life runs that an earlier one had finished must have been lost there."""
+    """Check that rows that ran twice were lost by the earlier epoch."""
     for loss, before in zip(losses, notes, strict=True):
         again = np.intersect1d(before["row"], noted["row"])
         if not np.isin(again, loss.lost).all():

@@ -1,13 +1,13 @@
-"""Peak memory of the coordinator and of the replicas while a job of so many rows runs with the scripted engine.
+"""Peak memory of the coordinator and of the replicas while a job runs on the scripted engine.
 
     python benchmarks/memory.py --rows 10000 10000000
     python benchmarks/memory.py --rows 10000 10000000 --single-row-group
     python benchmarks/memory.py --rows 32 320 --output-tokens 32000 --logprobs 20 --max-num-seqs 8
 
-RSS is the kernel's own high-water mark and counts pages of mapped files (the spool, the journal's segments), which
-the kernel takes back whenever it needs them; `anonymous` is what is left without those, sampled ten times a second.
-The scripted engine holds whole answers from the moment it takes a request: 5.4 MB each at 32,000 tokens with their top
-20, so that it is to be full in the smaller run too, with few at once.
+RSS is the kernel's own peak. It includes pages of mapped files (the spool, the journal's segments), which the kernel
+takes back when it needs memory. `anonymous` excludes those and is sampled ten times a second. The scripted engine holds
+a whole completion for each request that it has: 5.4 MB at 32,000 tokens with their top 20. To compare runs, the engine
+must be full in the smallest one, too; a low `--max-num-seqs` does that.
 """
 
 import argparse
@@ -35,21 +35,19 @@ _MIB = 2**20
 
 @dataclass(slots=True)
 class Peak:
-    """The most that one process, or the largest of several, has held. In bytes."""
+    """Peak memory of one process, or of the largest of several, in bytes."""
 
     rss: int = 0
     anonymous: int = 0
 
     def look(self, pid: int) -> None:
-        """Note what a process holds now, and the most that it ever held."""
+        """Note the current and the peak memory of a process."""
         self.rss = max(self.rss, _kilobytes(f"/proc/{pid}/status", "VmHWM:"))
         self.anonymous = max(self.anonymous, _kilobytes(f"/proc/{pid}/smaps_rollup", "Anonymous:"))
 
 
 @dataclass(slots=True)
 class Figures:
-    """What one job came to."""
-
     num_rows: int
     seconds: float = 0.0
     num_parts: int = 0
@@ -58,7 +56,6 @@ class Figures:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", required=True)
     parser.add_argument("--single-row-group", action="store_true")
@@ -80,7 +77,7 @@ def main() -> None:
 
 
 def write_rows(path: pathlib.Path, num_rows: int, *, single_row_group: bool) -> None:
-    """Parquet rows `id` and `prompt`, every prompt another one of about 10 tokens."""
+    """Write Parquet rows `id` and `prompt`, with different prompts of about 10 tokens."""
     chunks = (_rows(start, min(start + _CHUNK_ROWS, num_rows)) for start in range(0, num_rows, _CHUNK_ROWS))
     with pq.ParquetWriter(path, _rows(0, 1).schema) as writer:
         for rows in [pa.concat_tables(chunks)] if single_row_group else chunks:
@@ -96,7 +93,7 @@ def _rows(start: int, stop: int) -> pa.Table:
 def write_spec(
     folder: pathlib.Path, output_tokens: int, logprobs: int | None, max_num_seqs: int, num_replicas: int
 ) -> pathlib.Path:
-    """The job's spec, as JSON, which is YAML."""
+    """Write the job's spec as JSON, which is valid YAML."""
     sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": output_tokens}
     if logprobs is not None:
         sampling["logprobs"] = logprobs
@@ -118,7 +115,7 @@ def write_spec(
 
 
 def run(spec: pathlib.Path, folder: pathlib.Path, num_rows: int) -> Figures:
-    """Run the job to its end, looking at its processes all the while."""
+    """Run the job to its end and watch its processes."""
     figures, started = Figures(num_rows), time.monotonic()
     with (folder / "job.log").open("wb") as log:
         command = [sys.executable, "-m", "batchinf", "run", str(spec)]
@@ -145,7 +142,7 @@ def _replicas(coordinator: int) -> Iterator[int]:
 
 
 def _kilobytes(path: str, name: str) -> int:
-    """The bytes that a line of a file of /proc says; 0 where the process is gone."""
+    """A value in a file of /proc, in bytes; 0 if the process has ended."""
     try:
         with open(path) as lines:
             return next((int(line.split()[1]) << 10 for line in lines if line.startswith(name)), 0)
@@ -154,7 +151,7 @@ def _kilobytes(path: str, name: str) -> int:
 
 
 def table(found: list[Figures]) -> str:
-    """The peaks, and by how much each is above the first."""
+    """The peaks, and how much each is above the first one."""
     lines = [
         "| rows | seconds | parts | coordinator RSS | anonymous | replica RSS | anonymous | most above the first |",
         "|" + " ---: |" * 8,

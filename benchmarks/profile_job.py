@@ -1,11 +1,11 @@
-"""Where a job's time goes, by process and thread: samples of py-spy while a workload runs.
+"""Where a job's time goes, by process and thread, from samples of py-spy.
 
     python benchmarks/profile_job.py small-top20 --out results/profile --seconds 20
 
-Starts the job and, once it has run for `--after` seconds, takes two samplings of each replica, its engine core and its
-workers: one of all threads, waiting ones too, and one of whichever thread holds the interpreter lock. Prints what share
-of the time each thread spent on what, writes profile.md and the raw stacks, and ends the job. Needs the program py-spy
-(`pip install py-spy`; `--py-spy` says where it is) and the right to look into other processes.
+Starts the job. After `--after` seconds it samples each replica, its engine core and its workers twice: all threads,
+including waiting ones, and the thread that holds the interpreter lock. It prints how each thread spends its time,
+writes profile.md and the raw stacks, and ends the job. It needs the program py-spy (`pip install py-spy`; `--py-spy`
+names its place) and the permission to trace other processes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import psutil
 from run import end, prepare, write_spec
 from workloads import WORKLOADS
 
-# The first rule whose pattern is in a stack (frames from the outermost to the innermost, joined by ';') names it.
+# A stack (frames from outermost to innermost, joined by ';') gets the name of the first rule that matches.
 RULES = [
     (name, re.compile(pattern))
     for name, pattern in (
@@ -64,7 +64,6 @@ _THREAD = re.compile(r"^thread \((?P<id>[^)]*)\)(: (?P<name>.*))?$")
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -94,13 +93,12 @@ def main() -> None:
     finally:
         below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         end(process)
-        psutil.wait_procs(below, timeout=30)  # the next engine needs the memory of this one's device
+        psutil.wait_procs(below, timeout=30)  # the next engine needs this one's device memory
     print(text)
     (folder / "profile.md").write_text(text)
 
 
 def wait_for_first_request(process: "subprocess.Popen[bytes]", job: pathlib.Path, limit_s: float) -> None:
-    """Return once the job's manifest has the event."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and process.poll() is None:
         if any('"first_request"' in log.read_text() for log in (job / "manifest").glob("*.jsonl")):
@@ -110,7 +108,7 @@ def wait_for_first_request(process: "subprocess.Popen[bytes]", job: pathlib.Path
 
 
 def profile(pid: int, folder: pathlib.Path, args: argparse.Namespace) -> str:
-    """Sample everything below the coordinator; the tables."""
+    """Sample all processes below the coordinator. Returns the tables."""
     processes = {child.pid: name_of(child) for child in psutil.Process(pid).children(recursive=True) if name_of(child)}
     busy: list[int] = []
     stop = threading.Event()
@@ -142,7 +140,7 @@ def profile(pid: int, folder: pathlib.Path, args: argparse.Namespace) -> str:
 
 
 def name_of(process: psutil.Process) -> str:
-    """What a process is; empty where nothing of it is to be seen."""
+    """The role of a process; empty if it is unknown."""
     with contextlib.suppress(psutil.Error):
         line = " ".join(process.cmdline()) + " " + process.name()
         for mark, name in (("batchinf.fleet.local.process", "replica"), ("EngineCore", "core"), ("Worker", "worker")):
@@ -155,11 +153,11 @@ def name_of(process: psutil.Process) -> str:
 
 def _parent(process: psutil.Process) -> str:
     parent = process.parent()
-    return " ".join(parent.cmdline()) if parent is not None else ""  # a forked core still has the replica's own line
+    return " ".join(parent.cmdline()) if parent is not None else ""  # a forked core has the command line of its replica
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds of a process so far, 0 where it is gone."""
+    """Processor seconds of a process so far; 0 if it has ended."""
     with contextlib.suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
         return float(times.user + times.system)
@@ -167,7 +165,7 @@ def cpu_s(pid: int) -> float:
 
 
 def watch_devices(busy: list[int], stop: threading.Event) -> None:
-    """Per cent of the last moment in which a kernel ran, four times a second, over all devices."""
+    """Append each device's utilisation in per cent to `busy`, four times a second."""
     try:
         import pynvml
 
@@ -183,7 +181,7 @@ Stacks = dict[str, collections.Counter[str]]
 
 
 def read(path: pathlib.Path) -> Stacks:
-    """Counted stacks by thread."""
+    """The number of samples of each stack, by thread."""
     threads: Stacks = collections.defaultdict(collections.Counter)
     for line in path.read_text(errors="replace").splitlines():
         stack, _, count = line.rpartition(" ")
@@ -195,7 +193,7 @@ def read(path: pathlib.Path) -> Stacks:
 
 
 def category(stack: str) -> str:
-    """What a stack is about."""
+    """The rule's name for a stack."""
     for name, pattern in RULES:
         if pattern.search(stack):
             return name
@@ -204,7 +202,7 @@ def category(stack: str) -> str:
 
 
 def tables(everything: Stacks, holding: Stacks, samples: int) -> list[str]:
-    """A table for each thread: per cent of the time on the clock, and in it with the interpreter lock."""
+    """A table for each thread: per cent of wall time, in total and with the interpreter lock."""
     lines = [f"All threads: lock held {100 * _total(holding) / samples:.0f} % of the time.\n"]
     for thread in sorted(everything, key=lambda name: -sum(holding.get(name, collections.Counter()).values())):
         on_clock, locked = (_by_category(stacks.get(thread)) for stacks in (everything, holding))

@@ -1,10 +1,10 @@
-"""Seconds to open and resume a large job that is nearly done, and to ask how it stands.
+"""Seconds to open and resume a large job that is nearly done, and to show its status.
 
     python benchmarks/resume.py --rows 100000000 --parts 100000
 
-The job is made by the package's own classes, without an engine: a Parquet input of so many rows (a number each, and a
-prompt that is the same for all), a manifest that names so many parts of the size that they have, and the parts, which
-are links to one small file. What it lacks are the last shards. `batchinf run` counts until it starts the first replica.
+The package's own classes make the job without an engine: a Parquet input (a number and the same prompt in each row), a
+manifest, and parts that are links to one small file. Only the last shards are missing. The time of `batchinf run`
+counts until the first replica starts.
 """
 
 import argparse
@@ -38,12 +38,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 MODEL = HERE.parent / "sample_data" / "tiny-llama"
 _GROUP_ROWS = 20_000
 _COMMIT_PARTS = 100
-# Hard links to one file that a file system allows, with something to spare.
+# Below the number of hard links to one file that file systems allow.
 _LINKS = 30_000
 
 
 def main() -> None:
-    """Make the job, then time each command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000_000)
     parser.add_argument("--parts", type=int, default=100_000)
@@ -68,7 +67,7 @@ def make(out: pathlib.Path, path: pathlib.Path, num_rows: int, num_parts: int) -
         "model": str(MODEL),
         "input": {"path": str(out / "rows.parquet"), "prompt_column": "prompt", "id_column": "id"},
         "sampling": {"temperature": 0.0, "max_tokens": 4},
-        # The last eighth is cut four times finer: 7/8 n + 4 * 1/8 n shards of the coarse size.
+        # The last eighth has shards of a quarter of the size, so there are 7/8 n + 4 * 1/8 n shards.
         "output": {"path": str(out / "job"), "rows_per_shard": max(4, num_rows * 11 // 8 // (num_parts + 8))},
         "scripted": {"start_s": 60},
     }
@@ -80,7 +79,7 @@ def make(out: pathlib.Path, path: pathlib.Path, num_rows: int, num_parts: int) -
 
 
 def write_rows(path: pathlib.Path, num_rows: int) -> None:
-    """Parquet of `id` and `prompt`, in row groups that are read as they are."""
+    """Write Parquet with `id` and `prompt`, in row groups small enough to be read without a spool."""
     with pq.ParquetWriter(path, pa.schema({"id": pa.int64(), "prompt": pa.string()})) as writer:
         for start in range(0, num_rows, _GROUP_ROWS):
             ids = pa.array(np.arange(start, min(start + _GROUP_ROWS, num_rows)))
@@ -88,7 +87,7 @@ def write_rows(path: pathlib.Path, num_rows: int) -> None:
 
 
 def make_job(job: Job, num_parts: int) -> None:
-    """The output folder as a coordinator would leave it after so many parts."""
+    """Write the output folder of a coordinator that has committed `num_parts` parts."""
     job.folder.make(*FOLDERS)
     header, extent = new_header(job, 1)
     num_shards = total_shards((extent,))
@@ -108,7 +107,7 @@ def make_job(job: Job, num_parts: int) -> None:
 
 
 def make_part(folder: Folder, shard: int, num_rows: int) -> Part:
-    """A part in its place, as the manifest is to have it."""
+    """Write a part and return its record for the manifest."""
     data = b"a part of no rows"
     target, first = folder.path(f"parts/{part_name(shard)}"), folder.path(f"parts/{part_name(shard - shard % _LINKS)}")
     if target == first:
@@ -144,7 +143,7 @@ def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
 
 
 def started_event(out: pathlib.Path, before: set[str]) -> dict[str, Any] | None:
-    """The new log's own `replica_started`, not one that it took over from earlier logs."""
+    """The new log's own `replica_started`, not one copied from earlier logs."""
     for log in out.glob("manifest/*.jsonl"):
         if log.name not in before:
             with log.open("rb") as file:
@@ -163,7 +162,6 @@ def cpu_seconds(pid: int) -> float:
 
 
 def status(out: pathlib.Path) -> dict[str, Any]:
-    """Ask how the job stands."""
     started, before = time.monotonic(), os.times()
     subprocess.run([sys.executable, "-m", "batchinf", "status", str(out)], check=True, stdout=subprocess.DEVNULL)
     after = os.times()
@@ -172,7 +170,6 @@ def status(out: pathlib.Path) -> dict[str, Any]:
 
 
 def report(what: str, figures: dict[str, Any]) -> None:
-    """Print one line."""
     print(f"{what}: {figures['wall_s']:.2f} s, {figures['cpu_s']:.2f} s of processor time", flush=True)
 
 

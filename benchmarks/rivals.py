@@ -1,17 +1,18 @@
-"""What a job is measured against: `LLM.generate` as people call it, and as fast as it goes.
+"""The rivals of a job: `LLM.generate` as people usually call it, and as fast as possible. `run.py` starts it.
 
     python benchmarks/rivals.py GROUP.json
 
-One engine is started for all runs of a group, since that takes longer than most of them; each run writes its result as
-soon as it is done. Kinds of run:
+All runs of a group share one engine, because its start takes longer than most runs. Each run writes its result when it
+is done. Kinds of run:
 
-ceiling: one call, no logprobs, not detokenised, prompts given as token ids. sorted: the same with the rows in the order
-of their texts, so that those that begin alike follow each other. raw: the same with the workload's logprobs
-left as the arrays that the engine core sends. defaults: one call on the texts with the workload's sampling and vLLM's
-defaults. chunks: the same in calls of `chunk_rows` rows with a Parquet file written after each.
+ceiling: one call with token ids, without logprobs and text.
+sorted: as ceiling, with rows sorted by text, so that prompts with the same beginning are neighbours.
+raw: as ceiling, with the workload's logprobs, which stay the arrays that the engine core sends.
+defaults: one call with texts, the workload's sampling and vLLM's defaults.
+chunks: as defaults, in calls of `chunk_rows` rows, each followed by writing a Parquet file.
 
-The time counts from the first call to the last row's return (chunks: to the last file); the engine's start and one
-warm-up call with the run's own parameters do not.
+The time counts from the first call to the return of the last row (chunks: to the last file). The engine's start and one
+warm-up call with the run's own parameters do not count.
 """
 
 import gc
@@ -31,11 +32,10 @@ OUTPUTS = ("logprobs", "prompt_logprobs", "stop")
 
 
 class KeptOut(output_processor.LogprobsProcessor):
-    """vLLM's keeper of a request's logprobs, which here are kept as they come."""
+    """Replaces vLLM's class that converts a request's logprobs. This one stores them as they come."""
 
     @classmethod
     def from_new_request(cls, tokenizer: Any, request: Any) -> Any:
-        """See vLLM."""
         processor = super().from_new_request(None, request)
         processor.logprobs, processor.prompt_logprobs = [], []
         return processor
@@ -48,10 +48,10 @@ class KeptOut(output_processor.LogprobsProcessor):
 
 
 def main() -> None:
-    """Run one group: its engine's start, then each run."""
+    """Start the engine of one group, then do each run."""
     group = json.loads(pathlib.Path(sys.argv[1]).read_text())
     started = time.monotonic()
-    if current_platform.is_cpu():  # where nothing can be compiled; the job does the same
+    if current_platform.is_cpu():  # CPUs here cannot compile; the job does the same
         group["engine"]["enforce_eager"] = True
     llm = LLM(**group["engine"])
     start_s = round(time.monotonic() - started, 1)
@@ -59,7 +59,7 @@ def main() -> None:
     for run in group["runs"]:
         result = pathlib.Path(run.pop("result"))
         key = json.dumps(run, sort_keys=True)
-        if key not in measured:  # the ceiling of workloads that differ by their logprobs alone is one and the same
+        if key not in measured:  # workloads that differ only in logprobs share a ceiling
             measured[key] = {"start_s": start_s, **measure(llm, run, result)}
         result.write_text(json.dumps(measured[key]))
         print(result.stem, result.parent.name, measured[key], flush=True)

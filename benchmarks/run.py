@@ -3,14 +3,14 @@
     python benchmarks/run.py top20 --out results                                # the job and the workload's own rivals
     python benchmarks/run.py score0 score5 --out results --limit-s 520          # rivals of both in one engine start
     python benchmarks/run.py top20 small-top20 --estimate                       # minutes on an H200, nothing is run
-    python benchmarks/run.py lognormal --out results --replicas 1,2,4           # so many rows a replica
+    python benchmarks/run.py lognormal --out results --replicas 1,2,4           # for each replica as many rows
     python benchmarks/run.py prefix prefix-input --out results                  # the order of the rows, and its rival
     python benchmarks/run.py lognormal --shape tiny --rows 1500 --max-num-seqs 256 --replicas 1,2,4 --scripted 0.02
     python benchmarks/run.py top20 --shape tiny --rows 200 --out results        # anywhere, on a CPU
 
-First each job, in a process of its own; then the rivals, in one process for all workloads of the same model and engine
-arguments, the quickest kinds first; what has been measured stands in results.json at any time. A job's time counts
-from the first request admitted to the last part committed.
+Each job runs first, in its own process. Then the rivals run, the fastest kinds first, in one process for all workloads
+with the same model and engine arguments. results.json always has the figures so far. A job's time counts from the first
+admitted request to the last committed part.
 """
 
 import argparse
@@ -36,11 +36,10 @@ from batchinf.fleet.local.backend import engine_environment
 from batchinf.fleet.local.devices import visible_devices
 
 HERE = pathlib.Path(__file__).resolve().parent
-KINDS = ("raw", "ceiling", "sorted", "defaults", "chunks")  # in the order in which they are run
+KINDS = ("raw", "ceiling", "sorted", "defaults", "chunks")  # in the order of running
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("workloads", nargs="+", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
@@ -72,7 +71,7 @@ def main() -> None:
 
 
 def chosen(args: argparse.Namespace) -> "itertools.chain[Workload]":
-    """The workloads of a command line, in the sizes that it asks for."""
+    """The workloads of the command line, in the wanted sizes."""
 
     def each(name: str) -> list[Workload]:
         numbers = [int(number) for number in args.replicas.split(",")] if args.replicas else [None]
@@ -90,7 +89,7 @@ def chosen(args: argparse.Namespace) -> "itertools.chain[Workload]":
 
 
 def prepare(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Model folder and prompts, which workloads of the same sizes share; the workload's own folder, empty."""
+    """Make the workload's empty folder. Returns model folder and prompts, which workloads of the same sizes share."""
     shutil.rmtree(out / workload.name, ignore_errors=True)
     (out / workload.name).mkdir(parents=True)
     model = make_model(workload.shape, out / "models" / workload.shape)
@@ -116,7 +115,7 @@ def prepare(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathli
 def run_job(
     workload: Workload, folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path, deadline: float
 ) -> dict[str, Any]:
-    """Run the workload as a batchinf job; figures from its own manifest."""
+    """Run the workload as a batchinf job. Returns figures from its manifest."""
     path, out = write_spec(workload, folder, model, prompts)
     started = time.monotonic()
     with (folder / "job.log").open("wb") as log:
@@ -135,7 +134,7 @@ def run_job(
 def write_spec(
     workload: Workload, folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path
 ) -> tuple[pathlib.Path, pathlib.Path]:
-    """The job's spec as a file, and its output folder."""
+    """Write the job's spec. Returns the file and the output folder."""
     out = folder / "job"
     sampling = workload.sampling()
     if workload.log_normal:
@@ -172,11 +171,11 @@ def write_spec(
 
 
 def watch(process: "subprocess.Popen[bytes]", deadline: float) -> tuple[float, dict[str, int]]:
-    """Wait for a job; its coordinator's processor seconds, and peak resident memory by kind of process."""
+    """Wait for a job. Returns the coordinator's processor seconds, and peak RSS by kind of process."""
     cpu_s, peak = 0.0, {"coordinator": 0, "replica": 0}
     while process.poll() is None:
         if time.monotonic() > deadline:
-            end(process)  # its replicas end when they no longer hear from it
+            end(process)  # its replicas notice that and end
         try:
             root = psutil.Process(process.pid)
             times = root.cpu_times()
@@ -191,7 +190,7 @@ def watch(process: "subprocess.Popen[bytes]", deadline: float) -> tuple[float, d
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process and the rest of its session's group."""
+    """Kill a process and its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -222,8 +221,8 @@ def from_manifest(out: pathlib.Path) -> dict[str, Any]:
 
 
 def from_telemetry(out: pathlib.Path, begun: float, ended: float) -> dict[str, Any]:
-    """Of each replica, by number: seconds before its first row and after its last, to a second, while others worked
-    (and the last parts were written); and the share of the prompts' tokens that the prefix cache had.
+    """By replica: seconds before its first row and after its last while others worked (and the last parts were
+    written), accurate to a second; and the share of prompt tokens from the prefix cache.
     """
     lines = [json.loads(line) for log in sorted((out / "telemetry").glob("*.jsonl")) for line in log.open()]
     looks = [(line["at"], look["replica"], look) for line in lines for look in line["replicas"]]
@@ -253,7 +252,6 @@ def grouped(prepared: list[Prepared]) -> list[list[Prepared]]:
 
 
 def engine_of(group: list[Prepared]) -> dict[str, Any]:
-    """What `LLM` is started with."""
     workload, model, _ = group[0]
     return {
         "model": str(model),
@@ -267,7 +265,7 @@ def engine_of(group: list[Prepared]) -> dict[str, Any]:
 
 
 def run_rivals(group: list[Prepared], out: pathlib.Path, number: int, deadline: float, results: "Results") -> None:
-    """All rivals of a group in one process, which writes each figure when it has it."""
+    """Run all rivals of a group in one process, which writes each figure at once."""
     wanted = [(workload, kind, path) for kind in KINDS for workload, _, path in group if kind in workload.rivals]
     runs = [
         {
@@ -286,7 +284,7 @@ def run_rivals(group: list[Prepared], out: pathlib.Path, number: int, deadline: 
     path.write_text(json.dumps({"engine": engine_of(group), "runs": runs}))
     with path.with_suffix(".log").open("wb") as log:
         command = [sys.executable, str(HERE / "rivals.py"), str(path)]
-        # On a processor as the job's replicas: the engine in the same process, with the same cores.
+        # On a CPU the engine runs like that of a job: in one process, on the same cores.
         own = {} if visible_devices() else engine_environment((), os.cpu_count() or 1, 0)
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **own})
         while process.poll() is None and time.monotonic() < deadline:
@@ -296,7 +294,7 @@ def run_rivals(group: list[Prepared], out: pathlib.Path, number: int, deadline: 
     results.collect(wanted, out)
 
 
-# Two ceilings of workloads that differ by these alone are one run.
+# Workloads that differ only in these share one ceiling.
 BARE: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None, "stop": None}
 
 
@@ -304,7 +302,7 @@ BARE: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None, "stop": None}
 
 
 class Results:
-    """Figures by workload and kind, in results.json at any time."""
+    """Figures by workload and kind. results.json is always up to date."""
 
     def __init__(self, out: pathlib.Path, fresh: list[str]) -> None:
         self._path = out / "results.json"
@@ -312,14 +310,13 @@ class Results:
         self._found = {found["workload"]["name"]: found for found in known if found["workload"]["name"] not in fresh}
 
     def add(self, workload: Workload, kind: str, figures: dict[str, Any]) -> None:
-        """Keep the figures of one run."""
         found = self._found.setdefault(workload.name, {"workload": dataclasses.asdict(workload)})
         found[kind] = figures
         self._path.write_text(json.dumps(list(self._found.values()), indent=1))
         print(workload.name, kind, figures, flush=True)
 
     def collect(self, wanted: list[tuple[Workload, str, pathlib.Path]], out: pathlib.Path) -> None:
-        """Keep what the rivals have written since."""
+        """Add the figures that the rivals have written."""
         for workload, kind, _ in wanted:
             path = out / workload.name / f"{kind}.json"
             with contextlib.suppress(OSError, json.JSONDecodeError):
@@ -328,7 +325,7 @@ class Results:
                     self.add(workload, kind, figures)
 
     def table(self) -> str:
-        """Tokens a second side by side, and the job's figure over each of the others."""
+        """Tokens a second side by side, and the ratio of the job's figure to each other one."""
         names = ["batchinf", *KINDS]
         lines = [
             f"| workload | {' | '.join(names)} | {' | '.join(f'/ {kind}' for kind in KINDS)} | coordinator, cores |",
@@ -345,7 +342,7 @@ class Results:
 
 
 def estimate(workloads: list[Workload]) -> str:
-    """Minutes of each step on an H200, from the speeds seen there."""
+    """Minutes of each step on an H200, from measured speeds."""
     lines, total, started = [], 0.0, set()
     engines: dict[str, list[Workload]] = {}
 

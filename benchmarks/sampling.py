@@ -1,9 +1,9 @@
-"""What logprobs cost on the device: milliseconds of one step's kernels, by k, as vLLM's V2 runner calls them.
+"""What logprobs cost on the device: milliseconds of one step's kernels of vLLM's V2 runner, by k.
 
     python benchmarks/sampling.py                                   # 1,024 requests, Llama 3's vocabulary, bfloat16
 
-The same for a job and for the raw engine: what `logprobs` costs before any of it is stored. Random logits; CUDA events
-around 20 calls after 3 that are not timed, the median of 5 such rounds. Needs a GPU.
+A job and the raw engine both pay this cost. The logits are random. CUDA events time 20 calls after 3 warm-up calls; the
+result is the median of 5 such rounds. Needs a GPU.
 """
 
 import argparse
@@ -17,7 +17,6 @@ _ROUNDS, _CALLS, _WARM_UPS = 5, 20, 3
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=128256)
@@ -36,7 +35,6 @@ def main() -> None:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Of one call on the device."""
     for _ in range(_WARM_UPS):
         call()
     rounds = []

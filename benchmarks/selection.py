@@ -1,10 +1,9 @@
-"""Time and peak memory of choosing rows, each of `where`, `sample` and `exclude` in a process of its own.
+"""Time and peak memory of choosing rows by `where`, `sample` and `exclude`, each in its own process.
 
     python benchmarks/selection.py --rows 1000000 10000000
 
-The input is Parquet, the earlier job's output too: a folder with its manifest and parts, which hold every other id.
-RSS is the kernel's own high-water mark, which counts pages of mapped files too; `anonymous`, the most that was left
-without those, is sampled ten times a second.
+The input is Parquet. The earlier job has done every other row. RSS is the kernel's own peak and includes pages of
+mapped files. `anonymous` excludes those and is sampled ten times a second.
 """
 
 import argparse
@@ -38,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Print a table, one line for each case and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "CASE"), help=argparse.SUPPRESS)
@@ -66,7 +64,7 @@ def main() -> None:
 
 
 def write_input(folder: pathlib.Path, num_rows: int) -> None:
-    """Five columns, a prompt of some 100 characters among them."""
+    """Write five columns, one of them a prompt of about 100 characters."""
     rng = np.random.default_rng(0)
     schema = pa.schema(
         [("id", "int64"), ("name", "string"), ("prompt", "string"), ("language", "string"), ("quality", "float64")]
@@ -85,7 +83,7 @@ def write_input(folder: pathlib.Path, num_rows: int) -> None:
 
 
 def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
-    """The output of a job that has done every other row: what of it is read."""
+    """Write the output of a job that has done every other row, as far as `exclude` reads it."""
     from batchinf.base.storage import Folder
     from batchinf.manifest.lines import Header
     from batchinf.manifest.log import Manifest
@@ -108,7 +106,7 @@ def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
 
 
 def choose_once(folder: pathlib.Path, case: str) -> None:
-    """Choose, and print what it took as JSON."""
+    """Choose rows, and print time and memory as JSON."""
     from batchinf.job.choose import choose
     from batchinf.job.open import open_job
     from batchinf.spec.file import read_spec

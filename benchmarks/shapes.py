@@ -1,8 +1,7 @@
-"""Models of real shapes with random weights, and prompts of exact lengths: what a benchmark needs and no hub has.
+"""Makes model folders with real shapes and prompts with exact lengths. All benchmarks on vLLM use them.
 
-`make_model` writes a folder with config, generation config and a byte-level BPE tokenizer of the shape's own
-vocabulary size, for vLLM's `load_format: dummy`. `make_prompts` writes Parquet rows whose prompts are random text of
-exactly so many tokens in that tokenizer.
+`make_model` writes config, generation config and a byte-level BPE tokenizer with the shape's vocabulary size, for
+vLLM's `load_format: dummy`. `make_prompts` writes Parquet rows with random text of an exact number of tokens.
 """
 
 import itertools
@@ -60,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(shape: str, folder: pathlib.Path) -> pathlib.Path:
-    """Write a model folder of this shape, without weights."""
+    """Write a model folder with this shape, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**SHAPES[shape], "torch_dtype": "bfloat16", "bos_token_id": 256, "eos_token_id": 257}
     (folder / "config.json").write_text(json.dumps(config))
@@ -72,9 +71,9 @@ def make_model(shape: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with exactly `vocab_size` entries, in which each of `words(vocab_size)` is one token.
+    """A byte-level BPE with exactly `vocab_size` entries. Each of `words(vocab_size)` is one token.
 
-    Merges: two letters; a space and two letters; those and two letters more.
+    Its merges are: two letters; a space and two letters; a space and four letters.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, "<bos>", "<eos>"])}
@@ -99,13 +98,13 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def words(vocab_size: int) -> list[str]:
-    """Words that are one token each when a space stands before them."""
+    """Words that are one token each after a space."""
     num_words = vocab_size - 258 - 2 * len(_LETTERS) ** 2
     return ["".join(word) for word in itertools.islice(_whole_words(), num_words)]
 
 
 def _whole_words() -> Iterator[tuple[str, str]]:
-    # Merges apply in the order of the alphabet: where the two middle letters come first, the word falls apart.
+    # Merges apply in alphabetical order. If the two middle letters come first in it, the word is split.
     pairs = ["".join(pair) for pair in itertools.product(_LETTERS, repeat=2)]
     for left, right in itertools.product(pairs, repeat=2):
         middle = left[1] + right[0]
@@ -125,7 +124,7 @@ def make_prompts(
 ) -> pathlib.Path:
     """Write rows `id`, `prompt` (exactly `num_tokens` tokens) and, if given, `max_tokens`.
 
-    prefix_tokens: of the prompt, which so many rows share, anywhere in the file.
+    prefix_tokens: tokens at the beginning of a prompt that `rows_per_prefix` rows share, anywhere in the file.
     """
     vocabulary = words(SHAPES[shape]["vocab_size"])
     chance = random.Random(seed)

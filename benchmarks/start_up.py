@@ -1,12 +1,12 @@
-"""How long a job's start takes: one replica and several, on cold and warm caches, with a short input and a long one.
+"""How long a job's start takes: with one replica and several, cold and warm caches, a short and a long input.
 
     python benchmarks/start_up.py --replicas 1,2 --input-gb 6 --out results             # 8B shape, on GPUs
     python benchmarks/start_up.py --replicas 1,2 --shape tiny --input-gb 0.5 --out results     # anywhere, on a CPU
 
-Each job has a few rows. For each number of replicas the first job finds the caches of vLLM, Triton and TorchInductor
-empty, the second as the first left them. Then, with those of the last: the long input is scanned alone, and a job
-scans it. `first_request_s` counts from the command to the first request admitted, `start_s` is each replica's own, from
-its process to its engine ready.
+Each job has a few rows. For each number of replicas a first job runs with empty caches of vLLM, Triton and
+TorchInductor, and a second one with the caches of the first. Then, with warm caches, the long input is scanned without
+a job and by a job. `first_request_s` counts from the command to the first admitted request. `start_s` is each replica's
+time from its process to its ready engine.
 """
 
 import argparse
@@ -32,7 +32,6 @@ _PADDING = "all work and no play " * 50_000  # a megabyte
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     parser.add_argument("--shape", default="llama-3.1-8b")
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def write_rows(path: pathlib.Path, num_rows: int, padding: str) -> pathlib.Path:
-    """Prompts beside a column that nobody asks for."""
+    """Write prompts, and a column of padding that the job does not use."""
     with path.open("w") as file:
         for number in range(num_rows):
             file.write(json.dumps({"id": number, "prompt": f"{number} " * 32, "padding": padding}) + "\n")
@@ -66,7 +65,7 @@ def write_rows(path: pathlib.Path, num_rows: int, padding: str) -> pathlib.Path:
 def job(
     folder: pathlib.Path, model: pathlib.Path, rows: pathlib.Path, num_replicas: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run one to its end; how long it took until the first request, and what its manifest says."""
+    """Run a job to its end. Returns the time until the first request, and figures from its manifest."""
     workload = WORKLOADS["top5"].sized(None, args.shape, num_replicas)
     own = folder / "job"
     shutil.rmtree(own, ignore_errors=True)
@@ -92,7 +91,6 @@ def job(
 
 
 def show(what: str, figures: dict[str, Any]) -> None:
-    """A line for each run, as soon as it is over."""
     print(f"{what}: {figures}", flush=True)
 
 

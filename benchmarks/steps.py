@@ -1,10 +1,10 @@
-"""A job's engine steps beside the raw engine's: how many of each kind, and how long they take.
+"""A job's engine steps next to the raw engine's: how many of each kind, and how long they take.
 
     python benchmarks/steps.py top20 --rows 6144 --out results
     python benchmarks/steps.py top20 --shape tiny --rows 400 --dtype float32 --out results     # anywhere, on a CPU
 
-Runs the workload as `run.py` does, first the job and then its ceiling, with vLLM's scheduler writing down when each
-step begins (`step_hook`). Where both have the same steps, what is left between them is how long a step takes.
+Runs the workload as `run.py` does, first the job and then its ceiling. A hook in vLLM's scheduler (`step_hook`) records
+the beginning of each step. If both have the same steps, they differ only in how long a step takes.
 """
 
 import argparse
@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 HERE = pathlib.Path(__file__).resolve().parent
-# The first step so full of tokens is one of the run, not of its warm-up, and what leads up to it has no such pause.
+# The run begins before the first step with this share of the most tokens, after an empty step or a pause this long.
 _SHARE, _PAUSE_S = 0.9, 1.0
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
@@ -40,9 +39,9 @@ def main() -> None:
 
 
 def table(steps: npt.NDArray[np.float64]) -> list[str]:
-    """Lines for the run in these steps, float64 [n, 3]: seconds, tokens, requests.
+    """Lines for a run. steps: float64 [n, 3]: seconds, tokens, requests.
 
-    The warm-up is told from it by the empty step after it, which vLLM makes where it schedules ahead of the device.
+    The warm-up ends with an empty step, which vLLM makes because it schedules ahead of the device.
     """
     first = int(np.flatnonzero(steps[:, 1] >= _SHARE * steps[:, 1].max())[0])
     begun = first

@@ -1,14 +1,14 @@
-"""How replicas end: a simulation of the last rows of a job, with the decisions of
-`batchinf.schedule.shards` as they are.
+"""Simulates the end of a job on several replicas, with the real decisions of `batchinf.schedule.shards`.
 
     python benchmarks/tail.py --rows 6000 --replicas 1,2,4,8
     python benchmarks/tail.py --rows 6000 --replicas 4 --order input --speeds 1,1,1,0.8
 
-Rows a replica, lengths log-normal (mean 179, most 1,500). A step takes `--step-ms`, and `--request-us` for each request
-in it: by default 85 ms at 1,024, as Llama-3.1-8B's shape on an H200. The coordinator decides every 0.2 s and hears
-once a second of finished rows. Printed: a job's time, the share of linear speed, the replicas' idle time at its end.
+`--rows` is the number for each replica. Lengths are log-normal (mean 179, at most 1,500). A step takes `--step-ms` plus
+`--request-us` for each request: by default 85 ms with 1,024 requests, as for Llama-3.1-8B's shape on an H200. The
+coordinator decides every 0.2 s and learns of finished rows once a second. The script prints the job's time, its share
+of linear speed-up, and the replicas' idle time at the end.
 
-Orders: `input`; `sorted`, plainly by length; `longest`, as `input.order: longest` deals the rows.
+Orders: `input`; `sorted`, by length; `longest`, as with `input.order: longest`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TURN_S, PROGRESS_S = 0.2, 1.0
 
 @dataclass
 class Replica:
-    """An engine with what waits before it."""
+    """An engine with its waiting requests."""
 
     index: int
     max_num_seqs: int
@@ -45,7 +45,7 @@ class Replica:
     assigned: deque[Shard] = field(default_factory=deque)
     ready: deque[int] = field(default_factory=deque)
     waiting: deque[int] = field(default_factory=deque)
-    ends: list[tuple[int, int]] = field(default_factory=list)  # (step at which it is done, row)
+    ends: list[tuple[int, int]] = field(default_factory=list)  # (step at which the row is finished, row)
     held: dict[int, Shard] = field(default_factory=dict)
     step: int = 0
     num_finished: int = 0
@@ -55,14 +55,14 @@ class Replica:
     busy_until: float = 0.0
 
     def load(self) -> ReplicaLoad:
-        """As the coordinator knows it."""
+        """The load that the coordinator knows."""
         unbegun = tuple(shard.index for shard in self.assigned)
         return ReplicaLoad(
             self.index, window(self.max_num_seqs), max(0, self.num_given - self.num_said), unbegun, is_accepting=True
         )
 
     def turn(self, until: float, lengths: list[int], order: list[int], step_s: float, request_s: float) -> None:
-        """Run steps until a moment."""
+        """Run steps until the time `until`."""
         while self.time < until:
             while self.assigned and len(self.ready) < window(self.max_num_seqs) // 2:
                 shard = self.assigned.popleft()
@@ -93,7 +93,7 @@ def simulate(
     step_s: float,
     request_s: float,
 ) -> tuple[float, list[float]]:
-    """Seconds that the job takes, and each replica's idle ones at its end. is_dealt: in an order of its own."""
+    """Seconds of the job, and each replica's idle seconds at its end. is_dealt: the job has an `input.order`."""
     num_rows = len(lengths)
     extent = Extent.of_all(0, num_rows, choose_rows_per_shard(num_rows, len(speeds), 179 * 36), 0)
     pending = PendingShards([extent], np.zeros(total_shards([extent]), np.bool_))
@@ -124,7 +124,6 @@ def simulate(
 
 
 def in_order(lengths: list[int], order: str) -> list[int]:
-    """Rows as they run."""
     rows = list(range(len(lengths)))
     if order == "input":
         return rows
@@ -138,7 +137,6 @@ def in_order(lengths: list[int], order: str) -> list[int]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=6000, help="a replica")
     parser.add_argument("--replicas", default="1,2,4,8")

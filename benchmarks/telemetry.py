@@ -1,9 +1,10 @@
-"""What telemetry costs: processor time of a step's figures in a replica, and of a look at all replicas.
+"""What telemetry costs: processor time of a step's figures in a replica, and of the coordinator's records.
 
     python benchmarks/telemetry.py --replicas 8
 
-A replica takes the scheduler's figures after each step and sends them once a second; the coordinator writes a look at
-all replicas, and at the devices where NVML is there, once a second at first and every 15 s in a long job. On any CPU.
+A replica reads the scheduler's figures after each step and sends them once a second. The coordinator records the load
+of all replicas, and of the devices if NVML is available: once a second at first, every 15 s in a long job. Runs on any
+CPU.
 """
 
 import argparse
@@ -19,11 +20,10 @@ from batchinf.engines.vllm.engine import _Stats
 from batchinf.fleet.status import ReplicaLook, Telemetry
 from batchinf.replica.messages import Progress
 
-_STEP_S = 0.017  # of a small model with 1,024 requests on an H200: the shortest there is
+_STEP_S = 0.017  # of a small model with 1,024 requests on an H200, the shortest step
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--devices", default="", help="indices with commas between them")
@@ -47,7 +47,6 @@ def main() -> None:
 
 
 def microseconds(call: Callable[[], None], number: int) -> float:
-    """Of one call."""
     began = time.process_time()
     for _ in range(number):
         call()

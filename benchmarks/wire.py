@@ -1,8 +1,8 @@
-"""What logprobs cost between vLLM's engine core and its front end in a step, and what holding them back costs instead.
+"""What logprobs cost between vLLM's engine core and its front end in a step, and what it costs to hold them back.
 
     python benchmarks/wire.py --requests 1024 --logprobs 20
 
-Processor milliseconds a step, of vLLM's own wire format on arrays as its runner makes them. Needs no device.
+Prints processor milliseconds a step, with vLLM's own wire format and arrays like those of its runner. Needs no device.
 """
 
 import argparse
@@ -25,17 +25,17 @@ _FINISHED_TOKENS = 128
 
 
 class _Requests:
-    """As much of vLLM's scheduler as is asked for here."""
+    """The parts of vLLM's scheduler that are needed here."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
 
     def add_request(self, request: Any) -> None:
-        """Nothing is scheduled."""
+        """Does nothing."""
 
 
 class _Holding(HoldingMixin, _Requests):
-    """Our part of the scheduler alone."""
+    """Only our part of the scheduler."""
 
 
 class _Request:
@@ -46,7 +46,6 @@ class _Request:
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--logprobs", type=int, default=20)
@@ -94,7 +93,7 @@ def main() -> None:
 
 
 def cpu_ms(work: Callable[[], Any]) -> float:
-    """Processor milliseconds of one call, the mean of many."""
+    """Mean processor milliseconds of one call."""
     work()
     began = time.process_time()
     for _ in range(_REPEAT):

@@ -1,12 +1,12 @@
-"""Output tokens a second that a worker takes from the scripted engine to Parquet, on one core.
+"""Output tokens a second from the scripted engine to Parquet in one worker, on one core.
 
     python benchmarks/worker_speed.py --rows 20000 --logprobs 20
 
-Everything of a replica but its engine and its channel: rows are read, tokenised and admitted; completions of exactly
-the adapter's types are decoded, encoded, journalled and written as parts, fsync and all. The scripted engine makes its
-arrays with the same core: its share is measured apart, and the rate is given with and without it. A step takes 1 ms
-(at 1,024 sequences no limit below a million tokens a second), as a real engine's step waits for its device too: one
-that never waits would take the core away from the other threads by turning in circles.
+It measures all of a replica except its engine and its channel: rows are read, tokenised and admitted; completions with
+the adapter's exact types are decoded, encoded, journalled and written as parts with fsync. The scripted engine uses the
+same core. Its time is measured separately, and the rate is printed with and without it. A step sleeps for 1 ms, as a
+real engine waits for its device; without that, a busy loop would take the core from the other threads. At 1,024
+sequences this allows a million tokens a second.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from batchinf.tasks.registry import task_of
 
 
 class TimedEngine(ScriptedEngine):
-    """Counts the processor time that its answers take."""
+    """Counts the processor time of its completions."""
 
     complete_s = 0.0
 
@@ -49,7 +49,7 @@ class TimedEngine(ScriptedEngine):
 
 @dataclass(slots=True)
 class Watch:
-    """Times a worker from its start to its last part, at which it is stopped."""
+    """Times a worker from its start to its last part, then stops it."""
 
     num_parts: int
     worker: Worker | None = None
@@ -59,7 +59,6 @@ class Watch:
     threads: dict[str, float] = field(default_factory=dict)
 
     def run(self, worker: Worker) -> None:
-        """Run the worker."""
         self.worker, self.threads = worker, thread_times()
         self.wall_s, self.cpu_s = time.monotonic(), time.process_time()
         worker.run()
@@ -79,7 +78,6 @@ class Watch:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -132,7 +130,7 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
 
 
 def thread_times() -> dict[str, float]:
-    """Processor seconds of each thread of this process so far, by name; of those not of Python, together."""
+    """Processor seconds of this process so far, by name of the thread; threads that are not Python's are summed."""
     names = {thread.native_id: thread.name.partition("_")[0] for thread in threading.enumerate()}
     times: dict[str, float] = {}
     for task in pathlib.Path("/proc/self/task").iterdir():
@@ -142,7 +140,6 @@ def thread_times() -> dict[str, float]:
 
 
 def report(watch: Watch, engine_s: float) -> None:
-    """Print the rates, and where the time went."""
     tokens = sum(part.num_output_tokens for part in watch.parts)
     num_bytes = sum(part.num_bytes for part in watch.parts)
     rows = sum(part.num_rows for part in watch.parts)

@@ -1,24 +1,24 @@
-"""The workloads that are measured, by name; sizes are parameters, so that a small version of each runs anywhere."""
+"""The workloads of `run.py`, by name. Sizes are parameters, so that a small version of each runs anywhere."""
 
 import math
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-BLOCK_TOKENS = 32  # of the KV cache; vLLM's CPU build takes none of 16
+BLOCK_TOKENS = 32  # of the KV cache; vLLM's CPU build refuses 16
 STARTS_S = {"cold": 75.0, "warm": 45.0}  # an engine of the 8B shape on an H200, without and with its compile cache
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Rows of `prompt_tokens` tokens in and `max_tokens` out (the end-of-sequence token is ignored).
+    """Rows with `prompt_tokens` tokens in and `max_tokens` out (the end-of-sequence token is ignored).
 
-    slow_rows: rows for the rivals `defaults` and `chunks`, which are several times slower. rivals: those that the
-    workload is held against. h200: tokens a second seen or expected on one H200, for planning alone: of output, of
-    the prompt where only one token comes out. chunk_rows: what the rival `chunks` gives to one call. order: the job's
-    `input.order`. task: the job's; one that scores takes each prompt as its text. scripted_step_s: least time of a
-    step of the scripted engine, which is then in vLLM's place. prefix_tokens: of the prompt, which `rows_per_prefix`
-    rows share, shuffled; all prefixes together are then three times what the KV cache is made to hold.
+    slow_rows: rows for the rivals `defaults` and `chunks`, which are several times slower. rivals: the kinds to compare
+    with. h200: tokens a second measured or expected on one H200, only for planning; of the output, or of the prompt if
+    only one token comes out. chunk_rows: rows for one call of the rival `chunks`. order: the job's `input.order`. task:
+    the job's; a scoring task scores each prompt. scripted_step_s: run on the scripted engine, with at least this time a
+    step. prefix_tokens: the beginning of the prompt that `rows_per_prefix` rows share, shuffled. The KV cache then
+    holds a third of all prefixes.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """EngineArgs for the job and its rivals alike: offline limits, no prefix cache unless it is the matter."""
+        """EngineArgs for job and rivals: offline limits, and a prefix cache only for workloads with prefixes."""
         arguments: dict[str, Any] = {
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
@@ -64,11 +64,11 @@ class Workload:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether prompt tokens are what counts."""
+        """Whether prompt tokens count, and not output tokens."""
         return self.max_tokens == 1
 
     def sampling(self) -> dict[str, Any]:
-        """Sampling fields of a spec, which are SamplingParams' too."""
+        """Sampling fields of a spec, which are also fields of SamplingParams."""
         fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": self.max_tokens, "ignore_eos": True}
         if self.logprobs is not None:
             fields["logprobs"] = self.logprobs
@@ -79,15 +79,15 @@ class Workload:
         return fields
 
     def budgets(self) -> list[int] | None:
-        """Output tokens of each row where they differ; a rival that runs fewer rows takes the first."""
+        """Output tokens of each row, if they differ. A rival with fewer rows uses the first ones."""
         return log_normal_lengths(self.num_rows, most=self.max_tokens) if self.log_normal else None
 
     def rows_of(self, kind: str) -> int:
-        """Rows that a rival runs."""
+        """Number of rows that a rival runs."""
         return min(self.num_rows, self.slow_rows) if kind in ("defaults", "chunks") else self.num_rows
 
     def num_tokens(self, kind: str) -> int:
-        """Tokens that count, of the job or a rival."""
+        """Number of tokens that count, of the job or a rival."""
         num_rows = self.rows_of(kind)
         if self.is_scoring:
             return num_rows * self.prompt_tokens
@@ -95,13 +95,13 @@ class Workload:
         return sum(budgets[:num_rows]) if budgets else num_rows * self.max_tokens
 
     def sized(self, num_rows: int | None, shape: str | None, replicas: int | None = None) -> "Workload":
-        """The same with other sizes. replicas: so many, with as many rows each."""
+        """The workload with other sizes. replicas: their number; each has as many rows as before."""
         sized = replace(self, num_rows=num_rows or self.num_rows, shape=shape or self.shape)
         if num_rows:
             sized = replace(sized, slow_rows=min(num_rows, self.slow_rows))
         if replicas:
             rows = sized.num_rows // sized.data_parallel_size * replicas
-            rivals = self.rivals if replicas == 1 else ()  # one engine is measured in the run of one replica
+            rivals = self.rivals if replicas == 1 else ()  # the run with one replica measures the rivals
             name = f"{self.name}-dp{replicas}"
             sized = replace(sized, name=name, data_parallel_size=replicas, num_rows=rows, rivals=rivals)
         return sized
@@ -137,12 +137,12 @@ WORKLOADS = {
             "score5", num_rows=2560, slow_rows=1024, prompt_tokens=1024, max_tokens=1, prompt_logprobs=5,
             rivals=("raw", "defaults"), h200=_SCORE,
         ),
-        # What a job of task `score` asks of the engine: the logprob of each token, and the likeliest one's.
+        # Task `score` needs the logprob of each token and of the likeliest one.
         Workload(
             "score-task", task="score", num_rows=2560, prompt_tokens=1024, max_tokens=1, prompt_logprobs=1,
             rivals=("raw",), h200=_SCORE,
         ),
-        # The lengths are a column of the input: a job takes them as `max_tokens: {column: max_tokens}`.
+        # The lengths are a column of the input, which the job reads with `max_tokens: {column: max_tokens}`.
         Workload(
             "lognormal", num_rows=6000, slow_rows=6000, prompt_tokens=128, max_tokens=1500, logprobs=5,
             log_normal=True, order="longest", rivals=("ceiling", "chunks"), h200=_LOG_NORMAL,
@@ -151,7 +151,7 @@ WORKLOADS = {
             "lognormal-input", num_rows=6000, slow_rows=6000, prompt_tokens=128, max_tokens=1500, logprobs=5,
             log_normal=True, rivals=(), h200={"batchinf": _LOG_NORMAL["batchinf"]},
         ),
-        # Of 18,432 rows' prompts of 576 tokens 2,304 prefixes of 512 are distinct; the cache holds 768 of them.
+        # 18,432 prompts of 576 tokens have 2,304 different prefixes of 512 tokens. The cache holds 768 of them.
         Workload("prefix", order="prefix", rivals=("sorted",), h200={"batchinf": 4500, "sorted": 4600}, **_PREFIXES),
         Workload("prefix-input", rivals=(), h200={"batchinf": 1300}, **_PREFIXES),
         Workload(
@@ -165,14 +165,14 @@ WORKLOADS = {
         Workload("tp2", logprobs=5, tensor_parallel_size=2, h200={"batchinf": 19315, "ceiling": 19862}),
         Workload("dp2", logprobs=5, data_parallel_size=2, num_rows=16384, rivals=(), h200={"batchinf": 23476}),
         Workload("seventy-one", num_rows=3072, rivals=(), h200={"batchinf": 5980}, **_SEVENTY),
-        # A guess: on four devices nothing has been measured yet.
+        # A guess: no run on four devices has been measured.
         Workload("seventy", num_rows=6144, data_parallel_size=2, rivals=(), h200={"batchinf": 11500}, **_SEVENTY),
     )
 }  # fmt: skip
 
 
 def log_normal_lengths(num_rows: int, mean: float = 179.0, most: int = 1500, seed: int = 0) -> list[int]:
-    """Output lengths as they come: log-normal with sigma 0.8, cut at `most`."""
+    """Output lengths: log-normal with sigma 0.8, at most `most`."""
     chance, sigma = random.Random(seed), 0.8
     mu = math.log(mean) - sigma**2 / 2
     return [max(1, min(most, round(chance.lognormvariate(mu, sigma)))) for _ in range(num_rows)]

@@ -1,4 +1,4 @@
-"""LoRA adapters of the sample model, made from a seed: strong enough to change what comes out."""
+"""Makes LoRA adapters of the sample model from a seed, strong enough to change the output."""
 
 import json
 import pathlib
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# Module, with its part of a layer: (values in, values out).
+# Module of a layer: (width in, width out).
 WIDTHS = {
     "self_attn.q_proj": (128, 128), "self_attn.k_proj": (128, 64), "self_attn.v_proj": (128, 64),
     "self_attn.o_proj": (128, 128), "mlp.gate_proj": (128, 320), "mlp.up_proj": (128, 320), "mlp.down_proj": (320, 128),
@@ -19,7 +19,7 @@ SCALE = 0.1
 def make_adapter(
     folder: pathlib.Path, seed: int, rank: int = 8, modules: tuple[str, ...] = tuple(WIDTHS), **config: Any
 ) -> pathlib.Path:
-    """An adapter as PEFT saves it, in `folder`."""
+    """Write an adapter to `folder` in PEFT's format."""
     random = torch.Generator().manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}

@@ -1,4 +1,4 @@
-"""The one real engine that the tests share, and the order in which files are run: the longest first."""
+"""The environment of all tests, the real engine that they share, and the order of files: the longest first."""
 
 import atexit
 import gc
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MODEL = Path(__file__).parent.parent / "sample_data" / "tiny-llama"
 
-# Read when vLLM and PyTorch are imported; processes that tests start inherit them.
+# vLLM and PyTorch read these on import. Processes that tests start inherit them.
 for name, value in {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -30,16 +30,16 @@ for name, value in {
     os.environ.setdefault(name, value)
 jobs.environment = dict(os.environ)
 
-# Here too, as in the processes that tests start: see `quick/sitecustomize.py`.
+# As in the processes that tests start: see `quick/sitecustomize.py`.
 gc.set_threshold(50_000, 20, 100)
-# vLLM's engine freezes all objects that there are; DuckDB lists its own among those that are left at the end.
+# vLLM's engine freezes all objects, and DuckDB would report its own as leaked at the end.
 atexit.register(gc.unfreeze)
 sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 
-# It adds the tasks to the spec, for tests that read a spec and import little else.
+# Importing this adds the tasks to the spec, for tests that import little else.
 from batchinf.tasks.registry import task_of  # noqa: E402
 
-# Each file runs in one of several processes: a long one that begins last would keep all of them waiting.
+# Each file runs in one of several processes. If a long file began last, all others would wait for it.
 LONGEST_FIRST = """test_head_start test_quarantine test_disk test_recovery test_end_to_end test_security test_cli
     test_coordinator test_stop_signals test_fuzz test_nothing_is_lost test_check test_two_at_once test_not_begun
     test_weekly test_choose test_extend test_error_rate test_vllm_pooling test_chat test_fresh test_early_shards
@@ -50,16 +50,16 @@ LONGEST_FIRST = """test_head_start test_quarantine test_disk test_recovery test_
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files, and leave the order within each as it is."""
+    """Sort the files. The order within a file stays."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Set how jobs start, for the test's fixtures too, and keep the process groups that vLLM's engines share."""
+    """Set how jobs start, before the test's fixtures run, and keep the process groups that vLLM's engines share."""
     jobs.may_fork = item.get_closest_marker("real_starts") is None
-    # Engines in the tests' own processes share them, and the first one that is closed would tear them down.
+    # Engines in the tests' process share torch's process groups. The first engine that closes would destroy them.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
             module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def vllm_engine() -> Iterator["VllmEngine"]:
-    """Started once, after some 10 s of imports. Its job asks for the top 50, more than vLLM allows by default."""
+    """A real engine, started once, after 10 s of imports. Its job stores the top 50, above vLLM's default limit."""
     pytest.importorskip("vllm")
     from batchinf.engines.vllm.engine import VllmEngine
     from batchinf.spec.job import JobSpec

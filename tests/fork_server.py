@@ -1,8 +1,8 @@
-"""A server that forks the processes of jobs: what they import takes a second to import, and 20 ms to fork.
+"""A server that forks the processes of jobs in tests: a fork takes 20 ms, a new process a second for its imports.
 
-`jobs.start` starts one for each process of pytest and has it fork `batchinf`; a `batchinf` that was forked has it fork
-its replicas. The server has one thread and runs no job. What it forks gets the session, streams, environment, folder,
-arguments and signal handlers of a new process, and runs its module as `python -m` does.
+`jobs.start` starts one server for each process of pytest. The server forks `batchinf`, and also the replicas of a
+forked `batchinf`. It has one thread and runs no job. A forked process gets the session, streams, environment, folder,
+arguments and signal handlers of a new one, and runs its module like `python -m`.
 """
 
 import atexit
@@ -27,24 +27,24 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-# What a job imports beside batchinf, on the scripted engine.
+# Other imports of a job on the scripted engine.
 _MODULES = """duckdb filecmp numpy.ma numpy.random pynvml transformers transformers.tokenization_utils_tokenizers
     typer._click.decorators""".split()
-# And on real vLLM on a CPU, in 10 s.
+# Further imports of a job on real vLLM on a CPU; they take 10 s.
 _VLLM = "batchinf.engines.vllm"
 _VLLM_MODULES = """vllm.model_executor.layers.quantization.online vllm.model_executor.models.llama vllm.renderers.hf
     vllm.v1.attention.backends.cpu_attn vllm.v1.worker.cpu_worker""".split()
-# Read when Python starts or a library is imported: a process in which one of these differs cannot be forked.
+# Python or libraries read these when they start. A process cannot be forked if one of them differs.
 _READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
 _LONGEST_COMMAND = 4000
 _PAIR = struct.Struct("ii")
 
 
 class ForkedPopen(subprocess.Popen[Any]):
-    """A `Popen` whose process a server forks. The server is its parent, and passes on how it ended."""
+    """A `Popen` whose process a server forks. The server is the parent and sends the exit status."""
 
     def __init__(self, address: str, replicas: str, *args: Any, **options: Any) -> None:
-        """address: the server's; replicas: that of the server which forks the process's own replicas."""
+        """address: of the server. replicas: address of the server that forks the process's replicas."""
         self._address, self._replicas = address, replicas
         super().__init__(*args, **options)
 
@@ -86,16 +86,16 @@ class ForkedPopen(subprocess.Popen[Any]):
             return 0, 0
         content = os.read(self._ending, _PAIR.size)
         os.close(self._ending)
-        return _PAIR.unpack(content) if content else (self.pid, signal.SIGKILL)  # nothing: the server is gone
+        return _PAIR.unpack(content) if content else (self.pid, signal.SIGKILL)  # empty: the server has ended
 
 
 class ForkServer:
-    """A server and what it can fork: processes with the environment that it was started with, save what is harmless."""
+    """Starts a server, which can fork processes with its own environment. Harmless variables may differ."""
 
     def __init__(self, environment: Mapping[str, str], *, has_vllm: bool = False) -> None:
         self._environment = _read_at_import(environment)
         self.address = f"\0batchinf-tests-{os.getpid()}-{random.getrandbits(64):x}"
-        # The server ends with its standard input, so with this process. Its command is overwritten by what it forks.
+        # The server ends when this process closes its standard input. Forked processes overwrite the long command.
         self.process = subprocess.Popen(
             [sys.executable, "-P", __file__, self.address[1:], "vllm" if has_vllm else "", "-" * _LONGEST_COMMAND],
             env=environment,
@@ -108,15 +108,14 @@ class ForkServer:
         self.process.stdout.close()
 
     def can_fork(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process may have this environment."""
         return _read_at_import(environment) == self._environment
 
     def start(self, replicas: "ForkServer", *args: Any, **options: Any) -> ForkedPopen:
-        """As `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
+        """Like `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
         return ForkedPopen(self.address, replicas.address, *args, **options)
 
     def close(self) -> None:
-        """End the server. What it has forked goes on."""
+        """End the server. Forked processes keep running."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
@@ -126,11 +125,11 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
 
 
-# What follows runs in the server and in what it forks.
+# The rest of the module runs in the server and in forked processes.
 
 
 def _serve(address: str) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request, until standard input ends. Returns in the forked ones, with their request."""
+    """Fork a process for each request until standard input ends. Returns only in forked processes, with the request."""
     awake, alarm = socket.socketpair()
     for end in (awake, alarm):
         end.setblocking(False)
@@ -166,12 +165,12 @@ def _fork(connection: socket.socket, endings: dict[int, int]) -> tuple[dict[str,
                 content = file.read(struct.unpack("i", head)[0])
             request = json.loads(content)
     except (OSError, ValueError, struct.error):
-        # Who asked has been killed, or stopped, meanwhile.
+        # The requesting process has ended.
         for descriptor in descriptors:
             os.close(descriptor)
         return None
     with warnings.catch_warnings():
-        # Python 3.12 warns of jemalloc's own thread, which jemalloc starts anew in a fork.
+        # Python 3.12 warns of jemalloc's thread, but jemalloc starts a new one after a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -196,7 +195,7 @@ def _tell(ending: int, *pair: int) -> None:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> str:
-    """Make this process the one that was asked for, as if it were new. Returns the module that it is to run."""
+    """Turn this process into the requested one, as if it were new. Returns the module to run."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -204,7 +203,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     command = request["command"]
     _show([*command, f"of-{request['parent']}"])
     ending, *others = descriptors
-    _tell(ending, os.getpid(), 0)  # not sooner: its parent may look for it, or end its process group
+    _tell(ending, os.getpid(), 0)  # only now may its parent look for it or end its process group
     _place(others, request["numbers"])
     os.chdir(request["folder"])
     os.umask(request["umask"])
@@ -219,7 +218,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     if "-P" not in command:
         sys.path.insert(0, request["folder"])
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    # Those of the server remember what kinds of file its own were.
+    # The server's stream objects are set up for the server's own files.
     sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
     if module == "batchinf":
@@ -233,7 +232,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
 
 
 def _place(descriptors: list[int], numbers: list[int]) -> None:
-    """Give descriptors their numbers, and close all others."""
+    """Move descriptors to their numbers, and close all others."""
     first = max(*numbers, *descriptors, 255) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first) for descriptor in descriptors]
     os.closerange(3, first)
@@ -243,7 +242,7 @@ def _place(descriptors: list[int], numbers: list[int]) -> None:
 
 
 def _show(command: list[str]) -> None:
-    """Overwrite the server's command, which `ps` and psutil show."""
+    """Overwrite the server's command line, which `ps` and psutil show."""
     with open("/proc/self/stat") as file:
         start, end = map(int, file.read().rpartition(")")[2].split()[45:47])
     content = "\0".join(command).encode()[: end - start - 1]
@@ -251,7 +250,7 @@ def _show(command: list[str]) -> None:
 
 
 def _fork_modules(server: str) -> None:
-    """Have a server fork what this process starts as `python -P -m MODULE`: replicas, and questions to vLLM."""
+    """Replace `subprocess.Popen`, so that a server forks each `python -P -m MODULE`: replicas, and queries to vLLM."""
     new = subprocess.Popen
 
     class Popen(ForkedPopen):
@@ -267,7 +266,7 @@ def _fork_modules(server: str) -> None:
 
 
 def _run(module: str) -> NoReturn:
-    """Run a module as the main one, and end as Python does, save that it frees nothing: that takes 1 s in a fork."""
+    """Run a module as main and exit like Python, but free nothing: that takes 1 s in a fork."""
     code: Any = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -288,7 +287,7 @@ def _run(module: str) -> NoReturn:
 
 
 def main() -> None:
-    """Import all that jobs need, and fork processes that have it."""
+    """Import everything that jobs need, then fork processes."""
     address, vllm, _ = sys.argv[1:]
     own = [name for _, name, _ in pkgutil.walk_packages(importlib.import_module("batchinf").__path__, "batchinf.")]
     for name in own + _MODULES + _VLLM_MODULES * bool(vllm):

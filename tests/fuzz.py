@@ -1,10 +1,10 @@
-"""Fuzzing: whole files are hurt where their structure lies, and read as the commands read them.
+"""Fuzzing: damages valid files where their structure is, and reads them as the commands do.
 
     python tests/fuzz.py [--cases 50000] [--seed 0] [--target NAME]...
 
-Each target runs in a process of its own, for a damaged file may kill a native library; the case that was at work is
-then left in its folder. A case passes if it succeeds or ends in a UserError (or the system's own OSError, which the
-command line turns into a line too) whose words can be printed. Everything else is a bug.
+Each target runs in its own process, because a damaged file may crash a native library. The folder of the crashed case
+is kept. A case passes if it succeeds, or if it raises a printable UserError or OSError, which the command line shows as
+one line. Everything else is a bug.
 """
 
 import argparse
@@ -67,14 +67,14 @@ from batchinf.spec.file import check_engine_arguments, dump_spec, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-CASE_S = 30  # a case that takes longer hangs
-MEMORY_BYTES = 8 << 30  # of address space: a case that asks for more has been led to it
-MAX_ROWS = 2_000  # that are read of an input: a hurt file may say that it has more
+CASE_S = 30  # a case that takes longer counts as hanging
+MEMORY_BYTES = 8 << 30  # of address space; only a damaged size can ask for more
+MAX_ROWS = 2_000  # to read of an input, as a damaged file may claim to have more
 
 
 @dataclass(frozen=True)
 class Target:
-    """strategy: of a case. run: one case, in a folder of its own, with what `prepare` made. weight: its share."""
+    """strategy: makes a case. run: runs one case in its own folder, with the result of `prepare`. weight: its share."""
 
     strategy: Callable[[Any], st.SearchStrategy[Any]]
     run: Callable[[pathlib.Path, Any, Any], None]
@@ -82,7 +82,7 @@ class Target:
     weight: int = 1
 
 
-# -- how bytes are hurt ------------------------------------------------------------------------------------------------
+# -- damage to bytes ---------------------------------------------------------------------------------------------------
 
 _NUMBERS = [
     0,
@@ -126,7 +126,7 @@ HURTS = st.lists(
 
 
 def hurt(data: bytes, hurts: list[tuple[Any, ...]]) -> bytes:
-    """The bytes after each of these in turn."""
+    """The bytes after all of this damage, in order."""
     out = bytearray(data)
     for kind, place, *rest in hurts:
         at = _at(len(out), place)
@@ -165,7 +165,7 @@ def _at(length: int, place: tuple[str, int]) -> int:
     return length - 1 - number % min(length, 600) if where == "tail" else number % length
 
 
-# -- how values are hurt -----------------------------------------------------------------------------------------------
+# -- damage to values --------------------------------------------------------------------------------------------------
 
 SCALARS = st.one_of(
     st.none(),
@@ -190,7 +190,7 @@ EDITS = st.lists(
 
 
 def edit(value: Any, edits: list[tuple[str, int, Any]]) -> Any:
-    """A copy of a JSON value with fields, at any depth, set, deleted, renamed or repeated."""
+    """A copy of a JSON value with fields set, deleted, renamed or repeated at any depth."""
     holder = [copy.deepcopy(value)]
     for kind, number, new in edits:
         places = list(_slots(holder))
@@ -282,18 +282,18 @@ def _run_spec(folder: pathlib.Path, made: list[Any], case: Any) -> None:
 # -- the output folder -------------------------------------------------------------------------------------------------
 
 
-JOB = "BATCHINF_FUZZ_JOB"  # in the environment: the folder of a job that serves several targets
+JOB = "BATCHINF_FUZZ_JOB"  # environment variable: the folder of a job that several targets use
 
 
 def _job(folder: pathlib.Path) -> pathlib.Path:
-    """A copy of the output folder of a job that was killed."""
+    """A copy of the output folder of a killed job."""
     if JOB not in os.environ:
         return make_job(folder)
     return pathlib.Path(shutil.copytree(os.environ[JOB], folder / "out"))
 
 
 def make_job(folder: pathlib.Path) -> pathlib.Path:
-    """The output folder of a job that was killed: parts, a journal, two logs."""
+    """Make the output folder of a killed job: parts, a journal, two logs."""
     spec = jobs.spec_of(
         folder,
         output={"rows_per_shard": 16},
@@ -314,12 +314,12 @@ def make_job(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _counts(out: pathlib.Path) -> tuple[int, int]:
-    """Parts and segments."""
+    """Numbers of parts and segments."""
     return len(Folder(out).list("parts", "part-")), len(Folder(out).list("journal"))
 
 
 def _link(source: pathlib.Path, target: pathlib.Path, but: str) -> None:
-    """A folder like another one, its files linked, but for one of its entries, which is copied."""
+    """Copy a folder with links to its files. Only the entry `but` is a real copy."""
     target.mkdir()
     for path in source.iterdir():
         if path.name == but:
@@ -329,7 +329,7 @@ def _link(source: pathlib.Path, target: pathlib.Path, but: str) -> None:
 
 
 def _look(out: pathlib.Path, num_rows: int = 30) -> None:
-    """What `status` and `head` print can be printed."""
+    """Run `status` and `head`, and check that their output can be printed."""
     errors = []
     for lines in (
         lambda path: status_lines(job_status(path)),
@@ -363,7 +363,7 @@ def _logs(folder: pathlib.Path) -> _Logs:
         if is_last:
             commits.append(lines)
             lines = []
-    # Lines of these kinds stand in manifests, but not in this one.
+    # Kinds of lines that this manifest does not have.
     state = read_state(Folder(out))
     assert state is not None
     group = {"replica": 0, "incarnation": "1.1", "backend": "local", "identity": {"pgid": 7}}
@@ -386,7 +386,7 @@ def _logs(folder: pathlib.Path) -> _Logs:
     for fields in (fields for commit in commits for fields in commit):
         for name in ("host", "boot_id"):
             if name in fields:
-                fields[name] = "another"  # a case must not end a group of this host
+                fields[name] = "another"  # a case must not end a process group of this host
     return _Logs(out, raw, commits)
 
 
@@ -423,7 +423,7 @@ def _run_manifest(folder: pathlib.Path, made: _Logs, case: Any) -> None:
     if kind == "bytes":
         logs[num_logs % len(logs)] = hurt(logs[num_logs % len(logs)], hurts)
     elif kind == "raw":
-        # Lines with the right checksum that are no JSON.
+        # Lines that are not JSON but have the right checksum.
         lines = logs[-1].splitlines(keepends=True)
         for number, body in hurts:
             body = body.replace(b"\n", b"")
@@ -542,7 +542,7 @@ def _run_status(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any)
 
 
 class _Recording:
-    """Takes the events that would go into a manifest, and makes their lines."""
+    """Turns the events for a manifest into lines."""
 
     def event(self, name: str, /, **fields: Any) -> None:
         encode_commits([[{"name": name, **fields}]])
@@ -555,7 +555,7 @@ class _Recording:
 
 
 def _sealed_segment(data: bytes, payload: bytes, num_rows: int | None = None) -> bytes:
-    """A segment's bytes with another payload, and checksums that are right."""
+    """A segment's bytes with another payload and the right checksum."""
     header = FileHeader.decode(data)
     assert header is not None
     rows = header.second if num_rows is None else num_rows
@@ -609,7 +609,7 @@ def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
     shard.recover()
     shard.are_finished(0, shard.shard.num_rows)
     if shard.segments:
-        # What closing the shard does with what was recovered.
+        # What closing the shard does with recovered results.
         parts._Merged(shard).take(0, min(shard.num_results, 3)) if shard.is_complete else [
             s.table().to_pylist() for s in shard.segments
         ]
@@ -658,7 +658,7 @@ def _run_part(folder: pathlib.Path, made: pathlib.Path, case: Any) -> None:
 
 
 def _sealed_part(data: bytes) -> bytes:
-    """The bytes of a part under a seal that is right, where they still have a place for it."""
+    """The bytes of a part with the right seal, if they still have a place for it."""
     start = max(0, len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
     end = bytearray(data[start:])
     with contextlib.suppress(ValueError):
@@ -731,7 +731,7 @@ def _table() -> pa.Table:
 
 
 def _input_files(folder: pathlib.Path, format: str) -> list[tuple[str, bytes]]:
-    """Whole files of a format, by name."""
+    """Undamaged files of a format, by name."""
     lines = "\n".join(json.dumps(record, ensure_ascii=False) for record in _records()).encode()
     deep = b'{"prompt": "x", "deep": ' + b"[" * 400 + b"]" * 400 + b"}\n" + b'{"prompt": "y", "deep": 1}\n' + lines
     if format == "jsonl":
@@ -817,7 +817,7 @@ def _read_all(location: InputLocation, cache: pathlib.Path) -> None:
             for name in source.schema.names[:12]:
                 table = source.read_columns(0, stop, [name])
                 assert table.num_rows == stop
-                table.validate(full=True)  # as what is written to a part must be
+                table.validate(full=True)  # parts need valid values
                 pq.write_table(table, pa.BufferOutputStream())
         finally:
             source.close()
@@ -933,7 +933,7 @@ TARGETS: dict[str, Target] = {
 
 
 def run_target(name: str, cases: int, seed: int, scratch: pathlib.Path) -> dict[str, int]:
-    """Run so many cases of a target in this process; how they ended. Raises the first failure, made small."""
+    """Run cases of a target in this process. Returns how they ended. Raises the first failure in its smallest form."""
     target = TARGETS[name]
     (scratch / "made").mkdir()
     made = target.prepare(scratch / "made")
@@ -985,7 +985,7 @@ def _child(name: str, cases: int, seed: int, scratch: pathlib.Path) -> None:
 
 
 def fuzz(name: str, cases: int, seed: int) -> tuple[dict[str, int], str]:
-    """Run a target in a process of its own: how its cases ended, and what went wrong, or ''."""
+    """Run a target in its own process. Returns how its cases ended, and the failure or ''."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync costs nothing there
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="batchinf-fuzz-", dir=shared))
     command = [
@@ -1010,7 +1010,6 @@ def fuzz(name: str, cases: int, seed: int) -> tuple[dict[str, int], str]:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=50_000, help="of all targets together")
     parser.add_argument("--seed", type=int, default=0)
@@ -1031,7 +1030,7 @@ def main() -> None:
 
 
 def shares(names: list[str], cases: int) -> dict[str, int]:
-    """Cases for each target, by their weights."""
+    """Number of cases of each target, by weight."""
     whole = sum(TARGETS[name].weight for name in names)
     return {name: -(-cases * TARGETS[name].weight // whole) for name in names}
 

@@ -1,4 +1,4 @@
-"""Results of an engine in the test's own process, held against transformers as `batchinf verify` does with a job's."""
+"""Compares results of an engine in the test's process with transformers, as `batchinf verify` does for a job."""
 
 import pathlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from batchinf.tasks.registry import task_of
 def held(
     spec: JobSpec, results: pa.Table, prompts: Sequence[Prompt], folder: pathlib.Path, pooling_type: str = "LAST"
 ) -> dict[str, VectorDeviations]:
-    """By column, how far the task's results are off, one for each of the prompts. spec: the resolved one."""
+    """The deviations of a task's results by column. results: one for each prompt. spec: resolved."""
     path, task = folder / "part.parquet", task_of(spec)
     pq.write_table(results, path)
     verification = task.verification(spec)

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on 127.0.0.1: as much of it as finding and fetching a model takes."""
+"""A replacement for the Hugging Face hub on 127.0.0.1, for finding and fetching models."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ import pytest
 
 
 class Hub(ThreadingHTTPServer):
-    """As much of the hub as finding a model takes. repos: id → revision → commit → files; refusals: id → answer."""
+    """The hub's answers about models. repos: id → revision → commit → files. refusals: id → answer."""
 
     daemon_threads = True
     block_on_close = False
@@ -33,7 +33,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *arguments: object) -> None:
-        """Clients hang up when they have read the headers."""
+        """Ignore errors: clients close the connection after the headers."""
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -94,7 +94,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that this process asks in place of the real one, with an empty cache in `folder`."""
+    """A hub that this process uses instead of the real one, with an empty cache in `folder`."""
     from huggingface_hub import close_session, constants
 
     server = Hub()

@@ -1,4 +1,4 @@
-"""Inputs in tests: rows in every format with what is to be read of them, and the comparison with what was read."""
+"""Inputs for tests: rows in each format with the expected records, and the comparison with what a source reads."""
 
 import contextlib
 import csv
@@ -20,7 +20,7 @@ from batchinf.base.errors import InputError
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, Source, open_source
 
-Records = list[dict[str, object] | str]  # a string: part of the error
+Records = list[dict[str, object] | str]  # a string: the beginning of the error
 Make = Callable[[pathlib.Path], tuple[str, Records]]
 
 
@@ -41,7 +41,7 @@ def records(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
 
 
 def jsonl_lines(rows: list[dict[str, object]]) -> tuple[bytes, Records]:
-    """Lines with what goes wrong in real files among them."""
+    """Lines, some of them with the errors of real files."""
     lines, expected = [], Records()
     for i, row in enumerate(rows):
         line = json.dumps(row, ensure_ascii=i % 2 == 0).encode()
@@ -178,7 +178,7 @@ FILES = sorted(FORMATS.keys() - {"saved", "saved dict"})
 
 
 def check(found: Source, expected: Records) -> None:
-    """`read` and `read_columns` of random ranges, against the whole in memory."""
+    """Compare `read` and `read_columns` of random ranges with the expected records."""
     assert found.num_rows == len(expected)
     rng = random.Random(2)
     names = found.schema.names
@@ -203,7 +203,7 @@ def select(record: dict[str, object], columns: list[str]) -> dict[str, object]:
 
 
 def same(row: Row, expected: dict[str, object] | str) -> dict[str, object] | str:
-    """What was read, in the form of what was expected."""
+    """The row in the form of the expected record."""
     if isinstance(expected, str) and row.error is not None and row.error.startswith(expected) and not row.values:
         return expected
     assert row.error is None
@@ -211,7 +211,7 @@ def same(row: Row, expected: dict[str, object] | str) -> dict[str, object] | str
 
 
 def holds(stored: object, value: object) -> bool:
-    """Whether a typed column has kept a value, but for integers as floats, nulls in structs and `?` for surrogates."""
+    """Whether a typed column holds a value. Allowed: floats for integers, nulls in structs, `?` for surrogates."""
     if isinstance(value, dict) and isinstance(stored, dict):
         return value.keys() <= stored.keys() and all(holds(stored[name], value.get(name)) for name in stored)
     if isinstance(value, list) and isinstance(stored, list):
@@ -230,12 +230,11 @@ def open_jsonl(tmp_path: pathlib.Path, *lines: object) -> Source:
 
 
 def data_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """All files below a folder, sorted."""
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def refusal(files: dict[str, bytes], location: InputLocation, folder: pathlib.Path) -> str:
-    """What is said against an input of these files in `folder`, seen from there."""
+    """The error for an input of these files in `folder`, which is the current folder."""
     with contextlib.chdir(folder):
         for name, data in files.items():
             pathlib.Path(name).parent.mkdir(exist_ok=True)
@@ -261,6 +260,6 @@ print(first_pass, peak() - before, len(rows), rows[-1].values["id"])
 
 
 def peaks(path: pathlib.Path, cache: pathlib.Path, group_rows: int, num_rows: int) -> list[int]:
-    """MiB of memory that the first pass took, and reading the last `num_rows` with it; how many were read; the last."""
+    """Peak MiB after the scan and after reading the last `num_rows` rows, rows read, and the last id."""
     command = [sys.executable, "-c", READ_HUGE, str(path), str(cache), str(group_rows), str(num_rows)]
     return [int(word) for word in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]

@@ -1,4 +1,4 @@
-"""Running whole jobs in tests: the command line as users start it, faults as they happen, rows as readers see them."""
+"""Runs whole jobs in tests: starts commands as users do, injects faults, and reads rows as readers see them."""
 
 import atexit
 import contextlib
@@ -30,15 +30,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 
-# Whether a process that is hurt may be a fork of a server and not a new Python. tests/conftest.py sets it for a test;
-# the soak leaves it.
+# Whether a process that a test kills may be forked by a server instead of a new Python. conftest.py sets it for each
+# test; the soak does not.
 may_fork = False
 fork_servers: list[ForkServer] = []
-environment = dict(os.environ)  # of the servers: none that a single test sets
+environment = dict(os.environ)  # of the servers, without variables of single tests
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
-    """Write a spec for the scripted engine, sections merged over a small default, and give its path."""
+    """Write a spec for the scripted engine and return its path. sections: merged over a small default."""
     spec: dict[str, Any] = {
         "model": str(MODEL),
         "input": {"path": str(PROMPTS), "id_column": "id"},
@@ -62,7 +62,7 @@ def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
 
 @functools.cache
 def quick_start() -> dict[str, str]:
-    """The environment in which processes start sooner, and find this checkout: see `quick/sitecustomize.py`."""
+    """The environment in which processes start faster and find this checkout: see `quick/sitecustomize.py`."""
     from transformers.utils.import_utils import __file__, create_import_structure_from_path
 
     models = pathlib.Path(__file__).parents[1] / "models"
@@ -73,7 +73,7 @@ def quick_start() -> dict[str, str]:
     return {
         "PYTHONPATH": f"{ROOT / 'tests' / 'quick'}{os.pathsep}{ROOT}",
         "QUICK_START": file.name,
-        # Where it is set, each process would compile all of batchinf anew.
+        # If it is set, each process would compile all of batchinf again.
         "PYTHONDONTWRITEBYTECODE": "",
     }
 
@@ -85,12 +85,12 @@ def start(
     is_unhurt: bool = False,
     **environment: str,
 ) -> "subprocess.Popen[str]":
-    """Start `batchinf` with these arguments, in a session of its own.
+    """Start `batchinf` with these arguments, in its own session.
 
-    prefix: a command that runs the rest. is_unhurt: whether nothing kills it, so that it may always be forked.
+    prefix: a command that runs the rest. is_unhurt: nothing kills the process, so it may always be forked.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
-        # What is ignored is inherited: a test run in the background of a shell ignores SIGINT.
+        # Processes inherit ignored signals, and a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     own = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
@@ -103,7 +103,7 @@ def start(
 
 
 def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
-    """Whether a command runs a job on real vLLM, which is here."""
+    """Whether a command runs a job on real vLLM, and vLLM is installed."""
     if command != "run" or not pathlib.Path(path).is_file() or importlib.util.find_spec("vllm") is None:
         return False
     return "scripted" not in pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
@@ -111,7 +111,7 @@ def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> b
 
 @functools.cache
 def fork_server(*, has_vllm: bool = False) -> ForkServer:
-    """The one of this process, or the one with vLLM; both end with it."""
+    """The fork server of this process, with or without vLLM. It ends with the process."""
     server = ForkServer({**environment, **quick_start()}, has_vllm=has_vllm)
     atexit.register(server.close)
     fork_servers.append(server)
@@ -126,26 +126,26 @@ def run(*arguments: str | pathlib.Path, **options: Any) -> "subprocess.Completed
 
 
 def finish(path: pathlib.Path, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run a job that must end well."""
+    """Run a job that must succeed."""
     done = run("run", path, *arguments, **options)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def table_of(out: pathlib.Path) -> pa.Table:
-    """All parts in the order of their names, as any reader sees them."""
+    """All parts in the order of their names."""
     paths = sorted((out / "parts").glob("*.parquet"))
     return pa.concat_tables([pq.read_table(path) for path in paths])
 
 
 def rows_of(out: pathlib.Path) -> list[dict[str, Any]]:
-    """All rows without `attempts`, which says how often a row was tried."""
+    """All rows, without `attempts`, which depends on faults."""
     return table_of(out).drop_columns(["attempts"]).to_pylist()
 
 
 @functools.cache
 def unhurt(sampling: str = "{}") -> tuple[dict[str, Any], ...]:
-    """The rows of a job that nothing hurt, by what is other in its `sampling`, as JSON."""
+    """The rows of an uninterrupted job. sampling: changed fields, as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
         one = {"data_parallel_size": 1}
@@ -156,7 +156,7 @@ def unhurt(sampling: str = "{}") -> tuple[dict[str, Any], ...]:
 
 
 def state_of(out: pathlib.Path) -> State:
-    """What the manifest says."""
+    """The state in the manifest."""
     state = read_state(Folder(out))
     assert state is not None
     return state
@@ -168,14 +168,14 @@ def events_of(out: pathlib.Path, name: str) -> list[dict[str, Any]]:
 
 
 def snapshot_of(out: pathlib.Path) -> dict[str, Any]:
-    """What `status.json` says; nothing where there is none."""
+    """The content of `status.json`; empty without one."""
     with contextlib.suppress(FileNotFoundError):
         return json.loads((out / "status.json").read_text())
     return {}
 
 
 def end(process: "subprocess.Popen[str]", wait_s: float = 120.0) -> tuple[int, str, str]:
-    """Wait for a process: exit code, output, errors. Nothing of it may live on."""
+    """Wait for a process. Returns exit code, output and errors. None of its processes may survive."""
     everyone = family(process.pid)
     out, errors = process.communicate(timeout=wait_s)
     assert are_gone(everyone)
@@ -183,7 +183,7 @@ def end(process: "subprocess.Popen[str]", wait_s: float = 120.0) -> tuple[int, s
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all that it started, the root last."""
+    """A process and all its descendants, the root last."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         return [*_forked_for(pid), *root.children(recursive=True), root]
@@ -191,7 +191,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def _forked_for(pid: int) -> list[psutil.Process]:
-    """What the fork server has forked for a process, which it is the parent of."""
+    """Processes that the fork server has forked for a process. Their parent is the server."""
     forked = [process for server in fork_servers for process in psutil.Process(server.process.pid).children()]
     own = [process for process in forked if f"of-{pid}" in _command(process)]
     return [one for process in own for one in (*_children(process), process)]
@@ -230,11 +230,11 @@ def wait_until(condition: Callable[[], object], wait_s: float = 60.0) -> None:
 
 
 def are_gone(processes: list[psutil.Process], wait_s: float = 15.0) -> bool:
-    """Whether none of these processes is alive any more, after a moment."""
+    """Whether all of these processes end within `wait_s` seconds."""
     _, alive = psutil.wait_procs(processes, timeout=wait_s)
     return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def slowly(*cases: Any) -> list[Any]:
-    """Cases of a parametrized test that are left to `make test-slow`."""
+    """Cases of a parametrized test that only `make test-slow` runs."""
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]

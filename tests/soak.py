@@ -1,13 +1,13 @@
-"""Jobs that are killed, stopped and resumed at random for so many minutes, and compared with a run that nothing hurt.
+"""Kills, stops and resumes jobs at random, and compares their output with that of uninterrupted jobs.
 
     python tests/soak.py --minutes 30 [--seed N] [--folder KEPT]
 
-One job after another runs the scripted engine, each of another shape. In each of its lives something is struck at a
-random moment: kill -9 for the coordinator, for a replica (or two, or one twice in a row), for everything at once; or
-a signal that asks for a stop, to the coordinator or to the whole process tree. The next life has another number of
-replicas, checkpoint interval, batch size and speed. When a job is done its rows are held against the unhurt run's,
-and nothing may be left behind: no process, no half-written file, no segment, no socket. The first difference ends the
-soak with exit 1, its folder left to look at. A seed repeats the choices; moments are the clock's.
+Jobs of different shapes run one after another on the scripted engine. In each epoch of a job one fault strikes at a
+random moment: kill -9 of the coordinator, of a replica (or two, or one twice in a row) or of all processes; or a stop
+signal to the coordinator or the whole process tree. The next epoch has another number of replicas, checkpoint interval,
+batch size and speed. A finished job must have the rows of an uninterrupted one, and must leave nothing behind: no
+process, half-written file, segment or socket. The first difference ends the soak with exit 1 and keeps the folder. A
+seed repeats the choices, but not the exact moments.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import jobs
 from batchinf.manifest.names import part_name
 from batchinf.records import Part
 
-# Of a sample of jobs, what makes their rows: each is compared with an unhurt run of its own.
+# The parts of a spec that determine the rows. Each shape has its own uninterrupted run to compare with.
 SHAPES: tuple[dict[str, Any], ...] = (
     {},
     {"sampling": {"logprobs": 20, "max_tokens": 48}, "output": {"include_prompt": True}},
@@ -48,7 +48,7 @@ ROWS_PER_SHARD = ("auto", 5, 20, 60, 1000)
 NUM_REPLICAS = (1, 2, 2, 3, 4)
 INTERVALS_S = (0.05, 0.2, 1.0, 10.0)
 MAX_NUM_SEQS = (2, 8, 32)
-# So slow that a start takes longer than what a life gets done before it is struck: a job has many lives.
+# Slow steps, so that little is done before a fault and a job has many epochs.
 STEPS_S = (0.2, 0.1, 0.03)
 DRAINS_S = (0.0, 0.3, 2.0)
 
@@ -58,12 +58,12 @@ MOMENTS = ("opening", "opening", "starting", "starting", "working", "working", "
 
 
 class Difference(Exception):
-    """Something that must not be."""
+    """Something that must not happen."""
 
 
 @dataclass
 class Figures:
-    """What has been done so far."""
+    """Counts of the soak so far."""
 
     strikes: Counter[str] = field(default_factory=Counter)
     jobs: int = 0
@@ -73,11 +73,10 @@ class Figures:
 
     @property
     def num_kills(self) -> int:
-        """SIGKILLs at a moment of our choice, one for each strike, two for `replica twice`."""
+        """Number of SIGKILLs: one for each strike, two for `replica twice`."""
         return sum(self.strikes[name] for name in KILLS) + self.strikes["replica twice"]
 
     def line(self) -> str:
-        """For people."""
         stops = sum(self.strikes[name] for name in STOPS)
         return (
             f"{self.jobs} jobs, {self.rows:,} rows, {self.num_kills} kills, {stops} stops, "
@@ -112,7 +111,7 @@ def main() -> None:
 
 
 class Soak:
-    """The jobs of one soak, one after another."""
+    """Runs the jobs of one soak, one after another."""
 
     def __init__(self, chance: random.Random, folder: pathlib.Path, deadline: float) -> None:
         self.figures = Figures()
@@ -120,7 +119,7 @@ class Soak:
         self._folder = folder
         self._deadline = deadline
         self._unhurt: dict[str, pa.Table] = {}
-        # Of the job that is run now:
+        # The current job:
         self._everyone: list[psutil.Process] = []
         self._parts: dict[int, Part] = {}
         self._temp = folder / "tmp"
@@ -130,13 +129,13 @@ class Soak:
         return time.monotonic() >= self._deadline
 
     def run(self) -> None:
-        """Jobs until the time is over; the last one is then let run to its end."""
+        """Run jobs until the time is over. The last one still runs to its end."""
         while not self._is_over:
             self._run_job()
             print(self.figures.line(), flush=True)
 
     def end_all(self) -> None:
-        """Whatever happened: leave nothing running."""
+        """Kill all processes that still run."""
         jobs.kill([process for process in self._everyone if process.is_running()])
 
     def _run_job(self) -> None:
@@ -146,7 +145,7 @@ class Soak:
         shape, rows_per_shard = self._chance.choice(SHAPES), self._chance.choice(ROWS_PER_SHARD)
         expected = self._expected(shape)
         output = {**shape.get("output", {}), "path": str(folder / "out"), "rows_per_shard": rows_per_shard}
-        # Replicas are killed from outside more often than a job would stand for; none is at fault.
+        # The soak kills replicas more often than the default of max_restarts allows.
         spec = jobs.spec_of(folder, **{**shape, "output": output}, max_restarts=1000)
         print(f"job {self.figures.jobs}: {json.dumps(shape)}, {rows_per_shard} rows a shard", flush=True)
         self._everyone, self._parts = [], {}
@@ -170,10 +169,10 @@ class Soak:
             shutil.rmtree(folder)
         return self._unhurt[key]
 
-    # -- one life of a job -----------------------------------------------------------------------------------------
+    # -- one epoch of a job ----------------------------------------------------------------------------------------
 
     def _live(self, spec: pathlib.Path, out: pathlib.Path) -> bool:
-        """Start a coordinator and strike until it is gone; whether the job is done."""
+        """Start a coordinator and strike until it has ended. Returns whether the job is done."""
         settings, is_last = self._settings(), self._is_over
         process = jobs.start("run", spec, *settings, TMPDIR=str(self._temp))
         self.figures.lives += 1
@@ -183,7 +182,7 @@ class Soak:
                 self._strike(process, out)
             self._know(process)
             if process.poll() is None and not is_last:
-                # Too slow to wait for: the next life has the speed to finish.
+                # It is too slow to wait for. The next epoch may be faster.
                 jobs.kill(jobs.family(process.pid))
                 self.figures.strikes["everything"] += 1
             _, errors = process.communicate(timeout=300)
@@ -196,7 +195,7 @@ class Soak:
         return process.returncode == 0
 
     def _settings(self) -> list[str]:
-        """What may change from life to life; past the deadline, at full speed."""
+        """Settings that may change from epoch to epoch; after the deadline, at full speed."""
         pick = self._chance.choice
         chosen = {
             "parallel.data_parallel_size": pick(NUM_REPLICAS),
@@ -210,13 +209,13 @@ class Soak:
         return [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
 
     def _strike(self, process: "subprocess.Popen[str]", out: pathlib.Path) -> None:
-        """Once, at a random moment; a replica's death leaves the coordinator alive."""
+        """Strike once, at a random moment. The coordinator survives the death of a replica."""
         kinds = KILLS | STOPS
         [kind] = self._chance.choices(list(kinds), list(kinds.values()))
         moment, delay_s = self._chance.choice(MOMENTS), self._chance.uniform(0.0, 1.0)
         if kind.startswith(("replica", "two")):
             moment = "working"
-        # A signal that can be handled must find Python up and its handler in place; a kill may come before.
+        # A stop signal needs a running Python with its handler. A kill may come earlier.
         is_at_once = kind in KILLS and moment == "opening"
         if not (is_at_once or self._wait(process, out, moment)) or self._sleep(process, delay_s):
             return
@@ -245,7 +244,7 @@ class Soak:
         return True
 
     def _kill_again(self, process: "subprocess.Popen[str]", out: pathlib.Path, before: list[psutil.Process]) -> bool:
-        """Kill the replica that takes the place of one that was killed, soon after it has begun to work."""
+        """Kill the replica that replaces a killed one, soon after it has begun to work."""
         new = lambda: [p for p in jobs.replicas_of(process.pid) if p not in before]  # noqa: E731
         while not new():
             if self._sleep(process, 0.05):
@@ -269,7 +268,7 @@ class Soak:
         return True
 
     def _wait(self, process: "subprocess.Popen[str]", out: pathlib.Path, moment: str) -> bool:
-        """Until a life opens the job, starts its replicas, or works; False where it is over before."""
+        """Wait until an epoch opens the job, starts replicas or works. False if it ends before."""
         while not self._has_come_to(moment, process, out):
             if self._is_over or self._sleep(process, 0.02):
                 return False
@@ -290,20 +289,20 @@ class Soak:
         return True
 
     def _sleep(self, process: "subprocess.Popen[str]", seconds: float) -> bool:
-        """Whether the process ended meanwhile."""
+        """Sleep. Returns whether the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
         return process.poll() is not None
 
     def _know(self, process: "subprocess.Popen[str]") -> None:
-        """Remember all processes that there are, so as to see that they end."""
+        """Remember all processes, to check later that they end."""
         self._everyone = [p for p in self._everyone if p.is_running()]
         self._everyone += [p for p in jobs.family(process.pid) if p not in self._everyone]
 
-    # -- what must hold ------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check_parts(self, out: pathlib.Path) -> None:
-        """A part that the manifest has named never changes."""
+        """Check that a part in the manifest never changes."""
         if not (out / "manifest").is_dir() or not any((out / "manifest").iterdir()):
             return
         state = jobs.read_state(jobs.Folder(out))
@@ -343,14 +342,14 @@ class Soak:
 
 
 def keys_of(table: pa.Table) -> Counter[tuple[int, int]]:
-    """How often each (row_index, sample_index) is there."""
+    """How often each (row_index, sample_index) occurs."""
     return Counter(zip(table["row_index"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
 
 
 def has_trial(out: pathlib.Path) -> bool:
-    """Whether rows are run apart, as a replica has died twice with them in its engine.
+    """Whether suspects run apart, because a replica has died twice with them in its engine.
 
-    No hand from outside may make them guilty by two deaths in a row; by one more each time they are tried it would.
+    The soak must then not kill a replica, because further deaths count against the suspects.
     """
     state = jobs.read_state(jobs.Folder(out))
     kept = state.kept.values() if state is not None else ()

@@ -1,1 +1,1 @@
-"""The commands that look at a job or compare it: `status`, `head`, `check`, `validate`, `diff` and `verify`."""
+"""The commands that inspect or compare jobs: `status`, `head`, `check`, `validate`, `diff` and `verify`."""

@@ -1,4 +1,4 @@
-"""`batchinf check`: compares a job's folder with its manifest, names the damage, and repairs it by another run."""
+"""`batchinf check`: compares a job's folder with its manifest and reports damage. `--repair` prepares the next run."""
 
 import contextlib
 import dataclasses
@@ -41,9 +41,9 @@ _PARTS_TO_ASK = 100
 
 
 def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
-    """Write a log of `epoch`, which is the lock's, and move the others to `damaged/`; what they are called there.
+    """Write a new log for the lock's `epoch` and move the others to `damaged/`. Returns their names there.
 
-    Raises OutputError, with nothing changed, if what the job is cannot be told any more, or if it is of a newer format.
+    Raises OutputError, without changes, if the lines about the job are lost or have a newer format.
     """
     logs = [name for _, name in list_logs(folder)]
     lines = {name: list(_useful_lines(folder, name)) for name in logs}
@@ -69,7 +69,7 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
 
 
 def move_file_aside(folder: Folder, name: str) -> str:
-    """Move a file to `damaged/`, under a name that is free there; the name. Nothing is ever deleted."""
+    """Move a file to `damaged/`, under a free name. Returns the name. Nothing is deleted."""
     folder.make(DAMAGED)
     base, number = f"{DAMAGED}/{name.rpartition('/')[2]}", 0
     target = base
@@ -90,7 +90,7 @@ def _useful_lines(folder: Folder, name: str) -> list[Fields]:
 
 
 def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
-    """Of several jobs' logs in one folder, the job whose parts lie there too."""
+    """The id of the job in the logs. If they are of several jobs, the one whose parts are in the folder."""
     stated = {fields["job_id"] for log in lines.values() for fields in log if "job_id" in fields}
     if len(stated) < 2:
         return next(iter(stated), None)
@@ -106,13 +106,13 @@ def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
 
 
 def _is_same(extent: Extent, fields: Fields) -> bool:
-    # An extent may be without rows, and the next one then begins where it does.
+    # `start` alone is not enough: an extent may have no rows, and the next one then has the same start.
     return all(getattr(extent, name) == fields[name] for name in ("start", "num_rows", "first_row"))
 
 
 def _apply(folder: Folder, state: State, fields: Fields) -> None:
     if fields["kind"] == "extent" and any(_is_same(extent, fields) for extent in state.extents):
-        return  # a snapshot says it again
+        return  # repeated by a snapshot
     try:
         state.apply(fields)
     except (LookupError, ValueError) as error:
@@ -123,10 +123,10 @@ def _apply(folder: Folder, state: State, fields: Fields) -> None:
 
 
 _CHUNK = 1024
-# A part that is being put in place and its line are this far apart at most.
+# The longest time between the publication of a part and its manifest line.
 _SETTLE_S = 1.0
 
-# What can be found. The first ones are wrong, those behind the empty line harm nothing.
+# The problems before the empty line are damage. Those after it are harmless.
 Problem = Literal[
     "manifest_damaged", "manifest_without_job", "manifest_incomplete", "manifest_of_other_job", "selection_lost",
     "order_lost", "part_damaged", "foreign_file", "spec_missing",
@@ -138,12 +138,12 @@ _HARMLESS = ("part_unnamed", "journal_damaged", "spec_restored")
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """Something that is not as it should be.
+    """A problem that was found.
 
-    file: its name in the job's folder. detail: what was read there, where `problem` does not say it all. moved_to: its
-    name in `damaged/` after a repair. needs_repair: the next run does not see it by itself. shard, num_shards: of
-    `manifest_incomplete`, the first shard that is missing and how many are. job_id, other_job_id: of
-    `manifest_of_other_job`, the manifest's job and that of the parts.
+    file: its name in the job's folder. detail: more about the problem, if there is more. moved_to: its name in
+    `damaged/` after a repair. needs_repair: whether the next run cannot notice it without a repair. shard, num_shards:
+    of `manifest_incomplete`, the first missing shard and the number of missing ones. job_id, other_job_id: of
+    `manifest_of_other_job`, the job of the manifest and that of the parts.
     """
 
     problem: Problem
@@ -158,18 +158,18 @@ class CheckFinding:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the job is not whole because of it."""
+        """Whether the job is damaged, so that it is not whole."""
         return self.problem not in _HARMLESS
 
 
 @dataclass(frozen=True, slots=True)
 class JobCheck:
-    """What was found in a job, or in one slice of one.
+    """The findings in a job, or in one slice of a job.
 
-    slice: as in `3/8`; None for a whole job. has_begun: else nothing can be wrong yet. is_checked: the manifest could
-    be read; else the numbers are 0. num_parts, num_rows: of the whole job. activity: `done`, `running` or `stopped`.
-    replaced_logs: what a damaged manifest's files are called in `damaged/`, after a repair. error: why a slice could
-    not be checked, or a manifest not be repaired.
+    slice: such as `3/8`; None: a whole job. has_begun: if not, nothing can be wrong yet. is_checked: whether the
+    manifest could be read; if not, the numbers are 0. num_parts, num_rows: of the whole job. activity: `done`,
+    `running` or `stopped`. replaced_logs: names in `damaged/` of a damaged manifest's files, after a repair. error: why
+    a slice could not be checked, or a manifest not be repaired.
     """
 
     folder: str
@@ -187,18 +187,18 @@ class JobCheck:
 
     @property
     def num_wrong(self) -> int:
-        """Findings that are wrong."""
+        """Number of findings that are damage."""
         return sum(finding.is_wrong for finding in self.findings)
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the job is undamaged."""
         return self.error is None and not self.num_wrong
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `check` found. is_deep: every byte was read. jobs: one, or all slices in the order of their rows."""
+    """The report of `check`. is_deep: each byte was read. jobs: one, or all slices in the order of their rows."""
 
     folder: str
     is_deep: bool
@@ -210,8 +210,8 @@ class CheckReport:
 def check_job(out: str, *, is_deep: bool = False, repair: bool = False) -> CheckReport:
     """Check the job in an output folder, or all of its slices.
 
-    is_deep: all bytes and the keys of all rows are read, not sizes and footers alone. repair: what is damaged is moved
-    aside, for the next run. Raises OutputError if there is no job, or if it cannot be repaired.
+    is_deep: read all bytes and the keys of all rows, and not only sizes and footers. repair: move damaged files aside,
+    so that the next run makes them again. Raises OutputError if there is no job, or if it cannot be repaired.
     """
     folders = job_folders(out)
     if folders[0].slice is None:
@@ -253,18 +253,18 @@ def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
 
 
 def _is_beginning(folder: Folder) -> bool:
-    """Whether no run of the job has come to its header: nothing can be wrong with it then."""
+    """Whether no run has written the job's header yet. Nothing can be damaged then."""
     if folder.list("parts"):
         return False
     with contextlib.suppress(OutputError):
         before = read_beginning(folder)
-        # The spec is written just before the header.
+        # A run writes the spec just before the header.
         return not before.has_header and (before.job_id is not None or not folder.exists("job.yaml"))
     return False
 
 
 def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
-    """epoch: of the lock; None where nothing is to be repaired."""
+    """epoch: of the lock; None: do not repair."""
     if epoch is None:
         return check
     try:
@@ -304,7 +304,7 @@ def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> I
             return
     flaws = _flaws(folder, state, sorted(state.parts), is_deep)
     if flaws:
-        # A running job may have put another part in a part's place since: only what the manifest says now counts.
+        # A running job may have replaced a part in the meantime. So the check is repeated with the current manifest.
         if live_holder(folder) is not None:
             time.sleep(_SETTLE_S)
         state = read_state(folder, state) or state
@@ -336,7 +336,7 @@ def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> di
 
 
 def _check_names(folder: Folder, state: State) -> Iterator[CheckFinding]:
-    """Readers take `parts/*.parquet`: nothing else may have such a name."""
+    """Readers take all of `parts/*.parquet`, so no other file may have such a name."""
     strangers = [name for name in folder.list("parts") if name.endswith(".parquet")]
     state = read_state(folder, state) or state
     named = {part_name(shard) for shard in state.parts}

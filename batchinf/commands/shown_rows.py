@@ -1,4 +1,4 @@
-"""Rows that `validate` shows, each as it will run, and how long the prompts of a sample of rows are."""
+"""The rows that `validate` shows, as they will run, and the prompt lengths of a sample of rows."""
 
 import itertools
 import json
@@ -19,14 +19,14 @@ from batchinf.source.types import is_json_column
 from batchinf.spec.sampling import SamplingSpec
 
 MOST_SAMPLED = 1000
-# Rows that are read together: an input with large row groups takes as long for one row as for these.
+# Rows to read together. In an input with large row groups, one row takes as long as these.
 _RUN_ROWS = 10
 _MOST_BARS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Prompts of `shortest` to `longest` tokens."""
+    """Number of rows whose prompts have `shortest` to `longest` tokens."""
 
     shortest: int
     longest: int
@@ -35,7 +35,7 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class PromptErrors:
-    """Rows of the sample that will be error rows of one type, and the first of them."""
+    """Rows of the sample that will have an error of one type, and the first of them."""
 
     error_type: str
     num_rows: int
@@ -45,11 +45,11 @@ class PromptErrors:
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """Lengths in tokens of the prompts of `num_sampled` rows, of `num_rows` that are run.
+    """Prompt lengths in tokens, from a sample of `num_sampled` of the `num_rows` rows that run.
 
-    histogram: of prompts without an error, ascending; p50, p95 and longest: None where there are none. num_tokens: of
-    all rows, estimated from the sample. max_model_len: None if it is not known. num_tight: rows after whose prompt
-    `max_tokens` do not fit. num_truncated: prompts that were cut to fit. errors: the most frequent first.
+    histogram: of prompts without an error, ascending. p50, p95, longest: None without such prompts. num_tokens: of all
+    rows, estimated from the sample. max_model_len: None: unknown. num_tight: rows whose prompt leaves no room for
+    `max_tokens`. num_truncated: prompts that were cut to fit. errors: the most frequent first.
     """
 
     num_rows: int
@@ -67,7 +67,7 @@ class PromptLengths:
 
 @dataclass(slots=True)
 class LengthCounts:
-    """Counts a sample. num_rows: that are run. room: the longest prompt and output together, None if not known.
+    """Counts a sample. num_rows: rows that run. room: the most tokens of prompt and output together; None: unknown.
 
     lengths: of prompts without an error. errors: rows by error type; firsts: the first of each. num_truncated,
     num_tight: see `PromptLengths`.
@@ -83,7 +83,6 @@ class LengthCounts:
     num_tight: int = 0
 
     def add(self, prompt: Prompt) -> None:
-        """Take in a row."""
         if (error := prompt.error) is not None:
             self.errors[error.error_type] += 1
             first = PromptErrors(error.error_type, 0, prompt.row_index, error.error_message)
@@ -96,7 +95,6 @@ class LengthCounts:
         self.num_tight += wanted is not None and self.room is not None and length + wanted > self.room
 
     def summary(self) -> PromptLengths:
-        """What was counted."""
         lengths, num_sampled = sorted(self.lengths), len(self.lengths) + self.errors.total()
         errors = (
             PromptErrors(name, number, self.firsts[name].first_row, self.firsts[name].first_message)
@@ -118,7 +116,7 @@ class LengthCounts:
 
 
 def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
-    """At most 1,000 of these rows in short runs, spread evenly over all of them: ascending, the same for a seed."""
+    """At most 1,000 of these rows, ascending, in short groups that are spread evenly. The seed determines the rows."""
     if len(positions) <= MOST_SAMPLED:
         yield positions
         return
@@ -130,7 +128,7 @@ def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
 
 
 def histogram(lengths: Sequence[int]) -> tuple[LengthRange, ...]:
-    """Even steps or, where the longest are far from the others, doubling ones."""
+    """Equal steps, or doubling steps if the longest prompts are far longer than the median."""
     if not lengths:
         return ()
     edges = _edges(sorted(lengths))
@@ -142,7 +140,7 @@ def histogram(lengths: Sequence[int]) -> tuple[LengthRange, ...]:
 
 
 def _edges(lengths: Sequence[int]) -> list[int]:
-    """Ascending; the first is the shortest length or below it, the last above the longest."""
+    """Ascending edges. The first is at most the shortest length, the last is above the longest."""
     shortest, longest = lengths[0], lengths[-1]
     if longest > 8 * max(1, lengths[len(lengths) // 2]):
         edges = [0 if shortest == 0 else 1 << (shortest.bit_length() - 1)]
@@ -163,7 +161,7 @@ _LOOK_ROWS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class RowSetting:
-    """A field of sampling in which a row differs from the job."""
+    """A field of sampling whose value a row changes."""
 
     name: str
     value: Any
@@ -172,10 +170,10 @@ class RowSetting:
 
 @dataclass(frozen=True, slots=True)
 class ShownSampling:
-    """How a row is sampled.
+    """The sampling of a row.
 
-    own: fields that are not the job's, but for max_tokens, whose None is what fits. num_left: tokens that fit after its
-    prompt; None if that is not known. seed: of the first sample; None is greedy.
+    own: fields other than max_tokens that differ from the job's. max_tokens: None: as many as fit. num_left: tokens
+    that fit after the prompt; None: unknown. seed: of the first sample; None: greedy.
     """
 
     own: tuple[RowSetting, ...]
@@ -188,7 +186,7 @@ class ShownSampling:
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """A continuation, a choice or a window of a text. token_ids: those that are scored."""
+    """A continuation, a choice or a window of a text. token_ids: the scored tokens."""
 
     context: str
     num_context_tokens: int
@@ -201,9 +199,9 @@ class ScoredText:
 class ShownRow:
     """A row as it will run.
 
-    id: of the column `id_column`; None if the job has none. error: why it will be an error row; the rest is then empty.
-    text: the prompt as the model sees it. max_model_len: None if it is not known. sampling: None where no text is made.
-    scored: of a task that scores prompts. is_run: the job runs it. is_named: the user asked for this row.
+    id: from the job's `id_column`; None without one. error: why it will be an error row; other fields are then empty.
+    text: the prompt as the model sees it. max_model_len: None: unknown. sampling: None if the task makes no text.
+    scored: for tasks that score prompts. is_run: whether the job runs it. is_named: whether the user named this row.
     """
 
     row_index: int
@@ -230,7 +228,7 @@ def shown_row(
     is_run: bool = True,
     is_named: bool = False,
 ) -> ShownRow:
-    """request: the row's first. job_sampling: None where no text is made."""
+    """request: the row's first one. job_sampling: None if the task makes no text."""
     if prompt.error is not None:
         return ShownRow(prompt.row_index, row_id, prompt.error, is_run=is_run, is_named=is_named)
     left = None if max_model_len is None else max_model_len - len(prompt.token_ids)
@@ -276,10 +274,10 @@ def _scored(spans: Sequence[Span], answer: int | None, tokenizer: object) -> tup
 
 
 class ChosenRows(Sequence[int]):
-    """Positions of rows, ascending, which are looked up when they are asked for."""
+    """Positions of rows, ascending, which are looked up on access."""
 
     def __init__(self, num_rows: int, rows: Callable[[int, int], Int64Array]) -> None:
-        """rows: the positions of those number `start` to `stop` (exclusive)."""
+        """rows: returns the positions of the rows with numbers `start` to `stop` (exclusive)."""
         self._num_rows, self._rows = num_rows, rows
 
     def __len__(self) -> int:
@@ -300,15 +298,15 @@ class ChosenRows(Sequence[int]):
 
 
 def random_rows(positions: Sequence[int], num_rows: int, seed: int) -> list[int]:
-    """So many of these rows, ascending, the same for a seed."""
+    """A random sample of these rows, ascending. The seed determines it."""
     drawn = random.Random(seed).sample(range(len(positions)), min(num_rows, len(positions)))
     return [positions[number] for number in sorted(drawn)]
 
 
 def find_row(source: Source, id_column: str | None, wanted: str) -> int:
-    """The first row with this id, read as the column's own type; where there are no ids, the row at this position.
+    """The first row with this id, converted to the column's type; without a column of ids, the row at this position.
 
-    Reads the column up to there. Raises InputError.
+    Reads the column up to that row. Raises InputError.
     """
     if id_column is None:
         return _position(source, wanted)
@@ -331,7 +329,7 @@ def _position(source: Source, wanted: str) -> int:
 
 
 def _as_type(field: pa.Field, wanted: str) -> pa.Array:
-    """What the column may hold for it. A column of mixed types holds JSON."""
+    """The values that match it in the column. A column of mixed types holds JSON."""
     if is_json_column(field):
         return pa.array(list(dict.fromkeys([wanted, json.dumps(wanted, ensure_ascii=False), json.dumps(wanted)])))
     try:

@@ -1,4 +1,4 @@
-"""`batchinf status` and `head`: how a job stands, from its files alone, and its first finished rows."""
+"""`batchinf status` and `head`: the state of a job, read from its files only, and its first finished rows."""
 
 import contextlib
 import time
@@ -42,11 +42,11 @@ class RunningProcess:
 
 @dataclass(frozen=True, slots=True)
 class JobTotals:
-    """What is committed of a job, or of all slices of one that have begun.
+    """The committed output of a job, or of all its slices that have begun.
 
-    begun_at: UTC in ISO format, of the first slice. num_starts: how often `run` took the job up. device_s: of replicas
-    that have ended. num_rows: output rows of the whole job; num_parts: of what has begun. accuracy: None where the job
-    has no answers. num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
+    begun_at: UTC in ISO format, of the first slice. num_starts: number of epochs. device_s: device time of replicas
+    that have ended. num_rows: output rows of the whole job. num_parts: of the slices that have begun. accuracy: None if
+    the job has no answers. num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
     num_second_bos: rows whose prompts begin with two BOS tokens.
     """
 
@@ -71,7 +71,7 @@ class JobTotals:
 
 @dataclass(frozen=True, slots=True)
 class RetryProgress:
-    """The last `--retry` of a job. predicate: which rows; overrides: sampling fields that are not the job's."""
+    """The last `--retry` of a job. predicate: chooses the rows. overrides: changed sampling fields."""
 
     number: int
     predicate: str
@@ -82,11 +82,11 @@ class RetryProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """A job, or one slice of one.
+    """The state of a job, or of one slice.
 
-    slice: as in `3/8`; None for a whole job. process: None unless it is alive, as far as can be told. totals: None
-    before it has begun. extents: input rows that were taken in at the beginning and by each `--extend`. progress: the
-    last snapshot of a live job's `status.json`, `progress_age_s` seconds old.
+    slice: such as `3/8`; None: a whole job. process: None unless a live process seems to run it. totals: None before it
+    has begun. extents: numbers of input rows that were added at the beginning and by each `--extend`. progress: a live
+    job's `status.json`, which is `progress_age_s` seconds old.
     """
 
     folder: str
@@ -102,7 +102,7 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
-    """What `status` found. jobs: one, or all slices in the order of their rows. totals: of all that has begun."""
+    """The report of `status`. jobs: one, or all slices in the order of their rows. totals: of those that have begun."""
 
     folder: str
     num_slices: int | None
@@ -111,7 +111,7 @@ class StatusReport:
 
 
 def job_status(out: str) -> StatusReport:
-    """The state of the job in an output folder. Raises OutputError where there is none."""
+    """The state of the job in an output folder. Raises OutputError without a job."""
     folders = job_folders(out)
     if folders[0].slice is None:
         job = _job_state(folders[0], open_state(out)[1])
@@ -125,7 +125,7 @@ def job_status(out: str) -> StatusReport:
 def _slice_totals(out: str, begun: Sequence[tuple[Folder, State]]) -> JobTotals:
     cut = read_cut(out)
     assert cut is not None
-    # How many parts a slice will have is unknown until it has begun; its rows are known.
+    # The number of a slice's parts is unknown before it begins, but the number of its rows is known.
     num_parts = sum(total_shards(state.extents) for _, state in begun)
     return _totals(begun, cut.num_rows * cut.identity.get("sampling.n", 1), num_parts)
 
@@ -136,7 +136,7 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
         return JobState(str(job.folder.root), name, "not begun")
     holder, snapshot = None if state.is_done else live_holder(job.folder), read_status(job.folder)
     if holder is None:
-        snapshot = None  # it is of an earlier run
+        snapshot = None  # from an earlier run
     num_rows = total_rows(state.extents) * task_of(stored_spec(state.header.spec)).num_rows_per_input
     return JobState(
         folder=str(job.folder.root),
@@ -152,7 +152,7 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
 
 
 def _activity(snapshot: JobStatus | None) -> Activity:
-    # A snapshot that says that the job ended is of an earlier run.
+    # A snapshot of an ended job is from an earlier run.
     if snapshot is not None and snapshot.state == "running":
         return "running"
     return "stopping" if snapshot is not None and snapshot.state == "stopping" else "starting"
@@ -193,7 +193,7 @@ def _retry(state: State) -> RetryProgress | None:
 
 
 def open_state(out: str) -> tuple[Folder, State]:
-    """The whole job in an output folder. Raises OutputError where there is none."""
+    """The folder and state of a job without slices. Raises OutputError without a job."""
     folder = Folder(out)
     if (state := read_job(folder)) is not None:
         return folder, state
@@ -203,12 +203,12 @@ def open_state(out: str) -> tuple[Folder, State]:
 
 
 def read_job(folder: Folder) -> State | None:
-    """What a job's manifest says; None before it has begun."""
+    """The state in a job's manifest; None before the job has begun."""
     return read_state(folder) if folder.exists("manifest") else None
 
 
 def stored_spec(spec: dict[str, Any]) -> JobSpec:
-    """The spec in a job's manifest. Raises OutputError where another version of batchinf wrote it."""
+    """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it."""
     try:
         return JobSpec.model_validate(spec)
     except ValueError as error:
@@ -219,9 +219,7 @@ _SHARDS_TO_LOOK_AT = 1000
 
 
 def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
-    """The first `num_rows` finished rows as Python values, in the order of their places in the input; with an
-    `input.order` of its own, those of the job's first parts.
-    """
+    """The first `num_rows` finished rows as Python values: those of the first parts, in input order within a part."""
     rows: list[dict[str, Any]] = []
     with contextlib.closing(_tables_of_all(out, num_rows)) as tables:
         for table in tables:
@@ -276,12 +274,11 @@ class _Journalled:
         self._order = RunOrder(folder, state.extents)
 
     def close(self) -> None:
-        """Close the input."""
         self._source.close()
 
     def rows(self, shard: int, num_rows: int) -> pa.Table:
         """The journal's first results of one shard, as output rows."""
-        # Segments that are gone by now are in a part: they are seen at the next look.
+        # The results of a segment that has just been deleted are in a part. The next call shows them.
         tables = []
         for segment in self._journal.recover(shard).segments:
             with contextlib.suppress(FileNotFoundError):

@@ -1,6 +1,6 @@
 """`batchinf validate`: checks spec, input, columns, model and prompts without an engine or a GPU.
 
-The checks yield what they find, so that it can be shown before a later check fails. `text.validate` has the words.
+Each check yields a finding, which is shown before a later check fails. `text.validate` makes lines of findings.
 """
 
 import bisect
@@ -42,12 +42,12 @@ from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-_LONG = 1 << 30  # tokens that fit where nothing says how many
+_LONG = 1 << 30  # assumed room in tokens if it is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class RowsToShow:
-    """Which rows to show: the first `num_rows`, as many at random with `seed`, or those that are named."""
+    """Which rows to show: the first `num_rows`, or as many at random if there is a `seed`, or the named ones."""
 
     num_rows: int
     named: tuple[str, ...] = ()
@@ -56,14 +56,14 @@ class RowsToShow:
 
 @dataclass(frozen=True, slots=True)
 class SpecFound:
-    """The spec is good."""
+    """The spec is valid."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFound:
-    """The model is whole. commit: of the hub; None for a folder. fit: what it takes of one device here."""
+    """The model is complete. commit: on the hub; None: a folder. fit: its memory on one device of this host."""
 
     name: str
     architectures: tuple[str, ...]
@@ -87,7 +87,7 @@ class InputFound:
 
 @dataclass(frozen=True, slots=True)
 class RowsChosen:
-    """How many of the input's rows `where`, `sample`, `exclude` and `limit` choose. chosen_by: these fields."""
+    """Number of rows that `where`, `sample`, `exclude` and `limit` choose. chosen_by: these fields, in words."""
 
     chosen_by: str
     num_rows: int
@@ -96,7 +96,7 @@ class RowsChosen:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field of sampling. origin: where its value is from: `spec`, `generation_config` or `default`."""
+    """A field of sampling. origin: the source of its value: `spec`, `generation_config` or `default`."""
 
     name: str
     value: Any
@@ -107,8 +107,8 @@ class Setting:
 class TaskFound:
     """The task, and what it stores of each row.
 
-    stores: empty if the sampling says it. sampling: None if the task makes no text. row_sampling: by field, the column
-    that gives each row its own value.
+    stores: in words; empty if the sampling says enough. sampling: None if the task makes no text. row_sampling: field →
+    the column with each row's own value.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class RowsDrawn:
-    """The rows that follow were drawn with this seed."""
+    """The following rows were drawn with this seed."""
 
     seed: int
 
@@ -136,8 +136,8 @@ class RowsDrawn:
 class OutputFound:
     """What the output folder holds.
 
-    num_slices: of a job in slices. num_parts: that are committed. drift: why `run` would refuse to go on with the job
-    there. room_warning: why the disk may be too small.
+    num_slices: of a job in slices. num_parts: committed parts. drift: why `run` would refuse to resume the job there.
+    room_warning: why the disk may be too small.
     """
 
     folder: str
@@ -156,7 +156,7 @@ ValidateFinding = (
 
 @dataclass(frozen=True, slots=True)
 class ValidateReport:
-    """All that was found by checks that passed. chosen: None if all rows are run. seed: of rows drawn at random."""
+    """All findings. chosen: None if all rows run. seed: of rows drawn at random."""
 
     spec: SpecFound
     model: ModelFound
@@ -171,7 +171,7 @@ class ValidateReport:
 
     @classmethod
     def of(cls, findings: Iterable[ValidateFinding]) -> "ValidateReport":
-        """All findings of one `validate`."""
+        """The report of all findings of `validate`."""
         by_type: dict[type, list[Any]] = {}
         for finding in findings:
             by_type.setdefault(type(finding), []).append(finding)
@@ -192,11 +192,11 @@ class ValidateReport:
 
 
 def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding]:
-    """What each check finds, as it passes. Raises UserError at the first that does not."""
+    """Yield the finding of each check that passes. Raises UserError at the first check that fails."""
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
     with tempfile.TemporaryDirectory() as scratch:
-        # A job that has begun has its first pass over the input behind it.
+        # A job that has begun has scanned its input already.
         own = folder.path(SOURCE_FOLDER)
         job = open_job(file, own, state) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):
@@ -218,7 +218,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
 def _model(job: Job) -> ModelFound:
     model = job.model
     check_weights(model, job.spec.model.load_format)
-    # The first of the devices, which are taken to be alike.
+    # All devices are assumed to be alike.
     backend = choose_backend()
     device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
@@ -247,7 +247,7 @@ def _task(job: Job) -> TaskFound:
 
 
 def _settings(job: Job) -> Iterator[Setting]:
-    """Fields that the model may give, then the others that the spec gives."""
+    """First the fields that the model's generation_config may set, then the spec's other fields."""
     sampling, origins = job.spec.sampling, job.origins
     for name, origin in origins.items():
         yield Setting(name, getattr(sampling, name), origin)
@@ -257,7 +257,6 @@ def _settings(job: Job) -> Iterator[Setting]:
 
 
 def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence[int]:
-    """The rows that are run."""
     if chosen is not None and chosen.selection is not None:
         return ChosenRows(chosen.num_rows, chosen.selection.rows)
     if chosen is not None:
@@ -269,7 +268,7 @@ def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence
 
 
 def _with_one_sample(spec: JobSpec) -> JobSpec:
-    # The first of a row's requests is all that is shown, and there may be millions.
+    # Only the first request of a row is shown, and a row may have millions.
     return spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"n": 1})})
 
 
@@ -317,7 +316,7 @@ def _output(job: Job, folder: Folder, state: State | None, chosen: Chosen | None
 
 
 def _drift(job: Job, state: State) -> str | None:
-    """No error: the settings may be those of a retry, or of a job whose folder is yet to be named."""
+    """The difference to the job in the folder. It is no error: the user may mean a retry or another folder."""
     try:
         check_drift(job, state.header)
     except DriftError as error:

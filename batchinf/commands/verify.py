@@ -1,4 +1,4 @@
-"""`batchinf verify`: runs a sample of a job's rows through transformers, and measures how far stored values deviate."""
+"""`batchinf verify`: runs a sample of a job's rows through transformers and compares the stored values."""
 
 import contextlib
 import pathlib
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
 
 
-# Ranks are compared over at most so many of a position's tokens, where these are the likeliest,
+# Ranks of a position's likeliest tokens are compared for at most this many tokens.
 _MOST_RANKED = 64
-# and, over whole rows of a vocabulary, at so many positions of a row, evenly spaced: 20 ms each for 128,256.
+# Ranks over a whole vocabulary are compared at this many positions of a row: one takes 20 ms for 128,256 tokens.
 _RANKED_ROWS = 16
 
 
 @dataclass(slots=True, kw_only=True)
 class _Deviations:
-    """num_values: numbers that were stored, of which num_nan are none. num_agreeing: of num_ranked positions, those
-    whose highest number is the reference's. sum_correlation: of num_correlated of Spearman's.
+    """num_values: stored numbers, including num_nan that are NaN. num_agreeing: those of num_ranked positions whose
+    highest number is also the reference's. sum_correlation: sum of num_correlated rank correlations (Spearman).
     """
 
     num_positions: int = 0
@@ -52,7 +52,7 @@ class _Deviations:
     sum_correlation: float = 0.0
 
     def correlate(self, stored: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
-        """Count Spearman's of each row of the two [n, k], where there is one."""
+        """Add the rank correlation of each row of the two [n, k], if it is defined."""
         found = spearman(stored, expected)
         found = found[~np.isnan(found)]
         self.num_correlated += len(found)
@@ -63,8 +63,8 @@ class _Deviations:
 class LogprobDeviations(_Deviations):
     """Deviations of one kind of logprobs (`output`, `prompt`, `scored`), over all rows.
 
-    Of the tokens themselves but for max_abs_delta_top, which is of the top k beside them. Correlations are of one
-    position's top k each or, where fewer than two are stored, of one row's tokens each.
+    They concern the tokens of the sequence; only max_abs_delta_top concerns the k other tokens of a position. A
+    correlation is over the top k of one position, or over the tokens of one row if fewer than two are stored.
     """
 
     max_abs_delta_top: float = 0.0
@@ -79,8 +79,9 @@ class LogprobDeviations(_Deviations):
 class VectorDeviations(_Deviations):
     """Deviations of one column of vectors, over all rows.
 
-    With has_direction: max_relative, the largest ‖Δ‖ / ‖reference‖, which must be within the tolerance, and min_cosine.
-    For others correlations are over a position's numbers or, where it has but one, over a row's positions.
+    max_relative: the largest ‖Δ‖ / ‖reference‖; with has_direction it must be within the tolerance. min_cosine: with
+    has_direction. Other vectors have correlations: over a position's numbers, or over a row's positions with one number
+    each.
     """
 
     has_direction: bool = False
@@ -96,9 +97,9 @@ class VectorDeviations(_Deviations):
 def add_logprobs(
     to: LogprobDeviations, stored: StoredLogprobs, values: npt.NDArray[np.float32], best: npt.NDArray[np.int64]
 ) -> tuple[int, float]:
-    """Add a row's logprobs, given the reference's values of `stored.wanted` and its likeliest tokens.
+    """Add a row's logprobs. values: the reference's, for `stored.wanted`. best: the reference's likeliest tokens.
 
-    Returns the place of the worst token in its prompt or output, from 0, and how far off it is: infinitely where a
+    Returns the place of the worst token in its prompt or output, from 0, and its deviation, which is infinite if a
     value is missing.
     """
     own = stored.values.astype(np.float64)
@@ -131,9 +132,9 @@ def add_logprobs(
 def add_vectors(
     to: VectorDeviations, stored: StoredVectors, pieces: Iterable[npt.NDArray[np.float32]]
 ) -> tuple[int, float]:
-    """Add a row's vectors. pieces: the reference's [n, width] in their order, some at a time.
+    """Add a row's vectors. pieces: the reference's vectors [n, width] in order, in several pieces.
 
-    Returns which of the vectors is the worst, from 0, and how far off it is: infinitely where a number is NaN.
+    Returns the index of the worst vector and its deviation, which is infinite if a number is NaN.
     """
     step = max(1, -(-len(stored.values) // _RANKED_ROWS))
     start, found, singles = 0, np.zeros(0), []
@@ -143,7 +144,7 @@ def add_vectors(
         if not to.has_direction and own.shape[1] > 1:
             best = np.take_along_axis(own, expected.argmax(axis=1)[:, None], axis=1)[:, 0]
             to.num_ranked += len(own)
-            # The highest of several that rounding has made equal is all of them.
+            # Rounding may make several numbers equal. All of them then count as the highest.
             to.num_agreeing += int((best == own.max(axis=1)).sum())
             places = slice(-start % step, None, step)
             to.correlate(own[places], expected[places])
@@ -157,11 +158,11 @@ def add_vectors(
 
 
 def _add(to: VectorDeviations, stored: npt.NDArray[Any], expected: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[n]: how far off each row is."""
+    """[n]: the deviation of each row."""
     is_nan = np.isnan(stored)
     with np.errstate(invalid="ignore", over="ignore"):
         delta = np.abs(stored.astype(np.float64) - expected)
-        # Both may be -inf; and what the stored type cannot hold is stored as infinity.
+        # Both may be -inf. The stored type holds numbers beyond its range as infinity.
         delta[np.isinf(stored) & (stored == expected.astype(stored.dtype))] = 0.0
     delta[is_nan] = np.inf
     known = delta[~is_nan]
@@ -178,7 +179,7 @@ def _add(to: VectorDeviations, stored: npt.NDArray[Any], expected: npt.NDArray[n
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = (values * expected).sum(axis=1) / (norms * lengths)
         relative: npt.NDArray[np.float64] = np.linalg.norm(delta, axis=1) / lengths
-    # Two vectors of nothing but zeros are the same; what else is no number is off without end.
+    # Two zero vectors are equal. Otherwise NaN is an infinite deviation.
     relative[(norms == 0) & (lengths == 0)] = 0.0
     relative[np.isnan(relative)] = np.inf
     to.max_relative = max(to.max_relative, float(relative.max(initial=0.0)))
@@ -187,9 +188,9 @@ def _add(to: VectorDeviations, stored: npt.NDArray[Any], expected: npt.NDArray[n
 
 
 def spearman(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """[n]: Spearman's rank correlation of each row of a and b [n, k], equal values sharing their mean rank.
+    """[n]: Spearman's rank correlation of each row of a and b [n, k]. Equal values share their mean rank.
 
-    NaN where fewer than two values are there, where all are equal, or where one is NaN.
+    NaN for fewer than two values, if all values are equal, or if one is NaN.
     """
     x, y = (ranks(np.asarray(values, np.float64)) for values in (a, b))
     x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=1, keepdims=True)
@@ -200,7 +201,7 @@ def spearman(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64
 
 
 def ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The rank of each value in its row, from 1; equal ones share their mean rank."""
+    """The rank of each value in its row, from 1. Equal values share their mean rank."""
     result = np.empty(values.shape)
     for row, own in zip(values, result, strict=True):
         _, inverse, counts = np.unique(row, return_inverse=True, return_counts=True)
@@ -208,11 +209,11 @@ def ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return result
 
 
-# The most that |Δ logprob| may be, by the type that the engine computed in. In float32 only the order of additions
-# differs (1e-5 on a small model); bfloat16 keeps 8 bits, so that a logit of 16 to 32 is off by up to 0.06 by its own
-# rounding, and one token in thousands by several times that.
+# Tolerance for |Δ logprob| by the engine's dtype. In float32 only the order of additions differs (1e-5 on a small
+# model). bfloat16 has 8 bits: rounding changes a logit of 16 to 32 by up to 0.06, and one token in thousands by several
+# times that.
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.75}
-# The most that a vector may be off, against its length, and a probability: many roundings make up for each other there.
+# Tolerance for a vector's deviation relative to its length, and for probabilities. Many rounding errors cancel there.
 RELATIVE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 _WORST = 5
 _LONG = 1 << 30
@@ -220,7 +221,7 @@ _LONG = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for. dtype, device: of the reference. tolerance: None is what suits the job's own dtype."""
+    """The user's options. dtype, device: of the reference. tolerance: None: that of the engine's dtype."""
 
     num_rows: int = 64
     seed: int = 0
@@ -231,11 +232,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class RowDeviation:
-    """How far one output row is off, at its worst token.
+    """The deviation of one output row at its worst token.
 
-    kind: of logprobs, or a column of vectors. place: in the prompt or in the output, from 0; of vectors the token
-    behind which they are, None where they are of the whole prompt. max_abs_delta: of a vector with a direction, ‖Δ‖
-    against the reference's length.
+    kind: of logprobs, or a column of vectors. place: of the token in the prompt or output, from 0; None: a vector of
+    the whole prompt. max_abs_delta: for a vector with a direction, ‖Δ‖ / ‖reference‖.
     """
 
     row_index: int
@@ -247,9 +247,9 @@ class RowDeviation:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was found. num_rows: output rows that were compared, of `num_stored`. verdict: `within` if every value is
-    there and within the tolerance. deviations: by kind of logprobs, or by column of vectors. worst: the rows that are
-    furthest off.
+    """The report of `verify`. num_rows: compared output rows, of `num_stored`. verdict: `within` if no value is missing
+    or beyond the tolerance. deviations: by kind of logprobs, or by column of vectors. worst: the rows with the largest
+    deviations.
     """
 
     job: str
@@ -265,12 +265,12 @@ class VerifyReport:
 
     @property
     def is_within(self) -> bool:
-        """Whether every value is there and within the tolerance."""
+        """Whether no value is missing or beyond the tolerance."""
         return self.verdict == "within"
 
 
 def verify_job(file: SpecFile, wanted: Wanted) -> VerifyReport:
-    """Compare a sample of the job's rows. Raises UserError, in one line, where that cannot be done."""
+    """Compare a sample of the job's rows. Raises UserError if they cannot be compared."""
     if wanted.dtype not in TOLERANCES:
         raise UserError(f"--dtype: got '{wanted.dtype}'; must be {', '.join(TOLERANCES)}")
     results = Results(file.spec.output.path)
@@ -289,7 +289,7 @@ def verify_job(file: SpecFile, wanted: Wanted) -> VerifyReport:
 
 
 def _open(file: SpecFile, stack: contextlib.ExitStack) -> tuple[Job, State]:
-    """The job as it was begun; its slices, if it has any, as one. Raises DriftError where it is another by now."""
+    """The job as it began, with all slices as one job. Raises DriftError if it has changed."""
     folders = [found.folder for found in job_folders(file.spec.output.path) if found.folder.exists("manifest")]
     state = next(state for folder in folders if (state := read_state(folder)) is not None)
     own = pathlib.Path(file.spec.output.path, SOURCE_FOLDER)
@@ -302,7 +302,7 @@ def _open(file: SpecFile, stack: contextlib.ExitStack) -> tuple[Job, State]:
 
 
 def _check(job: Job, verification: Verification, results: Results) -> None:
-    """Raise UserError where there is nothing to compare, or no way to."""
+    """Raise UserError if the job has nothing that can be compared."""
     verification.check(results.schema)
     if job.spec.model.load_format == "dummy":
         raise UserError("model.load_format is dummy: vLLM's random weights are not those that transformers would have")
@@ -311,14 +311,11 @@ def _check(job: Job, verification: Verification, results: Results) -> None:
 
 
 def _mode(job: Job) -> str:
-    """vLLM's `logprobs_mode`."""
     return str(job.spec.engine.get("logprobs_mode", job.task.logprobs_mode))
 
 
 def choose_places(results: Results, num_rows: int, seed: int) -> list[int]:
-    """The places of `num_rows` output rows without an error among all, ascending: those with the lowest of random
-    numbers.
-    """
+    """Ascending places of `num_rows` random output rows without an error. Each row draws a number; the lowest win."""
     random = np.random.default_rng(seed)
     places, keys = np.zeros(0, np.int64), np.zeros(0)
     start = 0
@@ -336,9 +333,9 @@ def choose_places(results: Results, num_rows: int, seed: int) -> list[int]:
 def read_rows(
     results: Results, places: Sequence[int], columns: Sequence[str], vector_columns: tuple[str, ...] = ()
 ) -> list[StoredRow]:
-    """The rows at these places, with these columns where they are stored; only row groups that hold one are read.
+    """The rows at these places, with those of the columns that are stored. Reads only row groups with such rows.
 
-    vector_columns: those that `StoredRow.numbers` reads when it is called.
+    vector_columns: the columns that `StoredRow.numbers` reads later.
     """
     names = set(results.schema.names)
     wanted = [name for name in ("row_index", "sample_index", "prompt_hash", *columns) if name in names]
@@ -386,7 +383,7 @@ def _compare(
     deviations: dict[str, LogprobDeviations | VectorDeviations] = {}
     worst: list[RowDeviation] = []
     task, length = task_of(job.spec), max_model_len(job) or _LONG
-    # Rows of one adapter together, as merging it takes its time.
+    # Rows of one adapter together, because merging an adapter takes long.
     for row in sorted(rows, key=lambda row: prompts[row.values["row_index"]].adapter or ""):
         prompt = prompts[row.values["row_index"]]
         found = []
@@ -426,7 +423,7 @@ def _add_row(
     adapter: str | None,
     are_logits: bool,
 ) -> tuple[int | None, float]:
-    """Where a row's numbers are the most off, and by how much."""
+    """The place of a row's largest deviation, and the deviation."""
     if isinstance(stored, StoredVectors):
         vectors = deviations.setdefault(stored.kind, VectorDeviations(has_direction=stored.has_direction))
         assert isinstance(vectors, VectorDeviations)
@@ -439,7 +436,7 @@ def _add_row(
 
 
 def _said(state: State, name: str) -> Any:
-    """What the latest engine said of its settings; None where none said it."""
+    """A setting as the latest engine reported it; None if none did."""
     said = [event.fields["settings"].get(name) for event in state.events if event.fields.get("settings")]
     return next((value for value in reversed(said) if value), None)
 
@@ -448,7 +445,7 @@ def _tolerance(job: Job, verification: Verification, dtype: str) -> float:
     is_rough = job.spec.model.quantization is not None or "quantization_config" in job.model.config
     kind = "bfloat16" if is_rough or dtype not in TOLERANCES else dtype
     if verification.is_relative:
-        # Against a vector's length float16 rounds by 0.0003.
+        # float16 needs no larger tolerance: it changes a vector by 0.0003 of its length.
         return RELATIVE[kind]
-    # float16 holds 11 bits: a stored logprob of -16 is off by up to 0.008.
+    # float16 has 11 bits: rounding changes a stored logprob of -16 by up to 0.008.
     return max(TOLERANCES["float16"] if verification.is_half else 0.0, TOLERANCES[kind])

@@ -1,4 +1,4 @@
-"""What a job will need on its disk, and whether it fits: an estimate to warn by, never to refuse."""
+"""Estimates what a job will write. Warns if the disk has too little room, refuses above `output.max_output_bytes`."""
 
 import os
 import pathlib
@@ -9,21 +9,21 @@ from batchinf.output.journal import row_bytes
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.file import SpecFile
 
-# Rows of the input whose kept columns are measured.
+# Input rows whose kept columns are measured.
 _NUM_SAMPLED = 64
-# A result in the journal, uncompressed and with ids of its own, against the same in a part.
+# Size of a result in the journal, which is uncompressed and has its own ids, relative to a part.
 _JOURNAL_FACTOR = 3
-# Shards that a replica has begun and not closed: the one at work and the next.
+# Open shards of a replica: the current one and the next one.
 _OPEN_SHARDS = 2
-# Segments, logs and temporary files that lie there beside the parts.
+# Segments, logs and temporary files besides the parts.
 _OTHER_FILES = 64
 
 
 def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int | None = None) -> str | None:
-    """A line for the user if what is left of the job will not fit on the file system of `output.path`; else None.
+    """A line for the user if the rest of the job will not fit on the file system of `output.path`; else None.
 
-    state: None before a job's first start; num_rows: the rows that are run, where that is not all of them. A quota
-    is not looked at: there is no portable way to ask for one.
+    state: None for a new job. num_rows: rows that run; None: all. Quotas are ignored, because there is no portable way
+    to read them.
     """
     try:
         status = os.statvfs(_existing(job.folder.root))
@@ -43,9 +43,9 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
 
 
 def check_size(file: SpecFile, job: Job, num_rows: int | None) -> None:
-    """Raise SpecError where the output of so many of the job's rows is estimated above `output.max_output_bytes`.
+    """Raise SpecError if the estimated output is above `output.max_output_bytes`.
 
-    num_rows: None for a job that has begun, which is not stopped half-way.
+    num_rows: rows that run; None for a job that has begun, which is never refused.
     """
     if num_rows is None:
         return
@@ -58,9 +58,9 @@ def check_size(file: SpecFile, job: Job, num_rows: int | None) -> None:
 
 
 def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None) -> int:
-    """Bytes that the parts still to come and the journal will take.
+    """Bytes of the remaining parts and the journal.
 
-    From the parts that are there if there are any, else from the spec and the kept columns of the first rows.
+    The estimate uses the existing parts, or else the spec and the kept columns of the first rows.
     """
     if num_rows is None:
         num_rows = len(job.rows) if state is None else total_rows(state.extents)
@@ -77,7 +77,7 @@ def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: 
 
 
 def _kept_bytes(job: Job) -> int:
-    """A row's kept columns, as they are in memory, on the average of the first rows."""
+    """Average size of a row's kept columns in memory, from the first rows."""
     start, num_rows = job.rows.start, min(_NUM_SAMPLED, len(job.rows))
     columns = list(dict.fromkeys(carried_columns(job.spec)))
     if not columns or not num_rows:
@@ -90,7 +90,7 @@ def _num_shards_left(state: State | None) -> int:
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or its nearest parent that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 

@@ -1,4 +1,4 @@
-"""A job as it is opened: spec, model, input and output folder together, and whether it is still the same job."""
+"""Opens a job: resolves spec, model and input together, and checks that a resumed job is still the same."""
 
 import datetime
 import glob
@@ -43,13 +43,13 @@ _NUM_SAMPLED = 256
 def objection(task: Task, model: Model, source: Source, rows: range, num_rows: int) -> str | None:
     """The error if the output is estimated above `output.max_output_bytes`; else None.
 
-    task: of the resolved spec. rows: the `num_rows` that are run are among them.
+    task: of the resolved spec. rows: include the `num_rows` rows that run.
     """
     given, per_row = task.spec.output.max_output_bytes, task.num_rows_per_input * task.estimated_bytes_per_row()
     limit = task.default_max_output_bytes if given is None else given
     if limit is None:
         return None
-    # An estimate without prompts is never off by more.
+    # Reads prompts only if the limit is near: without them, the estimate is assumed to be at most 64 times too low.
     if task.sizes_by_prompts and len(rows) and num_rows * per_row > limit // 64:
         per_row = task.estimated_bytes_per_row(_sample(task, model, source, rows))
     if num_rows * per_row <= limit:
@@ -64,7 +64,7 @@ def objection(task: Task, model: Model, source: Source, rows: range, num_rows: i
 
 
 def _sample(task: Task, model: Model, source: Source, rows: range) -> list[Prompt]:
-    """Prompts without errors from all over the input."""
+    """Valid prompts from all parts of the input."""
     places = np.unique(np.linspace(rows.start, rows.stop - 1, min(len(rows), _NUM_SAMPLED)).astype(np.int64))
     tokenizer = load_tokenizer(model.tokenizer, task.spec.model.trust_remote_code)
     builder = task.prompt_builder(tokenizer, model.vocab_size)
@@ -89,10 +89,10 @@ OnModelFound = Callable[[JobSpec, Model, tuple[Adapter, ...]], object]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the user asked for, resolved. `spec` has its sampling filled in; `origins` says where each value is from.
+    """A job with its spec resolved.
 
-    identity: all that a resume must find unchanged, as flat JSON values by dotted name. slice: which one this is, where
-    the job is run in slices; `folder` is its own then.
+    origins: where each value of the sampling comes from. identity: what must be unchanged on a resume, as flat JSON
+    values by dotted name. slice: if the job runs in slices; `folder` is then the slice's own.
     """
 
     spec: JobSpec
@@ -106,23 +106,21 @@ class Job:
 
     @property
     def task(self) -> Task:
-        """What it does with each row."""
         return task_of(self.spec)
 
     @property
     def location(self) -> InputLocation:
-        """Where its input is."""
         return location_of(self.spec)
 
     @property
     def rows(self) -> range:
-        """The rows that are to be run, by their positions in the input."""
+        """The positions of the rows that belong to the job, or to its slice."""
         num_rows = self.source.num_rows
         return range(num_rows) if self.slice is None else self.slice.rows(num_rows)
 
     @property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that stand for the identity."""
+        """Hash of the identity: 32 hexadecimal digits."""
         return fingerprint(self.identity)
 
 
@@ -133,11 +131,11 @@ def open_job(
     new: NewRows = "refuse",
     found: OnModelFound | None = None,
 ) -> Job:
-    """Resolve model and sampling and open the input. `cache`: in place of the output folder's own, for a dry run.
+    """Resolve model and sampling and open the input.
 
-    state: of the job that is gone on with, its model's commit too. new: what becomes of rows that came since. found: is
-    told, before the input is read, of all that does not depend on it: the spec resolved but for its `input`, the model,
-    the adapters.
+    cache: replaces the output folder's own, for a dry run. state: of the job to resume, with its model's commit. new:
+    how to treat new rows of the input. found: called before the input is read, with everything that does not depend on
+    it: the spec (only its `input` is not resolved), the model and the adapters.
     """
     try:
         return _open_job(file, cache, state, new, found)
@@ -149,7 +147,7 @@ def open_job(
 
 
 def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
-    """The identity of the folder's job, or what its slices have in common; empty where it has yet to begin."""
+    """The identity of the folder's job, or what its slices share; empty for a new job."""
     if state is not None:
         return state.header.identity
     cut = read_cut(file.spec.output.path)
@@ -187,7 +185,7 @@ def _open_job(
     check_output_apart(file.spec)
     began_as = _began_as(file, state)
     folder = job_folder(file.spec.output.path, file.slice)
-    # Another revision in the spec is another model.
+    # If the spec names another revision, the old commit does not count.
     is_same = began_as.get("model.revision") == file.spec.model.revision
     model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
     sampling, origins = file.spec.sampling, dict[str, str]()
@@ -202,7 +200,7 @@ def _open_job(
     )
     if found is not None:
         found(spec, model, adapters)
-    # Before the input is looked at, which may have grown too.
+    # Checked first: the input may have grown, too, and that would give another error.
     limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     source = open_job_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
     faults.point("job.input_open")
@@ -220,15 +218,15 @@ def _open_job(
         identity["slice"] = str(file.slice)
     if state is not None:
         identity["input.limit"] = limit
-    # Through JSON and back, so that it compares equal to what the manifest gives.
+    # Through JSON and back, so that it compares equal to the manifest's identity.
     identity = json.loads(json.dumps(identity))
     return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
 
 
 def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
-    """What the job's identity says of the limit: one that was raised, or is now, is the same job's.
+    """The limit in the job's identity. Raising the limit does not change the identity.
 
-    Raises DriftError where it is lowered, or raised without `--extend`.
+    Raises DriftError if the limit is lower, or higher without `--extend`.
     """
     begun, last = state.header.identity.get("input.limit"), state.limit
     is_raised = last is not None and (limit is None or limit > last)
@@ -239,7 +237,7 @@ def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRow
 
 
 def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
-    """What the job has taken in of its input; a slice that has not begun takes what the others did."""
+    """Fingerprints of the input that the job has taken in. A new slice has that of the other slices."""
     if state is not None:
         return state.source_fingerprints
     cut = read_cut(file.spec.output.path) if file.slice is not None else None
@@ -247,17 +245,16 @@ def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
 
 
 def carried_columns(spec: JobSpec) -> list[str]:
-    """Input columns that the output has too: the id first, then the kept ones."""
+    """Input columns that the output has, too: the id first, then the kept ones."""
     return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
 
 
 def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
-    """The job's source; what its scan finds is kept in `cache`. See `open_source`."""
+    """The job's source. See `open_source`."""
     return open_source(location_of(spec), cache, taken, new)
 
 
 def location_of(spec: JobSpec) -> InputLocation:
-    """Where a job's input is."""
     where = spec.input
     format = read_as(where.format)
     return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
@@ -266,9 +263,9 @@ def location_of(spec: JobSpec) -> InputLocation:
 def new_header(
     job: Job, num_replicas: int, choice: Choice | None = None, job_id: str | None = None
 ) -> tuple[Header, Extent]:
-    """What is written once, at a job's first start: its identity, and how its rows are cut.
+    """The manifest lines of a new job: its identity, and how its rows are cut into shards.
 
-    choice: the rows that are run, their bitmap written; None is all of the job's. job_id: None is a new one.
+    choice: the rows that run, whose bitmap is already stored; None: all rows. job_id: None: a new one.
     """
     choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
     rows_per_shard = job.spec.output.rows_per_shard
@@ -290,12 +287,12 @@ def new_header(
 
 
 def new_job_id() -> str:
-    """32 hexadecimal digits, those of no other job."""
+    """A unique id: 32 hexadecimal digits."""
     return uuid.uuid4().hex
 
 
 def begun_at(job: Job, header: Header | None) -> str | None:
-    """When the job was begun, in ISO format, the same for all of its slices; None for one that has yet to begin."""
+    """When the job began, in ISO format, the same for all of its slices; None for a new job."""
     cut = None if job.slice is None else read_cut(job.spec.output.path)
     return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
 
@@ -305,16 +302,16 @@ def _now() -> str:
 
 
 def check_drift(job: Job, header: Header) -> None:
-    """Raise DriftError, with each difference on a line, where the folder's job is not this one."""
+    """Raise DriftError, with a line for each difference, if the folder holds another job."""
     if header.fingerprint == job.fingerprint:
         return
     raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
 
 
 def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
-    """Join a slice to the others of its output folder, which run so many rows together.
+    """Join a slice to the others of its output folder. num_rows: of all slices together.
 
-    Raises DriftError where they began as another job, and OutputError where they run other rows.
+    Raises DriftError if the others began as another job, and OutputError if they run other rows.
     """
     assert job.slice is not None
     out = job.spec.output.path
@@ -329,7 +326,7 @@ def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
 
 
 def check_cut(job: Job) -> None:
-    """Raise DriftError where the other slices of the output folder began as another job."""
+    """Raise DriftError if the other slices of the output folder began as another job."""
     out = job.spec.output.path
     check_place(out, job.slice)
     identity, cut = _identity_of_all(job), read_cut(out)

@@ -1,9 +1,8 @@
-"""Segments: small immutable files of finished results that are in no part yet. Write, recover, drop.
+"""Writes, recovers and deletes journal segments: small immutable files of results that are in no part yet.
 
-A segment is `journal/<shard>-<incarnation>-<seq>`: a header of 64 bytes, then an uncompressed Arrow IPC stream that is
-memory-mapped, so that reading a few results of many touches no more than those. What is whole is decided by checksums:
-of single flipped bits in a plain Arrow stream more than half read back as good. The writers that count and hash, which
-parts use too, are here.
+A segment is `journal/<shard>-<incarnation>-<seq>`: a header of 64 bytes with a checksum, then an uncompressed Arrow IPC
+stream, which is memory-mapped. The checksum is necessary: in a plain Arrow stream more than half of all single flipped
+bits go unnoticed. The hashing writers here serve parts, too.
 """
 
 import ctypes
@@ -30,16 +29,16 @@ _INCARNATION = re.compile(r"[A-Za-z0-9._-]+")
 
 _READ_BYTES = 1 << 20
 RESULT_KEYS = ("row_index", "request_index", "num_requests")
-# Small batches are joined up to this: taking at random from few large ones is quicker.
+# Small batches are joined up to this size, because random access is faster with few large ones.
 BATCH_BYTES = 4 << 20
 
 
 class _DamagedError(Exception):
-    """A segment is torn, altered, foreign, or of a later format version."""
+    """A segment is torn, altered, from another job, or of a later format version."""
 
 
 class Segment:
-    """One segment, whole. Its file is mapped at the first look inside and costs neither memory nor a descriptor."""
+    """One whole segment. Its file is mapped on first access and costs neither memory nor a file descriptor."""
 
     def __init__(self, folder: Folder, name: str, num_rows: int) -> None:
         self.name = name
@@ -49,9 +48,9 @@ class Segment:
         self._mapped: pa.Buffer | None = None
 
     def table(self) -> pa.Table:
-        """All results, in the order in which they were written, memory-mapped."""
+        """All results in the order of writing, memory-mapped."""
         if self._table is None:
-            # The map outlives the file that it was made from, as long as a table needs it.
+            # The map stays valid after the file is closed, as long as a table needs it.
             with pa.memory_map(os.fspath(self._path)) as file:
                 self._mapped = file.read_buffer()
             payload = self._mapped.slice(HEADER_BYTES)
@@ -65,30 +64,30 @@ class Segment:
         return row_index, request_index, num_requests
 
     def num_errors(self) -> int:
-        """How many of the results are errors."""
+        """Number of results with an error."""
         return self.num_rows - int(self.table().column("error_type").null_count)
 
     def let_go(self) -> None:
-        """Give back the pages that were read, which count as this process's memory; a table maps them again."""
+        """Release the pages that were read, which count as this process's memory. They are read again on access."""
         if self._mapped is not None:
-            # Python's own map, which knows madvise, keeps a descriptor open for each.
+            # Python's mmap has madvise, but keeps a file descriptor open for each map.
             _libc.madvise(ctypes.c_void_p(self._mapped.address), ctypes.c_size_t(self._mapped.size), mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unmap the file once no table needs it; a later look maps it again."""
+        """Unmap the file when no table needs it any more. A later access maps it again."""
         self._table = self._mapped = None
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredJournal:
-    """What a shard's journal holds. damaged: names of segments that were left out; their results are run again."""
+    """The whole segments of a shard. damaged: names of the other segments, whose results run again."""
 
     segments: tuple[Segment, ...]
     damaged: tuple[str, ...]
 
 
 class Journal:
-    """Writes the segments of one incarnation, and reads those of all that work for the same retry, or for none."""
+    """Writes the segments of one incarnation. Reads those of all incarnations of the same retry, or of none."""
 
     def __init__(self, folder: Folder, incarnation: str, schema: pa.Schema) -> None:
         if not _INCARNATION.fullmatch(incarnation):
@@ -99,7 +98,7 @@ class Journal:
         self._seq = 0
 
     def write(self, shard: int, table: pa.Table) -> Segment:
-        """Make these results durable as one segment. The table is of the journal's schema."""
+        """Make these results durable as one segment. table: in the journal's schema."""
         name = self._next_name(shard)
         with self._folder.writing(f"{_FOLDER}/{name}", fault="journal") as file:
             file.write(bytes(HEADER_BYTES))
@@ -112,7 +111,7 @@ class Journal:
         return Segment(self._folder, name, table.num_rows)
 
     def forget(self, segment: Segment) -> None:
-        """Delete a segment whose results are in a part by now."""
+        """Delete a segment whose results are in a part."""
         self._folder.delete(f"{_FOLDER}/{segment.name}")
 
     def recover(self, shard: int) -> RecoveredJournal:
@@ -141,11 +140,11 @@ class Journal:
         with path.open("rb", buffering=0) as file:
             num_rows = _check_bytes(shard, file)
         segment = Segment(self._folder, name, num_rows)
-        # From here on the bytes are those that were written: what differs is another job's, not damage.
+        # The bytes are undamaged now. If something still differs, another job wrote the segment.
         table = segment.table()
         if not table.schema.equals(self._schema) or table.num_rows != num_rows:
             raise _DamagedError("its columns are not this job's")
-        # Nor do checksums say who wrote it, and offsets are followed without a look.
+        # A foreign segment may have bad offsets, which Arrow follows without a check.
         table.validate(full=True)
         if any(table.column(name).null_count for name in RESULT_KEYS if name in table.column_names):
             raise _DamagedError("a result without its key")
@@ -154,20 +153,19 @@ class Journal:
 
 
 def drop(folder: Folder, shard: int, retry: int | None = None) -> None:
-    """Delete a shard's segments, whole or not, once its part is committed; those of later retries than `retry` stay."""
+    """Delete a shard's segments when its part is committed, but keep those of later retries than `retry`."""
     for name in _names(folder, shard):
         if retry is None or _retry(name) <= retry:
             folder.delete(f"{_FOLDER}/{name}")
 
 
 def list_shards(folder: Folder) -> list[int]:
-    """Indices of the shards that have segments, sorted."""
+    """Sorted indices of the shards that have segments."""
     found = (_NAME.fullmatch(name) for name in folder.list(_FOLDER))
     return sorted({int(match["shard"]) for match in found if match})
 
 
 def _names(folder: Folder, shard: int) -> list[str]:
-    """Names of a shard's segments."""
     found = (_NAME.fullmatch(name) for name in folder.list(_FOLDER, f"{shard:06d}-"))
     return [match.string for match in found if match]
 
@@ -178,7 +176,7 @@ def _retry(name: str) -> int:
 
 
 def _check_bytes(shard: int, file: io.FileIO) -> int:
-    """The number of results in a segment, once every byte is found to be as written. Holds 1 MiB at a time."""
+    """Check every byte of a segment and return its number of results. Holds 1 MiB at a time."""
     header = FileHeader.decode(file.read(HEADER_BYTES))
     if header is None or header.number != shard:
         raise _DamagedError("its header is torn, altered, of another format version or another shard's")
@@ -188,7 +186,7 @@ def _check_bytes(shard: int, file: io.FileIO) -> int:
 
 
 def digest_of(file: io.FileIO) -> tuple[int, bytes]:
-    """The number of bytes from here to the end of a file, and their xxh3-128. Holds 1 MiB at a time."""
+    """Number and xxh3-128 of the bytes from here to the end of a file. Holds 1 MiB at a time."""
     digest = xxhash.xxh3_128()
     buffer = bytearray(_READ_BYTES)
     total = 0
@@ -198,11 +196,11 @@ def digest_of(file: io.FileIO) -> tuple[int, bytes]:
     return total, digest.digest()
 
 
-# -- files that prove themselves whole ---------------------------------------------------------------------------------
+# -- files with their own checksum -------------------------------------------------------------------------------------
 
 
 class HashingWriter(io.RawIOBase):
-    """Passes bytes on to a file and keeps their count and xxh3-128. Closing it leaves the file open."""
+    """Passes bytes on to a file and tracks their number and xxh3-128. Closing it leaves the file open."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -210,11 +208,9 @@ class HashingWriter(io.RawIOBase):
         self.num_bytes = 0
 
     def writable(self) -> bool:
-        """It is."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
         self._digest.update(data)
         num_bytes = memoryview(data).nbytes
         self.num_bytes += num_bytes
@@ -222,27 +218,27 @@ class HashingWriter(io.RawIOBase):
         return num_bytes
 
     def digest(self) -> bytes:
-        """xxh3-128 of what was written, 16 bytes."""
+        """xxh3-128 of the written bytes, 16 bytes."""
         return self._digest.digest()
 
     def hexdigest(self) -> str:
-        """xxh3-128 of what was written, 32 hexadecimal digits."""
+        """xxh3-128 of the written bytes, 32 hexadecimal digits."""
         return self._digest.hexdigest()
 
 
-# A Parquet file proves that it is whole: its metadata holds the xxh3-128 of all its bytes with these zeros in its own
-# place. Page checksums alone leave headers and footer open: a third of single flipped bits in a footer go unseen.
+# The seal: a part's metadata holds the xxh3-128 of all bytes of the file, computed with these zeros in place of the
+# seal. Page checksums do not cover headers and footer: a third of single flipped bits in a footer go unnoticed.
 UNSEALED = {"batchinf.seal": "0" * 32}
 _SEAL = re.compile(rb"batchinf\.seal.{1,4}?([0-9a-f]{32})", re.DOTALL)
 
 
 class SealingWriter(HashingWriter):
-    """Holds a Parquet file's end back, to put the seal where its metadata has `UNSEALED`."""
+    """Holds back the end of a Parquet file, to replace `UNSEALED` in its metadata by the seal."""
 
     _end: bytearray | None = None
 
     def hold(self) -> None:
-        """What is written from here on waits for `seal`."""
+        """Hold back everything from here on until `seal`."""
         self._end = bytearray()
 
     def write(self, data: Any) -> int:
@@ -253,7 +249,7 @@ class SealingWriter(HashingWriter):
         return memoryview(data).nbytes
 
     def seal(self) -> None:
-        """Write what was held back, sealed."""
+        """Write the held bytes with the seal."""
         assert self._end is not None
         end, place = bytes(self._end), _seal_place(self._end)
         whole = self._digest.copy()
@@ -263,13 +259,13 @@ class SealingWriter(HashingWriter):
 
 
 def is_sealed(data: memoryview) -> bool:
-    """Whether a Parquet file's bytes are those that were sealed. Raises ValueError where there is no seal."""
+    """Whether a Parquet file's bytes match its seal. Raises ValueError without a seal."""
     start = max(0, len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
     return footer_is_sealed(xxhash.xxh3_128(data[:start]), bytes(data[start:]))
 
 
 def footer_is_sealed(digest: "xxhash.xxh3_128", footer: bytes) -> bool:
-    """The same of a file that is read piece by piece. digest: of what stands before the footer; it is left as it is."""
+    """`is_sealed` for a file that is read piece by piece. digest: of the bytes before the footer; it is not changed."""
     end = bytearray(footer)
     place = _seal_place(end)
     seal, end[place] = bytes(end[place]), UNSEALED["batchinf.seal"].encode()
@@ -279,7 +275,7 @@ def footer_is_sealed(digest: "xxhash.xxh3_128", footer: bytes) -> bool:
 
 
 def _seal_place(end: bytes | bytearray) -> slice:
-    # The last one: the file's own metadata comes after all that stems from the data.
+    # The last match: the metadata comes after all bytes that depend on the data.
     *_, found = _SEAL.finditer(end)
     return slice(*found.span(1))
 
@@ -288,7 +284,7 @@ def _seal_place(end: bytes | bytearray) -> slice:
 
 
 def joined(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same results in as few batches as BATCH_BYTES allows; a larger batch goes through as it is."""
+    """The same results in as few batches as BATCH_BYTES allows. Larger batches stay as they are."""
     group: list[pa.RecordBatch] = []
     group_bytes = 0
     for batch in batches:
@@ -306,7 +302,7 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def row_bytes(table: pa.Table | pa.RecordBatch) -> npt.NDArray[np.int64]:
-    """Size of each row in memory, int64 [num_rows]; of the types that no task uses, the column's mean."""
+    """Size of each row in memory, int64 [num_rows]. For types that no task uses it is the column's mean."""
     total = np.zeros(table.num_rows, np.int64)
     for column in table.columns:
         start = 0
@@ -317,12 +313,12 @@ def row_bytes(table: pa.Table | pa.RecordBatch) -> npt.NDArray[np.int64]:
 
 
 def _item_bytes(array: pa.Array) -> npt.NDArray[Any]:
-    # Only the offsets at the items' own bounds are looked at, at every depth: never the tokens.
+    # Reads only the offsets at the items' bounds at each depth, never the tokens.
     bounds: npt.NDArray[Any] = np.arange(len(array) + 1)
     total: npt.NDArray[Any] = np.zeros(len(array))
     while pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type):
         if pa.types.is_fixed_size_list(array.type):
-            # Of a slice, `values` is the whole's; of the whole they begin at its own offset.
+            # A slice shares `values` with its whole array, so the offset counts.
             bounds, array = (bounds + array.offset) * array.type.list_size, array.values
             continue
         bounds = _offsets(array, np.int32)[bounds]

@@ -1,4 +1,4 @@
-"""A shard's results on their way to one Parquet file: what is finished of it, what is counted, and the file."""
+"""Collects a shard's results, counts its output rows and writes its part. Replicas and the coordinator use it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,12 +22,12 @@ from batchinf.source.rows import Source
 from batchinf.tasks.base import Task
 from batchinf.tasks.score.compare import ANSWER, Accuracy, count_right_answers
 
-# Numbers that are looked at together, so that what is made of them stays in the processor's cache.
+# Numbers that are checked at once, so that intermediate results stay in the processor's cache.
 _PIECE = 1 << 18
 
 
 def number_columns(schema: pa.Schema) -> tuple[str, ...]:
-    """Names of a task's own columns that are floating-point numbers, or lists of them, however deep."""
+    """Names of the columns with floating-point numbers, or nested lists of them."""
     return tuple(field.name for field in schema if _is_floating(field.type))
 
 
@@ -44,9 +44,9 @@ def _is_floating(item: pa.DataType) -> bool:
 def count_rows(
     table: pa.Table | pa.RecordBatch, numbers: Sequence[str] = (), *, has_answer: bool = False
 ) -> PartCounts:
-    """All that is counted of output rows but `num_second_bos`, which no column says.
+    """The counts of output rows, without `num_second_bos`, which is in no output column.
 
-    numbers: the columns of what the model gave. has_answer: there is a column `answer`.
+    numbers: the columns with the model's numbers. has_answer: whether there is a column `answer`.
     """
     num_output_tokens = table.column("num_output_tokens")
     answered = table.column("num_prompt_tokens").filter(num_output_tokens.is_valid())
@@ -63,9 +63,9 @@ def count_rows(
 
 
 def count_non_finite_rows(table: pa.Table, names: Sequence[str]) -> tuple[int, int]:
-    """Rows with a NaN, and rows with an infinity, in any of these columns.
+    """Number of rows with a NaN, and of rows with an infinity, in any of these columns.
 
-    Where all is finite it costs 0.2 ns a float32, 1.5 a float16: at top 20 and 190,000 tokens a second 0.1 % of a core.
+    Finite numbers cost 0.2 ns a float32 and 1.5 ns a float16. That is 0.1 % of a core at top 20 and 190,000 tokens/s.
     """
     has_nan, has_inf = np.zeros(table.num_rows, np.bool_), np.zeros(table.num_rows, np.bool_)
     for name in names:
@@ -91,7 +91,7 @@ def _mark(lists: pa.Array, has_nan: BoolArray, has_inf: BoolArray) -> None:
     values = flat[array.offset + bounds[0] : array.offset + bounds[-1]]
     if _are_finite(values):
         return
-    # What stands in the place of a null is nobody's number.
+    # The memory behind a null may hold anything.
     is_valid = array.slice(bounds[0], len(values)).is_valid().to_numpy(zero_copy_only=False)
     _mark_rows(np.isnan(values) & is_valid, bounds - bounds[0], has_nan)
     _mark_rows(np.isinf(values) & is_valid, bounds - bounds[0], has_inf)
@@ -100,7 +100,7 @@ def _mark(lists: pa.Array, has_nan: BoolArray, has_inf: BoolArray) -> None:
 def _are_finite(values: npt.NDArray[Any]) -> bool:
     if values.dtype != np.float16:
         return bool(np.isfinite(values).all())
-    # All bits of the exponent are set: a tenth of the time of isfinite, which widens each number.
+    # NaN and infinity have all bits of the exponent set. isfinite converts each float16, which takes ten times as long.
     bits = values.view(np.uint16)
     pieces = (bits[start : start + _PIECE] for start in range(0, len(bits), _PIECE))
     return not any(((piece & 0x7C00) == 0x7C00).any() for piece in pieces)
@@ -112,7 +112,7 @@ def _mark_rows(is_such: BoolArray, bounds: npt.NDArray[Any], rows: BoolArray) ->
 
 
 def non_finite_lines(num_nan_rows: int, num_inf_rows: int) -> list[str]:
-    """For people; nothing where all is finite."""
+    """Remarks on numbers that are not finite, if any."""
     said = []
     if num_nan_rows:
         said.append(
@@ -125,7 +125,7 @@ def non_finite_lines(num_nan_rows: int, num_inf_rows: int) -> list[str]:
 
 
 def accuracy_lines(found: Accuracy | None) -> list[str]:
-    """For people; nothing where no row has an answer."""
+    """The accuracy as a line, if rows have answers."""
     if found is None or not found.num_answered:
         return []
     num_others = found.num_rows - found.num_answered
@@ -134,7 +134,7 @@ def accuracy_lines(found: Accuracy | None) -> list[str]:
 
 
 def remarks(states: Sequence[State]) -> list[str]:
-    """For people, of what is committed of a job, or of all slices of one."""
+    """Remarks on the committed rows of a job, or of all its slices, for people to read."""
     counts = PartCounts.sum(state.counts for state in states)
     return [
         *accuracy_lines(accuracy_of(states)),
@@ -144,20 +144,20 @@ def remarks(states: Sequence[State]) -> list[str]:
 
 
 def accuracy_of(states: Sequence[State]) -> Accuracy | None:
-    """Of a job, or of all slices of one; None where there are no answers."""
+    """Accuracy of a job, or of all its slices; None without a column of answers."""
     if any(state.header.spec.get("input", {}).get("answer_column") is None for state in states):
         return None
     return Accuracy.of(PartCounts.sum(state.counts for state in states))
 
 
-# Of one row, in a segment that is to be believed: a byte of memory is given to each.
+# Most requests of a row that are accepted from a segment. Each takes a byte of memory.
 _MOST_REQUESTS = 1 << 20
 
 
 class OpenShard:
-    """What is finished of a shard. In memory: its newest results, and one byte for each of all its requests.
+    """The results of a shard that are finished. In memory: the newest results, and one byte for each request.
 
-    `recover`, `add`, `tick` and `close` are for one thread at a time; any thread may ask what is finished.
+    Only one thread at a time may call `recover`, `add`, `tick` and `close`. Any thread may ask what is finished.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class OpenShard:
         chosen: BoolArray | None = None,
         rows: ShardRows | None = None,
     ) -> None:
-        """chosen: bool [shard.num_rows], the rows that are to be run; None is all. rows: None is `start` to `stop`."""
+        """chosen: bool [shard.num_rows], the rows to run; None: all. rows: None: `start` to `stop`."""
         self.shard = shard
         self.rows = rows or ShardRows(shard.start, shard.stop)
         self.task = task
@@ -176,10 +176,10 @@ class OpenShard:
         self.fresh: list[pa.RecordBatch] = []
         self.unjournalled_bytes = 0
         self.num_results = self.num_recovered_errors = 0
-        self.is_given_back = False  # before anything of it was run: what was made of it counts no more
+        self.is_given_back = False  # another replica runs it; its prompts here are dropped
         self.num_requests = np.zeros(shard.num_rows, np.int32)
         self._journal = journal
-        # The shard's requests are numbered as rows get their first result: a row's are consecutive. -1 is before that.
+        # A row's requests get consecutive numbers when its first result comes. -1: no result yet.
         self.chosen = np.ones(shard.num_rows, np.bool_) if chosen is None else chosen
         self._first_request = np.where(self.chosen, np.int64(-1), np.int64(0))
         self._num_rows = int(np.count_nonzero(self.chosen))
@@ -190,7 +190,6 @@ class OpenShard:
 
     @property
     def index(self) -> int:
-        """The shard's index."""
         return self.shard.index
 
     @property
@@ -204,16 +203,16 @@ class OpenShard:
         return bool(first >= 0 and self._is_done[first + request_index])
 
     def is_finished(self, row_index: int) -> bool:
-        """Whether there are results for all requests of this row, or none is to be run."""
+        """Whether there are results for all requests of this row, or the row is not to run."""
         local = self.rows.local(row_index)
         return self.are_finished(local, local + 1)
 
     def are_finished(self, first: int, last: int) -> bool:
-        """Whether the rows with the local indices `first` to `last` (exclusive) are all finished."""
+        """Whether all rows with local indices `first` to `last` (exclusive) are finished."""
         return bool(np.all(self._are_finished(slice(first, last))))
 
     def unfinished(self, local: Int64Array) -> Int64Array:
-        """Those of these rows, all by their local indices, that are not finished."""
+        """The rows among these, by local index, that are not finished."""
         return local[~self._are_finished(local)]
 
     def _are_finished(self, rows: slice | Int64Array) -> BoolArray:
@@ -222,7 +221,7 @@ class OpenShard:
         return found
 
     def recover(self) -> list[str]:
-        """Take over what the journal holds; the names of damaged segments, whose results are to be run again."""
+        """Load the journal's results. Returns the names of damaged segments, whose results run again."""
         found = self._journal.recover(self.index)
         damaged = list(found.damaged)
         for segment in found.segments:
@@ -240,7 +239,7 @@ class OpenShard:
         return damaged
 
     def add(self, batch: pa.RecordBatch) -> int:
-        """Take encoded results of this shard; how many of them are new. A result that is there already is dropped."""
+        """Add encoded results of this shard, except those that exist already. Returns the number of new ones."""
         keys = (batch.column(name).to_numpy() for name in ("row_index", "request_index", "num_requests"))
         is_new = self._note(*keys)
         num_new = int(np.count_nonzero(is_new))
@@ -252,7 +251,7 @@ class OpenShard:
         return num_new
 
     def tick(self) -> Segment | None:
-        """Journal what is in no segment yet, and forget it."""
+        """Write results that are in no segment yet to the journal, and drop them from memory."""
         segment = self.keep()
         if segment is None:
             return None
@@ -261,22 +260,22 @@ class OpenShard:
         return segment
 
     def keep(self) -> Segment | None:
-        """Journal what is in no segment yet; for another thread that writes the part, nothing changes."""
+        """Write results that are in no segment yet to the journal, but keep them for a thread that writes the part."""
         fresh = self.fresh
         return self._journal.write(self.index, pa.Table.from_batches(fresh, self.task.result_schema)) if fresh else None
 
     def forget(self, segment: Segment) -> None:
-        """Delete a segment that `keep` gave, once the part is written."""
+        """Delete a segment of `keep` after the part is written."""
         self._journal.forget(segment)
 
     def close(self) -> None:
-        """Unmap the segments and let go of what is in memory."""
+        """Unmap the segments and drop the results in memory."""
         for segment in self.segments:
             segment.close()
         self.fresh, self.unjournalled_bytes = [], 0
 
     def places(self, row_index: Int64Array, request_index: npt.NDArray[np.int32]) -> Int64Array:
-        """Where results stand among all of the complete shard's, sorted by (row_index, request_index)."""
+        """The places of results among all results of the complete shard, sorted by (row_index, request_index)."""
         firsts = np.cumsum(self.num_requests, dtype=np.int64) - self.num_requests
         places: Int64Array = firsts[self.rows.locals(row_index)] + request_index
         return places
@@ -284,7 +283,7 @@ class OpenShard:
     def _note(
         self, row_index: Int64Array, request_index: npt.NDArray[np.int32], num_requests: npt.NDArray[np.int32]
     ) -> BoolArray:
-        """Mark results as done; which of them are new. Raises ValueError, with nothing marked, for a stranger."""
+        """Mark results as done. Returns which are new. Raises ValueError, and marks none, for a foreign result."""
         rows = self.rows.locals(row_index)
         self._begin_rows(rows, request_index, num_requests)
         requests = self._first_request[rows] + request_index
@@ -311,7 +310,7 @@ class OpenShard:
     def _number_requests(self, rows: Int64Array, counts: npt.NDArray[np.int32]) -> None:
         stop = self._num_known + int(counts.sum(dtype=np.int64))
         if stop > len(self._is_done):
-            # Longer before a row points into it: other threads ask what is done without a lock.
+            # Grow the array before a row points into the new part: other threads read it without a lock.
             spare = np.zeros(max(stop, 2 * len(self._is_done)) - len(self._is_done), np.bool_)
             self._is_done = np.concatenate([self._is_done, spare])
         self.num_requests[rows] = counts
@@ -323,24 +322,23 @@ class OpenShard:
 PART_VERSION = 1
 _PREFIX = "batchinf."
 
-# Results are taken, and kept columns read, in pieces of this size; a row group collects pieces.
+# Results and kept columns are read in pieces of this size. A row group has several pieces.
 PIECE_BYTES = 16 << 20
 ROW_GROUP_BYTES = 128 << 20
-# Rows of kept columns whose size is not known yet: few at first, then at most four times as many as before.
+# Rows of kept columns to read at once. Their size is unknown, so the number begins low and grows at most fourfold.
 _FIRST_ROWS, _MOST_ROWS = 64, 4096
-# Larger results are quicker to copy one by one than to `take`: 52 us against 106 for 45 KB, 29 against 4 for 1.4 KB.
+# Larger results are copied one by one, smaller ones with `take`: 52 against 106 µs for 45 KB, 29 against 4 for 1.4 KB.
 _WIDE_BYTES = 8 << 10
 
 
-# -- from results to a file ------------------------------------------------------------------------------------------
+# -- writing a part --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PartTarget:
-    """Where an incarnation writes parts, and what all of them take from the job.
+    """Where an incarnation writes parts, and the data of the job that all parts need.
 
-    metadata: entries for each file's key-value metadata, each key beginning with `batchinf.`; `batchinf.fingerprint`
-    is the job's.
+    metadata: entries of each file's key-value metadata, such as `batchinf.fingerprint`. Keys begin with `batchinf.`.
     """
 
     folder: Folder
@@ -357,11 +355,10 @@ def write_part(
     merge: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] | None = None,
     num_second_bos: int = 0,
 ) -> Part:
-    """Write a complete shard to `staging/`, sorted by row_index, and sample_index where there is one.
+    """Write a complete shard to `staging/`, sorted by row_index and sample_index (if there is one).
 
-    Holds a row group and a piece of the results at a time, whatever the shard's size. merge: gives the rows to be
-    written, in order, in place of those that it is given. num_second_bos: in the part whose place it takes, whose
-    prompts are the same.
+    Memory holds one row group and one piece of the results, whatever the shard's size. merge: turns the shard's rows
+    into the rows to write, in order. num_second_bos: that of the part that is replaced, which has the same prompts.
     """
     if not shard.is_complete:
         raise ValueError(f"{shard.shard} is not complete")
@@ -370,7 +367,7 @@ def write_part(
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
     results, merged = shard.task.result_schema, _Merged(shard)
     numbers, has_answer = number_columns(results), ANSWER in results.names
-    # A retry has some of the rows, and the part before counted all.
+    # A retry has only some of the rows, but the old part counted all.
     counts = PartCounts(num_second_bos=max(num_second_bos, merged.num_second_bos))
     with target.folder.writing(f"staging/{name}", fault="parts") as file:
         sink = SealingWriter(file)
@@ -391,12 +388,12 @@ def _part(counts: PartCounts, shard: int, file: str, num_bytes: int, digest: str
 
 
 def count_entries(counts: PartCounts) -> dict[str, str]:
-    """The counts as a part's footer states them."""
+    """The counts as entries of a part's footer."""
     return {f"{_PREFIX}{name}": str(value) for name, value in counts.written().items()}
 
 
 def stated_counts(entries: Mapping[str, str]) -> PartCounts:
-    """The counts that a footer states. Raises KeyError where one is missing, ValueError where one is no number."""
+    """The counts in a footer. Raises KeyError if one is missing, ValueError if one is no number."""
     required, rare = ALWAYS_WRITTEN, set(COUNT_NAMES) - ALWAYS_WRITTEN
     names = [*required, *(name for name in rare if f"{_PREFIX}{name}" in entries)]
     return PartCounts(**{name: int(entries[f"{_PREFIX}{name}"]) for name in names})
@@ -426,7 +423,7 @@ def _row_groups(pieces: Iterator[pa.Table], limit: int | None) -> Iterator[pa.Ta
 
 
 def _output(shard: OpenShard, merged: "_Merged", source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
-    """The output rows of a complete shard in order, in pieces of about PIECE_BYTES or of one result."""
+    """The output rows of a complete shard in order, in pieces of about PIECE_BYTES or one result."""
     is_whole = bool(shard.chosen.all())
     starts = np.concatenate([[0], np.cumsum(shard.num_requests, dtype=np.int64)])
     rows = np.repeat(np.arange(shard.shard.num_rows, dtype=np.int32), shard.num_requests)
@@ -447,7 +444,7 @@ def _output(shard: OpenShard, merged: "_Merged", source: Source, names: Sequence
 
 
 def _blocks(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[tuple[int, int, pa.Table | None]]:
-    """Runs of a shard's rows, counted from its first, with their columns of the source; only idle runs are left out."""
+    """Ranges of a shard's rows, by local index, with their columns of the source. Skips ranges without chosen rows."""
     if not names:
         yield 0, shard.shard.num_rows, None
         return
@@ -467,7 +464,7 @@ def _blocks(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[
 def _cuts(
     num_bytes: Int64Array, limit: int, may_begin: npt.NDArray[np.bool_] | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Runs of items of at most `limit` bytes together, or of one item. may_begin: which items a run may begin with."""
+    """Ranges of items with at most `limit` bytes, or one item. may_begin: the items that a range may begin with."""
     if may_begin is not None:
         firsts = np.flatnonzero(may_begin)
         ends = np.append(firsts[1:], len(num_bytes))
@@ -484,9 +481,9 @@ def _cuts(
 
 
 class _Merged:
-    """The results of a complete shard, sorted by (row_index, request_index), wherever they lie. 17 bytes for each.
+    """The results of a complete shard in segments and memory, sorted by (row_index, request_index). 17 bytes for each.
 
-    num_bytes: int64 [num_results], the size of each in memory. num_second_bos: rows whose prompts begin with two.
+    num_bytes: int64 [num_results], sizes in memory. num_second_bos: rows whose prompts begin with two BOS tokens.
     """
 
     def __init__(self, shard: OpenShard) -> None:
@@ -496,7 +493,7 @@ class _Merged:
         self._row = np.zeros(shard.num_results, np.int32)
         self.num_bytes = np.zeros(shard.num_results, np.int64)
         begins_with_two = np.zeros(shard.num_results, np.bool_)
-        # Backwards, so that of two results for one request the first stands.
+        # Backwards, so that the first of two results for one request wins.
         for index in reversed(range(len(self._batches))):
             batch = self._batches[index]
             request_index = batch.column("request_index").to_numpy()
@@ -522,16 +519,16 @@ class _Merged:
         return pa.Table.from_batches([pa.concat_batches(pieces).take(pa.array(np.argsort(order)))])
 
 
-# -- a file that no manifest line names ------------------------------------------------------------------------------
+# -- parts without a manifest line -----------------------------------------------------------------------------------
 
 
 def verify_part(
     folder: Folder, name: str, shard: Shard, fingerprint: str, rows: ShardRows | None = None, *, deep: bool
 ) -> Part | None:
-    """The record of a part that lies at `name` (`staging/...` or `parts/...`), or None if it is not whole or not ours.
+    """The record of the part at `name` (`staging/...` or `parts/...`), or None if it is damaged or not this job's.
 
-    The footer must be readable and name the job, the shard and its rows (None: `start` to `stop`). deep: not a bit
-    differs from what was written.
+    The footer must be readable and name the job, the shard and its rows (None: `start` to `stop`). deep: check each
+    byte, too.
     """
     path = folder.path(name)
     try:
@@ -546,7 +543,7 @@ def verify_part(
 
 
 def _counts_of(footer: pq.FileMetaData, shard: Shard, rows: ShardRows, fingerprint: str) -> PartCounts | None:
-    """The counts of a part; None where the footer does not state this job and these rows of it."""
+    """The counts of a part; None if the footer is not of this job and these rows."""
     own = {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
     expected = {**_own_metadata(shard, rows), f"{_PREFIX}fingerprint": fingerprint}
     if any(own.get(key) != value for key, value in expected.items()):

@@ -1,7 +1,7 @@
-"""Whether a file in `parts/` is the one that a manifest line names: by size and footer, or by every bit of it.
+"""Checks whether a file in `parts/` is the committed part: by size and footer for a resume, by each byte for `check`.
 
-A resume looks at sizes and at what the footers state: which job, which shard, how many rows, errors and tokens. So a
-part that is gone, cut, swapped or another job's is found without its data being read: about 20 µs a part.
+Size and footer (job, shard, and numbers of rows, errors and tokens) reveal a part that is missing, cut, swapped or
+another job's. That takes about 20 µs a part, because no data is read.
 """
 
 import functools
@@ -28,26 +28,26 @@ from batchinf.schedule.selection import RunOrder, ShardRows
 from batchinf.schedule.shards import shard_at
 
 _MAGIC = b"PAR1"
-# Footers of narrow tables with few row groups are 5 KB; of others the rest is read too.
+# Footers of narrow tables with few row groups have 5 KB. Larger ones need a second read.
 _END_BYTES = 16 << 10
 _READ_BYTES = 1 << 20
 _KEY_ROWS = 1 << 16
-# Where each read has to wait for a disk or a server, several wait at once.
+# Reads wait for disks and servers, so several run at once.
 NUM_THREADS = 4
 _CHUNK = 512
-# The counts that a resume compares: enough to tell two parts apart. Each one more costs 1 µs a part.
+# The counts that a resume compares. They are enough to tell two parts apart; each further one costs 1 µs a part.
 _COMPARED = ("num_rows", "num_errors", "num_prompt_tokens", "num_output_tokens")
 
 
 class _NotPartError(ValueError):
-    """A file is no Parquet file, or not to its end."""
+    """A file is not a complete Parquet file."""
 
 
 def changed_parts(folder: Folder, state: State) -> list[int]:
-    """The committed shards whose part is gone, of another size, or states that it is another one.
+    """The committed shards whose part is missing, has another size, or is a different part by its footer.
 
-    Raises OutputError if a part cannot be read, if all that there are belong to another job, or if the file is gone
-    that says which rows are run.
+    Raises OutputError if a part cannot be read, if all parts belong to another job, or if the stored selection is
+    missing.
     """
     sizes, order = folder.sizes("parts"), RunOrder(folder, state.extents)
     lines = sorted(state.parts.items())
@@ -80,7 +80,7 @@ def _is_named(folder: Folder, state: State, order: RunOrder, shard: int, line: P
 
 
 def _refuse_foreign(folder: Folder, state: State, shards: Sequence[int]) -> None:
-    """To run all again would replace the parts of a job whose manifest has been put elsewhere."""
+    """Raise OutputError if the parts are another job's: a new run would overwrite them."""
     owner = other_owner(folder, state, shards)
     if owner:
         raise OutputError(
@@ -90,13 +90,13 @@ def _refuse_foreign(folder: Folder, state: State, shards: Sequence[int]) -> None
 
 
 def other_owner(folder: Folder, state: State, shards: Sequence[int]) -> str | None:
-    """The id of another job, if the parts of these shards state one, and none of them is this job's."""
+    """The id of the other job, if these shards' parts belong to other jobs only."""
     owners = {owner for shard in shards if (owner := job_of(folder, f"parts/{part_name(shard)}"))}
     return None if state.header.job_id in owners else min(owners, default=None)
 
 
 def job_of(folder: Folder, name: str) -> str | None:
-    """The id of the job that a part says it is of; None for what is no part."""
+    """The job id in a part's footer; None if the file is no part."""
     try:
         return _stated(read_footer(folder.path(name)), "job_id")
     except (_NotPartError, OSError):
@@ -104,7 +104,7 @@ def job_of(folder: Folder, name: str) -> str | None:
 
 
 def expected_statements(job_id: str, shard: Shard, first_row: int, line: Part) -> dict[str, str]:
-    """What the footer of the part that `line` names states, without the prefix `batchinf.`."""
+    """The expected footer entries of the part that `line` names, without the prefix `batchinf.`."""
     numbers = {
         "shard": shard.index,
         "first_row": first_row,
@@ -115,11 +115,11 @@ def expected_statements(job_id: str, shard: Shard, first_row: int, line: Part) -
     return {"job_id": job_id, **{name: str(number) for name, number in numbers.items()}}
 
 
-# -- the footer, as bytes: to have it parsed takes 160 µs, ten times as long ------------------------------------------
+# -- the footer as bytes: parsing it takes 160 µs, ten times as long ---------------------------------------------------
 
 
 def read_footer(path: pathlib.Path) -> bytes:
-    """A Parquet file's footer (Thrift, without length and magic). Raises OSError, or ValueError where there is none."""
+    """A Parquet file's footer (Thrift, without length and magic). Raises OSError, or ValueError without a footer."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
@@ -135,7 +135,7 @@ def read_footer(path: pathlib.Path) -> bytes:
 
 
 def _encoded(name: str, value: str) -> bytes:
-    """An entry of the metadata as Thrift's compact protocol has it: two strings with their lengths, then a zero."""
+    """A metadata entry in Thrift's compact protocol: two strings with their lengths, then a zero."""
     content = value.encode()
     return b"%b%c%b\x00" % (_encoded_key(name), len(content), content)
 
@@ -147,17 +147,17 @@ def _encoded_key(name: str) -> bytes:
 
 
 def _stated(footer: bytes, name: str) -> str | None:
-    # The last one: metadata comes after the statistics, which stem from the data.
+    # The last match: the metadata comes after the statistics, which depend on the data.
     found = re.findall(rb"\x18.batchinf\.%b\x18.([0-9A-Za-z]*)\x00" % name.encode(), footer, re.DOTALL)
     return found[-1].decode() if found else None
 
 
-# -- what exactly is wrong ---------------------------------------------------------------------------------------------
+# -- the reason why a part is wrong ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """What is wrong with a part. is_plain: a resume sees it too, and runs the shard again."""
+    """What is wrong with a part. is_plain: whether a resume notices it, too, and runs the shard again."""
 
     what: str
     is_plain: bool
@@ -175,7 +175,7 @@ def find_flaw(
 ) -> Flaw | None:
     """What is wrong with a shard's part, or None. num_samples: output rows for each row of the source.
 
-    is_deep: every byte is read, in bounded memory, and the keys of all rows.
+    is_deep: check each byte and the keys of all rows, in bounded memory.
     """
     path = folder.path(f"parts/{part_name(shard.index)}")
     rows = order.of(shard)
@@ -227,7 +227,7 @@ def _statement_flaw(name: str, stated: str | None, expected: str, size_flaw: str
 
 def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
     footer = read_footer(path)
-    # One pass for both: the digest of the manifest's line, and the seal that the file carries of itself.
+    # One pass computes both checksums: the digest in the manifest and the seal in the file.
     digest, left = xxhash.xxh3_128(), path.stat().st_size - len(footer) - 8
     with path.open("rb", buffering=0) as file:
         while left > 0 and (data := file.read(min(left, _READ_BYTES))):
@@ -248,7 +248,7 @@ def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
 
 
 def _key_flaw(path: pathlib.Path, own: ShardRows, num_samples: int) -> str | None:
-    """Each (row_index, sample_index) of the shard stands once, in order; without samples, each row."""
+    """Check that the file has each (row_index, sample_index) of the shard once and in order."""
     num_rows, positions = 0, own.positions()
     with pq.ParquetFile(path) as file:
         names = [name for name in ("row_index", "sample_index") if name in file.schema_arrow.names]

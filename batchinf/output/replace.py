@@ -1,6 +1,6 @@
-"""A part in the place of another: the rows of the old one that were not chosen, and new rows for those that were.
+"""Writes the part that replaces an old one after a retry: new rows for the chosen ones, old rows for all others.
 
-Works on output rows, whatever the task: they are told apart by `row_index` alone.
+It works on output rows of any task and distinguishes them by `row_index`.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from batchinf.schedule.selection import ShardRows
 
 Int32Array = npt.NDArray[np.int32]
 
-RETRY_KEY = "batchinf.retry"  # the last retry that a part has been through
+RETRY_KEY = "batchinf.retry"  # number of the part's last retry
 _REPLACES_KEY = "batchinf.replaces"
 _SEAL_KEY = "batchinf.seal"
 _SECOND_BOS_KEY = "batchinf.num_second_bos"
@@ -31,15 +31,15 @@ _FEW_ROWS = 4096
 
 
 def retry_metadata(retry: Retry) -> dict[str, str]:
-    """What a part that has been through a retry says of it in its Parquet metadata."""
+    """The entries for a retry in the Parquet metadata of the parts that it rewrote."""
     said = {"predicate": retry.predicate, "set": retry.overrides, "num_rows": retry.num_rows}
     return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(said, ensure_ascii=False)}
 
 
 def write_replacement(target: PartTarget, shard: OpenShard) -> Part:
-    """Write to `staging/` what is to replace a shard's part: see `write_part`. The shard has its chosen rows only.
+    """Write the replacement of a shard's part to `staging/`: see `write_part`. The shard has only its chosen rows.
 
-    target.metadata: with what `retry_metadata` gives. Raises OutputError if the old part is not whole.
+    target.metadata: includes `retry_metadata`. Raises OutputError if the old part is damaged.
     """
     old = OldPart(target.folder, shard.index, shard.rows, shard.chosen)
     metadata = {**old.retries, **target.metadata, _REPLACES_KEY: old.seal}
@@ -49,12 +49,12 @@ def write_replacement(target: PartTarget, shard: OpenShard) -> Part:
 
 
 def with_retry(folder: Folder, name: str, part: Part) -> Part:
-    """The record of a verified part, with the last retry that the file at `name` says it has been through."""
+    """The record of a verified part with its last retry, from the metadata of the file at `name`."""
     return dataclasses.replace(part, retry=int(_metadata(folder, name).get(RETRY_KEY, 0)))
 
 
 def replaces(folder: Folder, staged: str, part: str) -> bool:
-    """Whether a staged file was made of the part that lies at `part` now."""
+    """Whether a staged file was made from the part that is now at `part`."""
     return _metadata(folder, staged).get(_REPLACES_KEY) == _metadata(folder, part).get(_SEAL_KEY, "")
 
 
@@ -64,10 +64,10 @@ def _metadata(folder: Folder, name: str) -> dict[str, str]:
 
 
 class OldPart:
-    """A part that is to be replaced, whole. retries, num_second_bos: what its metadata says."""
+    """An undamaged part that will be replaced. retries, num_second_bos: from its metadata."""
 
     def __init__(self, folder: Folder, shard: int, rows: ShardRows, chosen: npt.NDArray[np.bool_]) -> None:
-        """chosen: bool [len(rows)], the rows that come anew. Raises OutputError if the part is not whole."""
+        """chosen: bool [len(rows)], the rows to replace. Raises OutputError if the part is damaged."""
         name = f"parts/{part_name(shard)}"
         self._path = folder.path(name)
         self._rows = rows
@@ -89,13 +89,13 @@ class OldPart:
         self.retries = {key: value for key, value in stored.items() if key.startswith(f"{RETRY_KEY}.")}
 
     def merge(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """Rows in order: the old ones that were not chosen, and all of `tables`, whose `attempts` count on.
+        """Rows in order: old rows that were not chosen, and all rows of `tables` with the old `attempts` added.
 
-        `tables` have chosen rows only, sorted. A few pieces are held at a time. Counts the old rows as they pass.
+        tables: only chosen rows, sorted. Holds a few pieces at a time and counts the old rows that it keeps.
         """
         old, new = _Rows(self._kept()), _Rows(self._counted_on(tables))
         while old.has_more and new.has_more:
-            # No row is in both: all up to the lesser of the two ends is complete.
+            # No row is in both streams, so all rows up to the smaller end are complete.
             last = min(old.last_row, new.last_row)
             yield _in_order(old.take(last), new.take(last))
         yield from old.rest()
@@ -127,12 +127,12 @@ class OldPart:
 
 
 def piece_rows(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> int:
-    """How many rows of these columns (None: all) make PIECE_BYTES as they are stored; in memory they can be more."""
+    """Number of rows of these columns (None: all) that take PIECE_BYTES when stored. In memory they may take more."""
     return max(1, int(PIECE_BYTES / max(1e-6, row_bytes_in(metadata, columns))))
 
 
 def row_bytes_in(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> float:
-    """Bytes of a row of these columns (None: all) in a part, uncompressed, on the average."""
+    """Average uncompressed bytes of a row in a part, for these columns (None: all)."""
     num_bytes = 0
     for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
         for leaf in (group.column(index) for index in range(group.num_columns)):
@@ -142,7 +142,7 @@ def row_bytes_in(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> fl
 
 
 class _Rows:
-    """A stream of tables that are sorted by `row_index`; a row's output rows may be in several."""
+    """A stream of tables sorted by `row_index`. The output rows of one row may be in several tables."""
 
     def __init__(self, tables: Iterator[pa.Table]) -> None:
         self._tables = tables
@@ -161,7 +161,7 @@ class _Rows:
 
     @property
     def last_row(self) -> int:
-        """Of the table at hand."""
+        """The last `row_index` of the current table."""
         return int(self._rows[-1])
 
     @property
@@ -171,7 +171,7 @@ class _Rows:
         return rows
 
     def take(self, last: int) -> pa.Table:
-        """What is at hand of the rows up to `last`."""
+        """Remove and return the rows up to `last` from the current table."""
         assert self._table is not None
         place = int(np.searchsorted(self._rows, last, side="right"))
         taken, self._table = self._table.slice(0, place), self._table.slice(place)

@@ -1,1 +1,1 @@
-"""A row's prompt as token ids: from columns, templates, conversations, batch-file lines or scored texts."""
+"""Makes a row's prompt: token ids from a column, a template, a conversation or a line of a batch file."""

@@ -1,4 +1,4 @@
-"""From a row to a prompt: its text, chat or token ids, and the settings that a row may have of its own."""
+"""Makes prompts from rows: the text or token ids, the row's own sampling and its adapter. Feeders use it."""
 
 import decimal
 import difflib
@@ -26,7 +26,7 @@ from batchinf.source.types import is_json_column
 from batchinf.spec.job import JobSpec, field_docs
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 
-# Distinct settings that are remembered: one costs some 20 µs to check, and to find again less than 1.
+# Size of the cache of checked settings. To check one costs about 20 µs, a hit less than 1 µs.
 _MOST_KNOWN = 4096
 _SHOWN_CHARS = 60
 _LISTS = frozenset({"stop", "stop_token_ids"})
@@ -34,29 +34,29 @@ _TEXTS = frozenset({"stop"})
 
 
 class RowSampling:
-    """Row → its sampling. columns: the input columns that hold it, each once."""
+    """Row → its sampling. columns: the input columns that hold it, without repeats."""
 
     def __init__(self, sampling: SamplingSpec) -> None:
-        """sampling: the job's, resolved; `sampling.columns` says of which fields each row has its own value."""
+        """sampling: the job's, resolved. `sampling.columns` maps the fields that rows set to their columns."""
         self._fields = dict(sampling.columns)
         self._job = sampling.model_dump(exclude={"columns", "structured_outputs"})
-        # Long, and the same for all rows, or nearly all: not checked again for each.
+        # A schema is long and nearly always the same for all rows, so it is not checked again for each row.
         self._structure = {"structured_outputs": sampling.structured_outputs}
         self._known: dict[tuple[Any, ...], SamplingSpec | RowError] = {}
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(self._fields.values()))
 
     def of(self, values: Mapping[str, Any]) -> SamplingSpec | RowError | None:
-        """What a row with these values is sampled with, or why it cannot be; None is as the job says.
+        """The sampling of a row with these values, or its error; None if rows have no values of their own.
 
-        A null, or no value at all, is the job's value.
+        A null or missing value means the job's value.
         """
         if not self._fields:
             return None
         return self.with_values({field: values.get(column) for field, column in self._fields.items()})
 
     def with_values(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        """The job's sampling with these values of fields in place of its own; null is the job's."""
-        # 1, 1.0 and true are equal and hash alike, and are not the same.
+        """The job's sampling with the given values in place of its own, or the row's error. Null: the job's value."""
+        # 1, 1.0 and True are equal and have one hash, but only some of them may be valid.
         key = (*given, *map(_hashable, given.values()))
         found = self._known.get(key)
         if found is None:
@@ -66,7 +66,7 @@ class RowSampling:
         return found
 
     def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of these rows with their sampling; one that has an error keeps it."""
+        """The prompts of these rows with their sampling. A prompt with an error keeps the error."""
         if not self._fields:
             return list(prompts)
         return [self._applied(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
@@ -80,7 +80,7 @@ class RowSampling:
     def _make(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
         own = {field: _as_in_a_spec(field, value) for field, value in given.items() if value is not None}
         try:
-            # In a spec a mapping names a column; in a row it is a value that cannot be.
+            # SamplingSpec reads a mapping as the name of a column. In a row a mapping is an error, and so is True.
             own |= {field: True for field, value in own.items() if isinstance(value, dict) and field in PER_ROW_FIELDS}
             made = SamplingSpec.model_validate({**self._job, **own})
             return made if "structured_outputs" in own else made.model_copy(update=self._structure)
@@ -100,9 +100,9 @@ class RowSampling:
 
 
 def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
-    """Raise SpecError where a column is of a type of which no value fits its field; the columns must be there.
+    """Raise SpecError if a column has a type that can hold no valid value of its field. The columns must exist.
 
-    A column of mixed JSON values is let through: each row is looked at when it comes.
+    A column of mixed JSON values passes: its values are checked row by row.
     """
     for field, column in sampling.columns.items():
         found = schema.field(column)
@@ -115,7 +115,7 @@ def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
 
 
 def wanted_columns(sampling: SamplingSpec) -> Iterator[tuple[str, str]]:
-    """The dotted field and the column of each value that rows have of their own."""
+    """The fields that rows set for themselves: dotted name and column."""
     return ((f"sampling.{field}", column) for field, column in sampling.columns.items())
 
 
@@ -140,14 +140,14 @@ def _hashable(value: Any) -> Any:
 
 
 def setting(field: str, value: Any) -> str:
-    """A field of sampling with its value, as a spec would have it: `stop ["END"]`, `max_tokens what fits`."""
+    """A field of sampling with its value, in words: `stop ["END"]`, `max_tokens what fits`."""
     if field == "max_tokens" and value is None:
         return "max_tokens what fits"
     return f"{field} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
 
 
 def _as_in_a_spec(field: str, value: Any) -> Any:
-    """A number as the spec has it: columns with nulls often hold whole numbers as floats, databases decimals."""
+    """A whole number as int. Columns with nulls often hold whole numbers as floats, and databases as decimals."""
     if isinstance(value, decimal.Decimal) and value.is_finite():
         value = float(value) if value % 1 else int(value)
     if isinstance(value, float) and math.isfinite(value) and value.is_integer() and _is_whole(field):
@@ -160,7 +160,7 @@ def _is_whole(field: str) -> bool:
 
 
 class RowAdapter:
-    """Row → the name of its adapter. columns: the input column that holds it, if one does."""
+    """Row → the name of its adapter. columns: the input column that holds it, or none."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._names = tuple(adapter_places(spec.model))
@@ -168,7 +168,7 @@ class RowAdapter:
         self.columns: tuple[str, ...] = () if self._column is None else (self._column,)
 
     def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of these rows with their adapters; one that has an error keeps it."""
+        """The prompts of these rows with their adapters. A prompt with an error keeps the error."""
         if not self._names:
             return list(prompts)
         if self._column is None:
@@ -207,16 +207,16 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tup
 
 
 class Renderer:
-    """Row → text, or token ids where a column holds them.
+    """Row → text, or token ids if a column holds them.
 
-    named_columns: the input columns that a prompt is made of, each behind the field of the spec that names it.
+    named_columns: pairs of a spec field and the input column that it names, for all columns of the prompt.
     """
 
     def __init__(self, spec: JobSpec, tokenizer: Any = None, begun_at: str | None = None) -> None:
-        """Compile the templates. Raises SpecError, with its line, if that cannot be done.
+        """Compile the templates. Raises SpecError, with the template's line.
 
-        tokenizer: applies the chat template, and counts tokens for `truncate_tokens`; without one, conversations and
-        cut texts are not rendered, but columns are known. begun_at: see `ChatTemplate`.
+        tokenizer: applies the chat template and counts tokens for `truncate_tokens`. Without one, only the columns and
+        plain templates can be used. begun_at: see `ChatTemplate`.
         """
         self._input = where = spec.input
         self._column = spec.prompt_column
@@ -262,11 +262,11 @@ class Renderer:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns that a prompt is made of, each once."""
+        """The input columns of the prompt, without repeats."""
         return tuple(dict.fromkeys(column for _, column in self.named_columns))
 
     def render(self, row: Row) -> str | RowError:
-        """The prompt's text, never empty, always encodable as UTF-8; or why there is none."""
+        """The prompt's text, which is not empty and valid UTF-8, or the row's error."""
         if row.error is not None:
             return RowError("unreadable", row.error)
         if not self._is_chat:
@@ -280,7 +280,7 @@ class Renderer:
         return text if isinstance(text, RowError) else _check_text(text)
 
     def messages(self, row: Row) -> list[Message] | RowError:
-        """The row's conversation, before the chat template, or why there is none."""
+        """The row's conversation, before the chat template, or the row's error."""
         if row.error is not None:
             return RowError("unreadable", row.error)
         found = self._messages(row.values)
@@ -317,7 +317,7 @@ class Renderer:
         return RowError("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
 
     def token_ids(self, row: Row) -> list[int] | RowError:
-        """The ids in the column that holds them, as they are, not checked against a vocabulary."""
+        """The ids from the column of token ids, not yet checked against the vocabulary; or the row's error."""
         if row.error is not None:
             return RowError("unreadable", row.error)
         column = self._input.token_ids_column
@@ -337,7 +337,7 @@ class Renderer:
 
 
 class PromptBuilder:
-    """Rows → prompts. vocab_size: the model's; ids at or above it would crash the engine (None: not known)."""
+    """Rows → prompts."""
 
     def __init__(
         self,
@@ -347,14 +347,14 @@ class PromptBuilder:
         begun_at: str | None = None,
         output_room: int = 1,
     ) -> None:
-        """begun_at: when the job was begun, in ISO format; see `ChatTemplate`. output_room: tokens that must fit behind
-        a prompt.
+        """vocab_size: ids at or above it would crash the engine; None: not known. begun_at: see `ChatTemplate`.
+        output_room: number of tokens that must fit after a prompt.
         """
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
         self._adapter = RowAdapter(spec)
         self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.is_batch_file else None
-        # A chat template writes them all; the tokenizer's own would come a second time.
+        # A chat template writes all special tokens. The tokenizer must not add its own a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
         self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
         self._tokenizer = tokenizer
@@ -371,7 +371,7 @@ class PromptBuilder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns that a prompt is made of, and those of the row's own sampling and adapter."""
+        """The input columns of the prompt, of the row's own sampling and of its adapter."""
         own = (self._sampling.columns, self._adapter.columns)
         return tuple(dict.fromkeys([*self._renderer.columns, *itertools.chain(*own)]))
 
@@ -394,11 +394,11 @@ class PromptBuilder:
         return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
 
     def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts with the values that a task reads from each row; subclasses of the tasks override it."""
+        """The prompts with the values that a task reads from each row. Tasks override it in subclasses."""
         return prompts
 
     def outline(self, row: Row) -> "Outline":
-        """What is known of a row before its prompt is tokenised."""
+        """The text and output length of a row, without tokenising its prompt."""
         draft = self._draft(row, None)
         own = draft.sampling or self._sampling.of(row.values)
         most = own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens
@@ -406,11 +406,11 @@ class PromptBuilder:
             return Outline(None, most)
         if draft.ids is None:
             return Outline((draft.text or "").encode(), most)
-        # Ids that no vocabulary has become an error later.
+        # The mask keeps invalid ids from overflowing here. They become error rows when the prompt is built.
         return Outline(b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in draft.ids), most)
 
     def preview(self, row: Row, num_chars: int) -> str | RowError:
-        """The beginning of a row's text as the model sees it, special tokens and all, for people to read."""
+        """The beginning of a row's text as the model sees it, with special tokens, for people to read."""
         draft = self._draft(row, None)
         if isinstance(draft.ids, RowError):
             return draft.ids
@@ -422,7 +422,7 @@ class PromptBuilder:
         return shown if len(draft.text) <= num_chars else f"{shown}… ({len(draft.text):,} characters)"
 
     def _draft(self, row: Row, max_model_len: int | None) -> "_Draft":
-        """What a row comes to before its batch is encoded."""
+        """The row's text, or its ids or error if it needs no encoding."""
         if self._batch is not None:
             return self._batch_draft(self._batch, row, max_model_len)
         if self._takes_ids:
@@ -443,9 +443,7 @@ class PromptBuilder:
         return replace(draft, sampling=sampling, is_chat=found.is_chat)
 
     def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "_Draft":
-        """A text whose beginning alone has far too many tokens is refused, or cut, before the whole of it costs time
-        and memory.
-        """
+        """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
         if isinstance(text, RowError):
             return _Draft(None, text)
         if max_model_len is None:
@@ -463,7 +461,7 @@ class PromptBuilder:
 
     def _finish(self, row: Row, draft: "_Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
         cut = ids
-        # A conversation is not cut: its instructions, or the assistant's header, would go.
+        # A conversation is not cut: it would lose its instructions or the assistant's header.
         if isinstance(ids, list) and max_model_len is not None and self._side is not None and not draft.is_chat:
             cut = self._cut(row, draft, ids, max_model_len, self._side)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
@@ -475,7 +473,6 @@ class PromptBuilder:
 
     def _cut(self, row: Row, draft: "_Draft", ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
         own = draft.sampling or self._sampling.of(row.values)
-        # Tokens that must fit after the prompt.
         room = (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or self._output_room
         cut = self._encoder.cut(ids, max_model_len - room, side)
         if cut is not None:
@@ -505,8 +502,8 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """beginning: the prompt's text in UTF-8, or 4 bytes for each token id; None where there is none. max_tokens: of its
-    output; None is what fits.
+    """beginning: the prompt's text in UTF-8, or 4 bytes for each token id; None for an error row. max_tokens: the most
+    tokens of the output; None: as many as fit.
     """
 
     beginning: bytes | None
@@ -515,9 +512,10 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row's text, to be encoded by `encoder`; else its ids already, or of an endless text enough of them.
+    """A prompt before its batch is encoded.
 
-    sampling: the row's own, where its prompt comes with it.
+    encoder: encodes `text`; None: `ids` is set. ids: the row's ids or error; of a text that is too long, those of a
+    piece that is long enough to cut. sampling: the row's own, from a line of a batch file.
     """
 
     text: str | None
@@ -528,15 +526,15 @@ class _Draft:
 
 
 def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:
-    """The value of a column, never None; or a RowError, of the type `null` where it is None."""
+    """The value of a column, never None; or a RowError. null: the error type for a null."""
     if column not in values:
-        return RowError("missing_column", f"row has no column '{column}'")  # of others only what is asked for is read
+        return RowError("missing_column", f"row has no column '{column}'")  # only the needed columns were read
     value = values[column]
     return RowError(null, f"column '{column}' is null") if value is None else value
 
 
 def read_list(value: object) -> tuple[object, str]:
-    """A list as it is, or JSON text of one; and what it is called where it is no list."""
+    """A value, parsed if it is JSON text; and its description for the error message if it is no list."""
     if not isinstance(value, str):
         return value, name_type(value)
     try:

@@ -1,4 +1,4 @@
-"""Conversations: a row's messages, the model's chat template, and the text as vLLM's `LLM.chat` renders it."""
+"""Renders conversations through the model's chat template, as vLLM's `LLM.chat` does."""
 
 import datetime
 import functools
@@ -19,14 +19,14 @@ from batchinf.base.text import describe_error, name_type, shorten
 from batchinf.prompts.templates import line_of
 from batchinf.spec.input import InputSpec
 
-# What transformers gives to every chat template, beside the special tokens.
+# The variables that transformers passes to every chat template, besides the special tokens.
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
 def own_templates(folder: pathlib.Path) -> dict[str, str]:
-    """The chat templates in a tokenizer's folder by name: `default`, and others where there are several.
+    """The chat templates in a tokenizer's folder, by name; the main one is `default`.
 
-    As transformers has it: chat_template.jinja counts before what tokenizer_config.json says, and that before the
+    The order is that of transformers: chat_template.jinja overrides tokenizer_config.json, and that overrides the
     chat_template.json of older processors.
     """
     found: dict[str, str] = {}
@@ -66,12 +66,12 @@ def variables(template: str) -> frozenset[str]:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters.setdefault("tojson", str)
-    environment.from_string(template)  # unknown filters show here alone
+    environment.from_string(template)  # only this finds unknown filters
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
 
 
 class _Generation(jinja2.ext.Extension):
-    """transformers' own tag, around what the assistant says."""
+    """The tag `generation`, which transformers adds to Jinja2 to mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -86,11 +86,11 @@ _PROBE = "a part of a text"
 
 
 def read_messages(value: object, what: str) -> list[Message] | RowError:
-    """A conversation as a row holds it, a list of messages or JSON text of one, made plain, or what is wrong with it.
+    """Normalise a conversation: a list of messages, or JSON text of one. Returns the row's error if it is invalid.
 
-    Keys whose value is null are left out: Arrow fills a message with the keys of all others. `content` is text or a
-    list of parts of text, and may be missing beside `tool_calls`; arguments of these become mappings, as chat templates
-    expect them and OpenAI's format does not have them. what: the value in words, such as `column 'chat'`.
+    Keys with a null are removed: Arrow fills a message with the keys of all others. `content` is text or a list of
+    parts of text; a message with `tool_calls` needs none. Arguments of tool calls become mappings, which chat templates
+    expect; OpenAI's format has them as text. what: names the value in errors, such as `column 'chat'`.
     """
     if value is None:
         return RowError("null_prompt", f"{what} is null")
@@ -119,7 +119,7 @@ def _wrong(what: str, got: str) -> RowError:
 
 
 def _read_message(item: object) -> Message | str:
-    """The message, or what is wrong with it."""
+    """The normalised message, or the reason why it is invalid."""
     if not isinstance(item, dict):
         return f"got {name_type(item)}; expected a mapping with role and content"
     message = {key: value for key, value in item.items() if value is not None}
@@ -180,11 +180,11 @@ def _without_nulls(value: object) -> object:
 
 
 class ChatTemplate:
-    """Messages → text, by `input.chat_template` or else the tokenizer's own."""
+    """Messages → text, by `input.chat_template` or the tokenizer's own template."""
 
     def __init__(self, spec: InputSpec, tokenizer: Any, begun_at: str | None) -> None:
-        """begun_at: when the job was begun, in ISO format with its offset, for templates that print the date; default:
-        now. A resume renders the same so, and it is UTC everywhere.
+        """begun_at: when the job began, in ISO format with its UTC offset; default: now. Templates that print the date
+        get this moment in UTC, so that a resume renders the same text.
         """
         self._tokenizer = tokenizer
         self._source = _source(spec.chat_template, tokenizer)
@@ -194,20 +194,20 @@ class ChatTemplate:
         self._options |= {"add_generation_prompt": adds_header, "continue_final_message": continues}
         moment = datetime.datetime.now(datetime.UTC) if begun_at is None else datetime.datetime.fromisoformat(begun_at)
         if "strftime_now" in self._source:
-            # transformers' own takes the clock; what is passed to a template comes before what its environment has.
+            # transformers' own function reads the clock. A variable with the same name takes precedence over it.
             self._options["strftime_now"] = moment.astimezone(datetime.UTC).strftime
         self._takes_parts = self._renders_parts()
         self._knows_developer = "'developer'" in self._source or '"developer"' in self._source
 
     def render(self, messages: Sequence[Message], **options: Any) -> str | RowError:
-        """The prompt's text, whose special tokens are all written out. options: over `chat_template_kwargs`.
+        """The prompt's text, with all special tokens. options: override `chat_template_kwargs`.
 
-        Raises nothing: what a template raises is the row's error.
+        An exception of the template becomes the row's error.
         """
         try:
             return self._apply(self._fit(messages), options)
         except Exception as error:
-            # A template, like a tokenizer's own code, may raise anything at all.
+            # Templates and tokenizers' own code may raise anything.
             return RowError("template_error", f"the chat template failed{line_of(error)}: {describe_error(error)}")
 
     def _apply(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
@@ -218,10 +218,10 @@ class ChatTemplate:
         )
 
     def _fit(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as the template takes them: what vLLM does before it applies one.
+        """Messages in the form that the template expects, as vLLM prepares them.
 
-        Text in one piece stays so, as transformers has it: `LLM.chat` makes it a part where a template takes parts,
-        which is the same unless the template treats the two unlike.
+        One difference: `LLM.chat` turns plain text into a part if the template takes parts. Here it stays text, as in
+        transformers. The results differ only if the template treats text and parts differently.
         """
         fitted = [dict(message) for message in messages]
         if not self._takes_parts:
@@ -233,7 +233,7 @@ class ChatTemplate:
         return fitted
 
     def _renders_parts(self) -> bool:
-        """Whether the template takes a list of parts; else it would print one as Python or JSON writes it."""
+        """Whether the template takes a list of parts. Others print the list in Python's or JSON's notation."""
         options = {"add_generation_prompt": False, "continue_final_message": False}
         try:
             text = self._apply([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}], options)
@@ -246,7 +246,7 @@ def _source(given: str | None, tokenizer: Any) -> str:
     try:
         return str(tokenizer.get_chat_template(given))
     except ValueError:
-        # Older processors keep it in a file that a tokenizer does not look into.
+        # Older processors keep it in chat_template.json, which tokenizers do not read.
         found = own_templates(pathlib.Path(str(tokenizer.name_or_path)))
         if "default" not in found:
             raise
@@ -258,7 +258,7 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _as_system(messages: Sequence[Message]) -> list[Message]:
-    """Developers' messages as the system's, and all of the system's as one at the beginning."""
+    """The messages with all of the roles `developer` and `system` joined into one system message at the beginning."""
     is_system = [message["role"] in ("developer", "system") for message in messages]
     texts = [
         message["content"] if isinstance(message["content"], str) else _joined(message["content"])

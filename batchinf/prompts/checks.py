@@ -1,4 +1,4 @@
-"""What can be wrong, or not meant, with prompts and shows before any work: chat templates, a second BOS."""
+"""Checks of prompts before a job runs: chat templates, truncation, order, and a second BOS. `job.open` uses it."""
 
 import json
 import pathlib
@@ -16,14 +16,14 @@ from batchinf.source.rows import Source
 from batchinf.spec.input import CHAT_FIELDS, InputSpec
 from batchinf.spec.job import JobSpec
 
-# Rows that are looked at for a second BOS: those with one mostly come out of one template.
+# Rows to search for a second BOS. Usually one template writes it into all of them.
 _LOOKED_AT = 256
 
 
 def check_prompts(spec: JobSpec, model: Model) -> None:
-    """Raise SpecError, in one line, for a chat template that is not there or cannot be, and for truncation that cannot.
+    """Raise SpecError for a missing or broken chat template, and for truncation that leaves no room for a prompt.
 
-    spec: the resolved one. Loads no tokenizer. The line begins with the field.
+    spec: resolved. Loads no tokenizer.
     """
     if spec.input.is_chat:
         _check_chat(spec.input, model)
@@ -33,7 +33,7 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
 
 
 def model_len_limit(spec: JobSpec, model: Model) -> int | None:
-    """The engine's longest sequence, in tokens, as far as the spec and the model's config say."""
+    """The engine's longest sequence, in tokens, from the spec or the model's config; None if neither has it."""
     if spec.scripted is not None:
         return spec.scripted.max_model_len
     length = spec.engine.get("max_model_len") or model.max_model_len
@@ -67,7 +67,7 @@ def _check_chat(where: InputSpec, model: Model) -> None:
 
 
 def check_order(spec: JobSpec) -> None:
-    """Raise SpecError where rows are to be ordered by what they have not, or for what is switched off."""
+    """Raise SpecError if `input.order` cannot help: without a prefix cache, or if all rows have the same max_tokens."""
     order = spec.input.order
     if order == "prefix" and spec.engine.get("enable_prefix_caching") is False:
         raise SpecError(
@@ -84,10 +84,10 @@ def check_order(spec: JobSpec) -> None:
 def prompt_warnings(
     spec: JobSpec, model: Model, source: Source, *, reads_prompt_logits: bool, may_lack_template: bool = False
 ) -> Iterator[str]:
-    """A line for each setting that works, but is probably a mistake. Users ask `Task.prompt_warnings`.
+    """A line for each setting that works but is probably a mistake. Call it through `Task.prompt_warnings`.
 
-    reads_prompt_logits: see `Task`. may_lack_template: whether texts without the chat template, or with a second BOS,
-    are nothing to warn of.
+    reads_prompt_logits: see `Task`. may_lack_template: do not warn of texts without the chat template or with a second
+    BOS.
     """
     where = spec.input
     form = "prompt_template" if where.prompt_template is not None else "prompt_column"
@@ -128,7 +128,7 @@ def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
     doubled = [number for number, text in enumerate(texts) if isinstance(text, str) and text.startswith(bos)]
     if not doubled:
         return None
-    # Only now: loading it takes seconds.
+    # Loading a tokenizer takes seconds, so it is loaded only if the texts give a reason.
     encoder = Encoder(load_tokenizer(model.tokenizer, spec.model.trust_remote_code), adds_special_tokens=True)
     ids = encoder.encode_one(bos)
     if not isinstance(ids, list) or len(ids) < 2 or ids[0] != ids[1]:
@@ -140,7 +140,7 @@ def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
 
 
 def _bos(folder: pathlib.Path) -> str | None:
-    """The token that begins a text, as the tokenizer's files name it."""
+    """The BOS token in the tokenizer's files."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
             token = json.loads((folder / name).read_bytes()).get("bos_token")

@@ -1,4 +1,4 @@
-"""Text to token ids by the model's tokenizer, in batches, and the checks of tokens that a spec or a prompt contains."""
+"""Turns text into token ids with the model's tokenizer, in batches, and cuts texts and ids to a number of tokens."""
 
 import contextlib
 import json
@@ -10,16 +10,16 @@ from batchinf.base.errors import ModelError, RowError, SpecError
 from batchinf.base.text import describe_error, error_message, shorten
 from batchinf.model.identity import Model
 
-SECOND_BOS_COLUMN = "has_second_bos"  # of a result, in the journal; the output has no such column
+SECOND_BOS_COLUMN = "has_second_bos"  # a column of results in the journal, not of the output
 
 
 def begins_with_two(token_ids: Sequence[int], bos_token_id: int | None) -> bool:
-    """Whether the first two tokens are both the one that begins a text."""
+    """Whether the first two tokens are both BOS."""
     return len(token_ids) > 1 and token_ids[0] == bos_token_id and token_ids[1] == bos_token_id
 
 
 def second_bos_lines(num_rows: int) -> list[str]:
-    """For people; nothing where no prompt begins so. num_rows: of the input."""
+    """The warning for people, or nothing. num_rows: rows whose prompts begin with two BOS tokens."""
     if not num_rows:
         return []
     return [
@@ -30,7 +30,7 @@ def second_bos_lines(num_rows: int) -> list[str]:
 
 Side = Literal["left", "right"]
 
-# Of one call of the tokenizer: it needs about 190 bytes a character for a moment.
+# Of one call of the tokenizer, which briefly needs about 190 bytes a character.
 _BATCH_CHARS = 1 << 20
 _PROBED_CHARS_PER_TOKEN = 4
 _LONGEST_WORD_TOKENS = 1024
@@ -41,21 +41,21 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
     try:
         tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        # Anything at all may come out of here, code of the model's own included.
+        # The model's own code may run here and raise anything.
         reason = error_message(error)
         hint = "; set model.trust_remote_code to true if you trust it" if "trust_remote_code" in reason else ""
         raise ModelError(f"cannot load the tokenizer of '{path}': {shorten(reason, 300)}{hint}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # Some tokenizer.json files carry the truncation of their training. Taken out once, here: each call would do
-        # it otherwise, and must not while another thread decodes.
+        # Some tokenizer.json files contain the truncation of their training. Without this, each call would switch it
+        # off, which is unsafe while another thread decodes.
         backend.no_truncation()
         backend.no_padding()
     return tokenizer
 
 
 def _tokenizer_class(path: str) -> Any:
-    # AutoTokenizer imports torch and with it 8 s of processor time; a folder may say that the plain class will do.
+    # AutoTokenizer imports torch, which costs 8 s of processor time. Many folders name a class that does not need it.
     with contextlib.suppress(OSError, ValueError):
         folder = pathlib.Path(path)
         named = json.loads((folder / "tokenizer_config.json").read_bytes()).get("tokenizer_class")
@@ -69,21 +69,21 @@ def _tokenizer_class(path: str) -> Any:
 
 
 def show(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """A prompt as the model sees it, special tokens and all, for people to read."""
+    """A prompt as the model sees it, with special tokens, for people to read."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def enough_tokens(num_tokens: int) -> int:
-    """How many tokens a piece of a text must have for the first, or last, `num_tokens` to be those of the whole.
+    """How many tokens a piece of a text needs, so that its first (or last) `num_tokens` are those of the whole text.
 
-    Tokens of a piece may differ from those of the whole where it is cut: at most the longest word's, and white space
-    may vanish into what follows. So white space at the cut is left out, and twice the number is asked for.
+    Near the cut, tokens of a piece may differ from those of the whole text: at most those of the longest word. White
+    space at the cut may merge with the text after it. So callers strip it, and twice the number is required.
     """
     return 2 * num_tokens + _LONGEST_WORD_TOKENS
 
 
 class Encoder:
-    """A tokenizer, with or without the special tokens that it adds of its own: a chat template writes them itself."""
+    """A tokenizer. adds_special_tokens: False for texts from a chat template, which writes them itself."""
 
     def __init__(self, tokenizer: Any, adds_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -91,12 +91,12 @@ class Encoder:
         self._ends: tuple[list[int], list[int]] | None = None
 
     def encode(self, texts: Sequence[str]) -> Iterator[list[int] | RowError]:
-        """The ids of each text, in order, or why there are none."""
+        """The ids of each text in order, or the row's error."""
         for batch in _batches(texts):
             yield from self._encode(batch)
 
     def encode_one(self, text: str) -> list[int] | RowError:
-        """The ids of one text: what a tokenizer (perhaps the model's own code) cannot take must not spoil its batch."""
+        """The ids of one text, or the row's error. If a batch fails, its texts are encoded one by one with this."""
         try:
             return self._tokenize([text])[0]
         except (KeyboardInterrupt, SystemExit):
@@ -105,15 +105,15 @@ class Encoder:
             return RowError("tokenizer_error", f"the tokenizer failed: {describe_error(error)}")
 
     def begins_with(self, token_id: int | None) -> bool:
-        """Whether this token stands before each text."""
+        """Whether the tokenizer puts this token before each text."""
         ids = self.encode_one("a")
         return isinstance(ids, list) and ids[:1] == [token_id]
 
     def probe(self, text: str, num_tokens: int, side: Side = "right") -> tuple[list[int] | RowError, int] | None:
-        """The ids of a piece of a text, its beginning or (side left: what is over is cut there) its end, if it has
-        `num_tokens` of them or fails, and the piece's length in characters; None if the whole text has fewer.
+        """The ids of a piece of a text that has at least `num_tokens` tokens, and the piece's length in characters.
 
-        A text that is far too long costs no time and memory so.
+        The piece is the text's beginning, or its end with side `left` (the side that is cut). None: the whole text has
+        fewer tokens. An error in place of ids: the tokenizer failed. A text that is far too long costs little this way.
         """
         num_chars = _PROBED_CHARS_PER_TOKEN * num_tokens
         while num_chars < len(text):
@@ -124,11 +124,11 @@ class Encoder:
         return None
 
     def cut(self, ids: list[int], num_tokens: int, side: Side) -> list[int] | None:
-        """At most `num_tokens` of the ids, from the beginning or (side left) the end; None where no content is left.
+        """At most `num_tokens` of the ids, from the beginning or (side `left`) the end; None if no content is left.
 
-        Special tokens that the tokenizer puts around each text, such as the one that begins it, stay, as in the
-        tokenizer's own truncation, which is what vLLM's `truncate_prompt_tokens` does where no `truncation_side` is
-        named. (Where one is, vLLM 0.32 cuts the plain ids, and with `left` loses the first of them.)
+        The special tokens that the tokenizer puts around each text stay. The tokenizer's own truncation does the same,
+        and so does vLLM's `truncate_prompt_tokens` without a `truncation_side`. (With `truncation_side`, vLLM 0.32 cuts
+        the plain ids, and `left` loses the BOS token.)
         """
         if len(ids) <= num_tokens:
             return ids
@@ -159,7 +159,7 @@ class Encoder:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:
-            # A panic in the tokenizers library is no Exception.
+            # A panic in the tokenizers library is a BaseException.
             return [self.encode_one(text) for text in texts]
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
@@ -171,16 +171,16 @@ class Encoder:
 
 
 class TextCutter:
-    """The filter `truncate_tokens`: texts cut to so many of the tokenizer's tokens."""
+    """The template filter `truncate_tokens`: cuts texts to a number of tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, adds_special_tokens=False)
 
     def cut(self, text: str, num_tokens: int, side: Side = "right") -> str:
-        """What of a text its first (side left: its last) tokens stand for: a piece of it, no character changed.
+        """The piece of a text that its first (side `left`: its last) `num_tokens` tokens cover, unchanged.
 
-        It never has more than `num_tokens` tokens of its own. Raises ValueError where the tokenizer fails.
+        The piece has at most `num_tokens` tokens when it is tokenised alone. Raises ValueError if the tokenizer fails.
         """
         if num_tokens == 0:
             return ""
@@ -193,7 +193,7 @@ class TextCutter:
         if not getattr(self._tokenizer, "is_fast", False):
             return self._longest(piece, num_tokens, side)
         spans = self._spans(piece)
-        # Tokens of a piece are often, but not always, those of the whole.
+        # A piece that is tokenised alone may have more tokens than inside the text.
         for most in range(min(num_tokens, len(spans)), 0, -1):
             short = _within(piece, spans, most, side)
             if len(self._ids(short)) <= num_tokens:
@@ -201,7 +201,7 @@ class TextCutter:
         return ""
 
     def _longest(self, text: str, num_tokens: int, side: Side) -> str:
-        """About the longest piece with so many tokens, by halving: tokenizers in Python say nothing of places."""
+        """About the longest piece with so many tokens, by bisection: slow tokenizers report no character offsets."""
         least, most = 0, len(text)
         while least < most:
             middle = (least + most + 1) // 2
@@ -216,7 +216,7 @@ class TextCutter:
         return ids
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Where in the text each token begins and ends, in characters."""
+        """Start and end of each token, in characters."""
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans: list[tuple[int, int]] = encoding["offset_mapping"]
         return spans
@@ -227,7 +227,7 @@ def _piece(text: str, num_chars: int, side: Side) -> str:
 
 
 def _within(text: str, spans: Sequence[tuple[int, int]], num_tokens: int, side: Side) -> str:
-    """The text of the first or last tokens; a character of which a token beyond them is a part is left out."""
+    """The text of the first or last tokens, without a character that also belongs to a token beyond them."""
     if num_tokens >= len(spans):
         return text
     if side == "right":
@@ -236,7 +236,7 @@ def _within(text: str, spans: Sequence[tuple[int, int]], num_tokens: int, side: 
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Runs of texts of at most `_BATCH_CHARS` characters, or of one text."""
+    """Consecutive texts with at most `_BATCH_CHARS` characters together, or a single longer text."""
     batch: list[str] = []
     num_chars = 0
     for text in texts:
@@ -250,6 +250,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def check_token_ids(field: str, ids: Sequence[int], model: Model) -> None:
-    """Raise SpecError if the model's vocabulary does not have all of these ids of a field of the spec."""
+    """Raise SpecError if a field of the spec has an id outside the model's vocabulary."""
     if model.vocab_size is not None and ids and max(ids) >= model.vocab_size:
         raise SpecError(f"{field}: got {max(ids)}; the model's vocabulary ends at {model.vocab_size - 1}")

@@ -1,4 +1,4 @@
-"""OpenAI batch files: the prompt and the sampling parameters of each line, and the line as text or token ids."""
+"""Reads lines of OpenAI batch files: the prompt, as text or token ids, and the sampling parameters."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -16,9 +16,9 @@ from batchinf.spec.sampling import PER_ROW_FIELDS
 COLUMNS = OpenAIBatch.columns
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 
-# They say nothing about what comes out.
+# Ignored: they do not change the output.
 _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-# These may be given where they say what holds anyway.
+# Unsupported fields, with the values that change nothing and are therefore accepted.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
@@ -35,17 +35,17 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
 }
 _CHAT_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
-# Of the sampling, these hold for all of a job: a row may say the same.
+# Sampling fields that all rows share. A row may only repeat the job's value.
 _OF_THE_JOB = ("n", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
 
 class _Refused(Exception):
-    """A field, and what is wrong with it."""
+    """The message names the field and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What one line asks for. One of messages, text and token_ids is the prompt.
+    """The request of one line. One of messages, text and token_ids is the prompt.
 
     sampling: fields of SamplingSpec by name. chat: arguments of the chat template by name.
     """
@@ -58,15 +58,16 @@ class BatchRequest:
 
 
 def may_be_batch(where: InputSpec) -> bool:
-    """Whether the input's columns alone tell if it is a batch file, and the spec does not."""
+    """Whether the spec leaves open if the input is a batch file, so that the input's columns decide it."""
     is_plain = all(getattr(where, form) is None for form in PROMPT_FORMS)
     return is_plain and where.format in (None, OpenAIBatch.read_as)
 
 
 def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
-    """The input as it is meant: one with these columns, of which nothing says what the prompt is, is a batch file.
+    """The section with `format: openai` if the input is a batch file. The columns decide that if the spec does not.
 
-    Its `custom_id` is the id, unless another is named. Raises SpecError where a batch file is asked for and it is none.
+    The id is `custom_id`, unless the spec names another column. Raises SpecError if the spec asks for a batch file and
+    the input is none.
     """
     names = list(columns)
     is_said = where.is_batch_file
@@ -86,13 +87,13 @@ class BatchReader:
     """Lines of a batch file → requests."""
 
     def __init__(self, spec: JobSpec) -> None:
-        """spec: resolved; its model's name, or `engine.served_model_name`, is what `body.model` must say."""
+        """spec: resolved. `body.model` must be its model's name or one of `engine.served_model_name`."""
         served = spec.engine.get("served_model_name") or []
         self._models = [spec.model.name, *([served] if isinstance(served, str) else served)]
         self._sampling = spec.sampling
 
     def read(self, values: Mapping[str, object]) -> BatchRequest | RowError:
-        """What a line asks for, or why that cannot be done: `unsupported_request`, with the field's name."""
+        """The request of a line, or the error `unsupported_request`, whose message names the field."""
         try:
             return self._read(values)
         except _Refused as error:
@@ -112,7 +113,7 @@ class BatchReader:
             raise _Refused(f"url: got {_show(url)}; must be {CHAT_URL} or {COMPLETIONS_URL}")
         if not isinstance(body, dict):
             raise _Refused(f"body: got {_show(body)}; must be a mapping")
-        # Null says the same as leaving a field out.
+        # Null means the same as leaving out the field.
         body = {name: value for name, value in body.items() if value is not None}
         self._check_model(body.pop("model", None))
         prompt = self._messages(body) if url == CHAT_URL else self._text(body)
@@ -147,7 +148,7 @@ class BatchReader:
         raise _Refused(f"body.prompt: got {_show(prompt)}; must be one text, or the token ids of one")
 
     def _take_sampling(self, body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
-        """The row's own sampling; raises _Refused for whatever else is in the body."""
+        """The row's own sampling. Raises _Refused for any other field in the body."""
         sampling: dict[str, Any] = {}
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body.pop("max_completion_tokens")
@@ -168,7 +169,7 @@ class BatchReader:
         return sampling
 
     def _check_logprobs(self, body: dict[str, Any], *, is_chat: bool) -> None:
-        """Columns are the job's: a row may ask for no more logprobs than all rows get."""
+        """Raise _Refused if a row asks for more logprobs than the job stores."""
         stored = -1 if self._sampling.logprobs is None else self._sampling.logprobs
         asked, name = body.pop("logprobs", None), "logprobs"
         top = body.pop("top_logprobs", None)
@@ -212,9 +213,9 @@ def _show(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
-    """What a row comes to: its text or its ids, one of them None. is_chat: the text has its special tokens already.
+    """A row's text or token ids; the other is None. is_chat: the text already has its special tokens.
 
-    sampling: values of fields in place of the job's.
+    sampling: fields that replace the job's.
     """
 
     text: str | None
@@ -224,29 +225,29 @@ class BatchPrompt:
 
 
 class BatchPrompts:
-    """For the rows of one job."""
+    """Lines of a batch file → prompts, with the job's chat template and system prompt."""
 
     columns = COLUMNS
 
     def __init__(self, spec: JobSpec, tokenizer: Any, begun_at: str | None) -> None:
-        """begun_at: see `ChatTemplate`. A tokenizer without a chat template will do for rows that need none."""
+        """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation."""
         self._reader = BatchReader(spec)
         self._system_prompt = spec.input.system_prompt
         self._chat: ChatTemplate | None = None
         try:
             self._chat = ChatTemplate(spec.input, tokenizer, begun_at)
         except ValueError:
-            # transformers' word for having none; it is each conversation's error.
+            # The tokenizer has no chat template. Each conversation becomes an error row.
             self._chat = None
 
     def read(self, row: Row) -> BatchPrompt | RowError:
-        """The prompt of a row and its sampling, or why there is none."""
+        """The prompt of a row with its sampling, or the row's error."""
         if row.error is not None:
             return RowError("unreadable", row.error)
         values = dict(row.values)
         body = values.get("body")
         if isinstance(body, str):
-            # A column of mixed types is kept as JSON.
+            # The source keeps columns of mixed types as JSON text.
             try:
                 values["body"] = json.loads(body)
             except (ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""One run of a job, from lock to closing lines: start, recovery, coordination, retries and extensions."""
+"""One run of a job, from the lock to the closing lines: start, recovery, coordination, retries and extensions."""

@@ -1,7 +1,6 @@
-"""The loop of the process that the user started: assigns shards, supervises replicas, publishes and commits parts.
+"""The coordinator's loop, in one thread: assigns shards, supervises replicas, publishes and commits parts.
 
-It has one thread. What a replica says of a shard counts only while the replica holds it. A part that a replica wrote
-counts once it is published and the manifest names it.
+Messages of a replica about a shard count only while the replica holds the shard.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ _STATUS_EVERY_S = 1.0
 
 
 class Coordinator:
-    """Runs what is left of a job, whose manifest is open, whose folder is locked and whose leftovers are recovered."""
+    """Runs the rest of a job. Its manifest is open, its folder is locked, and leftovers are recovered."""
 
     def __init__(
         self,
@@ -68,19 +67,19 @@ class Coordinator:
         self._platforms = platforms
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
-        # Said by the first replica that found the disk full; the others would find the same.
+        # From the first replica that found the disk full. The others would report the same.
         self._disk_error = ""
 
     def run(self) -> None:
         """Run until every shard is committed.
 
-        Raises Interrupted, HopelessJob, EngineStartError, or what ended the last replica.
+        Raises Interrupted, HopelessJob, EngineStartError, or OutputError if the disk is full.
         """
         with on_stop_signals(self._requests.note):
             try:
                 self._work()
             except BaseException as error:
-                # Errors that follow from the first one, as on a full disk or without the lock, must not hide it.
+                # Later errors, for example from a full disk or a lost lock, must not hide the first one.
                 with contextlib.suppress(BatchinfError, OSError):
                     self._end_now()
                 with contextlib.suppress(BatchinfError, OSError):
@@ -115,7 +114,7 @@ class Coordinator:
         self._commit(())
 
     def _sweep(self) -> None:
-        """Delete half-written files of replicas that were killed: on a full disk a resume may be long in coming."""
+        """Delete half-written files of killed replicas: on a full disk, the resume that would do it may come late."""
         self._lock.check()
         for name in ("staging", "journal"):
             self._job.folder.sweep(name)
@@ -124,7 +123,7 @@ class Coordinator:
         note_started(self._manifest, self._fleet.backend, self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
         if self._requests:
-            # A signal to the whole process tree ends engines too, which is no failure of theirs.
+            # A signal to the whole process tree also ends engines, which is no failure.
             return
         self._note_ended(self._fleet.reap())
         self._judge()
@@ -187,7 +186,7 @@ class Coordinator:
             drop(folder, part.shard)
 
     def _announce(self, parts: Sequence[Part]) -> None:
-        """Record which parts are about to replace committed ones, so that a crash leaves no doubt."""
+        """Record which parts will replace committed ones. After a crash, the next start finishes the replacements."""
         for part in parts:
             self._manifest.replacing(part)
         if parts:
@@ -198,7 +197,7 @@ class Coordinator:
     def _publish(self, staged: str, published: str) -> None:
         """Rename a staged part to its published name. Only the holder of the lock replaces a file.
 
-        A holder that stood still for long, as on a suspended machine, may have lost the lock since it last looked.
+        A process that was paused for long, for example on a suspended machine, may have lost the lock.
         """
         folder = self._job.folder
         self._lock.check()
@@ -245,7 +244,7 @@ class Coordinator:
             self._manifest.commit()
 
     def _close_last(self, end: Ended) -> set[int]:
-        """Commit the parts that an incarnation announced in its last events; their shards."""
+        """Commit the parts in an incarnation's last events. Returns their shards."""
         held = {shard.index for shard in end.shards}
         parts = [event.part for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
         if parts:
@@ -260,7 +259,7 @@ class Coordinator:
         )
 
     def _judge(self) -> None:
-        """Judge the job once, when its first rows are finished. Raises HopelessJob; finished rows are journalled."""
+        """Check the error rate once, when the first rows are finished. Raises HopelessJob; finished rows are stored."""
         num_rows, num_errors = self._num_finished()
         if self._is_judged or self._is_finished or num_rows < FIRST_ROWS:
             return
@@ -273,14 +272,14 @@ class Coordinator:
                 raise HopelessJob(f"{num_errors:,} of the first {num_rows:,} rows have failed; the job was ended early")
 
     def _num_finished(self) -> tuple[int, int]:
-        """Output rows that are finished, and how many of them are errors: committed and as replicas say."""
+        """Numbers of finished output rows and of errors among them, from commits and from replicas' progress."""
         replicas = self._fleet.replicas
         rows = sum(max(0, replica.progress.num_rows - replica.closed_rows) for replica in replicas)
         errors = sum(max(0, replica.progress.num_errors - replica.closed_errors) for replica in replicas)
         return min(self._num_rows, self._committed.num_rows + rows), self._committed.num_errors + errors
 
     def _end_replicas(self, *, drains: bool) -> None:
-        """Let replicas finish what they can in the time that requests to stop leave; a later request may leave less."""
+        """Let replicas finish what they can until the stop requests' deadline, which a later request may shorten."""
         begun, told = time.monotonic(), math.inf
         while True:
             until, end_by = self._requests.drain_until, self._requests.end_by
@@ -294,14 +293,14 @@ class Coordinator:
             self._handle(self._fleet.poll(_POLL_S))
             self._note_ended(self._fleet.reap())
             self._show("stopping")
-        # The last events may have come together with the end.
+        # The last events may have come together with the end of the replicas.
         self._handle(self._fleet.poll(0))
 
     def _show(self, state: str, *, force: bool = False) -> None:
         if not force and time.monotonic() < self._next_status:
             return
         self._next_status = time.monotonic() + _STATUS_EVERY_S
-        # A coordinator with nothing to commit for minutes should notice soon that another one runs the job.
+        # Commits check the lock. Between commits, which may be minutes, a lost lock is noticed here.
         self._lock.watch()
         status = self._status(state)
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""One run of a coordinator, from the lock to the last line: open, recover, run what is left, finish; or begin anew."""
+"""One epoch of a job: takes the lock, opens or begins the job, recovers, runs the rest, and makes the summary."""
 
 import itertools
 import os
@@ -40,16 +40,16 @@ from batchinf.schedule.selection import Choice, RunOrder
 from batchinf.schedule.shards import PendingShards, total_rows, total_shards
 from batchinf.spec.file import SpecFile, dump_spec
 
-# One of these, and there is a job, or what is left of one.
+# A folder with one of these holds a job or its remains.
 _SIGNS = ("manifest", "parts", "job.yaml")
 
 
 def move_job_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
-    """Move the job in the folder `path` to the first free of `path.1`, `path.2`, ...; None if there is none.
+    """Move the job in the folder `path` to the first free name of `path.1`, `path.2`, ...; None if there is no job.
 
-    Durable when it returns. Raises OutputError while another process runs the job, or if the folder cannot be moved.
+    The move is durable on return. Raises OutputError if another process runs the job or the folder cannot be moved.
     """
-    # Not a link to it: the job is to begin anew where it was, on the same disk.
+    # Move the folder, not a link to it, so that the new job stays on the same disk.
     root = pathlib.Path(path).resolve()
     folder = Folder(root)
     if not any(folder.exists(name) for name in _SIGNS):
@@ -58,7 +58,7 @@ def move_job_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
         return None
     with JobLock(folder).held(lambda: last_epoch(folder), display.say):
         aside = _rename(root)
-        # It went along, and is of use to nobody there.
+        # The lock moved with the folder.
         Folder(aside).delete(LOCK)
     folder.make()
     display.say(f"moved the job in {path} to {aside}; it begins anew")
@@ -89,7 +89,7 @@ NOTHING_NEW = "--extend: the input has nothing that the job has not taken in"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a finished job comes to; the closing lines."""
+    """The totals of a finished job, for the closing lines."""
 
     folder: str
     num_rows: int
@@ -103,7 +103,6 @@ class Summary:
     remarks: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """For people."""
         verb = "was already done" if self.was_done else "done"
         return [
             f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
@@ -117,13 +116,12 @@ class Summary:
 def run_job(
     file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False
 ) -> Summary:
-    """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
+    """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
-    backend: where its replicas run; see `fleet.choose`. extends: what has come to its input since is taken in first.
+    backend: where the replicas run; see `fleet.choose`. retry: a predicate for the rows of the finished job that run
+    again. extends: first take in new rows of the input.
 
-    To be called within `interruptible`: only the coordinator drains.
-
-    Raises UserError, Interrupted, or ErrorRateExceeded once all is done but too much of it errors.
+    Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
     check_place(file.spec.output.path, file.slice)
     folder = job_folder(file.spec.output.path, file.slice)
@@ -251,7 +249,7 @@ def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | Non
             f"{job.folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
             "delete them yourself"
         )
-    # Results of a job that no manifest describes are nobody's.
+    # Segments without a manifest belong to no job.
     for shard in journal.list_shards(job.folder):
         journal.drop(job.folder, shard)
     header, extent = new_header(job, num_replicas, choice, job_id)
@@ -276,7 +274,7 @@ def _run_rest(
     phase: RetryPhase | None = None,
     fleet: Fleet | None = None,
 ) -> None:
-    """Run what is not committed, or what is left of a retry. fleet: of replicas that have been started already."""
+    """Run all shards that are not committed, or the rest of a retry. fleet: replicas that already run."""
     retry = None if phase is None else phase.retry
     fleet = fleet or launcher.fleet(state.header.job_id, job.spec, 0 if retry is None else retry.number)
     fleet.give_work(work_of(job, state, retry))
@@ -316,7 +314,7 @@ def _run_retries(
     display: ProgressDisplay,
     request: RetryRequest | None,
 ) -> None:
-    """Begin the retry that is asked for, unless it is under way, and finish all that have begun."""
+    """Begin the requested retry, unless it has begun before, and finish all retries that have begun."""
     state = read_state(job.folder)
     assert state is not None
     if request is not None and not request.is_under_way:
@@ -348,7 +346,7 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
 
 
 def _tidy(folder: Folder) -> None:
-    """Work in progress is empty once the job is done."""
+    """Empty the folders for work in progress."""
     for name in ("staging", "journal"):
         shutil.rmtree(folder.path(name), ignore_errors=True)
         folder.make(name)

@@ -1,7 +1,7 @@
-"""`--extend`: files and rows that came since, and a raised limit, as a new extent of a job; `epoch` has it run.
+"""`--extend`: adds new files, new rows and a higher limit to a job as a new extent, which `epoch` then runs.
 
-What was taken in keeps its positions and its cuts. An extent counts once its line does, in one commit; what a crash
-before that leaves behind, a record of the input and a bitmap, means nothing, and is made again.
+Existing rows keep their positions and shards. The extent begins to count with the commit of its manifest line. After a
+crash before that, its files mean nothing and are written again.
 """
 
 from dataclasses import replace
@@ -24,10 +24,10 @@ from batchinf.spec.job import JobSpec
 
 
 def open_extended(file: SpecFile, state: State) -> Job:
-    """The job with all that its input has by now.
+    """The job with everything that its input has now.
 
-    Raises DriftError where what was taken in before is changed or gone, or the limit is lowered; InputError where what
-    is new cannot be the job's.
+    Raises DriftError if old input has changed or is missing, or if the limit is lower. Raises InputError if new input
+    does not fit the job.
     """
     job = open_job(file, state=state, new="take")
     if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(job.location):
@@ -41,12 +41,12 @@ def open_extended(file: SpecFile, state: State) -> Job:
 
 
 def has_more(job: Job, state: State) -> bool:
-    """Whether there is something that the job has not taken in: files, rows, or a higher limit."""
+    """Whether there are new files, new rows or a higher limit."""
     return job.source.fingerprint != state.source_fingerprints[-1] or job.spec.input.limit != state.limit
 
 
 def _check_types(job: Job) -> None:
-    """What goes from the input to the output keeps its type: readers take all parts as one table."""
+    """Check that kept columns have the same types as before, because readers read all parts as one table."""
     before, now = job.source.schemas[0], job.source.schema
     for name in carried_columns(job.spec):
         if not before.field(name).equals(now.field(name), check_metadata=True):
@@ -64,7 +64,7 @@ def _type_of(field: pa.Field) -> str:
 def add_extent(
     job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say = lambda line: None
 ) -> int:
-    """Take in what is new, durably; the number of rows to run that came so."""
+    """Add the new rows to the job, durably. Returns how many of them will run."""
     chosen = _chosen(job, file, state, say)
     manifest.check_lock()
     choice = chosen.write(job.folder, len(state.extents) + 1, total_rows(state.extents))
@@ -84,13 +84,13 @@ def add_extent(
 
 
 def spec_text(state: State, limit: int | None) -> str:
-    """What `job.yaml` says: the spec that the job began with, but for a limit that was raised since."""
+    """The text of `job.yaml`: the original spec with the current limit."""
     spec = state.header.spec
     return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
 
 
 def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:
-    """Of the rows behind those that were looked at, what the job's own words choose, as far as its limit goes."""
+    """The new rows that the job's selection chooses, up to its limit."""
     first_row, limit = state.extents[-1].stop_row, job.spec.input.limit
     left = None if limit is None else limit - total_rows(state.extents)
     if left == 0 or first_row == job.source.num_rows:
@@ -99,13 +99,13 @@ def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:
 
 
 def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) -> int:
-    """As the user said, or what fits these rows: the first may have been few, and these many."""
+    """The user's number, or one that fits the new rows, which may be many more than the first ones."""
     if state.header.spec.get("output", {}).get("rows_per_shard", "auto") != "auto":
         return int(state.header.layout["rows_per_shard"])
     return choose_rows_per_shard(num_rows, num_replicas, job.task.estimated_bytes_per_row())
 
 
 def said(job: Job, state: State, num_rows: int) -> str:
-    """A line for the user on what has been taken in."""
+    """A line for the user about the new rows."""
     num_new = job.source.num_rows - state.extents[-1].stop_row
     return f"extended: {num_rows:,} rows to run, of {num_new:,} that were not looked at before"

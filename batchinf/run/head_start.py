@@ -1,4 +1,4 @@
-"""Starts replicas while the input is read, and lets their backend read the weights into memory."""
+"""Starts replicas while the input is read, and lets the backend read the weights into memory. `epoch` uses it."""
 
 import contextlib
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from batchinf.source.find import find_files, is_dataset
 from batchinf.source.remote import is_url
 from batchinf.spec.job import JobSpec
 
-# Files of so many bytes take long to read: a third of a second for 64 MiB of lines, and more where rows are looked at
-# one by one, to choose or to order them. Below that, what is wrong with the input is said before anything starts.
+# From these sizes on, reading the input takes long: a third of a second for 64 MiB of lines, and more if rows are
+# chosen or ordered by their content. With less input, the user sees errors in it before replicas start.
 _MANY_BYTES, _MANY_LOOKED_AT = 64 << 20, 8 << 20
 
 
 class HeadStart:
-    """A context in which a job is opened. When it ends, no replica that was started in it is left.
+    """A context for opening a job. When it ends, all replicas that it started have ended.
 
-    launcher, fleet: of the replicas that have a head start; None if there are none. job_id: the new job's.
+    launcher, fleet: of the replicas that were started early, or None. job_id: the new job's.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HeadStart:
         state: State | None,
         say: Callable[[str], None],
     ) -> None:
-        """state: of a job that is resumed, which gets no head start."""
+        """state: of a resumed job, whose replicas are not started early; None: a new job."""
         self._backend = backend
         self._folder, self._epoch, self._lock, self._state, self._say = folder, epoch, lock, state, say
         self._before = State() if state is not None else read_beginning(folder)
@@ -62,15 +62,15 @@ class HeadStart:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Errors that follow from the first one, as on a full disk, must not hide it.
+        # Later errors, for example from a full disk, must not hide the first one.
         with contextlib.suppress(BatchinfError, OSError):
             self.end()
 
     def found(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...]) -> None:
-        """See `open_job`: the input is about to be read."""
+        """The callback `found` of `open_job`, before the input is read."""
         if spec.scripted is None:
             self._backend.read_ahead(model, spec.model.load_format)
-        # Parts without a manifest are an error, which is raised where the job begins.
+        # Parts without a manifest are an error, which is raised later.
         if self._state is None and not self._folder.list("parts") and takes_long(spec) and is_known(spec):
             self._start(spec, model, adapters)
 
@@ -78,7 +78,7 @@ class HeadStart:
         launcher = Launcher.of(self._backend, spec, model, adapters, self._folder, self._epoch, None, self._say)
         manifest = self.open_manifest()
         manifest.event(HEAD_START, job_id=self.job_id)
-        # The id is in the manifest before replicas make files outside the job's folder, which are named by it.
+        # Replicas make files outside the job's folder with the id in their names. So the id is stored first.
         manifest.commit()
         self._say(f"starting {len(launcher.slots)} replica(s) while the input is read")
         with shielded():
@@ -87,14 +87,14 @@ class HeadStart:
         faults.point("head_start.started")
 
     def open_manifest(self) -> Manifest:
-        """The log of this epoch, made where it is not there yet."""
+        """The log of this epoch, which is created on the first call."""
         if self._manifest is None:
             self._manifest = Manifest(self._folder, self._epoch, self._lock, self._state)
             note_ended(self._before, None, self._manifest, self._lock.predecessor_seen_at)
         return self._manifest
 
     def end(self) -> None:
-        """End the replicas that still run. Lines about the job that are not committed yet are dropped then."""
+        """End replicas that still run. If there are any, uncommitted lines about the job are dropped."""
         if self.fleet is None or self._manifest is None:
             return
         with shielded():
@@ -107,7 +107,7 @@ class HeadStart:
 
 
 def takes_long(spec: JobSpec) -> bool:
-    """Whether the input takes long to read, as far as can be told without reading it."""
+    """Whether the input takes long to read, judged by its size."""
     location, given = location_of(spec), spec.input
     if is_url(location.path) or is_dataset(location):
         return True
@@ -118,17 +118,17 @@ def takes_long(spec: JobSpec) -> bool:
 
 
 def _has_bytes(location: InputLocation, num_bytes: int) -> bool:
-    """Whether the input's files have more than so many bytes together."""
+    """Whether the input's files have more than `num_bytes` bytes in total."""
     try:
         for file in find_files(location)[1]:
             num_bytes -= file.stamp()[0]
             if num_bytes < 0:
                 return True
     except (BatchinfError, OSError):
-        pass  # for who reads it to say
+        pass  # the scan reports it
     return False
 
 
 def is_known(spec: JobSpec) -> bool:
-    """Whether the engine's arguments are known before the input is: those of a reasoning parser hang on its format."""
+    """Whether the engine's arguments are known before the scan. With a reasoning parser they depend on the format."""
     return spec.model.reasoning_parser is None or not may_be_batch(spec.input)

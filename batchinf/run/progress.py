@@ -1,4 +1,4 @@
-"""What people see of a run: the progress bar or line while it runs, and the closing lines."""
+"""What users see of a run: the progress bar or lines, the commonest errors, and the forecast for all rows."""
 
 import contextlib
 import datetime
@@ -30,7 +30,7 @@ _LINE_EVERY_S = 30.0
 
 
 class ProgressDisplay:
-    """Shows one job; `say` prints a line that stays."""
+    """The progress display of one job."""
 
     def __init__(self, stream: TextIO = sys.stderr) -> None:
         self._stream = stream
@@ -40,8 +40,8 @@ class ProgressDisplay:
         self._last_state = ""
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        # A terminal that has gone away, or a closed pipe, ends no job.
+        """Print a line above the bar, which stays."""
+        # A closed terminal or pipe must not end the job.
         with contextlib.suppress(OSError):
             if self._bar is None:
                 print(line, file=self._stream, flush=True)
@@ -49,7 +49,6 @@ class ProgressDisplay:
                 tqdm.write(line, file=self._stream)
 
     def show(self, status: JobStatus) -> None:
-        """Bring the display up to date."""
         with contextlib.suppress(OSError):
             self._show(status)
 
@@ -77,7 +76,6 @@ class ProgressDisplay:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Leave the terminal tidy."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.close()
@@ -92,7 +90,7 @@ def status_line(status: JobStatus) -> str:
 
 
 def _figures(status: JobStatus) -> str:
-    """What the bar and the line have in common: all but the rows."""
+    """The figures that the bar and the lines share."""
     up = sum(replica.state == "running" for replica in status.replicas)
     parts = [
         f"left {duration(status.left_s)}",
@@ -110,12 +108,12 @@ def _waited(status: JobStatus, separator: str) -> str:
     return f"{separator}waited {duration(status.stalled_by_disk_s)} for the disk"
 
 
-# A job is judged once, when so many rows are finished; one whose user accepts so many errors is not.
+# The error rate is checked once, after this many rows, unless `max_error_rate` allows this share of errors.
 FIRST_ROWS = 1000
 HOPELESS_RATE = 0.5
 
 _COLUMNS = ["row_index", "error_type", "error_message"]
-# The closing words of a job of any size come at once.
+# Limits, so that the closing lines come at once for a job of any size.
 _MOST_PARTS = 200
 _MOST_ROWS = 10_000
 _SHOWN = 3
@@ -126,7 +124,7 @@ _NUMBER = re.compile(r"\d[\d,.]*")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Error rows of one type whose messages differ in numbers at most; message and row_index are the first one's."""
+    """Error rows of one type whose messages differ at most in numbers. Message and row_index are those of the first."""
 
     error_type: str
     error_message: str
@@ -135,16 +133,16 @@ class Failure:
 
 
 def is_hopeless(num_errors: int, num_begun: int) -> bool:
-    """Whether half of the rows begun have failed.
+    """Whether half of the begun rows have failed.
 
-    num_begun: rows finished, in an engine or ready for one. Of the finished alone too many are errors at first, for a
-    row that fails before it reaches an engine is finished at once.
+    num_begun: rows that are finished, in an engine or ready for one. Finished rows alone would mislead: at first many
+    of them are errors, because a row that fails before the engine is finished at once.
     """
     return num_errors >= HOPELESS_RATE * max(1, num_begun)
 
 
 def commonest(folder: Folder, state: State, journal: Journal | None = None) -> list[Failure]:
-    """The commonest failures first, among the first 10,000 error rows of the parts and the journal."""
+    """The commonest failures among the first 10,000 error rows in parts and journal, the most frequent first."""
     found: dict[tuple[str, str], Failure] = {}
     num_looked_at = 0
     with contextlib.closing(_error_tables(folder, state, journal)) as tables:
@@ -163,7 +161,7 @@ def commonest(folder: Folder, state: State, journal: Journal | None = None) -> l
 def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Generator[pa.Table, None, None]:
     with_errors = [shard for shard, part in sorted(state.parts.items()) if part.num_errors]
     for shard in with_errors[:_MOST_PARTS]:
-        # These are words beside the job's result: a part that somebody has taken away must not change that.
+        # This is only a report. A part that is missing must not change the job's result.
         with (
             contextlib.suppress(OSError, pa.ArrowException),
             pq.ParquetFile(folder.path(f"parts/{part_name(shard)}")) as file,
@@ -182,7 +180,7 @@ def _errors(table: pa.Table) -> pa.Table:
 
 
 def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> list[str]:
-    """For people; `prompts`, if there are any, are one for each failure."""
+    """The failures as lines. prompts: one for each failure, or none."""
     said = ["the commonest errors:"] if failures else []
     for place, failure in enumerate(failures):
         words = clip(failure.error_message, _MESSAGE_CHARS)
@@ -193,7 +191,7 @@ def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> l
 
 
 def report(job: Job, state: State) -> list[str]:
-    """What a job that was ended early says: the commonest errors, a prompt of each, what is kept, what to do."""
+    """The report of a job that ended early: commonest errors, a prompt of each, what is kept, and what to do."""
     found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [
         *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
@@ -221,13 +219,13 @@ def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
     return f"prompt '{clip(text, _PROMPT_CHARS)}'"
 
 
-CHOSEN = "chosen"  # an event: how many rows were chosen, of how many
+CHOSEN = "chosen"  # an event: how many rows were chosen from how many
 
 
 def forecast(state: State) -> list[str]:
-    """A line for people, where `input.sample` or `limit` made a finished job smaller; else none.
+    """A line about the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
 
-    Device time is that of all attempts but for that before engines had rows, as far as the manifest still tells it.
+    Device time is that of all attempts, without the time before engines had rows if the manifest still has it.
     """
     given, event = state.header.spec["input"], state.kept.get(CHOSEN)
     is_part = given.get("sample") is not None or given.get("limit") is not None
@@ -254,7 +252,7 @@ def _has_devices(state: State) -> bool:
 
 
 def _starting_s(state: State) -> float:
-    """Device time in which engines had no rows: while they started, and where they then waited for the input."""
+    """Device time in which engines had no rows: while they started or waited for the input."""
     starting: dict[str, EventLine] = {}
     total = 0.0
     for event in state.events:
@@ -269,7 +267,7 @@ def _starting_s(state: State) -> float:
 
 
 def _last_of(starting: dict[str, EventLine], replica: int) -> EventLine | None:
-    """The start of a replica's incarnation, taken out; None where the manifest tells of it no longer."""
+    """Remove and return the last start of a replica; None if the manifest no longer has it."""
     names = [name for name, event in starting.items() if event.fields.get("replica", 0) == replica]
     return starting.pop(names[-1]) if names else None
 

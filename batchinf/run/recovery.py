@@ -24,17 +24,17 @@ from batchinf.schedule.shards import shard_at, total_shards
 
 @dataclass(frozen=True, slots=True)
 class RecoveredJob:
-    """Shards whose parts were adopted, and those whose parts were lost, by index."""
+    """Indices of the shards whose parts were adopted, and of those whose parts were lost."""
 
     adopted: tuple[int, ...]
     lost: tuple[int, ...]
 
 
 def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_at: float = 0.0) -> None:
-    """Record in the manifest that replicas of a killed coordinator have ended, with the device time that they took.
+    """Record in the manifest that replicas of a killed coordinator have ended, with their device time.
 
-    They ended with their coordinator. It was last seen when it wrote `status` or its last event, or at `seen_at`, in
-    seconds since 1970.
+    Their end is the time when the coordinator was last seen: that of `status`, of its last event, or `seen_at` (seconds
+    since 1970), whichever is latest.
     """
     starts = {event.fields["incarnation"]: event for event in state.events if event.name == "replica_started"}
     last_seen = max((_seconds(event.at) for event in state.events), default=0.0)
@@ -53,7 +53,7 @@ def _seconds(at: str) -> float:
 
 
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> RecoveredJob:
-    """Make folder and manifest agree again. The caller commits the manifest's new lines."""
+    """Make folder and manifest consistent. The caller commits the new lines of the manifest."""
     folder = job.folder
     own = ("parts", "staging", "journal", "manifest", "source", "source/versions")
     for name in ("", *own, selection.RETRY_FOLDER, selection.RUN_FOLDER):
@@ -63,24 +63,24 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
     for shard in journal.list_shards(folder):
         if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard]):
-            # The segments of a retry that the shard has not been through yet are kept.
+            # Segments of a retry that the shard has yet to pass are kept.
             journal.drop(folder, shard, state.parts[shard].retry if shard in state.parts else None)
     return RecoveredJob(tuple(adopted), tuple(lost))
 
 
 def _check_parts(job: Job, state: State, manifest: Manifest) -> list[int]:
-    """Count committed parts that are gone or were exchanged as not committed, so that their shards run again."""
+    """Treat committed parts that are missing or exchanged as not committed, so that their shards run again."""
     lost = changed_parts(job.folder, state)
     for shard in lost:
         state.forget(shard)
     if lost:
-        # Before the lines of adopted parts, as later lines count.
+        # This line must come before those of adopted parts, because the last line about a shard counts.
         manifest.event("lost", shards=lost)
     return lost
 
 
 def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
-    """Finish replacements that were cut short between the `replacing` line and the line of the new part."""
+    """Finish replacements that a crash interrupted between the `replacing` line and the new part's line."""
     for shard, line in list(state.replacing.items()):
         name, staged = f"parts/{part_name(shard)}", f"staging/{line.file}"
         is_there = _digest(folder, name) == line.digest
@@ -91,7 +91,7 @@ def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
             manifest.part(line)
             state.note(line)
         else:
-            # The new part is in neither place: the old one stands, if it is whole, and its rows run again.
+            # The new part is lost. The old one stays if it is whole, and the retry's rows run again.
             state.replacing.pop(shard)
 
 
@@ -104,7 +104,7 @@ def _digest(folder: Folder, name: str) -> str | None:
 
 
 def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index: int) -> Part | None:
-    """The record of a part that no line names, if it is whole and the next one for its shard."""
+    """The record of a part without a manifest line, if it is whole and the next one for its shard."""
     if index >= total_shards(extents):
         return None
     shard = shard_at(extents, index)
@@ -122,7 +122,7 @@ def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index
 
 
 def _adopt(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest, where: str) -> list[int]:
-    """Commit whole parts that were written but not yet named by the manifest; delete the others."""
+    """Commit whole parts that the manifest does not name yet, and delete the others."""
     adopted = []
     for name in job.folder.list(where):
         index = parse_part_name(name) if where == "parts" else parse_staging_name(name)

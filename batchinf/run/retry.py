@@ -1,4 +1,4 @@
-"""`--retry`: which rows run again, under which changed sampling, and what is left of that; `epoch` has them run."""
+"""`--retry`: chooses the rows that run again, with changed sampling, and finds unfinished retries for `epoch`."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from batchinf.spec.job import fingerprint
 from batchinf.spec.sampling import SamplingSpec
 
 _SAMPLING = "sampling."
-# These make the output's columns, what they mean, or its number of rows, other ones.
+# A retry cannot change these: they change the output's columns, their meaning or the number of rows.
 _FIXED = frozenset(
     f"sampling.{name}" for name in ("n", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode")
 )
@@ -35,7 +35,7 @@ _ROWS_AT_ONCE = 16384
 
 @dataclass(frozen=True, slots=True)
 class RetryRequest:
-    """What the user asks for. is_under_way: an unfinished retry is just that, and is gone on with."""
+    """The user's request. is_under_way: an unfinished retry is the same one and continues."""
 
     predicate: Predicate
     overrides: dict[str, Any]
@@ -44,7 +44,7 @@ class RetryRequest:
 
 @dataclass(frozen=True, slots=True)
 class RetryPhase:
-    """What is left of a retry. job: with its sampling. num_chosen: int64 [total_shards], rows to be run of each."""
+    """The rest of a retry. job: with the retry's sampling. num_chosen: int64 [total_shards], rows to run of each."""
 
     retry: Retry
     job: Job
@@ -52,10 +52,10 @@ class RetryPhase:
 
 
 def take_request(job: Job, state: State, text: str) -> tuple[Job, RetryRequest]:
-    """The job as it began, and what is asked of it.
+    """The job with its original sampling, and the request.
 
-    Raises DriftError where more is other than sampling may be, PredicateError, and OutputError where another retry is
-    unfinished.
+    Raises DriftError if something changed that a retry cannot change, PredicateError, and OutputError if another retry
+    is unfinished.
     """
     overrides = _overrides(job, state.header)
     own = _as_begun(job, state.header)
@@ -71,7 +71,7 @@ def take_request(job: Job, state: State, text: str) -> tuple[Job, RetryRequest]:
 
 
 def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryRequest) -> Retry | None:
-    """Choose the rows of a job that is otherwise done, durably; None if there are none."""
+    """Choose the rows of a new retry, durably; None if no row matches. All other work of the job must be done."""
     number = 1 + max([0, *state.retries, *(part.retry for part in state.parts.values())])
     shards = range(total_shards(state.extents))
     retry = Retry(number, request.predicate.text, request.overrides, fingerprint(request.overrides), 0, 0, "")
@@ -79,19 +79,19 @@ def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryReques
 
 
 def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
-    """The first retry that is not finished. Every shard must be committed; one that was lost goes through all again."""
+    """The first unfinished retry. All shards must be committed. A shard that lost its part passes all retries again."""
     levels = np.array([state.parts[shard].retry for shard in range(total_shards(state.extents))])
     for number in sorted(state.retries):
         retry, behind = state.retries[number], levels < number
         selection = read_selection(job.folder, number, retry.selection)
         if selection is None and behind.any():
-            # What its shards held when it began is what those hold that it has not come to.
+            # The selection is lost. Shards that the retry has not passed are unchanged, so the same rows match again.
             predicate = Predicate(retry.predicate, _output_schema(job))
             _choose(job, state, manifest, predicate, retry, np.flatnonzero(behind).tolist())
             selection = read_selection(job.folder, number)
         elif selection is not None and behind.any() and state.event_counts["lost"]:
-            # A file that was lost after a shard had been through it was made anew without that shard's rows.
-            # Shards of rows that came later than the retry are none of its own.
+            # A lost selection is made again without the shards that have passed the retry. If such a shard loses its
+            # part later, its rows are chosen here. Shards of later extents do not belong to the retry.
             order, stop_row = RunOrder(job.folder, state.extents), selection.first_row + selection.num_rows
             is_own = np.array([rows.last < stop_row for rows in order.shards()])
             empty = behind & is_own & (selection.counts(order.shards()) == 0)
@@ -116,7 +116,7 @@ def _choose(
     shards: Iterable[int],
     selection: Selection | None = None,
 ) -> Retry | None:
-    """Choose rows of these shards, beside those of `selection`."""
+    """Add matching rows of these shards to `selection` and store it."""
     selection = selection or Selection.of(state.extents)
     for shard in shards:
         for rows in _matching(job, shard, predicate):
@@ -125,7 +125,7 @@ def _choose(
     if not counts.any():
         return None
     num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
-    if retry.selection:  # its numbers stand
+    if retry.selection:  # the numbers of the first time stay
         num_rows, num_shards = retry.num_rows, retry.num_shards
     manifest.check_lock()
     digest = write_selection(job.folder, retry.number, selection)
@@ -163,7 +163,7 @@ def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:
 
 
 def _overrides(job: Job, header: Header) -> dict[str, Any]:
-    """The sampling fields that are other than the job's. Raises DriftError for anything else."""
+    """The sampling fields that differ from the job's. Raises DriftError for other differences."""
     changed = {name for name, value in job.identity.items() if header.identity.get(name, value) != value}
     allowed = sorted(name for name in changed - _FIXED if name.startswith(_SAMPLING))
     own = {**job.identity, **{name: header.identity[name] for name in allowed}}

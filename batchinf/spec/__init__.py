@@ -1,4 +1,1 @@
-"""The job spec: its fields with their meaning, reading and checking of YAML files, and the reference text.
-
-What a field's value leads to lives in the package that uses it.
-"""
+"""The job spec: its fields with their meaning, how YAML files are read and checked, and the reference text."""

@@ -1,4 +1,4 @@
-"""What the sections of a spec are made of: their base class, the kinds of fields, and types that several share."""
+"""Base class, kinds of fields and shared types of the sections of a spec."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -14,18 +14,18 @@ RUNTIME = Field(json_schema_extra={"resume": "runtime"})
 
 
 def identity_or(short: dict[str, Any]) -> Any:
-    """An identity field for which something else may be written, of this JSON schema, that a validator writes out."""
+    """An identity field that also accepts a short form with this JSON schema. A validator expands the short form."""
     return Field(json_schema_extra={"resume": "identity", "short": short})
 
 
-# A text, or what a text says, taken from a file when the spec is read; see `spec.values`.
+# The value may be `{file: path}`. `spec.file` then reads it from that file.
 FROM_FILE = identity_or(
     {"type": "object", "properties": {"file": {"type": "string"}}, "required": ["file"], "additionalProperties": False}
 )
 
 
 def wrong(reason: str, field: str = "") -> PydanticCustomError:
-    """What a validator raises: `field` is the one to look at, below the section or field that is validated."""
+    """The error that a validator raises. field: the faulty field, relative to the validated section or field."""
     return PydanticCustomError("wrong", "{reason}", {"reason": reason, "field": field})
 
 
@@ -37,18 +37,18 @@ def _usable_path(path: str) -> str:
     return path
 
 
-# What vLLM and Arrow hold in 32 bits, and seconds that a clock can wait, are bounded here, so that nothing overflows.
+# vLLM and Arrow store these numbers in 32 bits.
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 Path = Annotated[Text, AfterValidator(_usable_path)]
-# Strictness would refuse a list where a tuple is kept; the items stay strict.
+# Strict mode would refuse YAML's lists for tuples. The items stay strict.
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
 TokenIds = Annotated[tuple[Whole, ...], Field(strict=False)]
 
 
 class Section(BaseModel):
-    """Base of every mapping in a spec: immutable, strict about types, closed to unknown keys."""
+    """Base of every mapping in a spec: immutable, strict about types, without unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -56,7 +56,7 @@ class Section(BaseModel):
 
 
 def resume_of(extra: Any, name: str) -> Resume:
-    """What a field's `json_schema_extra` says of a change. Raises TypeError where it says nothing."""
+    """The kind of a field, from its `json_schema_extra`. Raises TypeError if it has none."""
     kind = (extra or {}).get("resume")
     if kind not in ("identity", "layout", "runtime"):
         raise TypeError(f"spec field {name} does not say what a change on resume means")
@@ -64,7 +64,7 @@ def resume_of(extra: Any, name: str) -> Resume:
 
 
 def is_json(value: Any) -> bool:
-    """Whether a value is made of text, finite numbers, true or false, null, lists and mappings."""
+    """Whether JSON can hold a value without changing it."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         return bool(json.loads(text.encode()) == value)
@@ -73,5 +73,5 @@ def is_json(value: Any) -> bool:
 
 
 def as_tuple(value: Any) -> Any:
-    """One text as a tuple of it, for fields that take one or several."""
+    """A single text as a tuple, for fields that take one or several texts."""
     return (value,) if isinstance(value, str) else value

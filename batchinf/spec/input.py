@@ -1,4 +1,4 @@
-"""The section `input` of a spec: where the rows come from, which of them are run, and what of a row is the prompt."""
+"""The section `input` of a spec: where the rows come from, which of them run, and which columns make the prompt."""
 
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 else:
     FormatName = Literal[FORMAT_NAMES]
 
-# Each of them says alone what the prompt is.
+# A spec gives at most one of these.
 PROMPT_FORMS = (
     "prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column", "context_column",
     "text_column",
 )  # fmt: skip
-# Each of them asks for the model's chat template.
+# If any of these is given, prompts go through the chat template.
 CHAT_FIELDS = (
     "messages", "messages_column", "system_prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message",
 )  # fmt: skip
-# What a chat template gets from other fields, or a tokenizer takes for itself, by the field to write instead.
+# Refused keys of `chat_template_kwargs` → the field to write instead; empty: the key is an argument of the tokenizer.
 _KWARGS_ELSEWHERE = {
     "add_generation_prompt": "input.add_generation_prompt", "continue_final_message": "input.continue_final_message",
     "chat_template": "input.chat_template", "messages": "input.messages", "conversation": "input.messages",
@@ -130,7 +130,7 @@ class InputSpec(Section):
     @field_validator("path")
     @classmethod
     def _no_secrets(cls, path: str) -> str:
-        # The spec is written to the output folder, and others read that.
+        # The spec is stored in the output folder, which other people may read.
         if "://" in path and re.search(r"://[^/?#:@]*:[^/?#@]*@", path):
             raise wrong("got a URL with a password in it, which would be recorded; leave `user:password@` out and give "
                         "credentials in the environment, as the file system's library takes them")  # fmt: skip
@@ -191,7 +191,7 @@ class InputSpec(Section):
 
     @property
     def is_batch_file(self) -> bool:
-        """Whether each line says what its prompt is, as OpenAI's batch API has it."""
+        """Whether each line is a request of OpenAI's batch API."""
         return self.format == OpenAIBatch.name
 
     @property
@@ -201,5 +201,5 @@ class InputSpec(Section):
 
     @property
     def selects(self) -> bool:
-        """Whether not all rows are run."""
+        """Whether the spec chooses among the rows."""
         return any(value is not None for value in (self.where, self.sample, self.limit, self.exclude))

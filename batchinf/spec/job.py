@@ -1,8 +1,6 @@
-"""The job spec: every field, its meaning, unit and default, and what changing it on a resume means.
+"""The job spec: each field with its meaning, unit, default and kind (identity, layout or runtime).
 
-Each field is *identity* (a change is refused on resume), *layout* (chosen once, then frozen) or *runtime* (free).
-`tasks.registry` adds the names of the tasks and their sections, see `add_tasks`. `spec.file` reads YAML, overrides
-fields and reports errors with line and column.
+`tasks.registry` adds the tasks and their sections with `add_tasks`. `spec.file` reads specs from YAML.
 """
 
 import functools
@@ -34,10 +32,10 @@ from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 
 TEXTS = {"type": "array", "items": {"type": "string"}}
 
-# Fields in which environment variables and ~ are expanded when a spec is read from a file.
+# `spec.file` expands environment variables and ~ in these fields.
 PATH_FIELDS = (("model", "name"), ("model", "tokenizer"), ("model", "lora"), ("input", "path"), ("output", "path"))
 
-# Engine arguments that change how fast, not what: free on a resume. All others are identity.
+# Engine arguments that change the speed but not the output, so a resume may change them. All others are identity.
 RUNTIME_ENGINE_ARGUMENTS = frozenset(
     """max_num_seqs max_num_batched_tokens gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override
     enable_prefix_caching block_size distributed_executor_backend max_parallel_loading_workers cpu_offload_gb
@@ -47,7 +45,7 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
     """.split()
 )
 
-# Engine arguments that the spec names elsewhere, with the field that does.
+# Engine arguments that are refused under `engine` → the field to write instead.
 ENGINE_ARGUMENTS_ELSEWHERE = {
     "model": "model.name",
     "revision": "model.revision",
@@ -61,7 +59,7 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
     "tensor_parallel_size": "parallel.tensor_parallel_size",
     "pipeline_parallel_size": "parallel.pipeline_parallel_size",
     "data_parallel_size": "parallel.data_parallel_size",
-    "hf_token": "HF_TOKEN in the environment",  # what the spec says is recorded
+    "hf_token": "HF_TOKEN in the environment",  # the spec is stored in the output folder
 }
 
 
@@ -159,11 +157,11 @@ class ScriptedSpec(Section):
 
 @dataclass(frozen=True, slots=True)
 class TaskSection:
-    """A section of the spec that belongs to one task or to several alike tasks.
+    """A section of the spec that belongs to one task, or to several similar tasks.
 
-    name, annotation, default, meaning: of the field of `JobSpec`; without a meaning, the docstring of the section's
-    class is shown. check: raises what `wrong` makes if the section does not fit the task and the rest of a spec. It
-    runs for every spec, as a section may be given with another task.
+    name, annotation, default, meaning: of the field of `JobSpec`. The default meaning is the docstring of the section's
+    class. check: raises the error of `wrong` if the section does not fit the task and the rest of the spec. It runs for
+    every task, so that it can refuse a section that belongs to another task.
     """
 
     name: str
@@ -173,7 +171,6 @@ class TaskSection:
     meaning: str | None = None
 
 
-# What `add_tasks` has added.
 _task_names: list[str] = []
 _task_sections: list[TaskSection] = []
 
@@ -251,12 +248,12 @@ class JobSpec(Section):
 
     @property
     def prompt_column(self) -> str:
-        """The column that holds the prompt, where no template is given."""
+        """The column that holds the prompt, if no template is given."""
         return self.input.prompt_column or self.input.context_column or self.input.text_column or "prompt"
 
 
 def add_tasks(tasks: Iterable[tuple[str, TaskSection | None]]) -> None:
-    """Add tasks to `JobSpec`: their names, and their sections behind `sampling`. The first task is the default one.
+    """Add tasks to `JobSpec`: their names, and their sections after `sampling`. The first task is the default.
 
     `tasks.registry` calls it when it is imported, before any spec is read.
     """
@@ -281,12 +278,12 @@ def add_tasks(tasks: Iterable[tuple[str, TaskSection | None]]) -> None:
 
 
 def fields(spec: JobSpec, resume: Resume) -> dict[str, Any]:
-    """All fields of one kind as `{"sampling.top_p": 0.9, ...}`, JSON values only."""
+    """All fields of one kind, as `{"sampling.top_p": 0.9, ...}` with JSON values."""
     return {name: value for name, value, kind in _walk(spec) if kind == resume}
 
 
 def fingerprint(identity: dict[str, Any]) -> str:
-    """32 hexadecimal digits that stand for an identity."""
+    """Hash of an identity: 32 hexadecimal digits."""
     text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -301,7 +298,7 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
                 kind: Resume = "runtime" if argument in RUNTIME_ENGINE_ARGUMENTS else "identity"
                 yield f"engine.{argument}", setting, kind
         else:
-            # A mapping's order does not count when two are compared; that of columns must.
+            # Comparing mappings ignores the order of their keys, but the order of columns matters.
             if name == "keep_columns":
                 value = [old if old == new else [old, new] for old, new in value.items()]
             yield f"{prefix}{name}", _json_value(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
@@ -315,7 +312,7 @@ def _json_value(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FieldDoc:
-    """What there is to say of a field or a section, for error messages and the reference in `docs/spec.md`.
+    """A field or section in words, for error messages and the reference in `docs/spec.md`.
 
     name: dotted, as in `sampling.max_tokens`; `input.messages[]` stands for each item of a list.
     allowed: its values in words. resume: None for a section.
@@ -363,12 +360,12 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
 
 
 def _plain_forms(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a section may be given as, beside its mapping of fields."""
+    """The forms that a section accepts besides its mapping of fields."""
     return [form for form in schema.get("anyOf", ()) if "$ref" not in form and form != {"type": "null"}]
 
 
 def _item(annotation: Any) -> type[Section] | None:
-    """The section that each item of a list is, where that is so."""
+    """The class of a list's items, if they are sections."""
     inside = [_item(argument) for argument in get_args(annotation)]
     is_section = isinstance(annotation, type) and issubclass(annotation, Section)
     return annotation if is_section else next(filter(None, inside), None)
@@ -379,7 +376,7 @@ _LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at mo
 
 
 def _in_words(schema: dict[str, Any]) -> str:
-    # Null is left out: it says the same as leaving out the field.
+    # Null is not mentioned: it means the same as leaving out the field.
     if "anyOf" in schema:
         return ", or ".join(_in_words(choice) for choice in schema["anyOf"] if choice != {"type": "null"})
     if "const" in schema:
@@ -396,7 +393,7 @@ def _in_words(schema: dict[str, Any]) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a spec file, for editors."""
+    """JSON schema (draft 2020-12) of a spec file, which editors use."""
     schema = JobSpec.model_json_schema()
     for section in schema["$defs"].values():
         for name, field in section["properties"].items():
@@ -424,7 +421,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _with_form(field: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
-    """A field's schema that allows another form too."""
+    """A field's schema, extended by another form."""
     names = ("description", "default", "title", "resume")
     about: dict[str, Any] = {name: field[name] for name in names if name in field}
     own = {key: value for key, value in field.items() if key not in about}

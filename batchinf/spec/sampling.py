@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchinf.spec.fields import IDENTITY, Positive, Section, Text, Texts, TokenIds, Whole, as_tuple, is_json, wrong
 
-# Fields that each row may have its own value of: none of them changes the output's columns or the engine.
+# Fields that a row may set for itself. None of them changes the output's columns or the engine.
 PER_ROW_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "seed",
@@ -72,7 +72,7 @@ class SamplingSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_columns(cls, data: Any) -> Any:
-        # `max_tokens: {column: budget}` becomes `columns: {max_tokens: budget}`: fields keep their plain types.
+        # `max_tokens: {column: budget}` becomes `columns: {max_tokens: budget}`, so the fields keep their plain types.
         if not isinstance(data, dict):
             return data
         short = {name: _column(name, value) for name, value in data.items()
@@ -135,7 +135,7 @@ class SamplingSpec(Section):
 
 
 def _column(name: str, value: dict[str, Any]) -> str:
-    """The column with each row's own value of this field, from `{column: …}`."""
+    """The column name in `{column: name}`."""
     if name not in PER_ROW_FIELDS:
         close = difflib.get_close_matches(name, PER_ROW_FIELDS, n=1, cutoff=0.7)
         meant = f"did you mean {close[0]}? " if close else ""
@@ -155,7 +155,7 @@ def _short_json(value: Any) -> str:
 
 
 def _schema_text(schema: dict[str, Any] | str) -> str:
-    """A JSON schema as text, however it was written: its properties' order is that of the output, and must count."""
+    """A JSON schema as text. Text keeps the order of the properties, which is the order in the output."""
     try:
         plain = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""The tasks: how each makes requests of a prompt, and which output columns it makes of their results."""
+"""The tasks. Each turns a prompt into requests, and their results into output columns."""

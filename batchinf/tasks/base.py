@@ -1,4 +1,4 @@
-"""What a task is to the rest of the program, and the Arrow columns that tasks share."""
+"""The interface `Task`, through which the rest of the package uses tasks, and the Arrow columns that tasks share."""
 
 import abc
 import functools
@@ -21,7 +21,7 @@ from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
 from batchinf.tasks.compare import NO_COMPARISON, Comparison, NoVerification, Verification
 
-# Named as Parquet names the items of a list, so that a file reads back as the schema that it was written with.
+# Parquet's name for the items of a list. So a file reads back with the schema that it was written with.
 ITEM = "element"
 INT32 = np.dtype(np.int32)
 _MAX_OFFSET = 2**31 - 1
@@ -38,7 +38,7 @@ def logprob_fields(prefix: str, k: int | None, logprob: pa.DataType) -> list[tup
 
 
 def chosen_fields(num_chosen: int, logprob: pa.DataType) -> list[tuple[str, pa.DataType]]:
-    """Logprobs of the job's chosen tokens at each position, in their order."""
+    """The column with the logprobs of the chosen tokens at each position, in the order of the spec."""
     return [("chosen_logprobs", list_of(list_of(logprob)))] if num_chosen else []
 
 
@@ -52,7 +52,7 @@ def list_of(item: pa.DataType) -> pa.DataType:
 
 
 def leaf_of(field: pa.Field) -> tuple[str, pa.DataType]:
-    """A column's path in Parquet, and the type at its end."""
+    """Path and type of a column's leaf in Parquet."""
     path, item = field.name, field.type
     while pa.types.is_list(item) or pa.types.is_fixed_size_list(item):
         path, item = f"{path}.list.{ITEM}", item.value_type
@@ -89,7 +89,7 @@ def error_columns(results: Sequence[Result]) -> dict[str, pa.Array]:
 
 def prompt_columns(results: Sequence[Result], include_prompt: bool) -> dict[str, pa.Array]:
     prompts = [result.prompt for result in results]
-    # A row's samples share their Prompt: its ids are converted once (20 ns a token) and not for each.
+    # A row's samples share one Prompt. Its ids are converted only once, which costs 20 ns a token.
     ids = {id(prompt): np.array(prompt.token_ids, np.int32) for prompt in {id(p): p for p in prompts}.values()}
     hashes = {key: prompt_hash(value) for key, value in ids.items()}
     columns = {
@@ -105,7 +105,7 @@ def prompt_columns(results: Sequence[Result], include_prompt: bool) -> dict[str,
 
 
 def prompt_hash(token_ids: IntArray) -> int | None:
-    """xxh3-64 of the ids as little-endian int32, as a signed number; None where there are none."""
+    """xxh3-64 of the ids as little-endian int32, as a signed number; None without ids."""
     if not len(token_ids):
         return None
     return int.from_bytes(xxhash.xxh3_64_digest(token_ids.data), "big", signed=True)
@@ -131,7 +131,7 @@ def strings(values: list[str | None]) -> pa.StringArray:
     try:
         return pa.array(values, pa.string())
     except UnicodeEncodeError:
-        # Lone surrogates, as out of a foreign error message: UTF-8, and so Arrow, has no place for them.
+        # Error messages of other libraries may have lone surrogates, which Arrow's UTF-8 cannot hold.
         encoded = [None if value is None else value.encode("utf-8", "replace") for value in values]
         return pa.array(encoded, pa.binary()).cast(pa.string())
 
@@ -150,9 +150,9 @@ def logprob_columns(prefix: str, tokens: "Tokens", k: int | None, dtype: np.dtyp
 
 
 class Tokens:
-    """The tokens of a batch's completions in one row: where each completion's begin, and which are null.
+    """Makes list columns from the tokens of several completions.
 
-    parts: one for each result, None where there is none. num_leading: null tokens put before each part.
+    parts: one for each result; None: the list is null. num_leading: number of nulls before the tokens of each part.
     """
 
     def __init__(self, parts: Sequence[TokenLogprobs | None], num_leading: int = 0) -> None:
@@ -166,7 +166,7 @@ class Tokens:
             self._is_null[self._offsets[:-1][~self._is_missing]] = True
 
     def column(self, pieces: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> pa.ListArray:
-        """list<dtype> of pieces [num_tokens] each."""
+        """list<dtype> from one piece [num_tokens] for each part."""
         flat = concatenate(pieces, dtype)
         if self._is_null is None:
             return list_array(self._offsets, pa.array(flat), self._is_missing)
@@ -175,7 +175,7 @@ class Tokens:
         return list_array(self._offsets, pa.array(spread, mask=self._is_null), self._is_missing)
 
     def top(self, pieces: Sequence[npt.NDArray[Any]], k: int, dtype: np.dtype[Any]) -> pa.ListArray:
-        """list<list<dtype>> of the ranks 1 to k of pieces [num_tokens, k + 1] each."""
+        """list<list<dtype>> from columns 1 to k of one piece [num_tokens, k + 1] for each part."""
         lengths = np.full(self._num_tokens, k)
         if self._is_null is not None:
             lengths[self._is_null] = 0
@@ -187,12 +187,12 @@ class Tokens:
 def concatenate(pieces: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     if not pieces:
         return np.zeros(0, dtype)
-    with np.errstate(over="ignore"):  # what float16 cannot hold is -inf, and no warning
+    with np.errstate(over="ignore"):  # float16 turns very small logprobs into -inf
         return np.concatenate(pieces, dtype=dtype, casting="same_kind")
 
 
 def offsets_of(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Where lists of these lengths begin, and where the last one ends. Raises OverflowError."""
+    """Arrow's offsets of lists with these lengths. Raises OverflowError."""
     ends = np.cumsum(lengths, dtype=np.int64)
     if len(ends) and ends[-1] > _MAX_OFFSET:
         raise OverflowError(f"got {ends[-1]} items for one column of lists, which holds 2**31 - 1; encode fewer")
@@ -209,7 +209,7 @@ def list_array(offsets: npt.NDArray[np.int32], values: pa.Array, is_null: npt.ND
 
 
 def repeat(columns: pa.Table, row_index: npt.NDArray[np.int64]) -> pa.Table:
-    """Each row of `columns` as often as its row has results; `row_index` is sorted."""
+    """Each row of `columns`, repeated for each of its results. row_index: that of each result, sorted."""
     if columns.num_rows == len(row_index):
         return columns
     is_next = np.diff(row_index, prepend=row_index[:1]) != 0
@@ -218,10 +218,10 @@ def repeat(columns: pa.Table, row_index: npt.NDArray[np.int64]) -> pa.Table:
 
 _OF_RESULTS = frozenset({"request_index", "num_requests", encoder.SECOND_BOS_COLUMN})
 _KEYS = ("row_index", "prompt_hash", "sample_index")
-# Kept out of dictionaries: nearly every value is different.
+# No dictionary encoding: nearly every value is different.
 _UNIQUE = frozenset({"id", "row_index", "prompt_hash", "prompt", "text", "reasoning", "cumulative_logprob"})
 _NO_STATISTICS = frozenset({"prompt", "text", "reasoning", "error_message"})
-# A guess at the number of tokens of a prompt or an output whose length is unknown.
+# Assumed number of tokens of a prompt or an output whose length is unknown.
 LIKELY_TOKENS = 256
 
 
@@ -230,7 +230,7 @@ def result_schema(
 ) -> pa.Schema:
     """The journal's columns of a task: keys, the prompt, the task's own columns, counts and errors.
 
-    may_truncate: whether there is a column `prompt_truncated`; default: if `input.on_overlong` cuts.
+    may_truncate: whether there is a column `prompt_truncated`; default: whether `input.on_overlong` cuts.
     """
     prompt = [("prompt", pa.string()), ("prompt_token_ids", list_of(pa.int32()))]
     may_truncate = spec.input.on_overlong != "error" if may_truncate is None else may_truncate
@@ -253,19 +253,19 @@ def result_schema(
 
 
 def without_requests(schema: pa.Schema) -> pa.Schema:
-    """The fields of a result that are those of an output row too."""
+    """The fields of a result that an output row has, too."""
     return pa.schema([field for field in schema if field.name not in _OF_RESULTS])
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingWanted:
-    """What a task asks of vLLM's pooling runner.
+    """What a task needs from vLLM's pooling runner.
 
-    tasks: vLLM's names of the pooling tasks that will do, the best first. convert: vLLM's engine argument.
-    use_activation, dimensions: of each request. seq_pooling_type, tok_pooling_type: of the pooler; None keeps the
-    model's own. layers: the layers whose states are wanted; -1 is the last one before the final norm; empty is the
-    model's output. all_positions: whether values of all of a prompt's tokens are wanted, not of the last one only.
-    width: numbers for each position.
+    tasks: vLLM's names of the pooling tasks that fit, the best first. convert: vLLM's engine argument.
+    width: numbers for each position. use_activation, dimensions: vLLM's pooling parameters of each request.
+    seq_pooling_type, tok_pooling_type: of the pooler; None: the model's own. layers: the layers whose states are
+    needed; -1: the last layer, before the final norm; empty: the model's output.
+    all_positions: whether each token of a prompt gives values, or only the last one.
     """
 
     tasks: tuple[str, ...]
@@ -280,20 +280,20 @@ class PoolingWanted:
 
 
 class Task(abc.ABC):
-    """What a job does with each row, for one spec. Results depend on the spec and on the arguments alone.
+    """What a job does with each row, for one spec. The results depend only on the spec and the arguments.
 
-    Properties of a spec that is not resolved yet may be asked for; requests and schemas need the resolved one.
+    `resolve` and the properties also work with an unresolved spec. Requests and schemas need the resolved one.
 
     name: as in the field `task` of a spec. section: its section of the spec, if it has one.
-    makes_text: whether its completions are decoded to text, and judged against the job's structure.
+    makes_text: whether its completions are decoded to text and checked against the job's structure.
     scores_prompts: whether its prompts have a `scoring`.
     takes_generation_config: whether the model's `generation_config` gives defaults for the section `sampling`.
-    output_room: tokens that must fit `max_model_len` behind a prompt.
-    joins_requests: each input row is one output row, made of all of its results; else each result is one, and has
-    `sample_index`.
-    row_group_bytes: size of a row group of its parts; None is the usual size.
+    output_room: tokens that must fit `max_model_len` after a prompt.
+    joins_requests: whether all results of an input row make one output row. Otherwise each result is an output row and
+    has a `sample_index`.
+    row_group_bytes: size of a row group of its parts; None: the usual size.
     has_wide_results: whether a result can take several MB, so that the writer needs larger buffers.
-    default_max_output_bytes: of `output.max_output_bytes`; None is no limit.
+    default_max_output_bytes: of `output.max_output_bytes`; None: no limit.
     comparison: how `diff` compares two jobs of the task.
     verification: what `verify` compares of its rows.
     """
@@ -330,26 +330,23 @@ class Task(abc.ABC):
 
     @property
     def reads_prompt_logits(self) -> bool:
-        """Whether the logits at the prompts' own tokens are needed. vLLM then takes nothing from its prefix cache."""
+        """Whether the logits at the prompt's own tokens are needed. For these, vLLM does not use its prefix cache."""
         return self.spec.sampling.prompt_logprobs is not None
 
     @property
     def input_columns(self) -> tuple[tuple[str, str], ...]:
-        """Input columns that the task needs beside the prompt's, each behind the field of the spec that names it."""
+        """Pairs of a spec field and the input column that it names, for columns other than the prompt's."""
         return ()
 
     def resolve(self, model: Model) -> JobSpec:
-        """The spec with all that the model decides filled in. Raises SpecError, in one line that begins with the field.
-
-        The spec's sampling is resolved already.
-        """
+        """The spec with all values that depend on the model. Its sampling is already resolved. Raises SpecError."""
         return self.spec
 
     def check_input(self) -> None:  # noqa: B027  # most tasks run all formats
-        """Raise SpecError if the task cannot run an input of this format, which is known once the input is open."""
+        """Raise SpecError if the task cannot run this input format. Called when the input is open."""
 
     def describe(self) -> str:
-        """A line for people that says what is stored of each row; empty if the task's name and the sampling say it."""
+        """A line that tells users what is stored of each row; empty if the task's name and the sampling say enough."""
         return ""
 
     # -- prompts and requests ------------------------------------------------------------------------------------------
@@ -359,15 +356,15 @@ class Task(abc.ABC):
         return PromptBuilder(self.spec, tokenizer, vocab_size, begun_at, self.output_room)
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
-        """A line for each setting that works, but is probably a mistake."""
+        """A line for each setting that works but is probably a mistake."""
         return checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=self.reads_prompt_logits)
 
     @abc.abstractmethod
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """All requests of a row, by `request_index` from 0; at least one, and as many for a prompt with an error."""
+        """All requests of a row, in the order of `request_index`. At least one, even if the prompt has an error."""
 
     def warm_up_request(self) -> Request:
-        """A small request of the job's own shape: the same logprobs, and seeded if the job samples."""
+        """A small request like those of the job: with the same logprobs, and with a seed if the job samples."""
         sampling = self.spec.sampling
         return Request(-1, 0, [1] * 8, sampling, 4, None if sampling.temperature == 0 else 0)
 
@@ -380,29 +377,29 @@ class Task(abc.ABC):
 
     @property
     def vocabulary_rows(self) -> RowsWanted | None:
-        """The rows of logits or logprobs that all requests want; None if they want none."""
+        """The rows of logits or logprobs that all requests need, or None."""
         return None
 
     @property
     def pooling(self) -> PoolingWanted | None:
-        """What vLLM's pooling runner is asked for; None if the task needs the runner that generates."""
+        """What the task needs from vLLM's pooling runner; None if it needs the generating runner."""
         return None
 
     def width_error(self, got: int) -> SpecError:
-        """The error if the pooling runner gives so many numbers for each position, and not as many as wanted."""
+        """The error if the pooling runner gives `got` numbers for each position, which is the wrong number."""
         raise NotImplementedError
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
-        """The scripted engine's answer in place of the pooling runner's: float32 [num_positions, width].
+        """What the scripted engine returns in place of the pooling runner: float32 [num_positions, width].
 
-        draw: gives so many numbers, which depend on the prompt alone.
+        draw: returns the given number of values, which depend only on the prompt.
         """
         raise NotImplementedError
 
     def default_batch_limits(
         self, vocab_size: int | None, device_bytes: int | None, gpu_memory_utilization: float
     ) -> dict[str, int]:
-        """`max_num_seqs` and `max_num_batched_tokens`, each where vLLM's default does not fit the task.
+        """`max_num_seqs` and `max_num_batched_tokens`, if vLLM's defaults do not fit the task.
 
         vocab_size: None if unknown. device_bytes: memory of one device; None on a CPU.
         """
@@ -413,27 +410,27 @@ class Task(abc.ABC):
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
-        """A guess at the size in Parquet of all output rows of one input row.
+        """Estimated size in Parquet of all output rows of one input row.
 
-        prompts: a sample of the job's without errors, for tasks with `sizes_by_prompts`; None before they are read.
+        prompts: a sample of valid prompts, for tasks with `sizes_by_prompts`; None before prompts are read.
         """
         return 100
 
     @property
     def sizes_by_prompts(self) -> bool:
-        """Whether the guess above is better with some of the job's prompts."""
+        """Whether `estimated_bytes_per_row` is better with a sample of prompts."""
         return False
 
     @property
     def size_remedies(self) -> tuple[str, ...]:
-        """What can be changed in a spec so that the output gets smaller."""
+        """How a user can make the output smaller, for error messages."""
         return ("store less of each",)
 
     # -- results and output rows ---------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        """The columns of a result that are the task's own."""
+        """The task's own columns of a result."""
 
     @functools.cached_property
     def result_schema(self) -> pa.Schema:
@@ -446,26 +443,26 @@ class Task(abc.ABC):
 
     @functools.cached_property
     def own(self) -> pa.Schema:
-        """The output's columns that do not come from the source; the keys are the first."""
+        """The output's columns that do not come from the source. The keys come first."""
         return without_requests(self.result_schema)
 
     @abc.abstractmethod
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
-        """Results, in their order, as a batch of `result_schema`. Raises OverflowError over 2**31 - 1 list items."""
+        """Results, in their order, as a batch of `result_schema`. Raises OverflowError above 2**31 - 1 list items."""
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
-        """The output rows, as `output_schema` has them, for a run of results sorted by (row_index, request_index).
+        """The output rows, in `output_schema`, of results sorted by (row_index, request_index). Default: a row each.
 
         columns: one row for each distinct `row_index` in the results, in order: `id` first if the job has one, then
-        the kept columns. None if there are neither. A run may begin and end within a row's requests, unless the task
-        joins them. By default each result is a row.
+        the kept columns; None without such columns. The results may begin and end in the middle of an input row, unless
+        the task joins requests.
         """
         return self.output_table(columns, {name: results.column(name) for name in results.column_names})
 
     def output_schema(self, columns: Sequence[pa.Field]) -> pa.Schema:
-        """id · row_index · prompt_hash · sample_index where there is one · kept columns · everything else.
+        """id · row_index · prompt_hash · sample_index, if the task has it · kept columns · all other columns.
 
-        columns: those that come from the source. Raises SpecError if two columns have one name.
+        columns: those from the source. Raises SpecError if two columns have the same name.
         """
         ids, kept = (columns[:1], columns[1:]) if self._has_id else ((), columns)
         kept = [field.with_name(self._name(field.name)) for field in kept]
@@ -485,9 +482,9 @@ class Task(abc.ABC):
         return pa.schema([pa.field(field.name, field.type) for field in fields])
 
     def output_table(self, columns: pa.Table | None, own: dict[str, Any]) -> pa.Table:
-        """The task's own columns, by name, beside those of the source: see `reduce`.
+        """The output table with the task's own columns and those of the source.
 
-        columns: a row for each distinct `row_index` of `own`, whose rows are sorted by it.
+        columns: see `reduce`. own: by name, sorted by `row_index`.
         """
         schema = self.output_schema([] if columns is None else list(columns.schema))
         arrays = dict(own)
@@ -506,7 +503,7 @@ class Task(abc.ABC):
         own = {*self.own.names} - {"sample_index"}
         flat = [field.name for field in schema if not pa.types.is_nested(field.type)]
         leaves = [leaf_of(field) for field in schema if field.name in own and pa.types.is_nested(field.type)]
-        # DuckDB reads no split float16, which would be 1.55 bytes a logprob against 1.77.
+        # DuckDB cannot read byte-stream split float16. It would save 0.22 of 1.77 bytes a logprob.
         split = [
             path for path, item in leaves if pa.types.is_primitive(item) and item not in (pa.float16(), pa.bool_())
         ]

@@ -1,4 +1,4 @@
-"""What `diff` counts and `verify` compares whatever the task is. Each task adds its own."""
+"""The base classes for what `diff` counts and `verify` compares. Each task adds its own part."""
 
 import abc
 import math
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class JobOutput(Protocol):
-    """What a comparison needs to know of a job: its folder, its stored spec and its output's columns."""
+    """The job data that a comparison needs: its folder, its stored spec and its output's columns."""
 
     folder: str
     spec: dict[str, Any]
@@ -38,7 +38,7 @@ class JobOutput(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeltaSummary:
-    """Differences, B - A. num: those that are finite, of which the others are; the means are 0 where there are none."""
+    """Differences B - A. num: the finite ones. mean, mean_abs and max_abs are over these; 0 without any."""
 
     num: int
     num_not_finite: int
@@ -51,8 +51,8 @@ class DeltaSummary:
 class RowChanges:
     """What changed in the rows that are in both jobs.
 
-    num_other_prompts: rows whose prompts have other token ids. own: a dataclass of the task. examples: rows of the
-    table that `Changes.take` gives, the first that have changed or those that are furthest apart.
+    num_other_prompts: rows whose prompts differ in token ids. own: a dataclass of the task. examples: rows of the
+    table that `Changes.take` returns: the first changed ones, or those with the largest differences.
     """
 
     num_both: int
@@ -68,8 +68,8 @@ class RowChanges:
 class Comparison:
     """How `diff` compares two jobs of a task.
 
-    begin: checks that the two can be compared and gives what counts; raises OutputError. lines: the words for
-    `RowChanges.own`. example_lines: those for one of the examples, joined by the key that is named.
+    begin: checks that the jobs can be compared and returns the `Changes`; raises OutputError. lines: `RowChanges.own`
+    as text. example_lines: one example as text; the first argument is the name of the key that joins the jobs.
     """
 
     begin: Callable[[JobOutput, JobOutput, int], "Changes"]
@@ -81,13 +81,14 @@ def _no_begin(a: JobOutput, b: JobOutput, num_examples: int) -> "Changes":
     raise OutputError(f"{a.folder} is of task {a.spec['task']}, whose outputs cannot be compared")
 
 
-# Of a task that does not say how.
+# The default: the outputs cannot be compared.
 NO_COMPARISON = Comparison(_no_begin, lambda own: iter(()), lambda key, row: iter(()))
 
 
 class Changes(abc.ABC):
-    """columns, wide: of both jobs, to be compared; the wide ones are given apart. A row that has changed is one whose
-    output is another one; each kind says what that is.
+    """Counts the changed rows of two jobs. Each subclass defines when a row counts as changed.
+
+    columns: the columns to compare, which both jobs have. wide: the large ones, which `take` gets separately.
     """
 
     columns: Sequence[str] = ()
@@ -100,8 +101,8 @@ class Changes(abc.ABC):
         self.num_examples = num_examples
 
     def take(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> pa.Table:
-        """Compare some rows, and count what is found. The table has a row for each: `key`, `is_same_prompt`,
-        `is_changed`, what is the kind's own, and `error_type_a` and `error_type_b`.
+        """Compare some rows and count the changes. Returns a table with one row each: `key`, `is_same_prompt`,
+        `is_changed`, the columns of the subclass, `error_type_a` and `error_type_b`.
         """
         columns: dict[str, Any] = {name: rows.column(name) for name in ("key", "sample_index") if name in _names(rows)}
         columns["is_same_prompt"] = equal(rows, "prompt_hash")
@@ -119,20 +120,19 @@ class Changes(abc.ABC):
 
     @abc.abstractmethod
     def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
-        """The columns of the table that are the kind's own, `is_changed` first."""
+        """The subclass's own columns of the table, `is_changed` first."""
 
     @abc.abstractmethod
     def count(self, table: pa.Table) -> None:
-        """Count what is the kind's own."""
+        """Update the subclass's own counts."""
 
     def remember(self, table: pa.Table) -> None:
-        """Keep examples: the first rows that have changed."""
+        """Keep examples: the first changed rows."""
         wanted = self.num_examples - len(self.examples)
         if wanted > 0:
             self.examples += table.filter(table["is_changed"]).slice(0, wanted).to_pylist()
 
     def found(self) -> RowChanges:
-        """All that was counted."""
         only_a, only_b = self.errors[True, False], self.errors[False, True]
         examples = ({name: row[name] for name in row if name != "_distance"} for row in self.examples)
         return RowChanges(
@@ -141,36 +141,35 @@ class Changes(abc.ABC):
 
     @abc.abstractmethod
     def own_found(self) -> object:
-        """What was counted that is the task's own, as a dataclass."""
+        """The task's own counts, as a dataclass."""
 
 
 class Deltas:
-    """Differences, B - A, over all rows: of those that are finite."""
+    """Statistics of the differences B - A over all rows. Only finite differences enter sums and maximum."""
 
     def __init__(self) -> None:
         self.num = self.num_others = 0
         self.total = self.total_abs = self.greatest = 0.0
 
     def add(self, deltas: npt.NDArray[np.float64]) -> None:
-        """Take in some; one that is not finite is counted apart."""
+        """Add differences. Those that are not finite are only counted."""
         known = deltas[np.isfinite(deltas)]
         total, total_abs = float(known.sum()), float(np.abs(known).sum())
         self.add_sums(len(known), len(deltas) - len(known), total, total_abs, float(np.abs(known).max(initial=0.0)))
 
     def add_sums(self, num: int, num_others: int, total: float, total_abs: float, greatest: float) -> None:
-        """Take in some that were summed already."""
+        """Add differences that are already summed."""
         self.num, self.num_others = self.num + num, self.num_others + num_others
         self.total, self.total_abs = self.total + total, self.total_abs + total_abs
         self.greatest = max(self.greatest, greatest)
 
     def summary(self) -> DeltaSummary:
-        """All of them."""
         num = max(1, self.num)
         return DeltaSummary(self.num, self.num_others, self.total / num, self.total_abs / num, self.greatest)
 
 
 def delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """B - A in float64; 0 where both are the same infinity."""
+    """B - A in float64; 0 if both are the same infinity."""
     a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
         found: npt.NDArray[np.float64] = b - a
@@ -180,14 +179,14 @@ def delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def equal(rows: pa.RecordBatch, name: str) -> BoolArray:
-    """Whether both jobs have the same there, or both nothing."""
+    """For each row, whether both jobs have the same value in this column, or both null."""
     a, b = (rows.column(f"{name}_{job}") for job in "ab")
     is_same = pc.fill_null(pc.equal(a, b), False)
     return np.asarray(pc.or_(is_same, pc.and_(a.is_null(), b.is_null())).to_numpy(zero_copy_only=False), np.bool_)
 
 
 def num_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """How many items from the beginning are the same."""
+    """Length of the common beginning."""
     length = min(len(a), len(b))
     differs = np.flatnonzero(a[:length] != b[:length])
     return int(differs[0]) if len(differs) else length
@@ -216,8 +215,8 @@ def clip_value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """An output row. values: its small columns, by name. columns: the names of the large ones. part, group,
-    place: where it lies.
+    """An output row. values: its small columns, by name. columns: the names of the large ones. part, group, place: its
+    file, row group and place in the group.
     """
 
     values: dict[str, Any]
@@ -227,7 +226,7 @@ class StoredRow:
     place: int
 
     def numbers(self, column: str) -> npt.NDArray[Any]:
-        """[num_rows, width] of a column of vectors, of lists of them, or of numbers, in the stored type."""
+        """[num_rows, width] in the stored type, from a column of vectors, lists of vectors, or numbers."""
         with pq.ParquetFile(self.part) as part:
             found = part.read_row_group(self.group, [column]).column(0).combine_chunks()
         own = found.slice(self.place, 1)
@@ -240,12 +239,12 @@ class StoredRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredLogprobs:
-    """Logprobs of a run of tokens of one sequence, as stored.
+    """Stored logprobs of consecutive tokens of one sequence.
 
-    kind: `output`, `prompt` or `scored`. token_ids: the whole sequence up to the run's last token. first: the run's
-    first place in it, from 1. wanted: int64 [num_positions, k + 1], the token that stands there, then the k others
-    that are stored. values: float32 [num_positions, k + 1], NaN where nothing is stored. has_top: the k others are the
-    likeliest, in their order.
+    kind: `output`, `prompt` or `scored`. token_ids: the sequence up to the last of these tokens. first: index of the
+    first of them, at least 1. wanted: int64 [num_positions, k + 1], the token at each position, then the k other tokens
+    that are stored. values: float32 [num_positions, k + 1]; NaN: not stored. has_top: whether the k others are the
+    likeliest tokens, in that order.
     """
 
     kind: str
@@ -258,11 +257,11 @@ class StoredLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StoredVectors:
-    """Vectors of one sequence, as stored: logits, hidden states, the answer of a head.
+    """Stored vectors of one sequence: logits, hidden states, or the output of a classification head.
 
-    kind: the column. token_ids: the whole sequence. positions: int64 [n], the tokens behind which the vectors are; None
-    is one vector of the whole sequence. values: [n, width], in the stored type. has_direction: length and direction
-    count, not single numbers.
+    kind: the column. token_ids: the whole sequence. positions: int64 [n], the index of the token of each vector; None:
+    one vector for the whole sequence. values: [n, width], in the stored type. has_direction: whether length and
+    direction are compared, and not single numbers.
     """
 
     kind: str
@@ -274,8 +273,8 @@ class StoredVectors:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceWanted:
-    """The model that a reference loads. adapters: of the job. dtype: of weights and arithmetic. device: as torch names
-    it. pooling_type: how vLLM said that it pools: LAST, MEAN, CLS …; empty where it did not say.
+    """The model that a reference loads. adapters: of the job. dtype: of weights and arithmetic. device: torch's name.
+    pooling_type: the type that vLLM reported: LAST, MEAN, CLS …; empty: not reported.
     """
 
     model: Model
@@ -288,7 +287,7 @@ class ReferenceWanted:
 class Verification(abc.ABC):
     """How the rows of a task are verified, for one resolved spec.
 
-    columns: small output columns that are needed, if they are stored.
+    columns: the small output columns that it reads, if they are stored.
     """
 
     columns: ClassVar[tuple[str, ...]] = ()
@@ -297,7 +296,7 @@ class Verification(abc.ABC):
         self.spec = spec
 
     def check(self, schema: pa.Schema) -> None:  # noqa: B027  # most tasks store all that is needed
-        """Raise UserError where too little is stored. schema: of the output."""
+        """Raise UserError if the output does not store enough. schema: of the output."""
 
     @property
     def vector_columns(self) -> tuple[str, ...]:
@@ -306,7 +305,7 @@ class Verification(abc.ABC):
 
     @property
     def is_relative(self) -> bool:
-        """Whether the tolerance is for vectors of length 1 and probabilities, not for logprobs and logits."""
+        """Whether to use the tolerance for unit vectors and probabilities, instead of that for logprobs and logits."""
         return False
 
     @property
@@ -318,26 +317,24 @@ class Verification(abc.ABC):
     def stored(
         self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]
     ) -> Iterator[StoredLogprobs | StoredVectors]:
-        """The numbers in a row, given its prompt and the requests that the task makes of it."""
+        """The stored numbers of a row, from its prompt and its requests."""
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
-        """The model that recomputes them; here a causal language model. Raises UserError where there is none."""
-        from batchinf.tasks.reference import Reference  # torch and transformers: seconds
+        """The model that computes the numbers again; by default a causal language model. Raises UserError."""
+        from batchinf.tasks.reference import Reference  # importing torch and transformers takes seconds
 
         return Reference(self.spec, wanted)
 
 
 class NoVerification(Verification):
-    """Of a task that does not say what can be verified."""
+    """The default: the task cannot be verified."""
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise UserError."""
         raise UserError(f"task {self.spec.task} cannot be verified")
 
     def stored(
         self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]
     ) -> Iterator[StoredLogprobs | StoredVectors]:
-        """Nothing."""
         return iter(())
 
 
@@ -347,7 +344,7 @@ TOKEN_COLUMNS = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
 def stored_logprobs(
     row: Mapping[str, Any], kind: str, token_ids: list[int], first: int, own: list[int], prefix: str, skip: int
 ) -> StoredLogprobs:
-    """Of the columns whose names begin with `prefix`, from the item `skip` on. own: the tokens that stand there."""
+    """The logprobs in the columns that begin with `prefix`, from item `skip` on. own: the tokens at these positions."""
     wanted = np.asarray(own, np.int64)[:, None]
     values = _floats(row[f"{prefix}logprobs"][skip:])[:, None]
     top_ids, top = row.get(f"{prefix}top_token_ids"), row.get(f"{prefix}top_logprobs")
@@ -362,7 +359,7 @@ def _floats(values: Sequence[float | None]) -> npt.NDArray[np.float32]:
 
 
 def vectors_at_positions(row: StoredRow, token_ids: list[int], has_direction: bool) -> Iterator[StoredVectors]:
-    """Of a row that has the column `positions`. Raises UserError where it does not fit the vectors."""
+    """The vectors of a row that has the column `positions`. Raises UserError if positions and vectors do not match."""
     positions = np.asarray(row.values["positions"], np.int64)
     for name in row.columns:
         values = row.numbers(name)

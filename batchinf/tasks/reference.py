@@ -1,4 +1,4 @@
-"""The model that `verify` compares a job with, run by transformers one sequence at a time, with its LoRA adapters."""
+"""Runs a job's model with transformers, one sequence at a time and with LoRA adapters. `verify` compares with it."""
 
 import math
 import pathlib
@@ -22,16 +22,16 @@ from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.compare import ReferenceWanted, StoredVectors
 
-# Positions whose logprobs are made at once, beside the logits of all: 128 MB in float32 for 128,256 tokens.
+# Positions whose logprobs are computed at once: 128 MB in float32 for 128,256 tokens, besides the logits of all.
 POSITIONS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the reference says of a run of positions.
+    """The reference's results for consecutive positions.
 
-    values: float32 [num_positions, num_wanted], logprobs (or logits) of the tokens asked for. best: int64
-    [num_positions], the likeliest token of each.
+    values: float32 [num_positions, num_wanted], logprobs (or logits) of the wanted tokens. best: int64 [num_positions],
+    the likeliest token.
     """
 
     values: npt.NDArray[np.float32]
@@ -39,12 +39,12 @@ class Scores:
 
 
 class Reference:
-    """A model of transformers: here a causal language model. auto: the class that loads it."""
+    """A model of transformers, by default a causal language model. auto: the class that loads it."""
 
     auto = "AutoModelForCausalLM"
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
-        """spec: the resolved one. Raises UserError, in one line, where transformers cannot load the model."""
+        """spec: resolved. Raises UserError if transformers cannot load the model."""
         model, dtype, device = wanted.model, wanted.dtype, wanted.device
         self._spec = spec
         self._adapters = {adapter.name: adapter for adapter in wanted.adapters}
@@ -54,7 +54,7 @@ class Reference:
         transformers.utils.logging.disable_progress_bar()
         self.description = f"transformers {transformers.__version__} in {dtype} on {device}"
         try:
-            # The module's own eager attention: the plainest arithmetic there is.
+            # Eager attention has the plainest arithmetic.
             loaded, info = getattr(transformers, self.auto).from_pretrained(
                 model.path,
                 revision=model.commit if not pathlib.Path(model.path).is_dir() else None,
@@ -64,13 +64,13 @@ class Reference:
                 output_loading_info=True,
             )
             self._model: Any = loaded.to(device).eval()
-        except Exception as error:  # anything at all may come out of here
+        except Exception as error:  # the model's own code may raise anything
             reason = error_message(error, 300)
             raise UserError(f"transformers cannot load '{model.name}' to verify it: {reason}") from error
         self._check_loaded(model, info)
 
     def _check_loaded(self, model: Model, info: dict[str, Any]) -> None:
-        """Raise UserError where what was loaded is not all of the model that is needed."""
+        """Raise UserError if a needed part of the model was not loaded."""
 
     def scores(
         self,
@@ -80,9 +80,9 @@ class Reference:
         adapter: str | None = None,
         are_logits: bool = False,
     ) -> Scores:
-        """Teacher-forced: what the model says, after token `first + i - 1`, of the tokens `wanted[i]`.
+        """Logprobs of the tokens `wanted[i]` at index `first + i` of the sequence, by teacher forcing.
 
-        wanted: int64 [num_positions, num_wanted]. are_logits: before the softmax.
+        wanted: int64 [num_positions, num_wanted]. are_logits: return logits instead.
         """
         self.merge(adapter)
         last = first + len(wanted)
@@ -101,23 +101,23 @@ class Reference:
         return Scores(np.concatenate(values), np.concatenate(best))
 
     def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
-        """The vectors that are stored as `stored`, [n, width], some at a time in their order. Raises UserError.
+        """The same vectors as `stored`, computed again: [n, width] in order, in several pieces. Raises UserError.
 
-        are_logits: before the softmax, where they are of a vocabulary.
+        are_logits: for vectors over the vocabulary, logits instead of logprobs.
         """
         raise NotImplementedError
 
     def logits(self, ids: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """[num_positions, vocab_size], of the last positions."""
+        """[num_positions, vocab_size], for the last positions."""
         try:
             output = self._model(input_ids=ids, use_cache=False, logits_to_keep=num_positions)
-        except TypeError:  # code of a model's own may not know it
+        except TypeError:  # a model's own code may not have logits_to_keep
             output = self._model(input_ids=ids, use_cache=False)
         logits: torch.Tensor = output.logits[0, -num_positions:]
         return logits
 
     def merge(self, name: str | None) -> None:
-        """Make the weights those of this adapter. What it changed is put back as it was, bit by bit."""
+        """Add this adapter to the weights. Weights that the previous adapter changed are restored, bit by bit."""
         if name == self._current:
             return
         for module, weight in self._changed.items():
@@ -143,7 +143,7 @@ class Reference:
 
 
 def check_width(stored: int, given: int) -> None:
-    """Raise UserError where the job's rows and transformers' have not as many numbers."""
+    """Raise UserError if the job's vectors and those of transformers have different widths."""
     if stored != given:
         raise UserError(
             f"the job's rows have {stored:,} numbers each, transformers' {given:,}: they cannot be verified"
@@ -151,7 +151,7 @@ def check_width(stored: int, given: int) -> None:
 
 
 def _deltas(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
-    """B·A·scale in float32, by module. Raises UserError where the adapter has more than such pairs."""
+    """B·A·scale in float32, by module. Raises UserError if the adapter has other tensors, too."""
     folder = pathlib.Path(adapter.path)
     config = model_files.read_json(folder / ADAPTER_CONFIG)
     tensors: dict[str, torch.Tensor] = {}
@@ -173,7 +173,7 @@ def _deltas(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
-    """PEFT's: alpha / rank, or over its root (rsLoRA); a module may have an alpha of its own."""
+    """PEFT's scale: alpha / rank, or alpha / sqrt(rank) for rsLoRA. A module may have its own alpha."""
     own = (
         alpha for name, alpha in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({name})$", module)
     )

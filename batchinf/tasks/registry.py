@@ -1,4 +1,4 @@
-"""The tasks by name. Importing this module adds them to the job spec; a new task is one more argument of `register`."""
+"""All tasks by name. Importing this module adds them to the job spec. `register` takes a new task as an argument."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,13 +14,13 @@ _TASKS: dict[str, type[Task]] = {}
 
 
 def register(*tasks: type[Task]) -> None:
-    """Let specs name these tasks; the first of all is the default."""
+    """Add tasks, so that specs can name them. The very first one is the default."""
     _TASKS.update((task.name, task) for task in tasks)
     add_tasks((task.name, task.section) for task in tasks)
 
 
 def known_tasks() -> tuple[type[Task], ...]:
-    """All tasks, in the order in which they were registered."""
+    """All tasks, in the order of registration."""
     return tuple(_TASKS.values())
 
 

@@ -1,7 +1,7 @@
-"""In each Python process that finds this first: vLLM's scheduler writes down when each step begins, and what is in it.
+"""Makes vLLM's scheduler log the beginning and size of each step, in processes that have this folder on their path.
 
-Lines of `STEP_LOG-PID.txt`: seconds on the monotonic clock, tokens, requests. Written twenty at a time, a microsecond a
-step.
+Lines of `STEP_LOG-PID.txt`: seconds on the monotonic clock, tokens, requests. Twenty are written at a time, which costs
+a microsecond a step.
 """
 
 import importlib.abc

@@ -1,7 +1,7 @@
-"""A backend that runs replicas as threads of the coordinator's process: the least that `Backend` asks for.
+"""The smallest `Backend`: it runs replicas as threads of the coordinator's process.
 
-`python in_process.py JOB.yaml` runs a job on it, as `batchinf run` does on the backend of this host. With the variable
-LOSES the replica of that name is lost when it begins its second shard, as if with its host.
+`python in_process.py JOB.yaml` runs a job on it. The replica that the environment variable LOSES names is lost when it
+begins its second shard, as if its host had failed.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from batchinf.spec.job import JobSpec
 
 
 class ThreadReplica:
-    """A replica on a thread: its handle for the coordinator, and its own port."""
+    """A replica on a thread: the coordinator's handle and the replica's port."""
 
     has_own_cache = False
 
@@ -62,7 +62,7 @@ class ThreadReplica:
             self.is_closed = True
 
     def hear(self, event: Event) -> None:
-        """Take an event of the thread's, unless nothing reaches the coordinator any more."""
+        """Take an event of the thread, unless the replica is lost."""
         self._num_begun += isinstance(event, ShardBegun)
         if self._is_lost_later and self._num_begun == 2 and not self._is_lost:
             self._is_lost = True
@@ -73,7 +73,7 @@ class ThreadReplica:
                 self._news.notify()
 
     def commands(self, wait_s: float | None) -> list[Command]:
-        """What the coordinator has sent."""
+        """The coordinator's commands."""
         with contextlib.suppress(queue.Empty):
             return [self._commands.get(timeout=wait_s)]
         return []
@@ -94,14 +94,14 @@ class ThreadReplica:
         assert not self._thread.is_alive()
         events, self.events = tuple(self.events), []
         if self._is_lost:
-            # Its rows are none of the reasons.
+            # A lost host is not the fault of a row.
             return Ending("outside", "the loss of its thread", events, (), lifetime_s)
         in_flight = tuple(InFlightRecord(self._memory).requests())
         return Ending("coordinator" if is_alive else "itself", "the end of its thread", events, in_flight, lifetime_s)
 
 
 class _Port:
-    """The replica's side, without what is the coordinator's."""
+    """The replica's side of a `ThreadReplica`."""
 
     def __init__(self, replica: ThreadReplica) -> None:
         self._replica = replica
@@ -113,7 +113,7 @@ class _Port:
 
 
 class NoWatch:
-    """There are no devices to look at."""
+    """A watch without devices."""
 
     def looks(self) -> tuple[DeviceLook, ...]:
         return ()
@@ -123,7 +123,7 @@ class NoWatch:
 
 
 class InProcessBackend:
-    """loses: the name of an incarnation that is lost when it begins its second shard."""
+    """loses: name of the incarnation that is lost when it begins its second shard."""
 
     name = "in-process"
 
@@ -175,7 +175,6 @@ class InProcessBackend:
 
 
 def main() -> None:
-    """Run a job."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401 -- two threads cannot import it at once
 
     backend: Backend = InProcessBackend(os.environ.get("LOSES", ""))

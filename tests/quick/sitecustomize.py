@@ -1,8 +1,8 @@
-"""Processes that start sooner, for most of the suite's processor time goes into their start.
+"""Makes processes start faster, because starts take most of the suite's processor time.
 
-What transformers asks of all packages, and reads in all of its models' files, when it is imported comes out of a file,
-with the same answers. Pyarrow, which looks for pandas as soon as it meets a Python value, finds none; whoever imports
-pandas by name gets it. Nor are there libraries that vLLM and transformers import only because they are installed.
+On import, transformers looks at all packages and at the files of all its models; here it gets the same answers from a
+file. Pyarrow looks for pandas and finds none, but other imports of pandas work. Libraries that vLLM and transformers
+import only because they are installed are hidden.
 """
 
 import gc
@@ -26,14 +26,14 @@ class _PandasUnseenByArrow(importlib.abc.MetaPathFinder):
             frame = sys._getframe(1)
             while frame.f_back is not None and frame.f_globals["__name__"].startswith("importlib."):
                 frame = frame.f_back
-            # pyarrow's own frames are compiled and do not show: its caller is the one seen.
+            # pyarrow's own frames are compiled and invisible, so this is the frame of its caller.
             if frame.f_globals["__name__"].partition(".")[0] in ("batchinf", "pyarrow"):
                 raise ModuleNotFoundError(fullname)
         return None
 
 
 class _ModelsReadAlready(importlib.abc.MetaPathFinder):
-    """known: by path, what transformers finds there."""
+    """known: path → what transformers finds there."""
 
     def __init__(self, known: dict[str, Any]) -> None:
         self._known = known
@@ -60,7 +60,7 @@ if found := os.environ.get("QUICK_START"):
     packages, models = pickle.loads(pathlib.Path(found).read_bytes())
     importlib.metadata.packages_distributions = lambda: packages
     sys.meta_path[:0] = [_PandasUnseenByArrow(), _ModelsReadAlready(models)]
-    # An import of vLLM makes a million objects, none of them garbage: looking for some takes a fifth of its time.
+    # Importing vLLM makes a million objects without garbage. The search for garbage would take a fifth of the time.
     gc.set_threshold(50_000, 20, 100)
-    gc.unfreeze = lambda: None  # as vLLM does when it ends, to look through all of it twice more
+    gc.unfreeze = lambda: None  # vLLM unfreezes when it ends and then collects twice
     sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]

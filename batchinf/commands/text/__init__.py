@@ -1,1 +1,1 @@
-"""The words of the commands: each module turns the report of one or two commands into lines of text."""
+"""The commands' output as text. Each module turns the report of one or two commands into lines."""

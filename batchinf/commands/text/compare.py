@@ -10,7 +10,7 @@ from batchinf.tasks.registry import task_named
 
 
 def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
-    """The two jobs, then what changed, then examples. to: the file that was asked for."""
+    """The two jobs, then the changes, then examples. to: the file of `--out`, if any."""
     yield from (_job_line(name, job) for name, job in (("A", report.a), ("B", report.b)))
     for change in report.identity_changes:
         yield f"  {change.name}: {clip_value(repr(change.a))} -> {clip_value(repr(change.b))}"
@@ -42,7 +42,7 @@ def _change_lines(report: DiffReport) -> Iterator[str]:
     yield f"outputs: {found.num_changed:,} of {found.num_both:,} changed ({share:.2%})"
 
 
-# A table's columns, each with its width.
+# The titles of a table's columns, with their widths.
 _Head = tuple[tuple[str, int], ...]
 _MEASURES: _Head = (("max |Δ|", 9), ("mean |Δ|", 9))
 _SHARES: _Head = (("top-1 agreement", 16), ("rank correlation", 16))
@@ -55,7 +55,7 @@ _VECTOR_HEAD: _Head = (
 
 
 def verify_lines(report: VerifyReport) -> Iterator[str]:
-    """A table, the worst rows, and the verdict unless that is an error."""
+    """A table, the worst rows, and the verdict if it is good. `raise_if_beyond` reports a bad one."""
     yield (
         f"{report.job}: {report.num_rows:,} of {report.num_stored:,} rows (--seed {report.seed}), engine in "
         f"{report.engine_dtype}, against {report.reference}"
@@ -74,7 +74,7 @@ def verify_lines(report: VerifyReport) -> Iterator[str]:
 
 
 def raise_if_beyond(report: VerifyReport) -> None:
-    """Raise VerificationFailed where a number is beyond the tolerance or missing."""
+    """Raise VerificationFailed if a number is beyond the tolerance or missing."""
     if not report.is_within:
         raise VerificationFailed(
             f"the stored {_what(report)} are beyond the tolerance of {report.tolerance:g}; see the rows named above"
@@ -87,7 +87,7 @@ def _what(report: VerifyReport) -> str:
 
 
 def table_lines(deviations: Mapping[str, LogprobDeviations | VectorDeviations]) -> Iterator[str]:
-    """A line for each kind of logprobs and each column of vectors, below the names of its columns."""
+    """A header, then a line for each kind of logprobs or each column of vectors."""
     last: _Head = ()
     for kind, found in deviations.items():
         if isinstance(found, LogprobDeviations):

@@ -13,7 +13,7 @@ from batchinf.run.progress import status_line
 
 
 def status_lines(report: StatusReport) -> Iterator[str]:
-    """The job and its totals; of a job in slices their sum, and a line or two for each."""
+    """The job and its totals. For a job in slices: their sum, and one or two lines for each."""
     if report.num_slices is not None:
         yield from _slices_lines(report, report.num_slices)
         return
@@ -83,7 +83,7 @@ def _total_lines(totals: JobTotals) -> Iterator[str]:
 
 
 _AGAIN = "run the job again: its rows run again"
-# What is wrong with the file, and what to do about it.
+# Problem → what is wrong with the file, and what to do.
 _WRONG = {
     "manifest_without_job": ("does not say what the job is", "put back a copy of it"),
     "selection_lost": ("is gone or altered, and says which rows are run", "run the job again: it chooses them again"),
@@ -100,7 +100,7 @@ _NOTES = {
 
 
 def check_lines(report: CheckReport) -> Iterator[str]:
-    """A line for each thing that was found, then a summary; of a job in slices for each of them."""
+    """A line for each finding, then a summary, for the job or for each of its slices."""
     for job in report.jobs:
         prefix = "" if job.slice is None else f"slice {job.slice}: "
         if not job.has_begun:
@@ -114,7 +114,7 @@ def check_lines(report: CheckReport) -> Iterator[str]:
 
 
 def raise_if_wrong(report: CheckReport) -> None:
-    """Raise OutputError, in one line, where something is wrong."""
+    """Raise OutputError if something is wrong."""
     if report.is_whole:
         return
     if report.jobs[0].slice is None:
@@ -156,7 +156,7 @@ def _what_and_remedy(finding: CheckFinding) -> tuple[str, str]:
     if finding.problem == "part_damaged":
         if finding.moved_to is not None:
             return finding.detail, f"moved to {finding.moved_to}; {_AGAIN}"
-        # A resume does not see it by itself: it has to be moved out of its way.
+        # A resume does not notice such a flaw, so the part must be moved aside first.
         aside = "check --deep --repair moves it aside; then " if finding.needs_repair else ""
         return finding.detail, aside + _AGAIN
     if finding.problem == "manifest_of_other_job":

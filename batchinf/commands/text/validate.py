@@ -1,4 +1,4 @@
-"""The lines of `batchinf validate`, one group for each finding."""
+"""The findings of `batchinf validate` as text."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,14 +22,14 @@ _COLUMNS, _BAR_COLUMNS = 100, 80
 _MOST_ERROR_CHARS = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MOST_IDS = 16
-# Of a prompt that was not asked for by name.
+# Shown characters of a prompt that the user did not name.
 _HEAD_CHARS, _TAIL_CHARS = 1200, 600
 _MOST_SCORED, _MOST_SCORED_IDS = 8, 12
 _CONTEXT_CHARS, _SCORED_CHARS = 600, 400
 
 
 def finding_lines(finding: ValidateFinding) -> Iterator[str]:
-    """The words for one finding."""
+    """The lines for one finding."""
     match finding:
         case SpecFound():
             yield f"spec {finding.path}: good"
@@ -67,7 +67,7 @@ def _model_lines(model: ModelFound) -> Iterator[str]:
 
 
 def _task_lines(task: TaskFound) -> Iterator[str]:
-    """Sampling: what is not vLLM's default, with where it is from, then what is."""
+    """Sampling: first fields that are not vLLM's default, with their origin, then the others."""
     if task.stores:
         yield task.stores
     if task.sampling is not None:
@@ -81,7 +81,7 @@ def _task_lines(task: TaskFound) -> Iterator[str]:
 
 
 def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:
-    """Words with commas between them, lines of 100 columns; a word is never broken."""
+    """Words with commas between them, in lines of 100 columns. No word is split."""
     line = first
     for number, word in enumerate(words):
         end = "," if number < len(words) - 1 else ""
@@ -111,7 +111,7 @@ def _output_lines(output: OutputFound) -> Iterator[str]:
 
 
 def length_lines(found: PromptLengths) -> Iterator[str]:
-    """A histogram, and what is wrong with some of the rows."""
+    """A histogram, and the errors and cuts of rows."""
     is_all = found.num_sampled == found.num_rows
     which = f"all {found.num_rows:,}" if is_all else f"{found.num_sampled:,} of {found.num_rows:,}"
     yield f"prompt lengths in tokens ({which} rows):"
@@ -150,7 +150,7 @@ def bar_lines(ranges: Sequence[LengthRange]) -> Iterator[str]:
 
 def _bar(width: float) -> str:
     whole, eighths = divmod(round(width * 8), 8)
-    # The least is seen, too.
+    # Even the smallest number has a visible bar.
     return "█" * whole + _EIGHTHS[eighths or (1 if not whole and width > 0 else 0)].strip()
 
 
@@ -158,7 +158,7 @@ def _bar(width: float) -> str:
 
 
 def row_lines(row: ShownRow) -> Iterator[str]:
-    """A row as it will run. Long texts are cut unless the row was asked for by name."""
+    """A row as it will run. Long texts are cut unless the user named the row."""
     name = f"row {row.row_index}" + ("" if row.id is None else f", id {row.id!r}")
     if row.error is not None:
         yield f"{name}: {row.error.error_type}: {row.error.error_message}"
@@ -176,7 +176,7 @@ def _prompt_lines(name: str, row: ShownRow) -> Iterator[str]:
         room = f", room for {row.max_model_len - len(ids):,} more in {row.max_model_len:,}"
     yield f"{name}: {len(ids):,} tokens{room}{'; cut to fit' if row.is_truncated else ''}"
     for line in _shortened(row.text, row.is_named).split("\n"):
-        # Blanks at a line's end change what a model says, and nobody sees them.
+        # Spaces at the end of a line change the model's output but are invisible, so they are shown as dots.
         bare = line.rstrip(" ")
         yield f"  │ {bare}{'·' * (len(line) - len(bare))}"
     yield f"  token ids: {_ids(ids, _MOST_IDS)}"
@@ -196,7 +196,7 @@ def _ids(ids: Sequence[int], most: int) -> str:
 
 
 def _sampling(row: ShownSampling) -> str:
-    """What counts for a row, its own value beside the job's."""
+    """A row's sampling. Values of its own have the job's beside them."""
     words = []
     for own in row.own:
         jobs_own = setting(own.name, own.job_value).removeprefix(f"{own.name} ")
@@ -240,7 +240,7 @@ def _label(number: int, scored: ScoredText, num_scored: int) -> str:
 
 
 def _block(label: str, num_tokens: int, text: str, is_whole: bool, from_end: bool = False) -> Iterator[str]:
-    """A piece of text behind a line at its left; blanks at its ends are part of tokens, and seen as dots."""
+    """A piece of text with a bar at its left. Spaces at its ends, which are part of tokens, are shown as dots."""
     yield f"  {label}, {num_tokens:,} {'token' if num_tokens == 1 else 'tokens'}:"
     most = _CONTEXT_CHARS if from_end else _SCORED_CHARS
     if not is_whole and len(text) > most:

@@ -1,4 +1,4 @@
-"""Generated text of two jobs, for `diff`, and of a job and its reference, for `verify`."""
+"""Compares generated text of two jobs, for `diff`, and of a job and its reference, for `verify`."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ _WANTED = ("prompt_hash", "text", "token_ids", "finish_reason", "cumulative_logp
 
 @dataclass(frozen=True, slots=True)
 class FinishReasonChange:
-    """Changed rows with these two finish reasons, which may be the same; None is that of an error row."""
+    """Number of changed rows with these finish reasons in A and B, which may be the same; None: an error row."""
 
     a: str | None
     b: str | None
@@ -43,8 +43,8 @@ class FinishReasonChange:
 
 @dataclass(frozen=True, slots=True)
 class TextsFound:
-    """finish_reasons: of changed rows, the most frequent first. logprobs: of the tokens that both jobs gave, up to the
-    first difference, in `num_compared_rows` rows.
+    """finish_reasons: of changed rows, the most frequent first. logprobs: of the tokens before each row's first
+    difference, in `num_compared_rows` rows.
     """
 
     finish_reasons: tuple[FinishReasonChange, ...]
@@ -53,7 +53,7 @@ class TextsFound:
 
 
 class TextChanges(Changes):
-    """Of task generate. A row has changed where its token ids have, or, where they are not stored, its text."""
+    """Task generate. A row has changed if its token ids differ; if they are not stored, if its text differs."""
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
         super().__init__(num_examples)
@@ -105,7 +105,7 @@ class TextChanges(Changes):
 
 
 def _deltas(rows: pa.RecordBatch, common: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """Over each row's common tokens: how many there are, and the sum and the greatest of B's logprobs less A's."""
+    """For each row's common tokens: their number, and sums and maximum of the differences B - A of their logprobs."""
     a, b = (to_ragged(rows.column(f"logprobs_{name}")) for name in "ab")
     found = np.zeros((len(common), 3))
     counts = np.minimum(np.minimum(a.lengths, b.lengths), common)
@@ -165,7 +165,7 @@ class TextVerification(Verification):
         values = row.values
         ids = requests[values["sample_index"]].prompt_token_ids
         if values.get("prompt_logprobs") is not None and len(ids) > 1:
-            # Nothing is stored of the first token.
+            # The first token has no logprob.
             yield stored_logprobs(values, "prompt", ids, 1, ids[1:], "prompt_", 1)
         if values.get("logprobs") is not None and values["token_ids"]:
             own = values["token_ids"]

@@ -1,4 +1,4 @@
-"""Generate text: n samples of each prompt, each an output row with its tokens and their logprobs."""
+"""Task `generate`: n samples of each prompt. Each sample is an output row with its tokens and their logprobs."""
 
 import functools
 import hashlib
@@ -31,15 +31,15 @@ from batchinf.tasks.generate.compare import COMPARISON, TextVerification
 def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
     """A request's own seed, in [0, 2**63).
 
-    63 bits, not 31: among 2**31 seeds a row of 1,000 samples has two alike once in 4,300 rows. Not negative: vLLM
-    takes -1 for no seed. It keeps seeds as int64, and a CUDA generator uses them whole (a CPU one the low 32 bits).
+    With 31 bits, one row of 1,000 samples in 4,300 would have two equal seeds. A seed is not negative, because vLLM
+    takes -1 for no seed. vLLM stores seeds as int64; CUDA generators use all bits, CPU generators the low 32.
     """
     digest = hashlib.blake2b(f"{job_seed},{row_index},{request_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Generate(Task):
-    """See `Task`. `spec.sampling` is the resolved one: its temperature is never None."""
+    """See `Task`. `spec.sampling` is resolved, so its temperature is never None."""
 
     name = "generate"
     comparison = COMPARISON
@@ -64,12 +64,12 @@ class Generate(Task):
         return self._sampling.n
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
-        """See `Task`: 5 bytes for each stored id with its logprob, 4 for a token's text."""
+        """See `Task`: 5 bytes for each stored logprob with its token id, 6 for a token and its text."""
         sampling = self._sampling
         stored = 0 if sampling.logprobs is None else sampling.logprobs + 1
         stored = max(stored, len(sampling.logprob_token_ids) + 1 if sampling.logprob_token_ids else 0)
         tokens = sampling.max_tokens or LIKELY_TOKENS
-        # Few outputs reach a high limit; where all do, a part is four times as large as aimed at.
+        # Few outputs reach a high limit. If all do, parts are four times as large as planned.
         tokens = min(tokens, 4 * LIKELY_TOKENS) + max(0, tokens - 4 * LIKELY_TOKENS) // 4
         return sampling.n * (100 + tokens * (6 + 5 * stored))
 
@@ -96,7 +96,7 @@ class Generate(Task):
         ]
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """n requests. `max_tokens` is what the user asks for, even past `max_model_len`, else what fits."""
+        """n requests. `max_tokens` is the user's, even if `max_model_len` leaves less; without one, all that fits."""
         sampling = prompt.sampling or self._sampling
         max_tokens = sampling.max_tokens or max(1, max_model_len - len(prompt.token_ids))
         is_greedy = sampling.temperature == 0
@@ -134,11 +134,11 @@ class Generate(Task):
         return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
-        """See `Task.reduce`: each result is a row, with its `sample_index`."""
+        """See `Task.reduce`: each result is a row with a `sample_index`."""
         arrays = {name: results.column(name) for name in results.column_names}
         return self.output_table(columns, arrays | {"sample_index": arrays["request_index"]})
 
 
 def _num_top(sampling: SamplingSpec) -> int | None:
-    """Likeliest tokens that are stored; the token's own logprob and rank come with chosen ones too."""
+    """Number of likeliest tokens that are stored, or None. Chosen tokens come with the token's own logprob and rank."""
     return 0 if sampling.logprob_token_ids else sampling.logprobs

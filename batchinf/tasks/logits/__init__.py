@@ -1,1 +1,1 @@
-"""Task `logits`: the numbers of the last layer over the vocabulary."""
+"""Task `logits`: logits or logprobs over the vocabulary."""

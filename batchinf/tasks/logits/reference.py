@@ -1,4 +1,4 @@
-"""The reference of task logits: a causal language model's logits or logprobs at chosen positions."""
+"""The reference of task `logits` for `verify`: a causal language model's logits or logprobs at chosen positions."""
 
 from collections.abc import Iterator
 

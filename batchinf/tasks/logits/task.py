@@ -88,25 +88,25 @@ class LogitsSpec(Section):
 
     @property
     def is_full(self) -> bool:
-        """Whether all of the vocabulary is stored."""
+        """Whether the whole vocabulary is stored."""
         return not self.tokens and not self.token_ids
 
     @property
     def width(self) -> int:
-        """Numbers in a row, once tokens and vocabulary are resolved."""
+        """Numbers in a row, of a resolved spec."""
         width = self.vocab_size if self.is_full else len(self.token_ids)
         assert width, "the section is not resolved"
         return width
 
     @property
     def item_bytes(self) -> int:
-        """Of one number."""
+        """Size of one number."""
         return 2 if self.dtype == "float16" else 4
 
 
-# Fields of `sampling` that say what is stored of a generated text, or that there are several of them.
+# Fields of `sampling` that concern what is stored of a generated text, or several texts.
 _OF_TEXT = ("logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode", "structured_outputs", "stop")
-# Those that say how a text is generated.
+# Fields of `sampling` that concern how a text is generated.
 _OF_GENERATION = ("max_tokens", "min_tokens", "stop_token_ids", "columns")
 
 
@@ -155,7 +155,7 @@ _MOST_SHOWN = 6
 
 
 class LogitsPrompts(PromptBuilder):
-    """Rows → prompts with their positions, if a column has them."""
+    """Rows → prompts, with their positions if a column has them."""
 
     def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
         super().__init__(spec, tokenizer, vocab_size, begun_at)
@@ -179,7 +179,7 @@ class RowPositions:
         self.columns: tuple[str, ...] = () if isinstance(positions, str) else (positions.column,)
 
     def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of these rows with their positions; one that has an error keeps it."""
+        """The prompts of these rows with their positions. A prompt with an error keeps the error."""
         if not self.columns:
             return list(prompts)
         [column] = self.columns
@@ -208,7 +208,7 @@ def _failed(prompt: Prompt, message: str) -> Prompt:
 
 
 def ids_of(tokens: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
-    """The ids of texts that are one token each. Raises SpecError."""
+    """The ids of texts. Raises SpecError if a text is not one token."""
     found = []
     for number, text in enumerate(tokens):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -243,7 +243,7 @@ class LogitsVerification(Verification):
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
         """See `Verification`."""
         [request] = requests
-        # After the last output token nothing is stored.
+        # The last output token has no row after it.
         token_ids = [*request.prompt_token_ids, *(row.values.get("token_ids") or ())[:-1]]
         yield from vectors_at_positions(row, token_ids, has_direction=False)
 
@@ -255,24 +255,24 @@ class LogitsVerification(Verification):
 
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
-# A vocabulary of unknown size.
+# Assumed if the size of the vocabulary is unknown.
 _LARGE_VOCABULARY = 262_144
-# The rows of a step's prompts, as float32, and their copies.
+# Memory for the rows of one step's prompts in float32, with their copies.
 _STEP_BYTES = 2 << 30
-# A running request holds its rows of the whole vocabulary, 256 KB each.
+# Each running request holds its rows of the whole vocabulary in memory, 256 KB a row.
 _MAX_NUM_SEQS = 256
-# A guess at the positions of a row that names them in a column.
+# Assumed number of positions of a row that names them in a column.
 _LIKELY_POSITIONS = 4
 
 
 class Logits(Task):
-    """See `Task`. The section of a resolved spec knows its token ids, or how large the vocabulary is."""
+    """See `Task`. The section of a resolved spec has its token ids, or the size of the vocabulary."""
 
     name = "logits"
     comparison = COMPARISON
     verification = LogitsVerification
     section = SECTION
-    # Parquet's writer holds 12 bytes beside each number of a row group: 0.8 GB beside the usual 128 MiB of float16.
+    # Parquet's writer needs 12 more bytes for each number of a row group: 0.8 GB for the usual 128 MiB of float16.
     row_group_bytes = 16 << 20
     has_wide_results = True
     default_max_output_bytes = 10**12
@@ -290,7 +290,7 @@ class Logits(Task):
 
     @property
     def reads_prompt_logits(self) -> bool:
-        """See `Task`. Those of the last token are also those of the first output token."""
+        """See `Task`. The last token's logits are not among them: they are also those of the first output token."""
         return self._logits.positions not in ("last", "generated")
 
     @property
@@ -301,7 +301,7 @@ class Logits(Task):
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`: the ids of the section's tokens, or the size of the vocabulary."""
         spec, logits = self.spec, self._logits
-        if not self._is_generated:  # a limit out of the model's generation_config: nothing is generated
+        if not self._is_generated:  # drop a limit from the model's generation_config
             spec = spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"max_tokens": None})})
         check_token_ids("logits.token_ids", logits.token_ids, model)
         if not isinstance(logits.positions, str) and spec.input.on_overlong != "error":
@@ -309,7 +309,7 @@ class Logits(Task):
         return spec.model_copy(update={SECTION.name: self._with_ids(model) or self._with_vocabulary(model)})
 
     def _with_ids(self, model: Model) -> LogitsSpec | None:
-        """None if the section names no tokens."""
+        """The section with its token ids; None if it names no tokens."""
         logits = self._logits
         if not logits.tokens:
             return logits if logits.token_ids else None
@@ -340,7 +340,7 @@ class Logits(Task):
 
     @property
     def vocabulary_rows(self) -> RowsWanted:
-        """See `Task`; the positions are those of tokens that are generated."""
+        """See `Task`. Its positions are those of the generated tokens; `expand` sets each prompt's own."""
         logits = self._logits
         return RowsWanted(None, logits.token_ids or None, logits.width, logits.dtype)
 
@@ -399,7 +399,7 @@ class Logits(Task):
         ]
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """One request. The row after a prompt's last token is that of its first output token."""
+        """One request. The row after the prompt's last token is that of the first output token, so one is generated."""
         num_tokens, sampling = len(prompt.token_ids), _GREEDY
         max_tokens, seed = 1, None
         if self._is_generated:
@@ -437,7 +437,7 @@ class Logits(Task):
         return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
 
     def _rows(self, parts: Sequence[npt.NDArray[Any] | None]) -> pa.ListArray:
-        """list<fixed_size_list<dtype>[width]> of parts [num_positions, width] each, which are copied once."""
+        """list<fixed_size_list<dtype>[width]> from parts [num_positions, width], which are copied once."""
         width = self._logits.width
         known = [part for part in parts if part is not None]
         for part in known:
@@ -449,8 +449,8 @@ class Logits(Task):
         return list_array(offsets_of([0 if part is None else len(part) for part in parts]), rows, is_null)
 
     def parquet_options(self, schema: pa.Schema) -> dict[str, Any]:
-        """The rows plain and uncompressed: zstd makes them hardly smaller for half of the speed, and a split of float16
-        is not read by DuckDB.
+        """See `Task`. The rows are stored plain and uncompressed: zstd hardly shrinks them and halves the speed. DuckDB
+        cannot read byte-stream split float16.
         """
         options, name = super().parquet_options(schema), self._logits.values
         paths = {field.name: leaf_of(field)[0] for field in schema}
@@ -468,17 +468,17 @@ class Logits(Task):
 
 
 def row_type(item: pa.DataType, width: int) -> pa.DataType:
-    """Without nulls inside: it is written twice as fast, and read four times."""
+    """A vector whose numbers are never null: it is written twice as fast and read four times as fast."""
     return pa.list_(pa.field(ITEM, item, nullable=False), width)
 
 
 def _nothing(completions: Sequence[Completion | None]) -> pa.Int32Array:
-    """The engine draws a token behind each prompt, which is not stored."""
+    """`num_output_tokens`: 0, because the one token that the engine generates is not stored."""
     return pa.array([None if completion is None else 0 for completion in completions], pa.int32())
 
 
 def _positions(completion: Completion) -> npt.NDArray[np.int32]:
-    """int32 [num_positions]: the token after which each row comes, counted from the prompt's first."""
+    """int32 [num_positions]: for each row, the index of the token before it, from the prompt's first."""
     rows, request = completion.request.rows, completion.request
     assert rows is not None
     if rows.positions is not None:

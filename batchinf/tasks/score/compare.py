@@ -1,4 +1,4 @@
-"""Scores of two jobs, for `diff`, and of a job and its reference, for `verify`; accuracy of multiple choice."""
+"""Compares scores of two jobs, for `diff`, and of a job and its reference, for `verify`; counts right answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ WINNERS = ("best", "best_per_token", "best_per_byte")
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Those of a part's counts that concern rows with an answer, as reports and `--json` give them."""
+    """Accuracy of rows with an answer, as reports and `--json` show it. The fields are those of `PartCounts`."""
 
     num_rows: int
     num_answered: int
@@ -45,12 +45,12 @@ class Accuracy:
 
     @classmethod
     def of(cls, counts: PartCounts) -> "Accuracy":
-        """The accuracy that these counts say."""
+        """The accuracy in these counts."""
         return cls(*(getattr(counts, own.name) for own in fields(cls)))
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """Raw, by token and by byte; 0 where nothing is answered."""
+        """Share of right answers: raw, per token and per byte; 0 without answered rows."""
         numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte)
         raw, per_token, per_byte = (number / max(1, self.num_answered) for number in numbers)
         return raw, per_token, per_byte
@@ -64,9 +64,9 @@ class Accuracy:
 
 
 def count_right_answers(table: pa.Table) -> PartCounts:
-    """Of output rows, whose columns are `answer` and the winners."""
+    """The counts of a table with the columns `answer` and `WINNERS`."""
     answer = table.column(ANSWER)
-    # A row that failed, or with NaN among its scores, has no winner.
+    # A failed row has no winner, and neither has a row with NaN among its scores.
     is_answered = pc.and_(answer.is_valid(), table.column(WINNERS[0]).is_valid())
     raw, per_token, per_byte = (_num(pc.equal(answer, table.column(name))) for name in WINNERS)
     return PartCounts(
@@ -87,8 +87,8 @@ _SUMS = ("logprob_sum", "logprob_mean")
 
 @dataclass(frozen=True, slots=True)
 class ScoresFound:
-    """num_greedy_only_a, num_greedy_only_b: rows that are greedy in one job alone. num_other_lengths: rows with other
-    numbers of scored tokens. token_logprobs: of rows whose tokens are the same in both.
+    """num_greedy_only_a, num_greedy_only_b: rows that are greedy in only one job. num_other_lengths: rows whose numbers
+    of scored tokens differ. token_logprobs: of rows with the same tokens in both jobs.
     """
 
     num_greedy_only_a: int
@@ -101,9 +101,10 @@ class ScoresFound:
 
 @dataclass(frozen=True, slots=True)
 class ChoicesFound:
-    """num_other_best and the next: rows with another winner. num_other_choices: rows with other numbers of choices.
-    choice_logprob_sums: of the choices of all other rows. accuracy_a, accuracy_b: None where the job has no answers.
-    num_right_to_wrong, num_wrong_to_right: rows by `best`, of num_answered that both jobs have an answer and scores of.
+    """num_other_best and the next two: rows with another winner. num_other_choices: rows with different numbers of
+    choices. choice_logprob_sums: of the choices of all other rows. accuracy_a, accuracy_b: None if the job has no
+    answers. num_answered: rows with an answer and scores in both jobs. num_right_to_wrong, num_wrong_to_right: those of
+    them whose `best` changed so.
     """
 
     num_other_best: int
@@ -119,7 +120,7 @@ class ChoicesFound:
 
 
 def begin_changes(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
-    """What counts the changes. Raises OutputError where one job scores choices, and the other one text a row."""
+    """The `Changes` of two jobs. Raises OutputError if one job scores choices and the other one text a row."""
     kinds = ["several choices" if "choice_logprob_sums" in job.schema.names else "one text" for job in (a, b)]
     if kinds[0] != kinds[1]:
         raise OutputError(
@@ -129,7 +130,7 @@ def begin_changes(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
 
 
 class ScoreChanges(Changes):
-    """Of a text or a continuation. A row has changed where `is_greedy` has, or where one of the two has no score."""
+    """Rows with one text or continuation. A row has changed if `is_greedy` differs or only one job has a score."""
 
     def __init__(self, schemas: Sequence[pa.Schema], num_examples: int) -> None:
         super().__init__(num_examples)
@@ -142,7 +143,7 @@ class ScoreChanges(Changes):
         self._num_other_lengths = 0
 
     def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
-        """See `Changes`. `max_abs_delta_logprob` is over the tokens of rows whose tokens are the same in both."""
+        """See `Changes`. `max_abs_delta_logprob` is null for a row whose tokens differ."""
         columns: dict[str, Any] = {"is_changed": ~equal(rows, "is_greedy")}
         for name in _SUMS:
             a, b = (_floats(rows, f"{name}_{job}") for job in "ab")
@@ -163,7 +164,7 @@ class ScoreChanges(Changes):
         greatest, is_null = np.zeros(rows.num_rows), np.ones(rows.num_rows, np.bool_)
         for row in range(rows.num_rows):
             if len(ids[0][row]) and np.array_equal(ids[0][row], ids[1][row]):
-                # The first of all tokens has no logprob in either.
+                # The first token of a sequence has no logprob in either job.
                 own, other = (found[row] for found in logprobs)
                 found = delta(own, other)[~(np.isnan(own) & np.isnan(other))]
                 self._tokens.add(found)
@@ -190,7 +191,7 @@ class ScoreChanges(Changes):
 
 
 class ChoiceChanges(Changes):
-    """Of several choices a row. A row has changed where one of its winners has."""
+    """Rows with several choices. A row has changed if one of its winners differs."""
 
     def __init__(self, schemas: Sequence[pa.Schema], num_examples: int) -> None:
         super().__init__(num_examples)
@@ -205,9 +206,7 @@ class ChoiceChanges(Changes):
         self._num_other_choices = 0
 
     def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
-        """See `Changes`. Over a row's choices: the mean and the greatest of B's sums less A's; null where one of the
-        two has none, or others in number.
-        """
+        """See `Changes`. The deltas are B - A over a row's choices; null if the jobs' numbers of choices differ."""
         is_changed = np.zeros(rows.num_rows, np.bool_)
         for name in WINNERS:
             has_changed = ~equal(rows, name)
@@ -340,7 +339,7 @@ class ScoreVerification(Verification):
             raise UserError("the job stored sums alone; run one with output.include_token_logprobs: true")
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
-        """See `Verification`: of each span."""
+        """See `Verification`. One for each span."""
         spans = () if prompt.scoring is None else prompt.scoring.spans
         columns = _of_choices if "choice_logprobs" in row.values else _of_windows
         for span, own in zip(spans, columns(row.values, spans), strict=True):
@@ -354,8 +353,8 @@ def _of_choices(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, An
 
 
 def _of_windows(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Of a text, whose windows' tokens lie end to end."""
-    # Where all of a context is stored, nothing is of its first token.
+    """The columns of each window of a text. The output stores the windows end to end."""
+    # With `store: all` the first token is stored, too; it has no logprob.
     has_all = len(spans) == 1 and len(row["logprobs"]) == len(spans[0].token_ids)
     starts = [1 if has_all else span.start for span in spans]
     ends = np.cumsum([len(span.token_ids) - start for span, start in zip(spans, starts, strict=True)]) + has_all

@@ -1,4 +1,4 @@
-"""The section `score` of a spec, and its rows as token ids: continuations, choices or windows."""
+"""The section `score` of a spec, and its prompts: contexts with continuations or choices, or windows of a text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec, TaskSection
 from batchinf.spec.sampling import SamplingSpec
 
-# Columns that say what is scored: one of the first three, and what belongs to them.
+# A spec names one of the first three columns. The others go with them.
 SCORED_FORMS = ("text_column", "continuation_column", "choices_column")
 SCORE_COLUMNS = (*SCORED_FORMS, "context_column", "answer_column")
 
@@ -42,7 +42,7 @@ def score_of(spec: JobSpec) -> ScoreSpec:
 
 
 def _check(spec: JobSpec) -> None:
-    """Raise an error for a validator if the section or the columns to score do not fit the task, or other fields."""
+    """Raise a validator's error if the section or the scored columns do not fit the task or other fields."""
     task, where, sampling, score = spec.task, spec.input, spec.sampling, score_of(spec)
     include_token_logprobs = spec.output.include_token_logprobs
     if task != "score":
@@ -74,7 +74,7 @@ def _check(spec: JobSpec) -> None:
 
 
 def scored_columns(where: InputSpec) -> list[tuple[str, str]]:
-    """The columns of what is scored, beside the context's, each behind the field of the spec that names it."""
+    """Pairs of a spec field and the column that it names, for all columns besides the context's."""
     fields = ("continuation_column", "choices_column", "answer_column")
     return [(f"input.{field}", column) for field in fields if (column := getattr(where, field)) is not None]
 
@@ -115,16 +115,17 @@ def _check_sampling(sampling: SamplingSpec) -> None:
 SECTION = TaskSection("score", ScoreSpec, ScoreSpec(), _check)
 
 
-# vLLM runs a prompt only if one more token fits after it, and gives no logprob for a prompt's first token: so much of
-# `max_model_len` is not for tokens that others are predicted from.
+# Tokens of `max_model_len` that a window cannot use as input: vLLM runs a prompt only if one more token fits after it,
+# and gives no logprob for a prompt's first token.
 NUM_RESERVED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """How a tokenizer begins texts. prefix: the token that the first token of a text is scored by; None: it has none.
+    """How a tokenizer begins texts.
 
-    prefix_text: that token as text; a text that begins with it gets no special tokens. adds: whether others do.
+    prefix: the token before a text's first token, so that this one can be scored; None: the tokenizer has none.
+    prefix_text: that token as text. A text that begins with it gets no special tokens. adds: whether other texts do.
     """
 
     prefix: int | None
@@ -133,7 +134,7 @@ class Boundary:
 
     @classmethod
     def of(cls, tokenizer: Any, *, is_chat: bool = False, add_bos_token: bool | None = None) -> "Boundary":
-        """As lm-evaluation-harness's `hf` model has it. is_chat: a chat template has written the special tokens."""
+        """The same rules as lm-evaluation-harness's `hf` model. is_chat: a chat template writes the special tokens."""
         prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         text = "" if prefix is None else str(tokenizer.decode([prefix]))
         return cls(prefix, text, not is_chat and add_bos_token is not False)
@@ -144,29 +145,32 @@ class Boundary:
 
 
 def split_spaces(context: str, continuation: str) -> tuple[str, str]:
-    """White space at the end of the context goes to the continuation, as tokens begin with it and do not end so."""
+    """Move white space from the end of the context to the continuation: tokens begin with white space."""
     bare = context.rstrip()
     return bare, context[len(bare) :] + continuation
 
 
 def pair(context_ids: list[int], whole_ids: list[int]) -> tuple[list[int], list[int]]:
-    """`TemplateLM._encode_pair` after encoding: the tokens of the whole behind as many as the context alone has."""
+    """Split the tokens of context + continuation after as many as the context alone has, as lm-evaluation-harness does.
+
+    This is `TemplateLM._encode_pair` after encoding.
+    """
     return context_ids, whole_ids[len(context_ids) :]
 
 
 def prefixed(prefix: int, continuation_ids: list[int]) -> tuple[list[int], list[int]]:
-    """What stands for an empty context: the prefix, unless the continuation begins with it."""
+    """Replace an empty context by the prefix. If the continuation begins with the prefix, move that one."""
     if continuation_ids[:1] == [prefix]:
         return continuation_ids[:1], continuation_ids[1:]
     return [prefix], continuation_ids
 
 
 def windows(token_ids: Sequence[int], prefix: int, max_seq_len: int, overlap: int) -> Iterator[tuple[list[int], int]]:
-    """A text's windows, in each the context and then what is scored, and where that begins.
+    """The windows of a text: token ids of context and scored tokens, and the index of the first scored one.
 
-    `make_disjoint_window` of `get_rolling_token_windows` with `context_len = overlap + 1`: each token is scored once,
-    the first given the prefix; the last window is filled up with context. max_seq_len: most tokens of a window that
-    others are predicted from; it has one more.
+    As in lm-evaluation-harness: `make_disjoint_window` of `get_rolling_token_windows` with `context_len = overlap + 1`.
+    Each token is scored once, the first one after the prefix. The last window is filled up with context.
+    max_seq_len: the most input tokens of a window; the window has one more, its last scored token.
     """
     if not 0 <= overlap < max_seq_len:
         raise ValueError(f"got an overlap of {overlap} for windows of {max_seq_len} tokens")
@@ -182,7 +186,7 @@ def windows(token_ids: Sequence[int], prefix: int, max_seq_len: int, overlap: in
 
 
 def span_of(context_ids: list[int], continuation_ids: list[int], num_bytes: int, most: int | None) -> Span:
-    """A continuation after its context, of which at least the last token stays where both are over `most` tokens."""
+    """A continuation after its context. The context is cut at its left if both have more than `most` tokens."""
     ids = context_ids + continuation_ids
     ids = ids if most is None else ids[-most:]
     return Span(ids, len(ids) - len(continuation_ids), num_bytes)
@@ -192,8 +196,8 @@ def span_of(context_ids: list[int], continuation_ids: list[int], num_bytes: int,
 class _Draft:
     """A row before its batch is encoded.
 
-    context: as text, or ids; None for a text without one. targets: what is scored. num_bytes: of each target.
-    asks: texts to be encoded, each with whether the tokenizer adds its special tokens.
+    context: as text or ids; None: a text without context. targets: the texts to score. num_bytes: of each target.
+    asks: texts to encode, each with whether the tokenizer adds its special tokens.
     """
 
     row: Row
@@ -206,7 +210,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """The tokens of a row's context and of all that is scored, the spans, and whether a context was cut to fit."""
+    """token_ids: of the context and all scored texts. is_cut: whether a context was cut to fit."""
 
     token_ids: list[int]
     spans: tuple[Span, ...]
@@ -221,18 +225,18 @@ class ScorePrompts(PromptBuilder):
         self._where, self._score = spec.input, score_of(spec)
         self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=self._score.add_bos_token)
         self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
-        # Where the tokenizer puts one before each text, a text is scored behind two: said before the job, see
-        # `prompt_warnings`, or meant.
+        # If the tokenizer adds BOS, every text is scored after two of them. That is not counted here: `prompt_warnings`
+        # warns of it before the job, or the spec asks for it.
         adds = spec.input.text_column is not None and self._boundary.adds
         self._counts_bos = not (adds and self._dressed.begins_with(self._bos))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns that a context is made of, and those of what is scored."""
+        """The input columns of the context and of the scored texts."""
         return tuple(dict.fromkeys([*super().columns, *(name for _, name in scored_columns(self._where))]))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
-        """One prompt for each row, in order: each of its spans has fewer tokens than `max_model_len`."""
+        """One prompt for each row, in order. Each of its spans has fewer tokens than `max_model_len`."""
         drafts = [self._read(row) for row in rows]
         asks = [ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks]
         encoded = {
@@ -250,7 +254,7 @@ class ScorePrompts(PromptBuilder):
             prompts.append(self._made(draft, failed or self._scored(draft, ids, max_model_len)))
         return self._adapter.apply(rows, prompts)
 
-    # -- what a row holds ----------------------------------------------------------------------------------------------
+    # -- texts of a row ------------------------------------------------------------------------------------------------
 
     def _read(self, row: Row) -> _Draft | RowError:
         if row.error is not None:
@@ -277,12 +281,12 @@ class ScorePrompts(PromptBuilder):
         if self._where.token_ids_column is not None:
             return self._renderer.token_ids(row)
         text = self._renderer.render(row)
-        # An empty context is a context: see `prefixed`.
+        # An empty context is valid: see `prefixed`.
         is_empty = isinstance(text, RowError) and text.error_type == "empty_prompt" and not self._where.is_chat
         return "" if is_empty else text
 
     def _asks(self, context: str | list[int], targets: Sequence[str]) -> Iterator[tuple[str, bool]]:
-        """The context first, where it is a text, then what follows it, with it where it is one."""
+        """The context, then each target joined to it. A context that is empty or token ids is left out."""
         if not isinstance(context, str) or not context:
             yield from ((target, False) for target in targets)
             return
@@ -327,10 +331,10 @@ class ScorePrompts(PromptBuilder):
                             f"{num_choices - 1}")  # fmt: skip
         return value
 
-    # -- and its tokens ------------------------------------------------------------------------------------------------
+    # -- tokens of a row -----------------------------------------------------------------------------------------------
 
     def _scored(self, draft: _Draft, ids: list[list[int]], max_model_len: int | None) -> _Scored | RowError:
-        """All tokens, and the spans; or why they cannot be scored."""
+        """The row's tokens and spans, or its error."""
         if draft.context is None:
             return self._windows(ids[0], draft.num_bytes[0], max_model_len)
         spans: list[Span] = []
@@ -394,7 +398,7 @@ class ScorePrompts(PromptBuilder):
         )
 
     def _outside(self, spans: Sequence[Span]) -> RowError | None:
-        """Ids that the model does not have would crash the engine."""
+        """The error of a row with an id outside the vocabulary, which would crash the engine."""
         low = min(min(span.token_ids) for span in spans)
         high = max(max(span.token_ids) for span in spans)
         if low >= 0 and (self._vocab_size is None or high < self._vocab_size):

@@ -1,7 +1,7 @@
-"""Score texts: the logprobs that the model gives to a continuation, to each of several choices, or to a whole text.
+"""Task `score`: logprobs of a continuation, of several choices, or of a whole text.
 
-A row is one output row, of one request for each continuation, choice or window; choices of one token each after the
-same context need one request for all.
+An input row is one output row. It has one request for each continuation, choice or window. Choices of one token each
+after the same context share one request.
 """
 
 import functools
@@ -40,7 +40,7 @@ from batchinf.tasks.base import (
 from batchinf.tasks.score.compare import COMPARISON, ScoreVerification
 from batchinf.tasks.score.prompts import NUM_RESERVED, SECTION, ScorePrompts, score_of, scored_columns
 
-# As many as vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
+# The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
 _MOST_IN_ONE_PASS = 128
 _SUMS = (
     ("logprob_sums", pa.float64()),
@@ -53,9 +53,9 @@ FloatSums = npt.NDArray[np.float64]
 
 
 def score_sampling(sampling: SamplingSpec) -> SamplingSpec:
-    """What the engine is asked for: logprobs of the prompt's tokens, and of the likeliest in each one's place.
+    """The engine's sampling: logprobs of the prompt's tokens, and of at least the likeliest token at each position.
 
-    The likeliest one at least: by rank alone two tokens with equal logprobs would both be the second.
+    `is_greedy` needs the likeliest token's id. The rank is not enough: two tokens with equal logprobs both have rank 2.
     """
     return SamplingSpec(temperature=0.0, prompt_logprobs=max(1, sampling.prompt_logprobs or 0))
 
@@ -104,7 +104,7 @@ class Score(Task):
         return ScorePrompts(self.spec, tokenizer, vocab_size, begun_at)
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
-        """See `Task`. Texts are scored as they are, and their first tokens are as `Boundary` says."""
+        """See `Task`. Texts are scored without a chat template, and `Boundary` decides about BOS."""
         yield from checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=True, may_lack_template=True)
         if self.spec.input.text_column is not None and score_of(self.spec).add_bos_token is None:
             yield from _bos_warning(self.spec, model)
@@ -119,7 +119,7 @@ class Score(Task):
         return 200 + tokens * 9 * (1 + self._k)
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """A request for each span, or one for all choices; one, never run, for a prompt with an error."""
+        """A request for each span, or one for all choices. A prompt with an error has one, which never runs."""
         spans = () if prompt.scoring is None else prompt.scoring.spans
         if not spans:
             return [Request(prompt.row_index, 0, prompt.token_ids, self._sampling, 1, None)]
@@ -137,7 +137,7 @@ class Score(Task):
         return self._together and is_single and 1 < len(spans) <= _MOST_IN_ONE_PASS
 
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
-        """See `Task.encode`. Of choices, each result is a list, of one or of all that it scored."""
+        """See `Task.encode`. With choices, each value is a list: of one choice, or of all if they share a request."""
         scores = [self._scores(result) for result in results]
         is_missing = np.array([not spans for spans in scores], np.bool_)
         arrays: dict[str, pa.Array] = {
@@ -153,7 +153,7 @@ class Score(Task):
         offsets = offsets_of([len(spans) for spans in scores])
 
         def column(values: pa.Array) -> pa.Array:
-            """Of each result from those of each score."""
+            """The values of the results, from those of the scores."""
             if self._is_choice:
                 return list_array(offsets, values, is_missing)
             places = np.where(is_missing, 0, offsets[:-1])
@@ -168,7 +168,7 @@ class Score(Task):
         return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
 
     def _scores(self, result: Result) -> list["_Score"]:
-        """What a request scored: nothing where it failed."""
+        """The scores of a request; none if it failed."""
         completion, scoring = result.completion, result.prompt.scoring
         if completion is None or scoring is None or result.error is not None:
             return []
@@ -194,7 +194,7 @@ class Score(Task):
         return columns
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
-        """See `Task.reduce`. A row of which one request failed has that one's error, and no scores."""
+        """See `Task.reduce`. If a request of a row failed, the row has its error and no scores."""
         rows = _Rows(results)
         arrays = {name: rows.first(name) for name in results.column_names}
         arrays["attempts"] = pa.array(np.maximum.reduceat(rows.numbers("attempts"), rows.starts), pa.int32())
@@ -243,7 +243,7 @@ class Score(Task):
         return [("token_ids", list_of(pa.int32())), *logprob_fields("", self._k, logprob)]
 
     def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        """See `Task`: the scores, of which a row has them too."""
+        """See `Task`: the scores, which an output row has, too."""
         fields = [*_SUMS, *self._token_fields()]
         if self._is_choice:
             return [(f"choice_{name}", list_of(type)) for name, type in fields]
@@ -274,12 +274,12 @@ class Score(Task):
 
 
 class _Score:
-    """One scored span. stored, stored_ids: the logprobs and ids of the tokens that are stored."""
+    """One scored span. stored, stored_ids: logprobs and ids of the tokens to store."""
 
     __slots__ = ("is_greedy", "logprob_sum", "num_tokens", "span", "stored", "stored_ids")
 
     def __init__(self, span: Span, logprobs: TokenLogprobs, stores_all: bool) -> None:
-        """logprobs: of all tokens but the first."""
+        """logprobs: of all tokens of the span but the first."""
         own = slice(span.start - 1, None)
         values, ids = logprobs.logprobs[own, 0], logprobs.token_ids[own]
         self.span = span
@@ -292,7 +292,7 @@ class _Score:
 
 
 class _OneOfMany(_Score):
-    """One of several choices of one token each, scored together: without a rank, which 0 stands for."""
+    """One of several single-token choices that share a request. Its rank is unknown; 0 stands for that."""
 
     __slots__ = ()
 
@@ -305,7 +305,7 @@ class _OneOfMany(_Score):
 
 
 def _one_pass_scores(spans: Sequence[Span], completion: Completion) -> Iterator[_Score]:
-    """From the one generated token: the logprobs of all choices in its place, and itself, the greedy one."""
+    """Scores from one generated token: the logprobs of all choices at its position. The token is the greedy one."""
     assert completion.logprobs is not None
     [greedy, *_], [_, *logprobs] = completion.logprobs.token_ids[0].tolist(), completion.logprobs.logprobs[0].tolist()
     for span, logprob in zip(spans, logprobs, strict=True):
@@ -313,7 +313,7 @@ def _one_pass_scores(spans: Sequence[Span], completion: Completion) -> Iterator[
 
 
 def _num_run(result: Result) -> int | None:
-    """Tokens that the engine was given for a request."""
+    """Number of tokens that the engine got for a request."""
     if result.completion is not None:
         return len(result.completion.request.prompt_token_ids)
     scoring = result.prompt.scoring
@@ -347,9 +347,10 @@ def _without_zeros(lists: pa.ListArray) -> pa.ListArray:
 
 
 class _Rows:
-    """A run of results, sorted, by the rows that they belong to.
+    """Sorted results, grouped by row.
 
-    starts: where each row's results begin. num_good: rows without an error; good_counts: results of each of them.
+    starts: index of each row's first result. num_good: rows without an error. good_counts: number of results of each of
+    them.
     """
 
     def __init__(self, results: pa.Table) -> None:
@@ -360,7 +361,7 @@ class _Rows:
         self._row_of = np.repeat(np.arange(len(self.starts)), self._counts)
         is_error = np.asarray(self._column("error_type").is_valid())
         self._is_bad = np.logical_or.reduceat(is_error, self.starts) if len(self.starts) else is_error
-        # The first result with an error, where there is one.
+        # Each row's first result with an error; without errors, its first result.
         self._error_at = self.starts.copy()
         places = np.flatnonzero(is_error)
         rows, firsts = np.unique(self._row_of[places], return_index=True)
@@ -375,38 +376,38 @@ class _Rows:
         return chunks.combine_chunks() if chunks.num_chunks != 1 else chunks.chunk(0)
 
     def numbers(self, name: str) -> npt.NDArray[Any]:
-        """A column without nulls."""
+        """A column without nulls, as numpy array."""
         return np.asarray(self._column(name).to_numpy(zero_copy_only=False))
 
     def first(self, name: str) -> pa.Array:
-        """Of each row, what its first result has."""
+        """Each row's value from its first result."""
         return self._column(name).take(pa.array(self.starts))
 
     def first_error(self, name: str) -> pa.Array:
-        """Of each row, what its first failed result has; null where none failed."""
+        """Each row's value from its first failed result; null if none failed."""
         return self._column(name).take(pa.array(self._error_at))
 
     def total(self, name: str, type: pa.DataType) -> pa.Array:
-        """Of each row, the sum; null where it has none."""
+        """Each row's sum; null if all its values are null."""
         column = self._column(name)
         sums = np.add.reduceat(np.asarray(column.fill_null(0)).astype(np.int64), self.starts)
         is_valid = np.logical_or.reduceat(np.asarray(column.is_valid()), self.starts)
         return pa.array(sums, pa.int64(), mask=~is_valid).cast(type)
 
     def good_sums(self, name: str) -> npt.NDArray[Any]:
-        """Of each row without an error, the sum."""
+        """The sum of each row without an error."""
         values = np.asarray(self._column(name, self._good).to_numpy(zero_copy_only=False))
         values = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
         return np.add.reduceat(values, self._good_starts) if self.num_good else values
 
     def of_good(self, values: npt.NDArray[Any], type: pa.DataType) -> pa.Array:
-        """A column of all rows, null for those with an error."""
+        """A column of all rows from values of the rows without an error; null for the others."""
         spread = np.zeros(len(self._is_bad), values.dtype)
         spread[~self._is_bad] = values
         return pa.array(spread, mask=self._is_bad).cast(type)
 
     def joined(self, name: str) -> pa.Array:
-        """The lists of each row's results end to end; null for those with an error."""
+        """The lists of each row's results, end to end; null for rows with an error."""
         column = self._column(name, self._good)
         lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
         totals = np.zeros(len(self._is_bad), np.int64)
@@ -415,7 +416,7 @@ class _Rows:
         return list_array(offsets_of(totals), column.flatten(), self._is_bad)
 
     def flat(self, name: str) -> tuple[FloatSums, npt.NDArray[np.int64]]:
-        """The items of all rows without an error, and where each row's begin."""
+        """The list items of all rows without an error, and the index of each row's first item."""
         column = self._column(name, self._good)
         lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
         totals = np.add.reduceat(lengths, self._good_starts) if self.num_good else lengths
@@ -423,7 +424,7 @@ class _Rows:
         return values.astype(np.float64), np.cumsum(totals) - totals
 
     def winner(self, values: FloatSums, starts: npt.NDArray[np.int64]) -> pa.Array:
-        """The place of each row's largest item, the first of equal ones; null where one is NaN."""
+        """The place of each row's largest item, the first one of equals; null if an item is NaN."""
         best = np.full(self.num_good, -1)
         if self.num_good:
             counts = np.diff(np.append(starts, len(values)))

@@ -1,4 +1,4 @@
-"""Numbers and vectors of two jobs, for `diff`, and of a job and its reference, for `verify`."""
+"""Compares numbers and vectors of two jobs, for `diff`, and of a job and its reference, for `verify`."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
 
 
-_BLOCK = 1 << 17  # numbers that are compared together, as float64, in the processor's cache
+_BLOCK = 1 << 17  # numbers that are compared at once; as float64 they fit the processor's cache
 _COSINE_TASKS = ("embed", "hidden_states")
 
 Floats = npt.NDArray[np.float64]
@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LabelChange:
-    """Rows whose label is `a` in one job and `b` in the other; None where there is none."""
+    """Number of rows whose label is `a` in one job and `b` in the other; None: no label."""
 
     a: str | None
     b: str | None
@@ -52,10 +52,10 @@ class LabelChange:
 
 @dataclass(frozen=True, slots=True)
 class ColumnFound:
-    """A column of vectors; None where something does not apply.
+    """A compared column of vectors. None: the field does not apply to the task.
 
-    num_rows, num_vectors: that were compared. num_same_top1: vectors whose greatest number stands in the same place
-    (logits). mean_cosine, min_cosine: of the vectors in A and B (embed, hidden_states).
+    num_rows, num_vectors: how many were compared. num_same_top1: vectors whose largest number is at the same index
+    (logits). mean_cosine, min_cosine: between the vectors of A and B (embed, hidden_states).
     """
 
     name: str
@@ -69,7 +69,7 @@ class ColumnFound:
 
 @dataclass(frozen=True, slots=True)
 class VectorsFound:
-    """labels: of rows with another label, the most frequent first. rewards: where each row has one number."""
+    """labels: of rows with another label, the most frequent first. rewards: None unless each row has one number."""
 
     labels: tuple[LabelChange, ...]
     rewards: DeltaSummary | None
@@ -77,7 +77,7 @@ class VectorsFound:
 
 
 def check_comparable(a: JobOutput, b: JobOutput) -> None:
-    """Raise OutputError where two jobs' numbers do not stand for the same: other columns, widths or tokens."""
+    """Raise OutputError if the jobs' vectors cannot be compared: other columns, widths or tokens."""
     task = a.spec.get("task")
     own, other = ({**_widths(job.schema)} for job in (a, b))
     shared = [name for name in own if own[name] == other.get(name)]
@@ -95,7 +95,7 @@ def check_comparable(a: JobOutput, b: JobOutput) -> None:
 
 
 def _widths(schema: pa.Schema) -> dict[str, int]:
-    """The columns of vectors, with how many numbers each has."""
+    """The columns of vectors, with their widths."""
     return {field.name: width for field in schema if (width := _width(field.type)) is not None}
 
 
@@ -107,12 +107,12 @@ def _width(type: pa.DataType) -> int | None:
 
 
 class VectorChanges(Changes):
-    """Of the tasks that store numbers. A row has changed where the likeliest token is another one in one of its
-    positions (logits), its label (classify), or any number (the others), or where one of the two has none.
+    """Tasks that store numbers. A row has changed if one of these differs: the likeliest token at a position (logits),
+    the label (classify), or any number (other tasks). It has also changed if only one job has values.
     """
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
-        """Raises OutputError where the two cannot be compared: see `check_comparable`."""
+        """Raises OutputError: see `check_comparable`."""
         super().__init__(num_examples)
         check_comparable(a, b)
         self._task = a.spec.get("task")
@@ -129,7 +129,7 @@ class VectorChanges(Changes):
         self._labels: Counter[tuple[str | None, str | None]] = Counter()
 
     def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
-        """See `Changes`. With several columns of vectors each has columns of its own, its name before theirs."""
+        """See `Changes`. Several columns of vectors have their own result columns, prefixed with their names."""
         found = {
             name: self._compared(rows, name, *(_lists(table.column(name)) for table in wide)) for name in self.wide
         }
@@ -153,7 +153,7 @@ class VectorChanges(Changes):
     def _compared(self, rows: pa.RecordBatch, name: str, a: Ragged, b: Ragged) -> "_Compared":
         counts = np.minimum(a.lengths, b.lengths)
         if "token_ids" in self.columns:
-            # The vector from which the first other token was drawn comes of the same tokens still.
+            # The first differing token was drawn from a vector that still depends on equal tokens only.
             ids = [to_ragged(rows.column(f"token_ids_{job}")) for job in "ab"]
             same = [num_common(ids[0][row], ids[1][row]) + 1 for row in range(len(counts))]
             counts = np.minimum(counts, same)
@@ -181,7 +181,7 @@ class VectorChanges(Changes):
             self._labels.update(zip(*(changed[f"label_{job}"].to_pylist() for job in "ab"), strict=True))
 
     def remember(self, table: pa.Table) -> None:
-        """Keep the rows that are furthest apart; of classes, the first whose label is another one."""
+        """Keep the rows with the largest differences; for labels, the first changed rows."""
         if "label" in self.columns or not self.num_examples:
             super().remember(table)
             return
@@ -204,9 +204,11 @@ class VectorChanges(Changes):
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """A column of vectors in some rows. counts: vectors of each row that were compared. Of each row: sums over its
-    vectors' numbers, and over its vectors; NaN where none was compared. is_other: any number is. The sums leave out
-    differences that are not finite, which num_others counts.
+    """Comparison of a column of vectors in some rows. All fields have one item for each row; NaN: nothing was compared.
+
+    counts: compared vectors. total to greatest: over all numbers of the row's vectors. num_others: differences that are
+    not finite, which the sums leave out. sum_cosine, min_cosine, num_top1: over the vectors. is_other: whether any
+    number differs.
     """
 
     counts: Int64Array
@@ -223,7 +225,7 @@ class _Compared:
 
     @classmethod
     def of(cls, a: Ragged, b: Ragged, counts: Int64Array, task: str | None) -> "_Compared":
-        """The first `counts` vectors of each row."""
+        """Compare the first `counts` vectors of each row."""
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         num, row_of = int(offsets[-1]), np.repeat(np.arange(len(counts)), counts)
         within = np.arange(num) - offsets[:-1][row_of]
@@ -253,12 +255,12 @@ class _Compared:
 
     @property
     def is_other_top1(self) -> BoolArray:
-        """Whether the greatest number of one of a row's vectors stands elsewhere."""
+        """Whether the index of the largest number differs in one of the row's vectors."""
         found: BoolArray = self.num_top1 < self.counts
         return found
 
     def columns(self, task: str | None) -> dict[str, Any]:
-        """Of the table: null where nothing was compared."""
+        """The columns of the table of `Changes`; null if nothing was compared."""
         is_null = self.counts == 0
         with np.errstate(invalid="ignore"):
             means = self.total_abs / self.num_finite
@@ -275,10 +277,10 @@ class _Compared:
 
 
 def _of_vectors(a: npt.NDArray[Any], b: npt.NDArray[Any], task: str | None) -> Floats:
-    """[num_vectors, 6]: sum, sum of absolutes and number of finite differences, the greatest absolute one, the cosine,
-    and 1 where the greatest number is in the same place.
+    """[num_vectors, 6]: sum, sum of absolutes and number of finite differences, the largest absolute difference, the
+    cosine, and 1 if the largest number is at the same index.
     """
-    # Once: half floats are slow at anything but this.
+    # Arithmetic on float16 is slow.
     a, b = a.astype(np.float64), b.astype(np.float64)
     sums = np.zeros((len(a), 6))
     if task in _COSINE_TASKS:
@@ -299,7 +301,7 @@ def _of_vectors(a: npt.NDArray[Any], b: npt.NDArray[Any], task: str | None) -> F
 
 
 class _Sums:
-    """Over all rows, of one column of vectors."""
+    """Totals of one column of vectors over all rows."""
 
     def __init__(self) -> None:
         self._num_vectors = self._num_rows = self._num_top1 = self._num_cosines = 0
@@ -307,7 +309,6 @@ class _Sums:
         self._deltas = Deltas()
 
     def add(self, rows: _Compared) -> None:
-        """Take in some rows."""
         self._num_vectors += int(rows.counts.sum())
         self._num_rows += int(np.count_nonzero(rows.counts))
         self._num_top1 += int(rows.num_top1.sum())
@@ -324,7 +325,6 @@ class _Sums:
         )
 
     def summary(self, name: str, task: str | None) -> ColumnFound:
-        """All of it. name: the column's."""
         has_cosine = task in _COSINE_TASKS and self._num_cosines > 0
         return ColumnFound(
             name,
@@ -338,7 +338,7 @@ class _Sums:
 
 
 def _lists(column: pa.ChunkedArray) -> Ragged:
-    """A column of vectors, or of lists of them, as lists of vectors."""
+    """A column of vectors or of lists of vectors, as lists of vectors."""
     array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if pa.types.is_list(array.type):
         return to_ragged(array)
@@ -352,7 +352,7 @@ def _labels(job: JobOutput) -> object:
 
 
 _MOST_LABELS = 10
-# Columns of the table that are not shown of an example.
+# Examples do not show these columns of the table.
 _NOT_SHOWN = ("key", "is_", "error_type", "sample_index")
 
 

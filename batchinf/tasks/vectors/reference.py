@@ -1,4 +1,4 @@
-"""The references of the tasks that store vectors: a model's hidden states, or its classification head."""
+"""References of the vector tasks for `verify`: a model's hidden states, or its classification head."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +16,12 @@ from batchinf.tasks.reference import Reference, check_width
 from batchinf.tasks.vectors.section import pooling_of, projected_width
 
 _POOLING_TYPES = ("LAST", "MEAN", "CLS")
-# Of a config, where cross-encoders of sentence-transformers have theirs.
+# Config keys with which cross-encoders of sentence-transformers name their own activation.
 _OWN_ACTIVATIONS = ("sentence_transformers", "sbert_ce_default_activation_function")
 
 
 class _StatesReference(Reference):
-    """A model without a head, of which `embed` and `hidden_states` store what its layers give."""
+    """A model without a head, for `embed` and `hidden_states`."""
 
     auto = "AutoModel"
 
@@ -34,15 +34,15 @@ class _StatesReference(Reference):
             _last_layer(self._model, depth).register_forward_hook(self._keep)
 
     def needs_last_layer(self, depth: int) -> bool:
-        """Whether the states of the last of `depth` layers are needed without the final norm."""
+        """Whether the states of the last layer are needed before the final norm. depth: number of layers."""
         return False
 
     def _keep(self, _: Any, __: Any, output: Any) -> None:
-        # transformers' own `hidden_states` has the last layer's with the final norm applied.
+        # transformers applies the final norm to the last layer's states in its own `hidden_states`.
         self._before_norm = [output[0] if isinstance(output, tuple) else output]
 
     def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
-        """See `Reference.vectors`: one piece."""
+        """See `Reference.vectors`: in one piece."""
         self.merge(adapter)
         ids = torch.tensor([stored.token_ids], device=self._device)
         with torch.inference_mode():
@@ -53,11 +53,11 @@ class _StatesReference(Reference):
         yield found.cpu().numpy()
 
     def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
-        """[n, width] of the states [num_tokens, width]."""
+        """The vectors [n, width] from the states [num_tokens, width]."""
         raise NotImplementedError
 
     def _states(self, output: Any, column: str) -> torch.Tensor:
-        """[num_tokens, width] in float32, of a column's layer."""
+        """The states [num_tokens, width] of a column's layer, in float32."""
         pooling = self._pooling
         states = output.last_hidden_state
         if pooling.layers is not None:
@@ -74,7 +74,7 @@ class EmbedReference(_StatesReference):
     """See `_StatesReference`."""
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
-        """Raises UserError, too, where vLLM pools in another way, or where there is more behind the model."""
+        """Raises UserError if transformers cannot pool like vLLM, or if a dense layer follows the model."""
         self._pooling_type = wanted.pooling_type
         if self._pooling_type not in _POOLING_TYPES:
             raise UserError(
@@ -109,7 +109,7 @@ class HiddenStatesReference(_StatesReference):
 
 
 def _last_layer(model: Any, depth: int) -> Any:
-    """The last of a model's layers: of the longest list of modules, where that has as many as it has layers."""
+    """A model's last layer: the end of the list of modules with as many items as the model has layers."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == depth]
     if not lists:
         name = type(model).__name__
@@ -118,14 +118,12 @@ def _last_layer(model: Any, depth: int) -> Any:
 
 
 class HeadReference(Reference):
-    """A model with a classification head, of which `classify` and `reward` store what it says."""
+    """A model with a classification head, for `classify` and `reward`."""
 
     auto = "AutoModelForSequenceClassification"
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted, *, is_active: bool) -> None:
-        """is_active: a softmax or a sigmoid is applied. Raises UserError, too, where vLLM was told to do what
-        transformers' heads do not.
-        """
+        """is_active: apply softmax or sigmoid. Raises UserError for settings of vLLM that transformers' heads lack."""
         model, self._is_active = wanted.model, is_active
         given = {
             "pooling.pooling_type": pooling_of(spec).pooling_type,
@@ -142,7 +140,7 @@ class HeadReference(Reference):
         super().__init__(spec, wanted)
 
     def _check_loaded(self, model: Model, info: dict[str, Any]) -> None:
-        # transformers makes up a head where it finds none.
+        # transformers initialises a missing head at random.
         if missing := sorted(info["missing_keys"]):
             raise UserError(
                 f"transformers finds no {', '.join(missing[:3])} in '{model.name}': its head is made by vLLM, and "
@@ -150,7 +148,7 @@ class HeadReference(Reference):
             )
 
     def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
-        """See `Reference.vectors`: one row."""
+        """See `Reference.vectors`: one vector."""
         self.merge(adapter)
         with torch.inference_mode():
             logits = self._model(input_ids=torch.tensor([stored.token_ids], device=self._device)).logits.float()
@@ -159,7 +157,7 @@ class HeadReference(Reference):
         yield found.cpu().numpy()
 
     def _activated(self, logits: torch.Tensor) -> torch.Tensor:
-        """What vLLM's `get_act_fn` chooses, the same in 0.26 and 0.32."""
+        """Apply the activation that vLLM's `get_act_fn` chooses, which is the same in 0.26 and 0.32."""
         kind = self._model.config.problem_type
         if kind == "regression":
             return logits

@@ -1,4 +1,4 @@
-"""The section `pooling` of a spec, and what a model's config says of its vectors and classes."""
+"""The section `pooling` of a spec, and the vectors and classes of a model as its config describes them."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ from batchinf.spec.job import JobSpec, TaskSection
 OPENAI_LINES = (
     "got 'openai', whose lines ask for text; must be another format with task {task}: name the prompt's column"
 )
-# Which of the fields say something to which task.
+# The fields that each task uses.
 _FIELDS = {
     "embed": ("normalize", "dimensions", "pooling_type", "dtype", "width"),
     "classify": ("use_activation", "pooling_type", "labels"),
@@ -61,7 +61,7 @@ def pooling_of(spec: JobSpec) -> PoolingSpec:
 
 
 def _check(spec: JobSpec) -> None:
-    """Raise an error for a validator for the first field that has no meaning for the spec's task."""
+    """Raise a validator's error for the first field that the spec's task does not use."""
     task, pooling = spec.task, pooling_of(spec)
     given = pooling.model_dump(exclude_defaults=True)
     meant = _FIELDS.get(task, ())
@@ -114,26 +114,25 @@ SECTION = TaskSection("pooling", PoolingSpec, PoolingSpec(), _check)
 
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
-# Architectures that end so have no classification head.
+# Architectures with these endings have no classification head.
 _GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_HEADS_FROM = ("classifier_from_token", "method")  # by which vLLM makes one of the language model's own
+_HEADS_FROM = ("classifier_from_token", "method")  # with these keys vLLM makes a head of the LM head
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model's config, with what `engine.hf_overrides` says in its place."""
+    """A model's config, with `engine.hf_overrides` applied."""
 
     model: Model
     values: Mapping[str, Any]
 
     @classmethod
     def of(cls, spec: JobSpec, model: Model) -> "ModelConfig":
-        """See `engine.hf_overrides` of vLLM."""
         overrides = spec.engine.get("hf_overrides")
         return cls(model, {**model.config, **(overrides if isinstance(overrides, dict) else {})})
 
     def number(self, keys: tuple[str, ...]) -> int | None:
-        """The first of these keys that says one, in the text model's section or at the top."""
+        """The first of these keys that has a whole number, in the text model's section or at the top level."""
         for section in (text_section(self.values), self.values):
             for key in keys:
                 if isinstance(section.get(key), int):
@@ -142,7 +141,7 @@ class ModelConfig:
 
 
 def width_of(config: ModelConfig, projected: int | None = None) -> int:
-    """Numbers in one of the model's vectors. projected: after its last dense layer, if it has one."""
+    """Numbers in one of the model's vectors. projected: those after its last dense layer, if it has one."""
     width = projected or config.number(_WIDTH_KEYS)
     if width is None:
         raise SpecError(
@@ -152,9 +151,9 @@ def width_of(config: ModelConfig, projected: int | None = None) -> int:
 
 
 def projected_width(model: Model, spec: JobSpec) -> int | None:
-    """What comes out of the last dense layer that a sentence-transformers model has behind it, as vLLM applies it."""
+    """Width after the last dense layer of a sentence-transformers model, which vLLM applies; None without one."""
     folder = pathlib.Path(model.path)
-    if not folder.is_dir():  # still to be fetched; its small files are here
+    if not folder.is_dir():  # not fetched yet, but its small files are here
         folder = pathlib.Path(model.tokenizer)
     if spec.model.tokenizer is not None and str(folder) == model.tokenizer:
         return None
@@ -174,7 +173,7 @@ def labels_of(config: ModelConfig) -> tuple[str, ...]:
             return tuple(str(names[key]) for key in sorted(names, key=int))
         except (TypeError, ValueError):
             raise SpecError("pooling.labels: id2label in the model's config has no numbers; name the labels") from None
-    # transformers' own default is two.
+    # transformers' default is two labels.
     return tuple(f"LABEL_{number}" for number in range(config.number(("num_labels",)) or 2))
 
 
@@ -190,7 +189,7 @@ def check_head(config: ModelConfig, task: str) -> None:
 
 
 def check_dimensions(config: ModelConfig, dimensions: int, width: int) -> None:
-    """Raise SpecError if the model was not trained for vectors that are cut to so many numbers."""
+    """Raise SpecError if the model was not trained for vectors that are cut to this many numbers."""
     allowed = config.values.get("matryoshka_dimensions")
     if not (config.values.get("is_matryoshka") or allowed):
         raise SpecError(
@@ -203,7 +202,7 @@ def check_dimensions(config: ModelConfig, dimensions: int, width: int) -> None:
 
 
 def check_layers(config: ModelConfig, spec: JobSpec) -> None:
-    """Raise SpecError for layers that the model does not have, or that vLLM cannot give."""
+    """Raise SpecError for layers that the model does not have or vLLM cannot return."""
     pooling = pooling_of(spec)
     layers, depth = pooling.layers, config.number(_DEPTH_KEYS)
     if layers is not None and depth is not None and layers[-1] > depth:

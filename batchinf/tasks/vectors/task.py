@@ -40,7 +40,7 @@ Values = npt.NDArray[Any]
 
 
 class Pooled(Task):
-    """A task that stores `Completion.values` of vLLM's pooling runner. A row has one request, and no samples."""
+    """A task that stores `Completion.values` of vLLM's pooling runner. A row has one request."""
 
     section = SECTION
     comparison = COMPARISON
@@ -55,7 +55,7 @@ class Pooled(Task):
 
     @abc.abstractmethod
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        """The fields of the section that the model's config fills in. Raises SpecError."""
+        """The fields of the section that depend on the model's config. Raises SpecError."""
 
     @property
     @abc.abstractmethod
@@ -66,7 +66,7 @@ class Pooled(Task):
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
         """The columns of `result_fields`.
 
-        values: of each result, [num_positions, width]; None for one with an error. num_tokens: of each result's prompt.
+        values: of each result, [num_positions, width]; None: an error. num_tokens: of each result's prompt.
         """
 
     def resolve(self, model: Model) -> JobSpec:
@@ -75,7 +75,7 @@ class Pooled(Task):
         return self.spec.model_copy(update={SECTION.name: self._pooling.model_copy(update=update)})
 
     def check_input(self) -> None:
-        """See `Task`: a batch file asks for text."""
+        """See `Task`. Requests of a batch file ask for text."""
         if self.spec.input.is_batch_file:
             raise SpecError(f"input.format: {OPENAI_LINES.format(task=self.name)}")
 
@@ -126,7 +126,7 @@ def vector_of(dtype: npt.DTypeLike, width: int) -> pa.DataType:
 
 
 def vector_array(values: Sequence[Values | None], dtype: np.dtype[Any], width: int) -> pa.Array:
-    """fixed_size_list[width], one vector for each [1, width]; null where there is none."""
+    """fixed_size_list[width] from values [1, width]; None becomes null."""
     nothing = np.zeros((1, width), dtype)
     check_shapes(values, width)
     flat = concatenate([nothing if value is None else value for value in values], dtype).reshape(-1)
@@ -136,7 +136,7 @@ def vector_array(values: Sequence[Values | None], dtype: np.dtype[Any], width: i
 
 
 def vector_lists(values: Sequence[Values | None], dtype: np.dtype[Any], width: int) -> pa.Array:
-    """list<fixed_size_list[width]>, as many vectors as each [num_positions, width] has; null where there is none."""
+    """list<fixed_size_list[width]> from values [num_positions, width]; None becomes null."""
     flat = concatenate([value for value in values if value is not None], dtype).reshape(-1)
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat), type=vector_of(dtype, width))
     offsets = offsets_of([0 if value is None else len(value) for value in values])
@@ -146,7 +146,7 @@ def vector_lists(values: Sequence[Values | None], dtype: np.dtype[Any], width: i
 
 
 def check_shapes(values: Sequence[Values | None], width: int, num_positions: Sequence[int] | None = None) -> None:
-    """Raise BatchinfError where the engine gave another shape than [num_positions (1), width]."""
+    """Raise BatchinfError if values of the engine are not [num_positions, width]. num_positions: default 1 each."""
     for place, value in enumerate(values):
         expected = (1 if num_positions is None else num_positions[place], width)
         if value is not None and value.shape != expected:
@@ -213,7 +213,7 @@ def _type(pooling_type: str | None) -> str | None:
 class Classify(Pooled):
     """`label` string and its `score` float32; `probabilities` (or `logits`) fixed_size_list<float32>[num_labels].
 
-    The label is the class with the highest value, the first of equals; null where all of a row's values are NaN.
+    The label is the class with the highest value, the first one of equals; null if all of a row's values are NaN.
     """
 
     name = "classify"
@@ -277,7 +277,7 @@ class Classify(Pooled):
 
 
 class Reward(Pooled):
-    """`reward`: float32, or fixed_size_list<float32>[width] where the model's head has several outputs."""
+    """`reward`: float32, or fixed_size_list<float32>[width] if the model's head has several outputs."""
 
     name = "reward"
     verification = RewardVerification
@@ -294,7 +294,7 @@ class Reward(Pooled):
 
     @property
     def pooling(self) -> PoolingWanted:
-        """See `Task`. Some reward models give a number for each token, of which the last one counts."""
+        """See `Task`. Some reward models give a number for each token; only the last token's counts."""
         return PoolingWanted(
             ("classify", "token_classify"),
             convert="classify",
@@ -316,8 +316,9 @@ class Reward(Pooled):
 
 
 class HiddenStates(Pooled):
-    """`positions` list<int32>, from 0 in the prompt, and a list of as many vectors: `hidden_states`, the model's
-    output, or for each of the spec's layers a column `hidden_states_8`: list<fixed_size_list<float>[width]>.
+    """`positions` list<int32>, from 0 in the prompt, and one vector for each: list<fixed_size_list<float>[width]>.
+
+    The column is `hidden_states`, the model's output, or one like `hidden_states_8` for each layer of the spec.
     """
 
     name = "hidden_states"
@@ -347,7 +348,7 @@ class HiddenStates(Pooled):
 
     @property
     def pooling(self) -> PoolingWanted:
-        """See `Task`. The layers' vectors lie side by side, in the order of the spec."""
+        """See `Task`. The layers' vectors are concatenated in the order of the spec."""
         pooling = self._pooling
         return PoolingWanted(
             ("token_embed",) if self._has_all else ("embed",),
@@ -365,7 +366,7 @@ class HiddenStates(Pooled):
         return [("positions", list_of(pa.int32())), *((name, vectors) for name in self._names)]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
-        """See `Pooled`. The engine gives the layers' vectors side by side, in the order of the spec."""
+        """See `Pooled`. The engine concatenates the layers' vectors in the order of the spec."""
         width, firsts = self.width, [0 if self._has_all else count - 1 for count in num_tokens]
         lengths = [count - first for first, count in zip(firsts, num_tokens, strict=True)]
         check_shapes(values, width * len(self._names), lengths)
