@@ -262,7 +262,8 @@ _RARE = {"is_rare": True}
 class PartCounts:
     """Counts of a part's output rows. Manifest lines, footers, their checks and all sums derive from these fields.
 
-    A new count is one more field, and code for it in `count_rows` of `output/parts.py`.
+    They are counted while the part is written, so `status` adds up lines and reads no part. A new count is one more
+    field, and code for it in `count_rows` of `output/parts.py`.
     """
 
     num_rows: Count = 0

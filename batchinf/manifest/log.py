@@ -103,7 +103,10 @@ class Manifest:
         self._lines.append(part_line("part", made))
 
     def replacing(self, part: Part) -> None:
-        """Record that this part is about to replace its shard's part, whose line counts until this part's own line."""
+        """Record that this part is about to replace its shard's part, whose line counts until this part's own line.
+
+        After a crash between the two lines, the digest tells which part is in place.
+        """
         self._lines.append(part_line("replacing", part))
 
     def retry(self, retry: Retry) -> None:

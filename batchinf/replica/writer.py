@@ -1,4 +1,7 @@
-"""The writer thread: decodes and encodes completions, journals them at each checkpoint, and turns shards into parts."""
+"""The writer thread: decodes and encodes completions, journals them at each checkpoint, and turns shards into parts.
+
+A shard whose part is written before the next checkpoint is never journalled.
+"""
 
 import os
 import threading
