@@ -171,7 +171,6 @@ class Request:
 
     @property
     def key(self) -> tuple[int, int]:
-        """`(row_index, request_index)`."""
         return self.row_index, self.request_index
 
 

@@ -6,7 +6,7 @@
     │   ├── InputError            the prompts dataset
     │   ├── ModelError            the model's folder or hub id
     │   ├── DriftError            a resume with another spec, input or model
-    │   ├── OutputError           the output folder: foreign, damaged, full or held by another
+    │   ├── OutputError           the output folder: foreign, damaged, full or held by another process
     │   ├── EngineStartError      no replica could start
     │   └── HopelessJob           half of the first rows have failed; ended early
     ├── ErrorRateExceeded      3  done, but more rows failed than `max_error_rate`

@@ -1,4 +1,4 @@
-"""Slices of a job: their rows, their folders, and the record `OUT/slices.json`, which refuses slices of another job.
+"""Slices of a job: their rows, their folders, and `OUT/slices.json`, the record that keeps out slices of another job.
 
 Each slice is a job of its own in `OUT/slice-i`; the slices share `OUT/source`. A slice's first extent begins at its
 first row, so `row_index` and seeds are those of the whole job. `i/N` is part of a slice's identity, so no part of one

@@ -81,7 +81,7 @@ class Folder:
             raise
 
     def write_atomic(self, name: str, data: bytes, *, durable: bool = True, fault: str = "storage.write") -> None:
-        """Replace `name` by `data` in one step. `durable=False` saves the fsync for files that may be lost."""
+        """Replace `name` by `data` in one step. `durable=False` skips the fsync, for files that may be lost."""
         with self.writing(name, fault, durable=durable) as file:
             file.write(data)
 

@@ -3,8 +3,9 @@
 1. After the first death, all rows that were in the engine run again, once.
 2. After the second, the rows that were there both times are accused. Those whose prompts had not run yet are probed one
    by one, for one token each. That costs no restart until the culprit runs. The others run by halves.
-3. A row is condemned if the engine died with it alone. It must die twice if a signal from outside ended the engine (the
-   kernel's out-of-memory killer, `kill -9`), or if a probe was not the first request in it.
+3. A row is condemned if the engine died with it alone. If that death may have had another cause, it has to happen
+   twice: after a signal from outside (the kernel's out-of-memory killer, `kill -9`), or if a probe was not the first
+   request in the engine.
 
 A row that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from
 outside. That holds only if the suspects' shards stay with their replica, even if another one is idle.

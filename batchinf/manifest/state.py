@@ -223,7 +223,7 @@ def _read(folder: Folder, known: State | None) -> State:
 
 
 def last_epoch(folder: Folder) -> int:
-    """The greatest epoch that has a log, whole or torn; 0 where there is none."""
+    """The greatest epoch that has a log, whole or torn; 0 if there is none."""
     return max((epoch for epoch, _ in list_logs(folder)), default=0)
 
 

@@ -1,7 +1,7 @@
 """The files of a model, in a folder or by hub id: JSON files, whether the weights are whole, and a digest.
 
 The digest covers config and tokenizer files whole. Of the weights it covers each safetensors header and 64 bytes from
-the middle of at most 512 tensors, so that gigabytes need not be read. Training changes all of these bytes.
+the middle of each of about 512 tensors, so that gigabytes need not be read. Training changes all of these bytes.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from batchinf.base.errors import ModelError
 
-# A few bytes from this many tensors tell checkpoints of the same shapes apart.
+# A few bytes from about this many tensors tell checkpoints of the same shapes apart.
 _SAMPLED_TENSORS = 512
 _SAMPLE_BYTES = 64
 _LONGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own bound

@@ -229,7 +229,7 @@ class VllmEngine:
         if low < 0 or high >= size:  # 0.26 accepts negative ids
             return RowError("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
         least, most = request.sampling.min_tokens, request.max_tokens
-        if least > most:  # vLLM checks it only when SamplingParams are built or decoded, where it stops a core process
+        if least > most:  # vLLM checks it when the core process decodes SamplingParams; the core then goes silent
             return RowError("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")
         return None
 
