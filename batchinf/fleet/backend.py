@@ -128,7 +128,7 @@ class Backend(Protocol):
         """
 
     def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
-        """End replicas that an earlier coordinator of this job left running, and delete its files elsewhere.
+        """End replicas that an earlier coordinator of this job left running, and delete files outside the job's folder.
 
         replicas: those without an end in the manifest. Replicas of another backend are ignored, and so are those that
         could be another program's processes. job_id: None if no replica of the job was ever started. Returns how many

@@ -66,7 +66,7 @@ class Platforms:
     def admit(self, replica: int, engine: EngineInfo) -> str | None:
         """Add the platform of a started replica. Returns a warning the first time that it differs from earlier ones.
 
-        Raises DriftError if only one platform is wanted. The replica has no row yet.
+        Raises DriftError if `same_device: true` refuses the difference. The replica has no row yet.
         """
         now = _platform(engine.device, engine.versions)
         for before in self._known:

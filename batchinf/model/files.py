@@ -204,7 +204,7 @@ class Snapshot:
 def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
     """The folder that a field of the spec names; None for a hub id. Raises ModelError for a name that is neither.
 
-    config: for the message: the file that such a folder holds beside the weights.
+    config: the file that such a folder holds beside the weights, for the message.
     """
     folder = pathlib.Path(name)
     if folder.is_dir():

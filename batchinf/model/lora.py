@@ -29,7 +29,7 @@ class Adapter:
 
 FIELD = "model.lora"
 ADAPTER_CONFIG = "adapter_config.json"
-# The name of an adapter that the spec gives for all rows without a name.
+# The name of the one adapter of all rows, which has none in the spec.
 UNNAMED = "lora"
 # vLLM's MaxLoRARanks from 0.26 to 0.33: the allowed values of `max_lora_rank`.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -94,7 +94,7 @@ def resolve_adapters(
 
 
 def lora_identity(spec: JobSpec, adapters: tuple[Adapter, ...]) -> Any:
-    """The part of a job's identity about adapters: fingerprints by name, or the one of all rows."""
+    """The adapters in a job's identity: fingerprints by name, or the fingerprint of the one adapter of all rows."""
     if isinstance(spec.model.lora, str):
         return adapters[0].fingerprint
     return {adapter.name: adapter.fingerprint for adapter in adapters}

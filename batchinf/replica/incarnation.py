@@ -282,7 +282,7 @@ class Port(Protocol):
 
 
 class Incarnation:
-    """All between the port and the engine. `run` starts the engine and works until stopped; `listen` has a thread."""
+    """All between the port and the engine. `run` starts the engine and works; `listen` runs on its own thread."""
 
     def __init__(self, launch: Launch, port: Port, in_flight: InFlightRecord, abandon: Callable[[], object]) -> None:
         """abandon: end this incarnation at once, with all that it started; called when the coordinator is gone."""
@@ -352,7 +352,7 @@ class Incarnation:
         return VllmEngine(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
 
     def _open(self, work: Work) -> None:
-        """Open the input and start the pipeline. `run` raises an error of it when it needs the pipeline."""
+        """Open the input and start the pipeline. If that fails, `run` raises the error when it needs the pipeline."""
         try:
             # The engine may be starting on another thread by now, and fork this process.
             with UNFORKED:

@@ -127,7 +127,7 @@ def place(spec: JobSpec, devices: Sequence[str], cpus: Sequence[int]) -> list[Sl
     degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
     wanted = spec.parallel.data_parallel_size
     if not devices and spec.scripted is None and spec.parallel.pipeline_parallel_size > 1:
-        # In vLLM 0.32 later stages have no buffers there for the output of earlier ones and die at the first request.
+        # On a CPU, later stages of vLLM 0.32 have no buffers for earlier stages' output and die at the first request.
         raise SpecError(
             f"parallel.pipeline_parallel_size: got {spec.parallel.pipeline_parallel_size}, but no CUDA device is "
             "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
