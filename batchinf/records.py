@@ -1,6 +1,6 @@
-"""Types of values in stored JSON: strict, and within the bounds that readers rely on.
+"""The frozen dataclasses that cross package boundaries, and strict types for values in stored JSON.
 
-A record that is read again declares its fields with them, so that one definition serves writing, reading and checking.
+A stored record declares its fields with these types, so that one definition serves writing, reading and checking.
 """
 
 import datetime
@@ -21,9 +21,9 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 PositiveCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
-# Half characters are valid JSON, but no text: pydantic looks for them only where a length is asked for.
+# Lone surrogates are valid JSON, but UTF-8 cannot encode them. Pydantic checks for them only if a length is given.
 JsonText = Annotated[str, Field(strict=True, min_length=0)]
-# One object for all equal texts, where few differ among many records.
+# Interned: many records share few distinct texts.
 SharedText = Annotated[JsonText, AfterValidator(sys.intern)]
 
 
@@ -39,9 +39,9 @@ Time = Annotated[JsonText, AfterValidator(_is_time)]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens to be scored: those from `start` on, at least one, given those before, at least one too.
+    """Tokens to score: those from `start` on, given those before it. Both are at least one token.
 
-    num_bytes: of the text that they stand for; of a text in several windows the first has all.
+    num_bytes: of the scored text in UTF-8. If a text has several windows, the first has all its bytes.
     """
 
     token_ids: list[int]
@@ -51,7 +51,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What is scored of a row: a continuation, each choice, or each window of a text. answer: the right choice."""
+    """The spans of a row: a continuation, each choice, or each window of a text. answer: index of the right choice."""
 
     spans: tuple[Span, ...]
     answer: int | None = None
@@ -66,13 +66,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of rows that is cut on its own; rows that come later are a new extent, and earlier cuts never move.
+    """Rows that were taken in together, with their own cuts. Later rows make a new extent, so earlier cuts never move.
 
     The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
-    replicas end together. `start` is a place in the run order, `first_shard` the index of the first shard.
-    The rows were chosen among those at the positions `first_row` to `stop_row` (exclusive) of the source. selection:
-    digest of the file that says which they are; None where it is all of them. order: digest of the file that says in
-    which order they run; None is that of their positions.
+    replicas end together. start: the first place in the run order. first_shard: index of the first shard.
+    The rows were chosen among the positions `first_row` to `stop_row` (exclusive) of the source. selection: digest of
+    the bitmap of the chosen rows; None if all were chosen. order: digest of the file with the order in which they run;
+    None if they run by position.
     """
 
     start: Count
@@ -88,7 +88,7 @@ class Extent:
     def of_all(
         cls, start: int, num_rows: int, rows_per_shard: int, first_shard: int, first_row: int | None = None
     ) -> "Extent":
-        """All rows from `first_row` on, or, where it is None, from the position that is the same as the place."""
+        """All rows from the position `first_row` on; None means the position `start`."""
         first_row = start if first_row is None else first_row
         return cls(start, num_rows, rows_per_shard, first_shard, first_row, first_row + num_rows)
 
@@ -97,7 +97,7 @@ class Extent:
 class Shard:
     """Places `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed.
 
-    num_chosen: how many of its rows are to be run, where that is not all of them.
+    num_chosen: how many of its rows run in a retry; None if all run.
     """
 
     index: int
@@ -107,23 +107,21 @@ class Shard:
 
     @property
     def num_rows(self) -> int:
-        """Rows in the shard."""
         return self.stop - self.start
 
     @property
     def num_to_run(self) -> int:
-        """Rows that are to be run."""
         return self.num_rows if self.num_chosen is None else self.num_chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row made ready for an engine: its token ids, or why there are none.
+    """A row made ready for an engine: its token ids, or the error why there are none.
 
-    sampling: the row's own, where rows differ in it; None is the job's. is_truncated: it was cut to fit. positions: the
-    row's own, from 0, of the tokens after which something is wanted. adapter: the name of its LoRA adapter; None is the
-    plain model. scoring: what is scored of it; `token_ids` are then the context's and those of all continuations.
-    has_second_bos: what the engine is given begins with two BOS.
+    sampling: the row's own; None is the job's. is_truncated: the prompt was cut to fit. positions: the row's own token
+    positions, from 0, after which values are returned. adapter: the name of its LoRA adapter; None is the plain model.
+    scoring: the spans to score; `token_ids` are then the context's and those of all continuations. has_second_bos: the
+    engine's prompt begins with two BOS tokens.
     """
 
     row_index: int
@@ -140,11 +138,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RowsWanted:
-    """Logits or logprobs that a request is after: `Completion.values`, one row for each position.
+    """The logits or logprobs that a request asks for: `Completion.values` has one row for each position.
 
-    positions: of the prompt's tokens, from 0, after which a row is wanted; None is where each output token was
-    generated. token_ids: the columns; None is the whole vocabulary in its order. width: how many columns. dtype:
-    `float16` or `float32`.
+    positions: prompt tokens, from 0, after which a row is returned; None means a row for each generated token.
+    token_ids: the columns; None is the whole vocabulary in order. width: number of columns. dtype: `float16` or
+    `float32`.
     """
 
     positions: Sequence[int] | None
@@ -155,10 +153,10 @@ class RowsWanted:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What goes into an engine. `(row_index, request_index)` is its name within the job.
+    """One prompt for the engine. `(row_index, request_index)` names it within the job.
 
     adapter: the LoRA adapter to run it with; None is the plain model. logprob_token_ids: tokens whose logprobs are
-    wanted at each output position, in the place of the likeliest ones. rows: logits that are wanted.
+    returned at each output position, instead of the likeliest tokens. rows: the logits to return.
     """
 
     row_index: int
@@ -173,13 +171,12 @@ class Request:
 
     @property
     def key(self) -> tuple[int, int]:
-        """`(row_index, request_index)`."""
         return self.row_index, self.request_index
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of a run of tokens, in the order of the engine.
+    """Logprobs of consecutive tokens, in the engine's order.
 
     token_ids: int32 [num_tokens, k + 1], the token itself first, then ranks 1 to k (the token may stand twice).
     logprobs: float32 [num_tokens, k + 1], natural logarithms.
@@ -193,14 +190,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What comes out of an engine, finished.
+    """A finished request, as the engine returns it.
 
     token_ids: int32 [num_output_tokens].
-    finish_reason: `stop`, `length` or `repetition`; never a cut-short output.
+    finish_reason: `stop`, `length` or `repetition`; an aborted request makes no completion.
     stop_reason: the stop string or token id that ended it; None for the end-of-sequence token.
-    text: only where the engine itself had to decode (stop strings); else it is decoded later, in batches.
+    text: set only if the engine itself decoded it (stop strings). Otherwise the writer decodes it, in batches.
     prompt_logprobs: [num_prompt_tokens - 1, k + 1]: the first token has none.
-    values: float [num_positions, width], what tasks other than text are after: logits, or pooled vectors.
+    values: float [num_positions, width]: logits or pooled vectors.
     """
 
     request: Request
@@ -218,8 +215,8 @@ class Completion:
 class Result:
     """One finished request, ready to be stored: a completion with its text, or an error.
 
-    A row is finished when it has `num_requests` results. Text that was produced stays beside an error. reasoning: what
-    the model thought before the text, where that is split off; the text is None where it never came to an end.
+    A row is finished when it has `num_requests` results. Text that was produced is kept beside an error. reasoning: the
+    text before the answer, if a reasoning parser splits it off; `text` is None if the reasoning did not end.
     """
 
     prompt: Prompt
@@ -234,7 +231,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a started engine says of itself; it goes into the manifest and into each part's metadata."""
+    """What a started engine reports. The manifest and each part's metadata store it."""
 
     max_model_len: int
     max_num_seqs: int
@@ -246,7 +243,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One look at a running engine."""
+    """The load of a running engine at one moment."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -256,16 +253,16 @@ class EngineStats:
     prefix_cache_hits: int = 0
 
 
-# Few jobs have such a count: it is written only where it is not 0.
+# Counts that few jobs have are written only if they are not 0.
 _RARE = {"is_rare": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCounts:
-    """What is counted of a part's output rows. Each count is defined here and nowhere else.
+    """Counts of a part's output rows. Manifest lines, footers, their checks and all sums derive from these fields.
 
-    The record of a part, its manifest line, the entries of its footer, the checks of both and all sums derive from
-    these fields. A new count is one more field, and the code that counts it in `output.counts.count_rows`.
+    They are counted while the part is written, so `status` adds up lines and reads no part. A new count is one more
+    field, and code for it in `count_rows` of `output/parts.py`.
     """
 
     num_rows: Count = 0
@@ -290,7 +287,6 @@ class PartCounts:
 
     @classmethod
     def sum(cls, counts: Iterable["PartCounts"]) -> Self:
-        """The sum of each count."""
         sums = map(sum, zip(*map(_counts_of, counts), strict=True))
         return cls(**dict(zip(COUNT_NAMES, sums, strict=False)))
 
@@ -312,12 +308,12 @@ ALWAYS_WRITTEN = frozenset(count.name for count in fields(PartCounts) if not cou
 class Part(PartCounts):
     """A Parquet file that holds one whole shard, and its manifest line. About 500 bytes of memory.
 
-    file: its name in `staging/` or, once published, what it will be in `parts/`.
+    file: its name in `staging/`; once published, in `parts/`.
     digest: xxh3-128 of its bytes.
     retry: the last retry that it has been through; 0 for none.
-    replica, incarnation: which made it, where that is known.
-    num_kept, num_kept_errors: rows, and errors among them, that it has from the part in whose place it comes. The
-    coordinator that commits the part needs them; they are not written.
+    replica, incarnation: which made it, if known.
+    num_kept, num_kept_errors: rows, and errors among them, that a retry copied from the part that this one replaces.
+    Only the coordinator that commits the part needs them; they are not written.
     """
 
     shard: Count

@@ -41,7 +41,10 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {},
     {"sampling": {"logprobs": 20, "max_tokens": 48}, "output": {"include_prompt": True}},
     {"sampling": {"n": 3, "temperature": 0.8, "seed": 7, "logprobs": None}},
-    {"sampling": {"n": 5, "temperature": 1.0, "prompt_logprobs": 1}, "output": {"keep_columns": ["language", "id"]}},
+    {
+        "sampling": {"n": 5, "temperature": 1.0, "prompt_logprobs": 1},
+        "output": {"keep_columns": ["language", "category"]},
+    },
     {"sampling": {"logprobs": 2}, "output": {"logprobs_dtype": "float16", "include_token_ids": False}},
 )
 ROWS_PER_SHARD = ("auto", 5, 20, 60, 1000)

@@ -1,19 +1,19 @@
 """The exceptions that end a job, each with the exit code that a shell or a scheduler sees.
 
     BatchinfError              1  a bug, unless a subclass says otherwise
-    ├── UserError              2  the user's to mend; shown as one clear line, no traceback
+    ├── UserError              2  the user can fix it; shown as one line without a traceback
     │   ├── SpecError             the job spec
     │   ├── InputError            the prompts dataset
     │   ├── ModelError            the model's folder or hub id
-    │   ├── DriftError            a resume whose spec, input or model is not the job's
-    │   ├── OutputError           the output folder: foreign, damaged, full or held by another
+    │   ├── DriftError            a resume with another spec, input or model
+    │   ├── OutputError           the output folder: foreign, damaged, full or held by another process
     │   ├── EngineStartError      no replica could start
     │   └── HopelessJob           half of the first rows have failed; ended early
     ├── ErrorRateExceeded      3  done, but more rows failed than `max_error_rate`
     ├── VerificationFailed     3  `verify` found values beyond its tolerance
-    └── Interrupted           75  stopped on request; the same command goes on
+    └── Interrupted           75  stopped on request; the same command resumes the job
 
-A row that fails is never an exception here: it is a `RowError` value that becomes a row of the output.
+A failed row raises none of these: it is a `RowError` value and becomes an error row of the output.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class BatchinfError(Exception):
 
 
 class UserError(BatchinfError):
-    """Something that the user can mend: the message says what was got, what is allowed, what to do."""
+    """An error that the user can fix. The message says what was got, what is allowed and what to do."""
 
     exit_code = 2
 
@@ -57,7 +57,7 @@ class EngineStartError(UserError):
 
 
 class HopelessJob(UserError):
-    """So many of the first rows have failed that the job was not worth going on with."""
+    """So many of the first rows failed that the job was ended early."""
 
 
 class ErrorRateExceeded(BatchinfError):
@@ -67,7 +67,7 @@ class ErrorRateExceeded(BatchinfError):
 
 
 class VerificationFailed(BatchinfError):
-    """What is stored is further from the reference than allowed."""
+    """Stored values differ from the reference by more than the tolerance."""
 
     exit_code = 3
 
@@ -79,9 +79,9 @@ class Interrupted(BatchinfError):
 
 
 class EngineDeadError(BatchinfError):
-    """The engine died under its replica; what was in it has to be run again.
+    """The engine died; its requests have to run again.
 
-    was_killed: a signal from outside ended one of its processes, as far as can be told.
+    was_killed: a signal from outside ended one of its processes, as far as the replica can tell.
     """
 
     def __init__(self, message: str, was_killed: bool = False) -> None:
@@ -98,7 +98,7 @@ class RowError:
 
 
 class RequestRefused(Exception):
-    """An engine will not take a request; the engine is unharmed and the row becomes an error row."""
+    """An engine refuses a request. The engine runs on, and the row becomes an error row."""
 
     def __init__(self, error: RowError) -> None:
         super().__init__(error.error_message)

@@ -1,11 +1,11 @@
-"""Named points at which a test can hurt the process that passes them; nothing happens unless one is asked for.
+"""Fault points: tests kill, delay or fail a process at a named point. Nothing happens without `BATCHINF_FAULTS`.
 
-`BATCHINF_FAULTS="parts.before_rename:3=kill,journal.write=sleep 5"` kills the process with SIGKILL at the third
-passage of `parts.before_rename`, and sleeps 5 s at the first of `journal.write`; `:*` is every passage. `die` is what a
-dying engine raises. `hold FILE` writes the process id to FILE and stands still until FILE is deleted, so that a test
-can kill whom it likes at that very moment. `oom KIND` fails as an engine does whose memory runs out, in vLLM's words:
-KIND is free, cache, length or start at the start, or step.
-`BATCHINF_FAULTS_ONCE=FOLDER` makes each fault strike once over all processes and restarts: a file in FOLDER remembers.
+`BATCHINF_FAULTS="parts.before_rename:3=kill,journal.write=sleep 5"` kills the process with SIGKILL the third time it
+passes `parts.before_rename`, and sleeps 5 s the first time it passes `journal.write`; `:*` means every time.
+`die` raises the error of a dying engine. `hold FILE` writes the process id to FILE and waits until FILE is deleted, so
+that a test can kill any process at that moment. `oom KIND` fails like an engine that is out of memory, with vLLM's
+error texts: KIND is free, cache, length or start when the engine starts, or step.
+`BATCHINF_FAULTS_ONCE=FOLDER` makes each fault without `:*` strike once over all processes and restarts.
 """
 
 import os
@@ -15,7 +15,7 @@ import time
 
 from batchinf.base.errors import EngineDeadError, EngineStartError
 
-# What vLLM 0.32 and torch say, on a device of 80 GiB.
+# Error texts of vLLM 0.32 and torch on a device of 80 GiB.
 _TORCH = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
     "of which 1.05 GiB is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
@@ -47,7 +47,7 @@ _FAULTS = _parse(os.environ.get("BATCHINF_FAULTS", ""))
 
 
 def point(name: str, item: object = "") -> None:
-    """Pass the fault point `name`, or `name.item` where it is one of many."""
+    """Pass the fault point `name`, or `name.item` if there are several."""
     if _FAULTS:
         _strike(f"{name}.{item}" if item != "" else name)
 

@@ -14,11 +14,11 @@ from batchinf.base.errors import OutputError
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Lists of different lengths, end to end.
+    """Lists of different lengths, stored end to end.
 
-    values: [num_values, ...], of all lists; where the lists hold lists of one length, as the top k, that is its second
-    dimension. Null values are NaN, or -1 where they are whole numbers. offsets: int64 [num_lists + 1]; list i is
-    `values[offsets[i]:offsets[i + 1]]`. is_null: bool [num_lists], the lists that were never produced; they are empty.
+    values: [num_values, ...], the values of all lists. If the items are lists of one length, such as the top k, that
+    length is the second dimension. Null is NaN, or -1 for integers. offsets: int64 [num_lists + 1]; list i is
+    `values[offsets[i]:offsets[i + 1]]`. is_null: bool [num_lists]; null lists are empty.
     """
 
     values: npt.NDArray[Any]
@@ -36,7 +36,7 @@ class Ragged:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def take(self, places: npt.NDArray[np.int64]) -> "Ragged":
-        """The lists at these places, copied."""
+        """The lists at these indices, copied."""
         lengths = self.lengths[places]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         values = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][places] - offsets[:-1], lengths)
@@ -48,17 +48,17 @@ class Ragged:
         return np.diff(self.offsets)
 
     def sum(self) -> npt.NDArray[np.float64]:
-        """float64 [num_lists, ...]: of the values that are not NaN; 0 where there are none."""
+        """float64 [num_lists, ...]: sum of the values that are not NaN; 0 if there are none."""
         return self._add(np.nan_to_num(self.values.astype(np.float64), nan=0.0))
 
     def mean(self) -> npt.NDArray[np.float64]:
-        """float64 [num_lists, ...]: of the values that are not NaN; NaN where there are none."""
+        """float64 [num_lists, ...]: mean of the values that are not NaN; NaN if there are none."""
         counts = self._add((~np.isnan(self.values.astype(np.float64))).astype(np.float64))
         with np.errstate(invalid="ignore"):
             return self.sum() / counts
 
     def _add(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        # reduceat adds no empty run, and takes the next value for it.
+        # For an empty list, reduceat would return the next list's first value.
         sums = np.zeros((len(self), *values.shape[1:]))
         is_full = self.lengths > 0
         if is_full.any():
@@ -67,13 +67,13 @@ class Ragged:
 
 
 def to_ragged(array: pa.ListArray) -> Ragged:
-    """A column of lists, or of lists of lists that have one length, as values and offsets. Raises OutputError."""
+    """A column of lists, or of lists of lists of one length. Raises OutputError if the inner lengths differ."""
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     inner = array.flatten()
     is_null = np.asarray(array.is_null())
     if pa.types.is_fixed_size_list(inner.type):
-        # Views both, of the buffer that Parquet was decoded into.
+        # No copy: a view of the buffer that Parquet was decoded into.
         return Ragged(to_matrix(inner), offsets, is_null)
     if not pa.types.is_list(inner.type):
         return Ragged(_flat(inner), offsets, is_null)
@@ -91,7 +91,7 @@ def to_ragged(array: pa.ListArray) -> Ragged:
 
 
 def to_matrix(array: pa.FixedSizeListArray) -> npt.NDArray[Any]:
-    """[num_vectors, width]: a view of Arrow's memory where none is null; null vectors are NaN, or -1."""
+    """[num_vectors, width]. Null vectors are NaN, or -1 for integers; without them it is a view of Arrow's memory."""
     width = array.type.list_size
     values = _flat(array.values.slice(array.offset * width, len(array) * width)).reshape(len(array), width)
     if array.null_count:
@@ -101,8 +101,8 @@ def to_matrix(array: pa.FixedSizeListArray) -> npt.NDArray[Any]:
 
 
 def join_ragged(pieces: Sequence[Ragged]) -> Ragged:
-    """The lists of all pieces, one piece after the other; at least one."""
-    # A piece all of whose lists are null says nothing of how wide they are.
+    """The lists of all pieces in order. There must be at least one piece."""
+    # The width of a piece without values is unknown.
     values = [piece.values for piece in pieces if len(piece.values)] or [pieces[0].values]
     lengths = np.concatenate([piece.lengths for piece in pieces])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -110,7 +110,7 @@ def join_ragged(pieces: Sequence[Ragged]) -> Ragged:
 
 
 def _flat(array: pa.Array) -> npt.NDArray[Any]:
-    """Without null, so that whole numbers stay whole; float16 stays as it is."""
+    """The values. Null becomes NaN, or -1 for integers, so that these stay integers; float16 stays float16."""
     if not array.null_count:
         return np.asarray(array.to_numpy(zero_copy_only=False))
     if pa.types.is_integer(array.type):

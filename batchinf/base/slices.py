@@ -1,6 +1,8 @@
-"""A job in slices: which rows each one is, where it lies, and that one output folder holds one cut of one job alone.
+"""Slices of a job: their rows, their folders, and `OUT/slices.json`, the record that keeps out slices of another job.
 
-Each slice is a job of its own, in `OUT/slice-i`; they share `OUT/source` and the record `OUT/slices.json`.
+Each slice is a job of its own in `OUT/slice-i`; the slices share `OUT/source`. A slice's first extent begins at its
+first row, so `row_index` and seeds are those of the whole job. `i/N` is part of a slice's identity, so no part of one
+slice can be taken for another's.
 """
 
 import json
@@ -47,21 +49,21 @@ class Slice:
         return f"{self.index}/{self.num_slices}"
 
     def rows(self, num_rows: int) -> range:
-        """Its rows of an input of `num_rows`; none where there are more slices than rows."""
+        """Its rows out of `num_rows`. Some slices are empty if there are more slices than rows."""
         return range(self.index * num_rows // self.num_slices, (self.index + 1) * num_rows // self.num_slices)
 
     @property
     def name(self) -> str:
-        """Its folder in the output folder, with zeros in front so that names sort as rows do: `slice-07` of 12."""
+        """Its folder in the output folder, padded with zeros so that names sort in row order: `slice-07` of 12."""
         return f"slice-{self.index:0{len(str(self.num_slices - 1))}d}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What all slices of an output folder have in common. num_rows: that all of them run. identity: of the job.
+    """The record that all slices of an output folder share. num_rows: of all slices together. identity: of the job.
 
-    begun_at: when the first of them was begun, in ISO format; empty where that was not noted. selection: digest of the
-    file that says which rows all of them run; None for the first `num_rows` of the input.
+    begun_at: when the first slice began, in ISO format; may be empty. selection: digest of the bitmap of the chosen
+    rows; None if they are the first `num_rows` of the input.
     """
 
     num_slices: int
@@ -73,7 +75,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class JobFolder:
-    """A job in an output folder: the whole one, where `slice` is None, or one slice, which may not have begun."""
+    """A whole job (`slice` is None), or one slice, which may not have begun."""
 
     folder: Folder
     slice: Slice | None
@@ -85,25 +87,24 @@ def is_slice_folder(name: str) -> bool:
 
 
 def job_folder(out: str, slice_: Slice | None) -> Folder:
-    """Where a job or one of its slices lies."""
+    """The folder of a job or of one of its slices."""
     return Folder(out) if slice_ is None else Folder(pathlib.Path(out, slice_.name))
 
 
 def source_folder(folder: Folder, slice_: Slice | None) -> pathlib.Path:
-    """Where a job keeps what the scan of its input finds; slices make it once, for all of them."""
+    """Where a job keeps the results of the scan; all slices share one folder."""
     return (folder.root if slice_ is None else folder.root.parent) / SOURCE_FOLDER
 
 
 def no_job_message(out: object) -> str:
-    """The error where an output folder has no manifest."""
+    """The error message for an output folder without a manifest."""
     return f"{out} holds no job: there is no manifest in it; give a job's output.path"
 
 
 def job_folders(out: str) -> list[JobFolder]:
-    """The jobs in an output folder: one, or all slices in the order of their rows, whether they have begun or not.
+    """The jobs in an output folder: one, or all slices in row order, begun or not. Does not look into their folders.
 
-    Nothing is said of what lies in them. Raises OutputError where the record of the slices is damaged, or where whole
-    job and slices lie side by side.
+    Raises OutputError if the slices' record is damaged, or if a whole job lies beside slices.
     """
     cut = read_cut(out)
     if cut is None:
@@ -115,7 +116,7 @@ def job_folders(out: str) -> list[JobFolder]:
 
 
 def read_cut(out: str) -> Cut | None:
-    """What the slices in an output folder have in common; None where there are none. Raises OutputError for damage."""
+    """The record of the slices in an output folder; None if there is none. Raises OutputError for damage."""
     folder = Folder(out)
     try:
         record = json.loads(folder.read(_RECORD))
@@ -144,7 +145,7 @@ def _is_typed(cut: Cut) -> bool:
 
 
 def write_cut(out: str, cut: Cut) -> Cut:
-    """Say what the slices have in common, unless one of them has said so before; what now stands there."""
+    """Write the record of the slices unless there is one. Returns the record that is there now."""
     folder = Folder(out)
     folder.make()
     folder.create_exclusive(_RECORD, json.dumps({"version": SLICES_VERSION, **asdict(cut)}).encode())
@@ -154,7 +155,7 @@ def write_cut(out: str, cut: Cut) -> Cut:
 
 
 def check_place(out: str, slice_: Slice | None) -> None:
-    """Raise OutputError where an output folder holds a job that is cut otherwise. Writes nothing."""
+    """Raise OutputError if an output folder holds a job that is cut differently. Writes nothing."""
     cut = read_cut(out)
     if slice_ is None and cut is not None:
         raise OutputError(
@@ -175,5 +176,5 @@ def check_place(out: str, slice_: Slice | None) -> None:
 
 def _holds_whole_job(out: str) -> bool:
     folder = Folder(out)
-    # A log alone may be that of a head start, whose job never began: the spec is written before the job's header.
+    # A log alone may come from a head start whose job never began. The spec is written before the job's header.
     return bool(folder.list("parts") or (folder.list("manifest") and folder.exists("job.yaml")))

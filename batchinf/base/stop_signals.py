@@ -1,6 +1,7 @@
-"""Requests to stop: the signals that are one, Slurm's time limit as another, and how much time each leaves.
+"""Requests to stop: signals, Slurm's time limit, and how much time each leaves. The coordinator acts on them.
 
-The signals belong to the process that the user started; what it does with a request is the coordinator's.
+A signal while a job is opened ends it at once (`interruptible`). While it runs, replicas admit nothing more and drain
+for as long as the request allows. Replicas ignore signals: their coordinator tells them to stop.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ SENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _TIMER = signal.SIGALRM
 STOP_SIGNALS = (*SENT_SIGNALS, _TIMER)
 
-# Slurm, Kubernetes and their like kill 30 s after SIGTERM: the rest is for writing, and for letting devices go.
+# Slurm and Kubernetes kill 30 s after SIGTERM. The rest is for writing parts and freeing devices.
 _TERM_DRAIN_S = 20.0
 _TERM_END_S = 25.0
 # How long replicas may take beyond their drain to write their parts and end.
@@ -31,7 +32,7 @@ _END_TIME, _START_TIME = "SLURM_JOB_END_TIME", "SLURM_JOB_START_TIME"
 _SECONDS = re.compile("[1-9][0-9]{0,11}")
 _LONGEST_S = 10.0**9
 
-# All that has come in, each with its time. Signals are the process's, whoever listens.
+# All signals so far, with their times. Global, because signals belong to the process.
 _heard: list[tuple[int, float]] = []
 
 # How many `shielded` blocks the main thread is in, and whether an interruption waits for their end.
@@ -40,24 +41,21 @@ _is_put_off = False
 
 
 def request_name(number: int) -> str:
-    """What asked for a stop, for people."""
+    """The name of a request, for people."""
     return "Slurm's time limit" if number == _TIMER else signal.Signals(number).name
 
 
 class StopRequests:
-    """What has asked for a stop; of several requests the one that leaves least time counts.
-
-    Times are of the monotonic clock, in seconds.
-    """
+    """The requests to stop so far; the one that leaves the least time counts. Times are monotonic, in seconds."""
 
     def __init__(self, drain_timeout_s: float, stop_before_s: float) -> None:
         self._drain_timeout_s = drain_timeout_s
         self._stop_before_s = stop_before_s
-        # An interruption that a library has swallowed while the job was opened still counts.
+        # A library may have swallowed an interruption while the job was opened; it still counts.
         self._heard = list(_heard)
 
     def note(self, number: int) -> None:
-        """A signal has come; to be called from its handler."""
+        """Record a signal; called from its handler."""
         self._heard.append((number, time.monotonic()))
 
     def __bool__(self) -> bool:
@@ -65,12 +63,12 @@ class StopRequests:
 
     @property
     def name(self) -> str:
-        """The first of them, for people."""
+        """The name of the first request, for people."""
         return request_name(self._heard[0][0])
 
     @property
     def drain_until(self) -> float:
-        """Until when running requests may finish; no end where nothing has asked for a stop."""
+        """Until when running requests may finish; infinity without a request to stop."""
         return min((at + self._drain_s(number) for number, at in self._heard), default=math.inf)
 
     @property
@@ -81,9 +79,10 @@ class StopRequests:
 
     @property
     def is_at_once(self) -> bool:
-        """Whether somebody does not want to wait: Ctrl-C after another request.
+        """Whether to stop without draining: Ctrl-C after another request.
 
-        Only Ctrl-C: a shell passes on a hangup that the kernel has sent as well, and so does srun a SIGTERM.
+        Only Ctrl-C counts. Other signals may come twice for one request: a shell repeats the kernel's SIGHUP, and srun
+        repeats SIGTERM.
         """
         return any(number == signal.SIGINT for number, _ in self._heard[1:])
 
@@ -101,7 +100,7 @@ class StopRequests:
 
 @contextlib.contextmanager
 def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Call `note` with each signal that asks for a stop. One that was ignored before, as under nohup, stays so."""
+    """Call `note` with each signal that asks for a stop. Signals that are ignored, as under nohup, stay ignored."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         _heard.append((number, time.monotonic()))
@@ -121,18 +120,18 @@ def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """End what runs within at once when a stop is asked for, and raise Interrupted.
+    """End the block at once when a stop is asked for, and raise Interrupted.
 
-    Once that is decided, or all is done, no further signal changes the exit code: the process ignores them to its end.
+    After the block the process ignores these signals to its end, so that they cannot change the exit code.
     """
 
     def interrupt(number: int) -> None:
-        # What has begun to unwind lets go of its lock undisturbed, unless somebody presses Ctrl-C again.
+        # The first signal starts the unwinding, which releases the lock. Only a further Ctrl-C may disturb that.
         global _is_put_off
         if len(_heard) == 1 and _shields:
             _is_put_off = True
         elif len(_heard) == 1 or number == signal.SIGINT:
-            # Not an Exception, which a library may catch and pass over.
+            # Not a subclass of Exception: libraries catch and drop those.
             raise KeyboardInterrupt
 
     with on_stop_signals(interrupt):
@@ -140,20 +139,20 @@ def interruptible() -> Iterator[None]:
             try:
                 yield
             except KeyboardInterrupt:
-                # CPython remembers one that came through `exec` of text, as dataclasses use it, until the next such
-                # `exec`: at the end it would kill the process with SIGINT, whatever the exit code.
+                # CPython remembers a KeyboardInterrupt from `exec` of text, which dataclasses use, until the next
+                # `exec`. Otherwise it kills the process with SIGINT at its end, whatever the exit code.
                 exec("")
                 number = _heard[0][0] if _heard else signal.SIGINT
                 raise Interrupted(f"stopped on {request_name(number)}") from None
         finally:
-            # Interrupted or done, the exit code is settled, and holds to the very end of the process.
+            # The exit code is settled now.
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def shielded() -> Iterator[None]:
-    """Put an interruption of the main thread off until the block is done; a second Ctrl-C is not put off."""
+    """Delay an interruption of the main thread until the block is done; a second Ctrl-C is not delayed."""
     global _shields, _is_put_off
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -172,9 +171,9 @@ def shielded() -> Iterator[None]:
 def ahead_of_time_limit(
     stop_before_s: float, say: Callable[[str], None], environment: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Within a Slurm job, ask for a stop `stop_before_s` ahead of its end. Raises SpecError where that is always.
+    """In a Slurm job, ask for a stop `stop_before_s` before its time limit. Raises SpecError for a shorter limit.
 
-    A timer of the kernel's asks, so that a job that is still being opened stops as one that runs does.
+    A kernel timer sends a signal, so a job that is still being opened stops too.
     """
     left_s = seconds_left(stop_before_s, say, environment)
     if left_s is None:
@@ -188,7 +187,7 @@ def ahead_of_time_limit(
 
 
 def seconds_left(stop_before_s: float, say: Callable[[str], None], environment: Mapping[str, str]) -> float | None:
-    """Seconds until a stop has to be asked for, below 0 where that time is past; None where there is no limit."""
+    """Seconds until the stop, negative if that time is past; None without a limit."""
     text = environment.get(_END_TIME)
     if text is None:
         return None
@@ -196,7 +195,7 @@ def seconds_left(stop_before_s: float, say: Callable[[str], None], environment: 
         say(f"warning: {_END_TIME} is {text[:60]!r}, not seconds since 1970: the job does not stop ahead of that time")
         return None
     start = environment.get(_START_TIME, "")
-    # It would stop at once, be queued again, and so on for ever.
+    # The job would stop at once and be queued again, forever.
     if _SECONDS.fullmatch(start) and 0 < int(text) - int(start) <= stop_before_s:
         raise SpecError(
             f"stop_before_s: got {stop_before_s:g}, but Slurm gives this job {int(text) - int(start)} s in all: ask it "

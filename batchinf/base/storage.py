@@ -1,8 +1,8 @@
-"""The only door to the output folder: every file in it is written, renamed, listed and deleted here.
+"""The only access to the output folder: every file in it is written, renamed, listed and deleted here.
 
-A local folder (or one on a shared file system). Names are relative paths with forward slashes. What a method says is
-durable when it returns has been fsynced, its folder too. An object store could stand behind the same verbs. An error
-of the disk is an OSError that names the file; `disk_error` says what to do about it.
+The folder is local or on a shared file system. Names are relative paths with forward slashes. "Durable" means that the
+file and its folder are fsynced when a method returns. A disk error is an OSError that names the file; `disk_error` adds
+what to do.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from batchinf.base import faults
 from batchinf.base.errors import OutputError
 
 _TEMPORARY = ".tmp-"
-# What no restart mends, only the user: disk or quota full, read-only, the file too large.
+# Errors that only the user can fix. The first one stops the job, because other replicas would fail the same way.
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _REMEDIES = {
     errno.ENOSPC: "make room there",
@@ -42,7 +42,7 @@ class Folder:
         self.root = pathlib.Path(root)
 
     def path(self, name: str) -> pathlib.Path:
-        """Where `name` lies on this machine, for readers that want a path (memory maps, Parquet)."""
+        """The path of `name`, for readers that need one (memory maps, Parquet)."""
         return self.root / name
 
     def make(self, *names: str) -> None:
@@ -81,12 +81,12 @@ class Folder:
             raise
 
     def write_atomic(self, name: str, data: bytes, *, durable: bool = True, fault: str = "storage.write") -> None:
-        """Replace `name` by `data` in one step. `durable=False` spares the fsync where losing it costs nothing."""
+        """Replace `name` by `data` in one step. `durable=False` skips the fsync, for files that may be lost."""
         with self.writing(name, fault, durable=durable) as file:
             file.write(data)
 
     def create_exclusive(self, name: str, data: bytes = b"") -> bool:
-        """Create `name`, whole and durable, unless it exists; says whether it was this call that created it."""
+        """Create `name`, whole and durable, unless it exists. True if this call created it."""
         target = self.path(name)
         temporary = _temporary(target)
         try:
@@ -106,7 +106,7 @@ class Folder:
         return True
 
     def _create_without_links(self, target: pathlib.Path, data: bytes) -> bool:
-        # Some shared file systems have no hard links: O_EXCL still elects one creator there.
+        # Some shared file systems have no hard links. O_EXCL still lets only one process create the file.
         try:
             file = create(target)
         except FileExistsError:
@@ -117,7 +117,7 @@ class Folder:
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
-            # Half a file would count as one.
+            # Half a file would count as a whole one.
             with contextlib.suppress(OSError):
                 target.unlink()
             raise
@@ -125,7 +125,7 @@ class Folder:
         return True
 
     def publish(self, source: str, target: str) -> None:
-        """Rename `source` to `target`, durably; both lie in this folder."""
+        """Rename `source` to `target`, durably; both are in this folder."""
         with naming(self.path(target)):
             faults.point("storage.publish.before_rename")
         self.path(source).replace(self.path(target))
@@ -133,9 +133,9 @@ class Folder:
         sync_folder(self.path(source).parent)
 
     def publish_new(self, source: str, target: str) -> bool:
-        """Like `publish`, unless there is a `target`; says whether it was this call that made it.
+        """Like `publish`, but never replaces a `target`. True if this call made it.
 
-        Where the file system has no hard links, one that another process makes in the same moment may be replaced.
+        Without hard links, a `target` that another process makes at the same moment may be replaced.
         """
         with naming(self.path(target)):
             faults.point("storage.publish.before_link")
@@ -172,14 +172,13 @@ class Folder:
             return {}
 
     def sweep(self, folder: str) -> None:
-        """Delete what interrupted writes left half done in `folder`."""
+        """Delete half-written files in `folder`."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.path(folder)) as entries:
             for entry in entries:
                 if entry.name.startswith(_TEMPORARY):
                     pathlib.Path(entry.path).unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
-        """The bytes of `name`."""
         return self.path(name).read_bytes()
 
     def exists(self, name: str) -> bool:
@@ -187,22 +186,22 @@ class Folder:
         return self.path(name).exists()
 
     def delete(self, name: str) -> None:
-        """Delete the file `name`; it is no error if it is gone."""
+        """Delete the file `name` if it exists."""
         self.path(name).unlink(missing_ok=True)
 
 
 class _NoLinksError(Exception):
-    """The file system, or this place in it, knows no hard links."""
+    """The file system has no hard links here."""
 
 
 def _link(source: pathlib.Path, target: pathlib.Path) -> bool:
-    """Give a file a second name unless that is taken; says whether it was this call that gave it."""
+    """Give a file a second name unless that is taken. True if this call gave it."""
     try:
         os.link(source, target)
     except FileExistsError:
         return False
     except OSError as error:
-        # EXDEV: links within one folder alone.
+        # EXDEV: some file systems link only within one folder.
         if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS):
             raise _NoLinksError from error
         raise
@@ -214,7 +213,7 @@ def _temporary(target: pathlib.Path) -> pathlib.Path:
 
 
 class _NamedFile(io.FileIO):
-    """A file whose errors say which it is; the system's own do so only when a file is opened."""
+    """A file whose errors name it. The system's own errors do so only when a file is opened."""
 
     def __init__(self, path: pathlib.Path, mode: str, name: pathlib.Path) -> None:
         self._said = name
@@ -228,13 +227,13 @@ class _NamedFile(io.FileIO):
 
 
 def create(path: pathlib.Path, name: pathlib.Path | None = None) -> IO[bytes]:
-    """A new file for writing. `name`: what its errors call it, where its own name is a temporary one."""
+    """A new file for writing. name: its name in errors, if `path` is a temporary one."""
     return io.BufferedWriter(_NamedFile(path, "xb", name or path))
 
 
 @contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
-    """What the disk says in this block is said of `path`, unless it names another file."""
+    """Disk errors in this block name `path`, unless they name another file."""
     try:
         yield
     except OSError as error:
@@ -244,7 +243,7 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 
 
 def _is_link(path: pathlib.Path) -> OutputError:
-    # Who can plant a link could otherwise have files written, swept and deleted elsewhere.
+    # A planted link could make us write and delete files elsewhere.
     return OutputError(f"{path} is a symbolic link, which is not followed; remove it, or set output.path to its target")
 
 
@@ -278,9 +277,9 @@ def reason(error: OSError) -> str:
 
 
 def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
-    """One line for the user: which file, what the system said, and what to do where the disk is to blame.
+    """One line for the user: the file, the system's error, and what to do if the disk is the cause.
 
-    path: of the file, if the error does not name one.
+    path: the file, if the error does not name one.
     """
     where = error.filename if error.filename is not None else path
     words = reason(error) if where is None else f"{where}: {reason(error)}"
@@ -308,8 +307,9 @@ HEADER_BYTES = _STRUCT.size + 8
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """number: of the shard, retry or extent that the file is of. first, second: as its format has it. digest: xxh3-128
-    of what follows.
+    """The header of a binary file. number: its shard, retry or extent. first, second: depend on the format.
+
+    digest: xxh3-128 of all that follows the header.
     """
 
     number: int
@@ -318,13 +318,12 @@ class FileHeader:
     digest: bytes
 
     def encode(self) -> bytes:
-        """The 64 bytes."""
         fields = _STRUCT.pack(_MAGIC, _VERSION, self.number, self.first, self.second, self.digest)
         return fields + xxhash.xxh3_64_digest(fields)
 
     @classmethod
     def decode(cls, data: bytes) -> "FileHeader | None":
-        """The header in the first 64 bytes; None where they are torn, altered, or of another format version."""
+        """The header in the first 64 bytes; None if they are damaged or of another format version."""
         fields, checksum = data[: _STRUCT.size], data[_STRUCT.size : HEADER_BYTES]
         if len(data) < HEADER_BYTES or xxhash.xxh3_64_digest(fields) != checksum:
             return None

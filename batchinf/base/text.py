@@ -12,7 +12,7 @@ _SHOWN_NAMES = 20
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Names with commas between them, the first ones where they are many."""
+    """Names with commas between them; only the first 20 if there are more."""
     names = list(names)
     more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
@@ -24,37 +24,37 @@ def one_line(text: object, most: int | None = None) -> str:
 
 
 def error_message(error: BaseException, most: int | None = None) -> str:
-    """An exception's message in one line; the name of its type where it has none."""
+    """An exception's message in one line; the name of its type if it has none."""
     return one_line(error, most) or type(error).__name__
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in one short line; its type too unless it is Jinja2's own, whose words say enough."""
+    """An exception in one short line, with its type unless Jinja2 raised it."""
     words = shorten(one_line(error), 300)
     return words if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {words}"
 
 
 def shorten(text: str, most: int) -> str:
-    """At most so many characters, and none that UTF-8 cannot encode: what a row holds may be quoted in it."""
+    """At most `most` characters that UTF-8 can encode: messages quote rows, which may hold lone surrogates."""
     short = text if len(text) <= most else text[:most] + "…"
     return short.encode(errors="backslashreplace").decode()
 
 
 def clip(text: str, length: int = 60) -> str:
-    """At most `length` characters in one line, without what a terminal would obey."""
+    """At most `length` characters in one line, with control characters escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: length + 1])
     return shown if len(text) <= length else f"{shown[:length]}…"
 
 
 def name_type(value: object) -> str:
-    """What a value is, as people who write JSON call it."""
+    """The type of a value, in JSON's terms."""
     names = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
 def to_json(report: Any) -> str:
-    """One line. Fields have the names of the report's dataclasses; a number that is not finite is null."""
-    # Dates, bytes and the like, as an input row may have them, are text.
+    """A report as one line of JSON. A number that is not finite becomes null."""
+    # An input row may have dates or bytes; they become text.
     return json.dumps(_values(report), default=str)
 
 
@@ -69,7 +69,7 @@ def _values(value: Any) -> Any:
 
 
 def duration(seconds: float | None) -> str:
-    """`1h02m`, `3m20s` or `12s`; `?` where it is not known."""
+    """`1h02m`, `3m20s` or `12s`; `?` if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     whole = round(seconds)

@@ -59,6 +59,8 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
             f"{folder.path('manifest')} cannot be repaired: the lines that say what the job is are damaged; put back a "
             "whole copy of it, or give the job another output.path"
         )
+    # The header and the cuts are enough. The next run adopts each part that proves whole and the job's, so lost lines
+    # cost only the reading of the parts.
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     state.events.append(EventLine("rebuilt", now, {"replaces": logs}))
     state.event_counts["rebuilt"] += 1

@@ -1,1 +1,1 @@
-"""The engines: one protocol, the scripted engine, and in `vllm` the only code that imports vLLM."""
+"""The engines: one protocol, the scripted engine, and `vllm`, the only code that imports vLLM."""

@@ -1,4 +1,4 @@
-"""The installed vLLM, asked without importing it: its engine arguments, structured outputs and reasoning parsers."""
+"""Facts about the installed vLLM without importing it: engine arguments, structured outputs, reasoning parsers."""
 
 import ast
 import functools
@@ -16,9 +16,9 @@ from batchinf.spec.file import SpecFile
 
 @functools.cache
 def engine_argument_names() -> frozenset[str] | None:
-    """Names of the installed vLLM's EngineArgs, or None where vLLM is not installed.
+    """Names of the installed vLLM's EngineArgs, or None if vLLM is not installed.
 
-    Read from the source: importing vLLM takes 7 s and would make a typo in a spec slow to see.
+    Read from the source: importing vLLM takes 7 s, too long to report a typo in a spec.
     """
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
@@ -31,13 +31,13 @@ def engine_argument_names() -> frozenset[str] | None:
     return None
 
 
-# vLLM is imported meanwhile: 10 s, and far longer from a cold or shared disk.
+# The process imports vLLM, which takes 10 s, and far longer from a cold or shared disk.
 _WAIT_S = 600.0
 _PARSER = "model.reasoning_parser"
 
 
 def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
-    """Lines for people. Raises SpecError, one line for each thing that vLLM would refuse.
+    """Lines for people about structured outputs and reasoning. Raises SpecError with a line for each thing refused.
 
     tokenizer: the resolved one, a folder or a hub id.
     """
@@ -60,10 +60,7 @@ def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
 
 @functools.cache
 def reasoning_parser_names() -> tuple[str, ...] | None:
-    """Names of the installed vLLM's own reasoning parsers, sorted; None where they are not to be found.
-
-    Read from the source, as importing vLLM takes 7 s.
-    """
+    """Names of the installed vLLM's own reasoning parsers, sorted; None if not found. Read from the source."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return None
@@ -80,7 +77,7 @@ def reasoning_parser_names() -> tuple[str, ...] | None:
 
 
 def _ask(file: SpecFile, tokenizer: str) -> str:
-    """The backend that compiles the structure, in vLLM's own words. Raises SpecError."""
+    """The name of vLLM's backend that compiles the structure. Raises SpecError."""
     root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     asked = json.dumps({"spec": file.spec.model_dump_json(), "tokenizer": tokenizer})

@@ -6,30 +6,30 @@ from batchinf.records import Completion, EngineInfo, EngineStats, Request
 
 
 class Engine(Protocol):
-    """Continuous batching: requests are added at any time, finished ones come out of any step. One thread only."""
+    """Continuous batching: requests are added at any time, and any step may return finished ones. For one thread."""
 
     info: EngineInfo
 
     def warm_up(self, request: Request) -> None:
-        """Compile what the job's own shapes need, by running requests like this one through."""
+        """Compile kernels for the job's shapes by running requests like this one."""
 
     def add(self, request: Request) -> None:
-        """Take a request. Raises RequestRefused, with the engine unharmed, or EngineDeadError."""
+        """Add a request. Raises RequestRefused, after which the engine runs on, or EngineDeadError."""
 
     def step(self) -> list[Completion]:
-        """Run one step and return what finished in it, in any order. Raises EngineDeadError.
+        """Run one step and return its finished requests, in any order. Raises EngineDeadError.
 
-        Requests that were cut short (aborted) never come out: see `num_unfinished`.
+        Aborted requests are never returned; they stay in `num_unfinished`.
         """
 
     def begun(self) -> list[Request]:
-        """Requests whose first token came in the last step: their prompts did the engine no harm."""
+        """Requests whose first token came in the last step, so their prompts did not kill the engine."""
 
     def num_unfinished(self) -> int:
-        """Requests that were added and have not come out."""
+        """Requests that were added and not returned yet."""
 
     def stats(self) -> EngineStats:
-        """A look at the engine's queues; cheap."""
+        """The engine's load; cheap."""
 
     def close(self) -> None:
         """Free the devices."""

@@ -1,4 +1,4 @@
-"""The scripted engine: deterministic outputs without a model, for tests and dry runs. Tasks make their own vectors."""
+"""The scripted engine: deterministic outputs without a model, for tests and dry runs. Vectors come from the task."""
 
 import functools
 import hashlib
@@ -18,7 +18,7 @@ from batchinf.tasks.base import Task
 
 
 class ScriptedEngine:
-    """Outputs are a function of prompt, seed and sampling alone: any two runs agree, however they are batched."""
+    """Outputs depend only on prompt, seed and sampling, so any two runs agree, whatever their batches."""
 
     output_room = 1  # tokens that must fit after a prompt
 
@@ -43,7 +43,7 @@ class ScriptedEngine:
         )
 
     def warm_up(self, request: Request) -> None:
-        """Nothing to compile."""
+        """See `Engine.warm_up`."""
 
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
@@ -55,7 +55,7 @@ class ScriptedEngine:
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
-        """See `Engine.step`. A request of m tokens comes out m steps after it was let in."""
+        """See `Engine.step`. A request of m tokens finishes m steps after it was admitted."""
         faults.point("engine.step")
         if self._script.step_s:
             time.sleep(self._script.step_s)
@@ -74,7 +74,7 @@ class ScriptedEngine:
         return finished
 
     def complete(self, request: Request) -> Completion:
-        """What the script answers to a request."""
+        """The answer to a request."""
         prompt = np.asarray(request.prompt_token_ids, np.int32)
         seed, adapter = str(request.seed or 0)[-16:].encode(), _person(request.adapter)
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=seed, person=adapter).digest()
@@ -115,12 +115,12 @@ class ScriptedEngine:
         return EngineStats(num_running=self._num_running, num_waiting=len(self._waiting))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """See `Engine.close`."""
 
 
 @functools.cache
 def _person(adapter: str | None) -> bytes:
-    """What makes a prompt's draws those of an adapter."""
+    """blake2b's `person` for an adapter: each adapter gives other answers."""
     return b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=16).digest()
 
 
@@ -129,7 +129,7 @@ _DRAWN_LOGPROBS = 1 << 20
 
 
 class _Draws:
-    """Random arrays, drawn once and read in a circle from the place that a hash gives: 3 us where drawing takes 60."""
+    """Random arrays, drawn once and read circularly from a hashed offset. That takes 3 µs; drawing takes 60."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -139,12 +139,12 @@ class _Draws:
         self._top: dict[int, tuple[IntArray, FloatArray]] = {}
 
     def token_ids(self, key: int, num_tokens: int) -> IntArray:
-        """int32 [num_tokens]: moved round the vocabulary by the key, so that two keys hardly ever have the same."""
+        """int32 [num_tokens]. Shifted in the vocabulary by the key, so that two keys rarely give the same tokens."""
         token_ids: IntArray = (_circle(self._token_ids, key, num_tokens) + key % self._vocab_size) % self._vocab_size
         return token_ids
 
     def logprobs(self, key: int, token_ids: IntArray, k: int | None) -> TokenLogprobs | None:
-        """These tokens and k others each; logprobs fall from rank to rank."""
+        """These tokens with k others each; logprobs fall from rank to rank."""
         if k is None:
             return None
         if k not in self._top:
@@ -154,7 +154,7 @@ class _Draws:
         return TokenLogprobs(top, logprobs, _circle(self._ranks, key, len(token_ids)))
 
     def rows(self, key: int, num_tokens: int, request: Request) -> npt.NDArray[Any]:
-        """Logits for each of the positions that a request wants; the columns of its tokens, if only those."""
+        """Logits for each position that a request asks for, of its chosen tokens or of the vocabulary."""
         rows = request.rows
         assert rows is not None
         positions = range(num_tokens) if rows.positions is None else rows.positions
@@ -175,7 +175,7 @@ class _Draws:
 
 
 def _circle(drawn: npt.NDArray[Any], key: int, num_items: int) -> npt.NDArray[Any]:
-    """A copy of so many items in a row, or of as many as often as it takes."""
+    """A copy of `num_items` consecutive items, wrapping around at the end."""
     start = (key >> 24) % len(drawn)
     if start + num_items <= len(drawn):
         return drawn[start : start + num_items].copy()
@@ -183,7 +183,7 @@ def _circle(drawn: npt.NDArray[Any], key: int, num_items: int) -> npt.NDArray[An
 
 
 class ScriptedPooling(ScriptedEngine):
-    """In place of vLLM's pooling runner: each prompt is run in one step, and the task says its values."""
+    """Stands for vLLM's pooling runner: each prompt takes one step, and the task makes its values."""
 
     output_room = 0
 

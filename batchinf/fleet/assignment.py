@@ -1,7 +1,8 @@
-"""Gives shards to replicas: first to those whose engine is up, then to those that prepare shards until theirs is.
+"""Assigns shards: first to replicas whose engine is up, then to those that prepare shards while their engine starts.
 
-`schedule.shards` decides, and this module carries it out. A replica whose engine is not up has begun no shard: one that
-is up and has less to do takes its shards without asking it, as it may answer late, or never come up at all.
+`schedule/shards.py` decides; this module carries it out. A replica whose engine is not up has begun no shard. The
+coordinator can take its shards back without an answer, because a starting replica may answer late or never. If a
+replica ends before its engine is up, its shards do not count as tried.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -24,7 +25,7 @@ class Assignment:
         self._attempts: dict[int, int] = {}
 
     def assign(self) -> None:
-        """Hand out pending shards, and ask for shards back that another replica could run sooner."""
+        """Hand out pending shards, and take back shards that another replica can run sooner."""
         self._trials.give(self._next_attempt)
         self._hand_out()
         is_any_free = False
@@ -39,7 +40,7 @@ class Assignment:
             self._hand_out()
 
     def begin(self, replica: FleetReplica) -> None:
-        """A replica's engine is up: let it run the shards that it prepared, or only its case if it took one over."""
+        """A replica's engine is up: let it run the shards that it prepared, or only its case if it has one."""
         if self._trials.has_case(replica):
             self._withdraw(replica, tuple(replica.shards))
         if replica.handle is not None:
@@ -60,7 +61,7 @@ class Assignment:
         self._pending.give_back(index for index in shards if index not in held)
 
     def _withdraw(self, replica: FleetReplica, shards: Sequence[int]) -> None:
-        """Take shards from a replica that was not told to begin: others may run them at once, even if it is deaf."""
+        """Take shards from a replica that was not told to begin. Others may run them before it reads the message."""
         if replica.handle is not None:
             replica.handle.send(Revoke(tuple(shards)))
         self.take_back(replica, shards)
@@ -73,7 +74,10 @@ class Assignment:
 
     @property
     def _is_gathering(self) -> bool:
-        """Whether replicas are starting for the first time, while the first shards may differ from the rest."""
+        """Whether some replicas start for the first time, and the first shards may differ from the rest.
+
+        A replica that is up then gets no more than fills its engine.
+        """
         replicas = self._fleet.replicas
         is_first = any(m.handle is not None and m.info is None and not m.restarts for m in replicas)
         return is_first and not self._pending.is_in_order
@@ -84,14 +88,14 @@ class Assignment:
     def _load(self, index: int, replica: FleetReplica) -> ReplicaLoad:
         is_up, is_free = replica.is_running, not self._trials.is_on_trial(replica)
         if not is_up:
-            # Its case's shards go before all others.
+            # A case's shards run before all others.
             is_free = not self._trials.has_case(replica)
         is_accepting = not replica.is_stopping and is_free
         movable = self._trials.movable(replica)
         return ReplicaLoad(index, replica.window_rows, replica.outstanding_rows, movable, is_accepting, is_up)
 
     def _next_attempt(self, shards: Iterable[Shard]) -> int:
-        """The number of the try that begins now for these shards: the greatest of theirs."""
+        """Count a new try of these shards, and return the greatest number among them."""
         for shard in shards:
             self._attempts[shard.index] = self._attempts.get(shard.index, 0) + 1
         return max(self._attempts[shard.index] for shard in shards)

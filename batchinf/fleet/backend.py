@@ -1,8 +1,8 @@
-"""What a backend must do: the protocol between the fleet and the place in which its replicas run.
+"""The protocol of a backend, which runs the fleet's replicas. `fleet/local/` runs them as processes of one host.
 
-The coordinator decides what replicas do; a backend decides where they run and how messages reach them. `fleet/local/`
-runs them as processes of one host. `choose.py` is the one module that names a backend. A backend starts
-`replica.incarnation.Incarnation` for each replica and gives it a port to the coordinator.
+The coordinator decides what replicas do; a backend decides where they run and how messages reach them. Only the backend
+knows process ids, sockets, shared memory, ports and NVML. It runs an `Incarnation` (`replica/incarnation.py`) for each
+replica and gives it a port to the coordinator and memory for the record of requests in flight.
 """
 
 import pathlib
@@ -16,7 +16,7 @@ from batchinf.records import StartedReplica
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch
 from batchinf.spec.job import JobSpec
 
-# `itself`: it exited or crashed, which its log may explain. `outside`: it was killed, by a signal or with its host.
+# `itself`: it exited or crashed; its log may say why. `outside`: it was killed, by a signal or with its host.
 # `coordinator`: it was still running, and `ReplicaHandle.end` ended it.
 EndedBy = Literal["itself", "outside", "coordinator"]
 
@@ -26,10 +26,10 @@ class Ending:
     """How an incarnation ended, as its backend saw it.
 
     description: in a few words, such as "exit code 1" or "its node was lost".
-    events: what it said last, which no `poll` has returned.
-    in_flight: requests that were in its engine, oldest first. Empty if the backend knows that none of them can be the
-    cause, such as when a host was lost: then its rows do not count as tried.
-    lifetime_s: for how long it occupied its devices.
+    events: its last events that no `poll` has returned.
+    in_flight: requests that were in its engine, oldest first. Empty if the backend knows that no row is the cause, for
+    example if a host was lost; then none of them is suspected.
+    lifetime_s: how long it occupied its devices.
     """
 
     ended_by: EndedBy
@@ -48,11 +48,11 @@ class ReplicaHandle(Protocol):
 
     @property
     def has_own_cache(self) -> bool:
-        """Whether what it compiles is lost with it, because it does not write the cache that others share."""
+        """Whether it compiles into its own cache, which is deleted with it, and not into the shared one."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON values by which `Backend.end_leftovers` finds it in a later life of the job.
+        """JSON values by which `Backend.end_leftovers` finds it after the coordinator has died.
 
         They go into the manifest, and only this backend reads them: a process group, the name of an actor.
         """
@@ -69,7 +69,7 @@ class ReplicaHandle(Protocol):
     def end(self) -> Ending:
         """End it with everything that it started, and wait until its devices are free. Called once.
 
-        It may have ended already. Whatever it said before its end is in the answer, unless `poll` has returned it.
+        It may have ended already. `Ending.events` has all its events that `poll` has not returned.
         """
 
 
@@ -77,7 +77,7 @@ class DeviceWatch(Protocol):
     """Looks at devices in the background."""
 
     def looks(self) -> tuple[DeviceLook, ...]:
-        """The latest look at each device; empty before the first, or where devices tell nothing. Does not wait."""
+        """The latest look at each device; empty before the first one, or if devices give no data. Does not wait."""
 
     def close(self) -> None:
         """Stop looking."""
@@ -86,56 +86,56 @@ class DeviceWatch(Protocol):
 class Backend(Protocol):
     """Where replicas run. One object serves a coordinator from its start to its end.
 
-    All methods are called from the coordinator's thread. A replica never outlives its coordinator for long: a backend
-    makes sure of that by itself, as the coordinator may be killed. Rows never pass through a backend: replicas read the
-    input and write parts on a file system that they share with the coordinator.
+    All methods are called from the coordinator's thread. The backend must make replicas end soon after their
+    coordinator, even if it is killed. Rows never pass through a backend: replicas read the input and write parts on a
+    file system that they share with the coordinator.
     """
 
     @property
     def name(self) -> str:
-        """Stands in the manifest beside each identity."""
+        """The name that the manifest stores beside each identity."""
 
     def devices(self) -> tuple[str, ...]:
-        """The devices that jobs may use; empty where engines run on processors."""
+        """The devices that jobs may use; empty if engines run on processors."""
 
     def device_size(self, device: str) -> tuple[int | None, str]:
-        """A device's memory in bytes (None where that is not known) and its model's name."""
+        """A device's memory in bytes (None if unknown) and its model's name."""
 
     def place(self, spec: JobSpec) -> list[Slot]:
         """One slot for each replica of a job, numbered from 0. Raises SpecError if its degrees do not fit."""
 
     def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
-        """Raise UserError, in one line, if other programs occupy the memory that the slots' engines will ask for."""
+        """Raise UserError if other programs occupy memory that the slots' engines will ask for."""
 
     def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
         """Look at devices for the telemetry."""
 
     def read_ahead(self, model: Model, load_format: str) -> None:
-        """Begin to read a model's weights to where engines will load them from, if that helps. Waits for nothing."""
+        """Begin to read a model's weights ahead, if engines then load them faster. Does not wait."""
 
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> ReplicaHandle:
         """Start an incarnation in a slot, which is free, and return without waiting for it.
 
-        log: the file to which its output is appended. has_own_cache: let it compile to a cache of its own, which ends
-        with it, because another replica is filling the shared one.
+        log: the file to which its output is appended. has_own_cache: let it compile into its own cache, which is
+        deleted with it, because another replica is filling the shared one.
         """
 
     def poll(self, wait_s: float) -> Sequence[tuple[ReplicaHandle, Event]]:
-        """What replicas have said, after at most `wait_s` seconds; of each replica in the order in which it did.
+        """Events of replicas, after at most `wait_s` seconds; those of one replica in the order of sending.
 
-        An event comes once. An event of an incarnation that was ended does not come any more.
+        Each event is returned once. Events of an incarnation that was ended are not returned.
         """
 
     def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
-        """End what an earlier coordinator of this job left running, and remove its files outside the job's folder.
+        """End replicas that an earlier coordinator of this job left running, and delete files outside the job's folder.
 
-        replicas: those that the manifest does not know to have ended, of any backend: those of another backend, and
-        those that cannot be told from somebody else's processes, are passed over. job_id: None if no replica of the job
-        was ever started. Returns how many were still running. Waits until their devices are free.
+        replicas: those without an end in the manifest. Replicas of another backend are ignored, and so are those that
+        could be another program's processes. job_id: None if no replica of the job was ever started. Returns how many
+        were still running. Waits until their devices are free.
         """
 
     def is_cache_warm(self, key: str) -> bool:
-        """Whether engines of this shape have compiled before, into the cache that replicas share."""
+        """Whether an engine of this shape has compiled into the shared cache before."""
 
     def note_cache_warm(self, key: str) -> None:
-        """Remember that for later jobs."""
+        """Remember for later jobs that the cache is warm."""

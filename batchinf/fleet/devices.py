@@ -1,5 +1,6 @@
-"""Devices of replicas, on any backend: where each replica runs, what a look at a device shows, and which devices and
-versions a job's rows were run with.
+"""Devices of replicas, on any backend: the slot of each replica, looks at devices, and a job's platforms.
+
+A platform is a device with software versions. The manifest has each platform once, and each part has its own.
 """
 
 import hashlib
@@ -13,9 +14,9 @@ from batchinf.records import EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one replica runs, over all of its incarnations; a backend makes it.
+    """Where all incarnations of one replica run; a backend makes it.
 
-    devices: their names as the user sees them, such as those of CUDA_VISIBLE_DEVICES; empty on a processor.
+    devices: names as the user sees them, such as those in CUDA_VISIBLE_DEVICES; empty on a processor.
     cpus: the processor cores that it may use.
     """
 
@@ -25,13 +26,13 @@ class Slot:
 
     @property
     def num_devices(self) -> int:
-        """Devices to account for: on a processor, the replica itself counts as one."""
+        """Devices for the accounting of device time; a replica on a processor counts as one."""
         return max(1, len(self.devices))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLook:
-    """One look at a device; None is what it does not tell.
+    """One look at a device; None if it does not give the value.
 
     utilization: share of the time in which a kernel ran, in percent. power_w: in watts.
     """
@@ -43,7 +44,7 @@ class DeviceLook:
     power_w: float | None
 
 
-# What can change the values that come out: `same_device: true` refuses a mix of these. Of others it is told.
+# These can change output values. `same_device: true` refuses a mix of them; other differences give a warning.
 _DECIDING = frozenset({"device", "engine", "vllm", "torch", "transformers", "cuda"})
 
 # `device`, and versions by name.
@@ -51,11 +52,11 @@ Platform = dict[str, str]
 
 
 class Platforms:
-    """Those that replicas of a job have had so far, over all of its epochs."""
+    """The platforms of a job's replicas so far, over all epochs."""
 
     def __init__(self, state: State, is_one_wanted: bool) -> None:
-        """is_one_wanted: refuse a second one, as `same_device: true` asks."""
-        # Where there are more events than a state holds, one of each platform is kept all the same.
+        """is_one_wanted: refuse a second platform (`same_device: true`)."""
+        # A state holds only the last events, but keeps one `ready` event of each platform.
         ready = [*(event for event in state.kept.values() if event.name == "ready"),
                  *(event for event in state.events if event.name == "ready")]  # fmt: skip
         self._known = [_platform(event.fields.get("device", ""), event.fields["versions"]) for event in ready]
@@ -63,9 +64,9 @@ class Platforms:
         self._told: list[Platform] = []
 
     def admit(self, replica: int, engine: EngineInfo) -> str | None:
-        """Take in a started replica's; a warning the first time that it is not as all before it.
+        """Add the platform of a started replica. Returns a warning the first time that it differs from earlier ones.
 
-        Raises DriftError, in one line, where that is not wanted.
+        Raises DriftError if `same_device: true` refuses the difference. The replica has no row yet.
         """
         now = _platform(engine.device, engine.versions)
         for before in self._known:
@@ -89,7 +90,7 @@ class Platforms:
 
 
 def kept_as(engine: EngineInfo) -> str:
-    """The name under which a `ready` event stays in the manifest: one for each platform."""
+    """The `kept_as` name of a `ready` event: one for each platform."""
     text = json.dumps(_platform(engine.device, engine.versions), sort_keys=True)
     return f"platform/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
@@ -99,6 +100,6 @@ def _platform(device: str, versions: dict[str, str]) -> Platform:
 
 
 def _show(before: Platform, now: Platform, names: list[str]) -> str:
-    # The device first: it is what people know.
+    # The device first: people know it.
     names = sorted(names, key=lambda name: name != "device")
     return ", ".join(f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}" for name in names)

@@ -1,4 +1,4 @@
-"""The replicas of a job: starts, watches, restarts and gives them up, and knows which shards each holds."""
+"""All replicas of a job: starts, watches, restarts and gives them up, and knows the shards of each."""
 
 import pathlib
 import re
@@ -46,13 +46,13 @@ def points_elsewhere(words: str) -> bool:
 
 
 def told_cause(words: str, handle: ReplicaHandle) -> str:
-    """A replica's last words. If they only point at another error, also the error that its log names."""
+    """A replica's error message. If it only points at another error, also that error from its log."""
     found = last_error(handle.log_tail()) if points_elsewhere(words) else ""
     return f"{words}; its log says: {found}" if found else words
 
 
 def cause_of(ending: Ending, failed: Failed | None, handle: ReplicaHandle) -> str:
-    """One line on why an incarnation ended. failed: its last words, if it said any."""
+    """One line on why an incarnation ended. failed: its last message, if it sent one."""
     if failed is not None:
         return told_cause(failed.cause, handle)
     words = last_error(handle.log_tail())
@@ -60,14 +60,14 @@ def cause_of(ending: Ending, failed: Failed | None, handle: ReplicaHandle) -> st
 
 
 def memory_words(cause: str, failed: Failed | None, handle: ReplicaHandle) -> str:
-    """Where to look for an error of the memory: the cause and, if that is not the whole story, the log's errors."""
+    """The text to search for an out-of-memory error: the cause and, if that is incomplete, the log's errors."""
     if failed is not None and not points_elsewhere(failed.cause):
         return cause
     return "\n".join([cause, *error_lines(handle.log_tail())])
 
 
 def last_error(log: list[str]) -> str:
-    """The last error that a log's lines name, leaving out errors that point at another one; "" if there is none."""
+    """The last error in a log that does not just point at another one; "" if there is none."""
     found = [match.group(1).strip() for line in log if (match := _ERROR_LINE.search(line))]
     telling = [line for line in found if not points_elsewhere(line)]
     return telling[-1] if telling else ""
@@ -78,7 +78,7 @@ def error_lines(log: list[str]) -> list[str]:
     return [line for line in log if _ERROR_LINE.search(line) or _ERROR_LEVEL.search(line)]
 
 
-# How long a replica may take to end after it has said why it does.
+# How long a replica may take to end after its `Failed` message.
 _LAST_WORDS_S = 10.0
 NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())
 
@@ -87,10 +87,10 @@ NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())
 class FleetReplica:
     """One replica, over all of its incarnations.
 
-    handle: of the incarnation that runs, if one does.
-    shards: those that the running incarnation was given and has not closed, oldest first.
-    early_window: the window of an engine that is not up yet, if the replica prepares shards for it meanwhile.
-    failures: ends since it last finished a row. recovered_rows: rows that it took from the journal.
+    handle: of the running incarnation, if there is one.
+    shards: assigned to the running incarnation and not closed, oldest first.
+    early_window: the expected window of an engine that is not up yet, if the replica prepares shards for it.
+    failures: ends since it last finished a row. recovered_rows: rows from the journal.
     cause: why the last incarnation ended.
     """
 
@@ -129,12 +129,12 @@ class FleetReplica:
 
     @property
     def takes_shards(self) -> bool:
-        """Whether it makes something of shards: its engine is up, or its feeder is ahead of that."""
+        """Whether it can use shards: its engine is up, or its feeder prepares them already."""
         return self.is_running or (self.handle is not None and self.failed is None and self.early_window is not None)
 
     @property
     def outstanding_rows(self) -> int:
-        """Rows assigned and not finished, as far as it has said."""
+        """Rows assigned and not finished, by its latest report."""
         finished = max(0, self.progress.num_rows - self.closed_rows)
         held = sum(shard.num_to_run for index, shard in self.shards.items() if index not in self.revoking)
         return max(0, held - finished // self.requests_per_row)
@@ -167,11 +167,10 @@ class FleetReplica:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An incarnation that is over: its shards have to be handed out again, save those that its last events close.
+    """An incarnation that has ended. Its shards have to be assigned again, unless its last events close them.
 
-    in_flight: what was in its engine, where a row may have been the cause of its death. was_killed: from outside, as
-    far as can be told.
-    out_of_memory: why it died, and what becomes of its replica; None if memory had not run out.
+    in_flight: requests that were in its engine; empty if no row can be the cause. was_killed: from outside, as far as
+    known. out_of_memory: what happens to its replica if memory ran out, else None.
     """
 
     replica: FleetReplica
@@ -187,7 +186,7 @@ class Ended:
 
     @property
     def lowered(self) -> Lowered | None:
-        """The step down that followed from its end, if one did."""
+        """The step down after its end, if there was one."""
         return None if self.out_of_memory is None else self.out_of_memory.step
 
 
@@ -218,12 +217,12 @@ def update(replica: FleetReplica, event: Event) -> None:
 
 
 def is_overdue(replica: FleetReplica) -> bool:
-    """Whether a replica has said that it ends, and takes too long to do so."""
+    """Whether a replica takes too long to end after its `Failed` message."""
     return replica.failed is not None and time.monotonic() - replica.failed_at > _LAST_WORDS_S
 
 
 def _may_be_a_rows_doing(failed: Failed | None, verdict: Verdict | None) -> bool:
-    """Whether a row may have ended a replica: only an engine's death, and none that lower settings may prevent."""
+    """Whether a row may have caused the end: only an engine's death, and none that lower settings may prevent."""
     is_death = failed is None or failed.error_type == EngineDeadError.__name__
     return is_death and (verdict is None or verdict.action == "died")
 
@@ -270,7 +269,7 @@ class Fleet:
         self._stalled_by_disk_s = 0.0
 
     def give_work(self, work: Work) -> None:
-        """Tell the replicas what their rows are: those that run now, and each other one when it starts."""
+        """Send `Work` to the running replicas, and later to each replica when it starts."""
         self._work = work
         for replica in self.replicas:
             self._send(replica, work)
@@ -278,8 +277,9 @@ class Fleet:
     def start_due(self) -> list[FleetReplica]:
         """Start every replica that is due, and return those.
 
-        If the cache of compiled graphs is cold, the first replica fills it. The others would write it at the same time:
-        they compile to caches of their own, which end with them, so that all are up about as soon as one.
+        If vLLM's compile cache is cold, the first replica fills it. vLLM is not made for several writers of one cache,
+        and waiting for the first replica would take twice as long. So the others compile into their own caches, which
+        are deleted with them.
         """
         started: list[FleetReplica] = []
         for replica in self.replicas:
@@ -305,7 +305,7 @@ class Fleet:
         replica.steps_changed_at = time.monotonic()
 
     def poll(self, wait_s: float) -> list[tuple[FleetReplica, Event]]:
-        """Events that replicas have sent, after at most `wait_s` seconds. The replicas are updated with them."""
+        """Events of replicas, after at most `wait_s` seconds. The replicas are updated with them."""
         by_handle = {id(replica.handle): replica for replica in self.replicas if replica.handle is not None}
         events = []
         for handle, event in self.backend.poll(wait_s):
@@ -317,7 +317,7 @@ class Fleet:
         return events
 
     def reap(self) -> list[Ended]:
-        """End, with everything that they started, the replicas that have died or made no step for too long."""
+        """End the replicas that have died or made no step for too long, with everything that they started."""
         ended = []
         for replica in self.replicas:
             if replica.handle is None:
@@ -334,7 +334,7 @@ class Fleet:
         return time.monotonic() - replica.steps_changed_at > self._stall_timeout_s
 
     def _end(self, replica: FleetReplica, cause: str = "", *, is_own_doing: bool = False) -> Ended:
-        """End an incarnation. cause: why the coordinator does, if it did not end by itself."""
+        """End an incarnation. cause: why the coordinator ends it, if it did not end by itself."""
         handle, was_asked = replica.handle, replica.is_stopping or is_own_doing
         assert handle is not None
         ending = handle.end()
@@ -367,8 +367,8 @@ class Fleet:
         self._stalled_by_disk_s += progress.stalled_by_disk_s
 
     def _judge(self, replica: FleetReplica, handle: ReplicaHandle, ending: Ending) -> Verdict | None:
-        """What becomes of a replica whose memory ran out; None where that is not why it ended."""
-        # A replica that was killed, or made no step, has not said why; an earlier error in its log is not the cause.
+        """What happens to a replica that ran out of memory; None if it ended for another reason."""
+        # If a replica was killed or made no step, an earlier error in its log is not the cause.
         is_explained = replica.failed is not None or ending.ended_by == "itself"
         if self._settings is None or replica.is_stopping or not is_explained:
             return None
@@ -398,7 +398,7 @@ class Fleet:
         replica.revoking.clear()
 
     def excuse(self, replica: FleetReplica) -> None:
-        """Do not count the last end of a replica as a failure: it was of use to the search for a row that kills."""
+        """Do not count the last end of a replica as a failure, because the search for a killing row made progress."""
         replica.failures -= 1
         if replica.is_given_up and replica.failures <= self._max_restarts and not replica.is_stopping:
             replica.is_given_up, replica.state = False, "restarting"
@@ -408,13 +408,13 @@ class Fleet:
     def assign(
         self, replica: FleetReplica, shards: Iterable[Shard], attempts: int, condemned: tuple[tuple[int, str], ...] = ()
     ) -> None:
-        """Give shards to a replica. condemned: rows of theirs that must not reach an engine, with what to say of it."""
+        """Give shards to a replica. condemned: their rows that must not reach an engine, with error messages."""
         given = tuple(shards)
         replica.shards.update((shard.index, shard) for shard in given)
         self._send(replica, Assign(given, attempts, condemned))
 
     def try_rows(self, replica: FleetReplica, trial: Trial) -> None:
-        """Give a replica a trial, and with it the shards."""
+        """Give a replica a trial with its shards."""
         replica.shards.update((shard.index, shard) for shard in trial.shards)
         self._send(replica, trial)
 
@@ -423,12 +423,12 @@ class Fleet:
             replica.handle.send(message)
 
     def revoke(self, replica: FleetReplica, shards: Iterable[int]) -> None:
-        """Ask for shards back; a `Revoked` event says which of them the replica had not begun."""
+        """Ask for shards back. A `Revoked` event says which ones the replica had not begun."""
         replica.revoking.update(shards)
         self._send(replica, Revoke(tuple(sorted(replica.revoking))))
 
     def stop(self, command: Command) -> list[Ended]:
-        """Tell every replica to stop, and start none again; those whose engine is not up yet are ended at once."""
+        """Tell every replica to stop, and restart none. Replicas whose engine is not up yet are ended at once."""
         ended = []
         for replica in self.replicas:
             replica.is_stopping = True
@@ -446,7 +446,7 @@ class Fleet:
 
     @property
     def num_live(self) -> int:
-        """Replicas of which an incarnation runs."""
+        """Replicas with a running incarnation."""
         return sum(replica.handle is not None for replica in self.replicas)
 
     @property
@@ -456,7 +456,7 @@ class Fleet:
 
     @property
     def stalled_by_disk_s(self) -> float:
-        """Seconds, over all replicas since the coordinator started, in which an engine waited for the disk."""
+        """Seconds in which engines waited for the disk, over all replicas since the coordinator started."""
         return round(self._stalled_by_disk_s + sum(replica.progress.stalled_by_disk_s for replica in self.replicas), 3)
 
     def num_tokens(self) -> tuple[int, int]:

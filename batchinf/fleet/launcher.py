@@ -1,4 +1,4 @@
-"""What the replicas of a job are started with, what they are told of its rows, and how the manifest records them."""
+"""Makes what a job's replicas are started with, their messages about its rows, and their events in the manifest."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -48,11 +48,11 @@ class Launcher:
         state: State | None,
         say: Callable[[str], None],
     ) -> "Launcher":
-        """state: of a job that is resumed. Raises UserError if weights are missing or the devices do not suffice."""
+        """state: of a resumed job. Raises UserError if weights are missing or there are too few devices."""
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
         slots = backend.place(spec)
-        # The devices are taken to be alike.
+        # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
         settings = _settings(spec, model, size, state, say)
         backend.check_free(spec.model_copy(update={"engine": settings.engine}), slots)
@@ -64,7 +64,7 @@ class Launcher:
         return [device for slot in self.slots for device in slot.devices]
 
     def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0) -> Fleet:
-        """The replicas, none of them started. spec: a retry's, which has other sampling."""
+        """A fleet with no replica started. spec: of a retry, which has other sampling."""
         return Fleet(
             self.backend,
             self.slots,
@@ -100,11 +100,11 @@ class Launcher:
             self.backend.note_cache_warm(self._shape())
 
     def _shape(self) -> str:
-        """Names the engines that compile alike: same model, degrees and arguments."""
+        """The key of engines that compile alike: same model, degrees and arguments."""
         spec = self.spec
         return fingerprint(
             {
-                # vLLM's own keys hang on the path too.
+                # vLLM's own keys depend on the path too.
                 "model": [self.model.path, self.model.fingerprint],
                 "engine": spec.engine,
                 "parallel": [spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size],
@@ -116,7 +116,7 @@ class Launcher:
 def _settings(
     spec: JobSpec, model: Model, size: tuple[int | None, str], state: State | None, say: Callable[[str], None]
 ) -> EngineSettings:
-    """The spec's engine arguments, and those that were lowered when memory ran out in an earlier epoch.
+    """The spec's engine arguments, with those that an earlier epoch lowered when memory ran out.
 
     size: memory and name of a device; see `Backend.device_size`.
     """
@@ -148,7 +148,7 @@ def work_of(job: Job, state: State, retry: Retry | None = None) -> Work:
 
 
 def note_started(manifest: Manifest, backend: Backend, replicas: Sequence[FleetReplica]) -> None:
-    """Commit to the manifest which incarnations have been started, and how a later life of the job finds them."""
+    """Commit the started incarnations to the manifest, with the identities by which a later epoch finds them."""
     for replica in replicas:
         assert replica.handle is not None
         manifest.event(
@@ -164,7 +164,7 @@ def note_started(manifest: Manifest, backend: Backend, replicas: Sequence[FleetR
 
 
 def note_end(manifest: Manifest, end: Ended) -> None:
-    """Record in the manifest's next commit that an incarnation has ended."""
+    """Add the end of an incarnation to the manifest's next commit."""
     device_s = round(end.lifetime_s * end.replica.slot.num_devices, 1)
     cause = "" if end.was_asked else end.cause
     manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)

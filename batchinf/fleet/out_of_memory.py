@@ -1,4 +1,10 @@
-"""Out of memory: recognises the errors of vLLM and torch, and lowers the engine arguments for the next start."""
+"""Out of memory: recognises the errors of vLLM and torch, and lowers the engine arguments for the next start.
+
+Only runtime engine arguments are lowered, for all replicas alike. At the start each replica gets one more try; while
+running, each step lowers further until the floor, where it counts as a death like any other. Arguments that change the
+output are only advised. Each manifest snapshot keeps the last `oom_step_down`; a resume starts from it unless the spec
+has another value by then. A test searches the installed vLLM for the error texts below.
+"""
 
 import math
 import pathlib
@@ -16,7 +22,7 @@ Kind = Literal["free", "cache", "length", "load", "start", "step", "host"]
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 
-# vLLM asks for a share of the device, and finds less than that free.
+# vLLM asks for a share of the device, but less is free.
 _FREE = re.compile(
     r"(?:Free|Available) memory on (?:device|node) (?P<device>\S+) \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) "
     r"on startup is less than desired (?:GPU|CPU) memory utilization \((?P<share>[\d.]+), (?P<asked>[\d.]+) GiB\)"
@@ -26,7 +32,7 @@ _CACHE = re.compile(
     r"No available memory for the cache blocks|Cannot auto-fit max_model_len: not enough GPU memory|"
     r"on kv cache allocation is less than requested memory for kv"
 )
-# They leave too little for one sequence; the second is the wording of older versions.
+# Too little is left for one sequence; the second text is from older versions.
 _LENGTH = re.compile(
     r"model'?s'?s? max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed, which is larger than "
     r"the available KV cache memory \((?P<available>[\d.]+) GiB\)"
@@ -36,7 +42,7 @@ _LENGTH = re.compile(
 )
 _LOAD = re.compile(r"Failed to load model - not enough GPU memory")
 _WARM_UP = re.compile(r"out of memory occurred when warming up (?:sampler|pooler)")
-# torch's allocator, then the libraries below it, which allocate by themselves.
+# torch's allocator, then the libraries that allocate by themselves.
 _DEVICE = re.compile(
     r"(?:CUDA|HIP|XPU) out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation|"
     r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS)_STATUS_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY|"
@@ -45,25 +51,26 @@ _DEVICE = re.compile(
 _TRIED = re.compile(rf"Tried to allocate {_SIZE}\. GPU \S+ has a total capacity of {_SIZE} of which {_SIZE} is free")
 _HOST = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|\bMemoryError\b|Cannot allocate memory")
 
-# Below these, a smaller batch saves next to nothing. Mixed caches want a batch of one of their large blocks at least.
+# Below these, a smaller batch saves almost nothing. Hybrid caches need a batch of at least one of their large blocks.
 _LEAST_SEQS = 16
 _LEAST_BATCHED_TOKENS = 2048
 _LEAST_ROWS = 512
 _SHARE_STEP = 0.05
-# Where the arithmetic cannot be done.
+# If the model's needs are unknown.
 _LEAST_SHARE = 0.3
-# A guess at activations, CUDA graphs and buffers, for advice only: 8 billion parameters at default limits take so much.
+# Activations, CUDA graphs and buffers of a model of 8 billion parameters at default limits. Used only for advice.
 _RESERVE_BYTES = 2 * GIB
 _MOST_DEGREE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """One failure. Sizes in bytes, lengths in tokens, None where the words do not say.
+    """One failure. Sizes are in bytes, lengths in tokens; None if the error text does not say.
 
-    kind: `free` less free than asked for; `cache` nothing left for the KV cache; `length` too little for one sequence;
-    `load` while the weights were loaded; `start` later in the start; `step` while running; `host` the host's memory.
-    asked: what vLLM or torch wanted; needed, available: KV cache of one sequence; most_tokens: the longest that fits.
+    kind: `free` less memory is free than asked for; `cache` nothing is left for the KV cache; `length` too little for
+    one sequence; `load` while the weights were loaded; `start` later in the start; `step` while running; `host` the
+    host's memory. asked: by vLLM or torch. needed, available: KV cache of one sequence. most_tokens: the longest
+    sequence that fits.
     """
 
     kind: Kind
@@ -77,7 +84,7 @@ class OutOfMemory:
 
 
 def recognise(text: str, *, was_up: bool) -> OutOfMemory | None:
-    """The failure that a replica's last words or its log's errors tell of; None if they tell of none.
+    """The failure in a replica's error message or its log's errors; None if memory did not run out.
 
     was_up: whether the engine had started.
     """
@@ -109,7 +116,7 @@ def _with_sizes(failure: OutOfMemory, text: str) -> OutOfMemory:
 
 
 def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
-    """The settings that a step lowers. Where the spec is silent, the task's own; else those of an offline engine."""
+    """The settings that a step lowers: of the spec, else of the task, else vLLM's offline defaults."""
     is_large = fit.device_bytes is not None and (
         fit.device_bytes >= 160 * GIB or (fit.device_bytes >= 70 * GIB and "a100" not in fit.device_name.lower())
     )
@@ -124,19 +131,19 @@ def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
 
 
 def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
-    """The runtime engine arguments to change, with their new values; None at the floor, or where none would help.
+    """The runtime engine arguments to change, with their new values; None at the floor, or if nothing would help.
 
-    Never what decides the output, such as `max_model_len`: that is the user's to change. Why so:
+    It never changes arguments that decide the output, such as `max_model_len`. By kind:
 
-    - `free`: another program holds a part: ask for no more than is free, if weights and one sequence fit into that.
-    - `cache`, `length`: activations are measured with a full batch, and smaller batches leave more to the KV cache; no
-      help where the weights alone leave too little.
-    - `load`: nothing but weights was there yet: nothing to lower.
-    - `start`: a full batch, or what comes after the KV cache (CUDA graphs, the sampler's warm-up), found no room:
-      smaller batches and a smaller share together, as there is one try.
-    - `step`: too little is left outside of vLLM's share for what it did not measure: a smaller share, by what was
-      missing; smaller batches once the share is at its floor.
-    - `host`: smaller batches.
+    - `free`: another program holds memory. Ask for no more than is free, if weights and one sequence fit into that.
+    - `cache`, `length`: vLLM measures activations with a full batch, so smaller batches leave more for the KV cache.
+      They do not help if the weights alone leave too little.
+    - `load`: only weights were loaded yet, so there is nothing to lower.
+    - `start`: a full batch, or a step after the KV cache (CUDA graphs, the sampler's warm-up), did not fit. Lower
+      batches and share together, because there is one try.
+    - `step`: vLLM did not measure enough outside of its share. Lower the share by what was missing; at its floor, lower
+      the batches.
+    - `host`: lower the batches.
     """
     now = effective(engine, fit)
     share = now["gpu_memory_utilization"]
@@ -144,7 +151,7 @@ def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[s
         case "free":
             return _to_what_is_free(now, cause, fit)
         case "cache" | "length":
-            # A cache whose size is given, as it always is on a CPU, does not grow when something else shrinks.
+            # A cache of a given size (always so on a CPU) does not grow when something else shrinks.
             is_given = fit.device_bytes is None or now.keys() & {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
             return None if is_given or fit.fits(share) is False else _smaller_batches(engine, now, fit)
         case "start":
@@ -160,7 +167,7 @@ def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[s
 def _to_what_is_free(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
     if not cause.total_bytes or cause.free_bytes is None:
         return None
-    # A hundredth less, since the figures are rounded.
+    # One hundredth less, because the figures are rounded.
     share = int(cause.free_bytes / cause.total_bytes * 100 - 1) / 100
     least = replace(fit, device_bytes=cause.total_bytes).least_utilization()
     is_enough = share >= (_LEAST_SHARE if least is None else least)
@@ -171,12 +178,12 @@ def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit
     smaller = {}
     if isinstance(now["max_num_seqs"], int) and now["max_num_seqs"] > _LEAST_SEQS:
         smaller["max_num_seqs"] = max(_LEAST_SEQS, now["max_num_seqs"] // 2)
-    # Without chunks a batch must hold the longest prompt; on a CPU, where none is named, prompts come whole.
+    # Without chunked prefill a batch must hold the longest prompt. On a CPU, chunks are off unless a size is given.
     has_chunks = engine.get("enable_chunked_prefill") is not False
     is_named = engine.get("max_num_batched_tokens") is not None
     tokens = now["max_num_batched_tokens"]
     if has_chunks and (is_named or fit.device_bytes is not None) and isinstance(tokens, int):
-        # A task with a limit of its own makes rows of the vocabulary of them: there a few more are worth a step.
+        # A task with its own limit holds a row of the vocabulary for each token, so a few tokens matter.
         floor = _LEAST_ROWS if "max_num_batched_tokens" in fit.batch_limits else _LEAST_BATCHED_TOKENS
         least = max(floor, smaller.get("max_num_seqs", now["max_num_seqs"]))
         if tokens > least:
@@ -185,7 +192,7 @@ def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit
 
 
 def _smaller_pool(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
-    """A smaller share for vLLM, or whichever setting stands in its place; one sequence must still fit."""
+    """A smaller share for vLLM, or the setting that replaces the share; one sequence must still fit."""
     if isinstance(blocks := now.get("num_gpu_blocks_override"), int):
         return {"num_gpu_blocks_override": int(blocks * 0.9)} if blocks * 0.9 * 16 >= (fit.max_model_len or 0) else None
     if isinstance(size := now.get("kv_cache_memory_bytes"), int):
@@ -204,7 +211,7 @@ def _smaller_pool(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[
 
 
 def explain(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str) -> str:
-    """One message: what was needed, what there was, what to change; only such changes as the arithmetic allows."""
+    """One message: what was needed, what there was, and the changes that would help by calculation."""
     changes = _changes(cause, engine, fit)
     can = f"; to go on, {'; or '.join(changes)}" if changes else ""
     return f"{_what(cause)}: {', '.join(_figures(cause, engine, fit, model))}{can}"
@@ -248,7 +255,7 @@ def _figures(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str
 
 
 def _changes(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit) -> list[str]:
-    """Runtime settings first: with these the same command goes on."""
+    """Advice, runtime settings first: with these the same command resumes the job."""
     now = effective(engine, fit)
     step = step_down(engine, cause, fit)
     if step is not None and cause.kind in ("free", "start", "step", "host"):
@@ -264,14 +271,14 @@ def _changes(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit) -> list[st
 
 
 def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str]:
-    """More of the device, or more devices: free on a resume."""
+    """More of the device, or more devices; both may change on a resume."""
     changes: list[str] = []
     if fit.device_bytes is None and cause.needed_bytes is not None:
         space = math.ceil(cause.needed_bytes / GIB)
         return [f"set the environment variable VLLM_CPU_KVCACHE_SPACE to {space} (GiB), which sizes the cache on a CPU"]
     share, least = now["gpu_memory_utilization"], fit.least_utilization(_RESERVE_BYTES)
     if cause.kind == "length" and fit.device_bytes and cause.needed_bytes and cause.available_bytes is not None:
-        # vLLM's own figures have the activations in them.
+        # vLLM's own figures include activations.
         missing = (cause.needed_bytes - cause.available_bytes) / fit.device_bytes
         least = max(least or 0.0, int((share + missing) * 100 + 2) / 100)
     if cause.kind != "load" and least is not None and share < least <= 0.97:
@@ -282,7 +289,7 @@ def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str
 
 
 def _would_fit(changed: Fit, fit: Fit, cause: OutOfMemory, now: Mapping[str, Any]) -> bool:
-    """Whether the weights and one sequence would fit, by vLLM's own figure of what was left where it gave one."""
+    """Whether the weights and one sequence would fit; by vLLM's figure of what was left, if it gave one."""
     before, after, sequence = fit.weight_bytes, changed.weight_bytes, changed.sequence_bytes
     if cause.available_bytes is None or before is None or after is None or sequence is None:
         return bool(changed.fits(now["gpu_memory_utilization"], _RESERVE_BYTES))
@@ -300,7 +307,7 @@ def _least_degree(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> int |
 
 
 def _new_job(cause: OutOfMemory, engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> list[str]:
-    """What decides the output, and so makes it another job."""
+    """Advice that changes the output, and so needs a new job."""
     share, choices = now["gpu_memory_utilization"], []
     if cause.kind not in ("cache", "length", "load"):
         return []
@@ -319,7 +326,7 @@ def _new_job(cause: OutOfMemory, engine: Mapping[str, Any], now: Mapping[str, An
     return [f"begin a new job, with another output.path, with {' or '.join(choices)}"] if choices else []
 
 
-# Starts that may fail for want of memory, for each replica, before it is given up: the first, and one lower.
+# A replica is given up after this many starts without enough memory: the first, and one with lower settings.
 _MOST_STARTS = 2
 
 
@@ -327,8 +334,8 @@ _MOST_STARTS = 2
 class Lowered:
     """One step down: the fields of the event `oom_step_down`.
 
-    lowered: all that is lower than the spec says by now; applies_to: what the spec said then, by dotted name, None
-    where it was silent: with another value there, that value counts and not the lowered one.
+    lowered: all settings that are lower than the spec's by now. applies_to: the spec's values then, by dotted name;
+    None if it had none. If the spec has another value later, that value counts instead of the lowered one.
     """
 
     cause: str
@@ -350,10 +357,10 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a replica that ran out of memory.
+    """What happens to a replica that ran out of memory.
 
-    again: it starts with the latest settings, which `step` has just lowered unless another replica had before.
-    given up: nothing is left to try. died: like any other death, since nothing is left to lower. words: for people.
+    again: it starts with the latest settings, lowered by `step` or by another replica before. given up: nothing is left
+    to try. died: nothing is left to lower, so it counts as any other death. words: for people.
     """
 
     action: Literal["again", "given up", "died"]
@@ -362,10 +369,10 @@ class Verdict:
 
 
 class EngineSettings:
-    """Current settings, and with which each incarnation was started."""
+    """The current engine arguments, and those with which each incarnation was started."""
 
     def __init__(self, spec: JobSpec, fit: Fit, lowered: Mapping[str, Any] | None = None) -> None:
-        """lowered: what an earlier epoch came to; see `kept`."""
+        """lowered: by an earlier epoch; see `kept`."""
         self._spec = spec
         self._fit = fit
         self._lowered = dict(lowered or {})
@@ -379,12 +386,12 @@ class EngineSettings:
         return {**self._spec.engine, **self._lowered}
 
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
-        """The job's spec as JSON, as this incarnation is to have it; `spec`: a retry's, whose sampling is another."""
+        """The spec as JSON for this incarnation, with lowered arguments. spec: of a retry, which has other sampling."""
         self._launched[incarnation] = self._generation, self.engine
         return (spec or self._spec).model_copy(update={"engine": self.engine}).model_dump_json()
 
     def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
-        """Lower the settings, if that can help; each incarnation once, after its end. was_up: it had started."""
+        """Lower the settings if that can help; once for each incarnation, after its end. was_up: it had started."""
         generation, engine = self._launched.pop(incarnation, (self._generation, self.engine))
         words = explain(cause, engine, self._fit, pathlib.Path(self._spec.model.name).name)
         self._failed_starts[replica] = 0 if was_up else self._failed_starts.get(replica, 0) + 1
@@ -402,8 +409,8 @@ class EngineSettings:
     def _take(self, step: dict[str, Any], cause: OutOfMemory, words: str) -> Verdict:
         now = effective(self.engine, self._fit)
         before = {name: now[name] for name in step}
-        # The task's own limits are reckoned from what is free outside of vLLM's share: with a smaller share they would
-        # grow, and take up what was just let go of.
+        # The task's limits depend on the memory outside of vLLM's share. They stay as they are, because with a smaller
+        # share they would grow and use up what was just freed.
         self._lowered = {name: now[name] for name in self._fit.batch_limits} | self._lowered | step
         self._generation += 1
         line = Lowered(cause.words, before, step, dict(self._lowered), applies_to(self._spec, self._lowered))
@@ -415,7 +422,7 @@ class EngineSettings:
 
 
 def _head(words: str) -> str:
-    # What the user could change is said once nothing else is left to try.
+    # Advice follows only when nothing is left to try.
     return words.partition("; to go on, ")[0]
 
 
@@ -424,16 +431,16 @@ def _show(settings: Mapping[str, Any]) -> str:
 
 
 def applies_to(spec: JobSpec, lowered: Mapping[str, Any]) -> dict[str, Any]:
-    """What in a spec decides whether settings that were lowered still count."""
+    """The fields of a spec that decide whether lowered settings still apply."""
     degrees = ("tensor_parallel_size", "pipeline_parallel_size")
     settings = {f"engine.{name}": spec.engine.get(name) for name in lowered}
     return settings | {f"parallel.{name}": getattr(spec.parallel, name) for name in degrees}
 
 
 def kept(spec: JobSpec, event: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings to go on with after a resume, by the last `oom_step_down` of the job (empty where there was none).
+    """The lowered settings of the last `oom_step_down` event that still apply on a resume. event: empty without one.
 
-    Those whose value in the spec the user has changed since are dropped; with other degrees, all of them.
+    A setting is dropped if the spec has another value now; all are dropped if the parallel degrees changed.
     """
     lowered, before = dict(event.get("lowered", {})), event.get("applies_to", {})
     now = applies_to(spec, lowered)

@@ -1,13 +1,14 @@
 """Finds the row that kills engines: keeps the suspects of each death, and runs them apart until one is condemned.
 
 1. After the first death, all rows that were in the engine run again, once.
-2. After the second, the rows that were there both times are accused. Those whose prompts had not been run yet are
-   probed one by one, for a token each, which costs no restart until the row is found. The others run half by half.
-3. A row is condemned if the engine died with it alone. It must happen twice where it proves little: if a signal from
-   outside ended the engine, or if a probe was not the first request in it.
+2. After the second, the rows that were there both times are accused. Those whose prompts had not run yet are probed one
+   by one, for one token each. That costs no restart until the culprit runs. The others run by halves.
+3. A row is condemned if the engine died with it alone. If that death may have had another cause, it has to happen
+   twice: after a signal from outside (the kernel's out-of-memory killer, `kill -9`), or if a probe was not the first
+   request in the engine.
 
 A row that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from
-outside. This holds as long as the suspects' shards stay with their replica: no idle one may take them over.
+outside. That holds only if the suspects' shards stay with their replica, even if another one is idle.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -34,10 +35,10 @@ _LONGEST_CAUSE = 300
 class Case:
     """Deaths of one replica that may have one cause.
 
-    origin: the incarnation that died first. shards: those with suspects, which stay with the replica.
-    suspects: rows that were in the engine at every death so far. accused: those of them that are still to be tried, in
-    this order; later: those to be tried afterwards. is_found: a row was condemned since the last full run.
-    doubted: the row that was alone in the engine at the last death, which may have had another reason.
+    origin: the incarnation that died first. shards: those with suspects; they stay with the replica. suspects: rows
+    that were in the engine at every death so far. accused: suspects to try now, in this order. later: groups to try
+    afterwards. is_found: a row was condemned since the last full run. doubted: the row that was alone in the engine at
+    the last death, if that death may have had another cause.
     """
 
     origin: str
@@ -53,7 +54,7 @@ class Case:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Case":
-        """A case out of JSON."""
+        """A case from JSON."""
         own = {name: fields[name] for name in cls.__slots__}
         tuples = {name: tuple(own[name]) for name in ("shards", "suspects", "accused")}
         return cls(**{**own, **tuples, "later": tuple(map(tuple, own["later"]))})
@@ -69,16 +70,16 @@ class Case:
 
     @property
     def groups(self) -> tuple[RowIndices, ...]:
-        """What to run next: groups of rows, each alone in the engine."""
+        """The groups of rows to run next, each group alone in the engine."""
         if self.stage == "probe":
             return tuple((row,) for row in self.accused)
         return (self.accused[: max(1, len(self.accused) // 2)],) if self.stage == "halve" else ()
 
     def died(self, in_flight: Sequence[InFlightRequest], is_fresh: bool, is_outside: bool) -> tuple["Case", int | None]:
-        """The case after one more death, and the row that caused it, once that is certain.
+        """The case after one more death, and the row that caused it if that is certain.
 
-        in_flight: what was in the engine. is_fresh: no trial had come out of this incarnation's engine before.
-        is_outside: it was killed from outside.
+        in_flight: requests in the engine. is_fresh: this incarnation had survived no trial before. is_outside: it was
+        killed from outside.
         """
         case = replace(self, num_deaths=self.num_deaths + 1)
         there = _rows(in_flight)
@@ -90,7 +91,7 @@ class Case:
             return replace(case, accused=live, later=()), None
         is_certain = not is_outside and (is_fresh or self.stage == "halve")
         if not live or (not is_certain and self.doubted != live[0]):
-            # Try the same again, with that row first.
+            # Try the same rows again, with that row first.
             rest = tuple(row for row in self.accused if row not in live)
             accused = live + rest if self.stage == "probe" else live or self.accused
             return replace(case, accused=accused, doubted=live[0] if live else None), None
@@ -103,7 +104,7 @@ class Case:
         new = _rows([item for item in both if not item.has_output])
         old = _rows([item for item in both if item.has_output])
         stage: Literal["probe", "halve"] = "probe" if new else "halve"
-        # Rows that survived their probe run in full after the others: together they may kill what none kills alone.
+        # Rows that survive their probe run in full after the others: rows may kill together that do not kill alone.
         accused, *later = [rows for rows in (new, old, new) if rows]
         return replace(
             self, suspects=_rows(both), stage=stage, accused=accused, later=tuple(later), is_found=False, doubted=None
@@ -113,12 +114,12 @@ class Case:
         suspects = tuple(suspect for suspect in self.suspects if suspect != row)
         case = replace(self, suspects=suspects, is_found=True, doubted=None)
         if self.stage == "probe":
-            # The other probes cost nothing, and such rows often come together.
+            # The other probes cost no restart, and such rows often come together.
             return replace(case, accused=tuple(other for other in self.accused if other != row))._go_on()
         return replace(case, stage="replay", accused=(), later=())
 
     def survived(self, rows: Iterable[int]) -> "Case":
-        """The case after these rows came out of the engine."""
+        """The case after the engine survived these rows."""
         well = set(rows)
         return replace(self, accused=tuple(row for row in self.accused if row not in well), doubted=None)._go_on()
 
@@ -135,10 +136,10 @@ def _rows(in_flight: Iterable[InFlightRequest]) -> RowIndices:
 
 
 class Quarantine:
-    """All open cases of a job, and the rows that were condemned. Pure: no input, no output."""
+    """All open cases of a job, and the condemned rows. Does no input or output."""
 
     def __init__(self, cases: Iterable[Case] = (), condemned: Mapping[int, str] | None = None) -> None:
-        """condemned: why, by row."""
+        """condemned: error messages by row."""
         self._cases = {case.origin: case for case in cases}
         self.condemned = dict(condemned or {})
 
@@ -161,9 +162,9 @@ class Quarantine:
         is_outside: bool = False,
         rows_of: Callable[[Shard], Container[int]] = lambda shard: range(shard.start, shard.stop),
     ) -> tuple[Case, int | None]:
-        """The case of a replica after its death, and the row that is condemned by it. shards: those that it held.
+        """The case of a replica after its death, and the row that is condemned, if any. shards: those that it held.
 
-        is_fresh, is_outside: see `Case.died`. rows_of: which rows a shard has.
+        is_fresh, is_outside: see `Case.died`. rows_of: the rows of a shard.
         """
         case, row = self.of(replica), None
         if case is None:
@@ -178,14 +179,14 @@ class Quarantine:
         return case, row
 
     def survived(self, replica: int, rows: Iterable[int]) -> Case | None:
-        """The case of a replica after rows on trial came out of its engine; None if it has no case."""
+        """The case of a replica after its engine survived rows on trial; None if it has no case."""
         case = self.of(replica)
         if case is not None and case.is_on_trial:
             case = self._cases[case.origin] = case.survived(rows)
         return case
 
     def committed(self, shard: int) -> list[str]:
-        """A shard is committed. Returns the names of the cases that this closes."""
+        """Remove a committed shard. Returns the names of the cases that this closes."""
         closed = []
         for case in [case for case in self._cases.values() if shard in case.shards]:
             left = self._cases[case.origin] = replace(case, shards=tuple(s for s in case.shards if s != shard))
@@ -195,16 +196,16 @@ class Quarantine:
         return closed
 
     def hand_over(self, replicas: Sequence[int]) -> None:
-        """Only these replicas are left: give them the cases of the others, in turn."""
+        """Give the cases of all other replicas to these, in turn."""
         for number, case in enumerate(list(self._cases.values())):
             if case.replica not in replicas:
                 self._cases[case.origin] = replace(case, replica=replicas[number % len(replicas)])
 
 
 class Trials:
-    """Carries out what a quarantine finds. Deaths are in the manifest before anything runs again.
+    """Runs the trials of a quarantine. Each death is in the manifest before anything runs again.
 
-    While a case is on trial, its replica runs nothing else. The others run the shards that have no suspect.
+    While a case is on trial, its replica runs nothing else. Other replicas run the shards without suspects.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class Trials:
         fleet: Fleet,
         manifest: Manifest,
     ) -> None:
-        """state: the manifest's; cases that an earlier coordinator left open are continued.
+        """state: of the manifest; open cases of an earlier coordinator are continued.
 
         is_done: bool [total_shards], the shards that no replica has to run.
         """
@@ -229,8 +230,8 @@ class Trials:
         self._manifest = manifest
         self._quarantine = Quarantine(cases, condemned)
         self._given: dict[int, tuple[str, str]] = {}
-        self._tried_in: set[str] = set()  # incarnations out of whose engine a trial came well
-        self._num_tried: dict[int, int] = {}  # probes that went well since the last row was condemned
+        self._tried_in: set[str] = set()  # incarnations that have survived a trial
+        self._num_tried: dict[int, int] = {}  # by replica: probes survived since the last row was condemned
         for case in cases:
             for shard in case.shards:
                 if is_done[shard]:
@@ -245,7 +246,7 @@ class Trials:
     def movable(self, replica: FleetReplica) -> tuple[int, ...]:
         """Shards that another replica may run instead of this one, oldest first.
 
-        A suspect that killed another replica would begin a search of its own there, which ignores what is known here.
+        A suspect that kills another replica would start a new search there, without what is known here.
         """
         held = self.shards
         return tuple(shard for shard in replica.unbegun if shard not in held)
@@ -266,7 +267,7 @@ class Trials:
         return tuple(item for item in condemned.items() if item[0] in rows)
 
     def note_death(self, end: Ended) -> str:
-        """Record an end in the manifest's next commit. Returns what the user should hear of it; "" if nothing."""
+        """Record an end in the manifest's next commit. Returns a message for the user; "" if there is none."""
         if not end.in_flight:
             self._hand_over()
             return ""
@@ -282,8 +283,8 @@ class Trials:
             self._quarantine.condemned[row] = message
             self._manifest.event("condemned", kept_as=f"{_CONDEMNED}{row}", row_index=row, message=message)
             said = f"row {row} kills the engine: it becomes an error row"
-            # An engine that condemns row after row, with nothing finished between them, is broken itself. A probe that
-            # went well is no proof for an engine that dies after a few steps.
+            # If row after row is condemned and nothing finishes between them, the engine itself is broken. A survived
+            # probe does not prove that an engine works that dies after a few steps.
             if self._num_tried.pop(number, 0) and before is not None and before.stage == "probe":
                 self._fleet.excuse(end.replica)
         elif case.is_on_trial:
@@ -312,7 +313,7 @@ class Trials:
             self._quarantine.hand_over(left)
 
     def give(self, next_attempt: Callable[[Iterable[Shard]], int]) -> None:
-        """Give each replica that is up its case's shards, or the next trial of them, unless it has them already."""
+        """Give each replica that is up the shards of its case, or the next trial of them, unless it has them."""
         for replica in self._fleet.replicas:
             case = self._quarantine.of(replica.number)
             if case is None or not replica.is_running or replica.handle is None:
@@ -337,12 +338,12 @@ class Trials:
             if before.stage == "probe":
                 self._num_tried[before.replica] = self._num_tried.get(before.replica, 0) + 1
         after = self._quarantine.survived(replica.number, rows)
-        # All probes were given at once; anything else comes one by one.
+        # All probes were given at once; other groups are given one by one.
         if before is None or after is None or not before.stage == after.stage == "probe":
             self._given.pop(replica.number, None)
 
     def forget(self, shard: int) -> None:
-        """A shard is committed: forget what was known of its rows."""
+        """Forget the cases and condemned rows of a committed shard."""
         for name in self._quarantine.committed(shard):
             self._manifest.event("forgotten", kept_as=f"{_CASE}{name}")
         for row, _ in self.condemned_in(shard_at(self._order.extents, shard)):

@@ -31,6 +31,7 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
         return None
     free_bytes, num_bytes = status.f_bavail * status.f_frsize, estimated_bytes(job, state, num_replicas, num_rows)
     where = f"{job.folder.root} may not have room for the job"
+    # Only a warning: the estimate can be wrong, and a job with a full disk can be resumed.
     if num_bytes > free_bytes:
         return (
             f"warning: {where}: about {_gib(num_bytes)} will be written, {_gib(free_bytes)} are free; if the disk is "

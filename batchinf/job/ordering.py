@@ -116,6 +116,7 @@ class KeySort:
 
     def add(self, rows: Int64Array, keys: Sequence[bytes | None]) -> None:
         """Take rows, by position, with their keys; those without one come last, in their own order."""
+        # Rows without a prompt have no key. Among the first thousand rows, their errors could end the job.
         batch = pa.table(
             {
                 "is_last": pa.array([key is None for key in keys]),
@@ -233,6 +234,8 @@ def _write(
 ) -> str:
     """Order the rows of `extents[index]`; the digest of the file that says so."""
     extent, order = extents[index], RunOrder(job.folder, extents)
+    # The order covers the whole extent, because rows that begin alike may lie anywhere in it. Each part is sorted by
+    # position again. Seeds and prompts depend on positions alone, so the order changes no value.
     outlines = _Outlines(job, state)
     with KeySort(_scratch(job.folder)) as keys:
         for start in range(extent.start, extent.start + extent.num_rows, _AT_ONCE):

@@ -1,8 +1,8 @@
-"""An append-only file of JSON objects, one a line, in commits that are whole or never were.
+"""An append-only file of JSON objects, one per line, in atomic commits. Each log of the manifest is one.
 
-Each line ends with its checksum, the last line of a commit with the commit's number too. A commit begins only when
-the one before it is on disk: what a crash tears is the last one. So a byte that has flipped in the last commit cannot
-be told from a torn tail, and the commit counts as never written; anywhere else it is reported as damage.
+Each line ends with its checksum; the last line of a commit also has the commit's number. A commit begins only when the
+one before it is on disk, so a crash tears only the last one. A flipped byte in the last commit looks like a torn tail,
+and that commit counts as never written. Anywhere else it is reported as damage.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
         for number, line in enumerate(file, 1):
             fields = _decode(line)
             if fields is None:
-                # A line without an end is the last, even if the file has grown since.
+                # A line without a newline was the last one, even if the file has grown since.
                 if line.endswith(b"\n") and _has_later_commit(file, num_commits + 1):
                     raise damage(folder, name, f"line {number} is not as it was written")
                 return
@@ -57,7 +57,7 @@ def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
 
 
 def whole_lines(folder: Folder, name: str) -> Iterator[Fields]:
-    """The fields of each line that is as it was written, whatever stands around it; for the repair of damage."""
+    """The fields of each undamaged line, wherever the damage is; for `check --repair`."""
     with folder.path(name).open("rb") as file:
         for line in file:
             if (fields := _decode(line)) is not None:
@@ -71,7 +71,7 @@ def _has_later_commit(lines: Iterable[bytes], number: int) -> bool:
 
 
 def damage(folder: Folder, name: str, what: str) -> OutputError:
-    """The error for a file that is not as it was written."""
+    """The error for a damaged file."""
     remedy = "put back a whole copy of it, or give the job another output.path"
     return OutputError(f"{folder.path(name)} is damaged: {what}; {remedy}")
 
@@ -82,19 +82,19 @@ def _encode(fields: Fields) -> bytes:
 
 
 def _decode(line: bytes) -> Fields | None:
-    """A line's fields without the checksum, which is over the line as if it had none; None if they disagree."""
+    """A line's fields; None if the checksum is wrong. The checksum covers the line without the checksum itself."""
     body = line[:-_CHECKSUM_BYTES]
     if line[-_CHECKSUM_BYTES:] != _CHECKSUM % zlib.crc32(b"}", zlib.crc32(body)):
         return None
     try:
         fields: Fields = json.loads(body.decode() + "}")
-    except (ValueError, RecursionError):  # a checksum says nothing of who wrote the line
+    except (ValueError, RecursionError):  # a right checksum does not prove that we wrote the line
         return None
     return fields
 
 
 class CommitLog:
-    """The writing end of one such file, which exists and which no other process writes."""
+    """Appends to a log, which must exist and which no other process writes."""
 
     def __init__(self, folder: Folder, name: str, num_commits: int, fault: str) -> None:
         """num_commits: those that the file has. fault: the prefix of its fault points."""
@@ -111,7 +111,7 @@ class CommitLog:
     def commit(self, lines: Sequence[Fields]) -> None:
         """Append lines as one commit, durable when this returns.
 
-        Raises OutputError if that fails; the file is then, or before the next commit, as if it had not been tried.
+        Raises OutputError if that fails. What was written of the commit is cut off, at the latest by the next one.
         """
         data = encode_commits([lines], self._num_commits)
         try:
@@ -125,14 +125,13 @@ class CommitLog:
         faults.point(f"{self._fault}.after_fsync")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _append(self, data: bytes) -> None:
         self._mend()
         faults.point(f"{self._fault}.before_write")
         self._is_torn = True
-        # Two writes, for the fault between them: 5 µs more, beside an fsync of hundreds.
+        # Two writes, so that tests can kill between them. It costs 5 µs; the fsync takes hundreds.
         half = len(data) // 2
         self._write(data[:half])
         faults.point(f"{self._fault}.mid_line")

@@ -22,7 +22,7 @@ from batchinf.records import (
 )
 
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
-HEAD_START = "head_start"  # all that happens before a job has a header, where its replicas have a head start
+HEAD_START = "head_start"  # the event that begins a log if replicas start before the job has a header
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,8 @@ class Header:
 class Retry:
     """A retry that has begun.
 
-    overrides: the sampling fields that are other than the job's, by dotted name, JSON values; fingerprint: of these.
-    num_rows, num_shards: input rows that were chosen, and shards that hold them. selection: digest of the file that
-    says which.
+    overrides: the changed sampling fields by dotted name, JSON values. fingerprint: of the overrides. num_rows,
+    num_shards: chosen input rows, and the shards that hold them. selection: digest of the bitmap of the chosen rows.
     """
 
     number: PositiveCount
@@ -62,7 +61,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSums:
-    """The sums over the logs that a snapshot replaces. running_replicas: those that were not said to have ended."""
+    """The sums over the logs that a snapshot replaces. running_replicas: those without a `replica_ended` event."""
 
     replaces: list[JsonText]
     device_s: Seconds
@@ -78,11 +77,11 @@ class EventLine(NamedTuple):
     fields: Fields
 
 
-# -- what is read again of some events -------------------------------------------------------------------------------
+# -- fields of events that are read again -----------------------------------------------------------------------------
 
 
 class _Event(BaseModel):
-    # A line may say more than this reader knows.
+    # A line may have fields that this version does not know.
     model_config = ConfigDict(extra="ignore")
 
     name: JsonText
@@ -153,7 +152,7 @@ _TAKEN = {"kind", "name", "at", "commit", "crc"}
 
 
 class _ExtentOrigin(BaseModel):
-    """What an extent's line says beside the extent."""
+    """The fields of an extent's line beside those of `Extent`."""
 
     source_fingerprint: JsonText
     limit: PositiveCount | None = None
@@ -168,7 +167,7 @@ _EXTENT, _PART, _STARTED = TypeAdapter(Extent), TypeAdapter(Part), TypeAdapter(S
 def read_line(line: Fields) -> Header | Extent | Part | Retry | EventLine | SnapshotSums | None:
     """A line as its record; None for an unknown kind.
 
-    Raises ValueError or LookupError if it lacks a field, or has one of another type.
+    Raises ValueError or LookupError if a field is missing or has another type.
     """
     match line["kind"]:
         case "part" | "replacing":
@@ -222,7 +221,6 @@ _part_values = operator.attrgetter(*_PART_NAMES)
 
 
 def part_line(kind: Literal["part", "replacing"], part: Part) -> Fields:
-    """The line of a part."""
     return {"kind": kind, **dict(zip(_PART_NAMES, _part_values(part), strict=True)), **part.written()}
 
 

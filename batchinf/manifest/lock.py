@@ -1,7 +1,9 @@
 """The job's lock: the file `lock` in the output folder says which process runs the job, and that it is alive.
 
-A holder that died on this host is known at once, by boot id, pid and start time; one on another host by its heartbeat
-standing still on the reader's own clock. No process ends another: it is refused, or finds the lock free.
+A dead holder on this host is noticed at once, by boot id, pid and start time. A holder on another host counts as dead
+after 60 s without a change of its heartbeat, on the reader's own clock. No process ends another one: it is refused, or
+finds the lock free. A holder reads the lock every second and before each commit, so a process that was suspended while
+another took over notices that before it changes anything.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ from batchinf.base.storage import Folder, disk_error, naming
 
 LOCK = "lock"
 _STALE = "lock.stale-"
-# Every state of one holder's file has this length: a heartbeat overwrites it in place, in one write.
+# The file always has this length, so that a heartbeat overwrites it in place with one write.
 _FILE_BYTES = 1024
 
 
@@ -34,10 +36,10 @@ class LockLost(OutputError):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds the job: the lock file's content.
+    """The process that holds the job: the lock file's content.
 
-    start_time: of the process, in clock ticks since boot; with the pid it names a process for ever. token: random, of
-    this one acquisition. heartbeat: counts up while the holder lives. since: UTC.
+    start_time: of the process, in clock ticks since boot; no other process has the same pid and start time. token:
+    random, new for each acquisition. heartbeat: counts up while the holder lives. since: UTC.
     """
 
     host: str
@@ -66,12 +68,11 @@ class Holder:
         )
 
     def encode(self) -> bytes:
-        """The lock file's bytes."""
         return json.dumps(dataclasses.asdict(self)).encode().ljust(_FILE_BYTES - 1) + b"\n"
 
     @classmethod
     def decode(cls, data: bytes) -> "Holder | None":
-        """Who wrote these bytes; None if they are not whole."""
+        """The holder that wrote these bytes; None if they are damaged."""
         try:
             fields: dict[str, Any] = json.loads(data)
             holder = cls(**fields)
@@ -86,7 +87,7 @@ class Holder:
 
 
 def boot_id() -> str:
-    """What names this boot of this host; '' where the system does not say."""
+    """The id of this boot of this host; '' if the system has none."""
     return _first_line("/proc/sys/kernel/random/boot_id")
 
 
@@ -118,7 +119,7 @@ def _pid_namespace() -> str:
 
 
 def judge(holder: Holder | None) -> Literal["dead", "alive", "unknown"]:
-    """What this process can tell of a holder without waiting."""
+    """Whether a holder lives, as far as this process can tell without waiting."""
     me = Holder.this_process()
     # Many machines are called localhost, and containers of one host do not see each other's processes.
     if holder is None or (holder.host, holder.machine) != (me.host, me.machine):
@@ -131,7 +132,7 @@ def judge(holder: Holder | None) -> Literal["dead", "alive", "unknown"]:
 
 
 def live_holder(folder: Folder) -> Holder | None:
-    """Who holds a job's lock, unless that process is known to be dead. Takes no lock."""
+    """The holder of a job's lock, unless it is known to be dead. Takes no lock."""
     try:
         holder = Holder.decode(folder.read(LOCK))
     except OSError:
@@ -139,7 +140,7 @@ def live_holder(folder: Folder) -> Holder | None:
     return holder if holder is not None and judge(holder) != "dead" else None
 
 
-# A lock of another host is taken over when its file has stood still for so long.
+# A lock of another host is taken over after this time without a heartbeat.
 TAKEOVER_AFTER_S = 60.0
 
 
@@ -150,7 +151,7 @@ class JobLock:
         self._folder = folder
         self._heartbeat_s = heartbeat_s
         self._me: Holder | None = None
-        # When a dead holder, whose lock this one took over, last beat, in seconds since 1970; 0.0 if there was none.
+        # The last heartbeat of the dead holder whose lock was taken over, in seconds since 1970; 0.0 without one.
         self.predecessor_seen_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -165,9 +166,9 @@ class JobLock:
     ) -> int:
         """Take the lock; returns this process's epoch, greater by one than the greatest so far.
 
-        last_epoch: asked once the lock is held, as the last holder may have opened an epoch until then. A holder of
-        another host counts as dead if its file stands still for `takeover_after_s`, several times its heartbeat;
-        meanwhile `on_wait` gets a line about once a second. Without `wait` such a holder counts as alive. Raises
+        last_epoch: called once the lock is held, because the last holder may have begun an epoch until then. A holder
+        on another host counts as dead after `takeover_after_s` without a heartbeat; that is several heartbeats. During
+        the wait `on_wait` gets a line about once a second. Without `wait` such a holder counts as alive. Raises
         OutputError if another process holds the job.
         """
         self._me = me = Holder.this_process()
@@ -191,14 +192,14 @@ class JobLock:
 
     @contextlib.contextmanager
     def held(self, last_epoch: Callable[[], int], on_wait: Callable[[str], None] | None = None) -> Iterator[int]:
-        """Hold the job; gives this process's epoch. See `acquire`; an interruption at any moment frees it too."""
+        """Hold the job in the block and yield the epoch; see `acquire`. An interruption at any moment frees it too."""
         try:
             try:
                 yield self.acquire(last_epoch, on_wait=on_wait)
             finally:
                 self.release()
         finally:
-            # Where the first time was itself interrupted.
+            # The first release may have been interrupted.
             self.release()
 
     def check(self) -> None:
@@ -211,7 +212,7 @@ class JobLock:
         self._check_mine(data)
 
     def watch(self) -> None:
-        """Like `check`, for a look in between: a lock file that cannot be read at the moment is passed over."""
+        """Like `check`, but passes if the lock file cannot be read at the moment."""
         with contextlib.suppress(OSError):
             self._check_mine(self._read())
 
@@ -221,12 +222,12 @@ class JobLock:
             raise self._lost(f"{holder} runs it now" if holder else "its lock file is gone")
 
     def release(self) -> None:
-        """Free the job; nothing happens if it is held by another by now."""
+        """Free the job, unless another process holds it by now."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         self._thread = None
-        # Whoever deleted the whole folder has freed it too; and what stays on a disk that fails is known to be dead.
+        # A deleted folder is free too. A lock that stays on a failing disk names a dead process.
         with contextlib.suppress(OSError), _alone(self._folder):
             if self._is_mine(self._read()):
                 self._folder.delete(LOCK)
@@ -234,7 +235,7 @@ class JobLock:
 
     def _create(self, me: Holder) -> bool:
         try:
-            # The file's own word counts: over a network file system the answer to a creation can get lost.
+            # Only the file's content counts: a network file system can lose the answer to a creation.
             self._folder.create_exclusive(LOCK, me.encode())
             data = self._read()
         except OSError as error:
@@ -249,7 +250,7 @@ class JobLock:
             return None
 
     def _is_mine(self, data: bytes | None) -> bool:
-        # The token is random: to find it is to find this holder.
+        # The token is random, so no other holder's file has it.
         return data is not None and self._me is not None and self._me.token.encode() in data
 
     def _await_death(
@@ -283,11 +284,11 @@ class JobLock:
         return LockLost(f"{self._folder.root} is no longer held by this process: {cause}; nothing more is written")
 
     def _take_away(self, stale: bytes) -> bool:
-        """Remove the lock file if it still is the stale one; says whether it was this call that did so."""
+        """Remove the lock file if it still is the stale one. True if this call removed it."""
         with _alone(self._folder):
             if self._read() != stale:
                 return False
-            # Where `_alone` cannot exclude others, another may have taken over since: see what was really renamed.
+            # If `_alone` cannot exclude others, another process may have taken over since: check what was renamed.
             name = f"{_STALE}{uuid.uuid4().hex[:12]}"
             try:
                 seen_at = self._folder.path(LOCK).stat().st_mtime
@@ -309,14 +310,14 @@ class JobLock:
 
     def _keep_beating(self) -> None:
         while not self._stop.wait(self._heartbeat_s):
-            # A disk that fails for a moment is no reason to give up; whether the lock is lost is for `check` to say.
+            # A short disk error is no reason to give up; `check` decides whether the lock is lost.
             with contextlib.suppress(OSError):
                 self._beat()
 
     def _beat(self) -> None:
-        """Count the heartbeat up, in place: an open file is the same file even when it has been renamed since.
+        """Increase the heartbeat in place: an open file stays the same file even after another process renames it.
 
-        A rewrite by rename could put this holder's file over that of one that took over a moment before.
+        A rewrite by rename could replace the file of a process that has just taken over.
         """
         assert self._me is not None
         with contextlib.suppress(FileNotFoundError), self._folder.path(LOCK).open("r+b", buffering=0) as file:
@@ -329,8 +330,8 @@ class JobLock:
 
 @contextlib.contextmanager
 def _alone(folder: Folder) -> Iterator[None]:
-    """Keep other processes out of the same block, as far as the file system can; the kernel lets go of the dead."""
-    # Interrupted just before the close, this process would keep itself out.
+    """Exclude other processes from this block, if the file system can. The kernel frees the lock of a dead process."""
+    # After an interruption just before the close, this process would lock itself out.
     with shielded():
         descriptor = os.open(folder.root, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
-"""The job's record as it is written: one log for each epoch, in commits that count all or not at all.
+"""Writes the manifest: one log for each epoch, in atomic commits.
 
-A commit that a crash tears costs nothing but work: a part that no line names is verified and adopted, or run again.
+A torn commit loses no rows: a part that no line names is verified and adopted, or its shard runs again.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def _now() -> str:
 
 
 def snapshot_commits(state: State, replaces: list[str]) -> list[list[Fields]]:
-    """All that the state says, in commits: several, so that damage to a snapshot is never taken for a torn tail."""
+    """The state as commits. There are several, so that damage to a snapshot is never taken for a torn tail."""
     lines = list(_snapshot_lines(state, replaces))
     commits = [lines[start : start + _LINES_PER_COMMIT] for start in range(0, len(lines), _LINES_PER_COMMIT)]
     return [*commits, [{"kind": "snapshot_end"}]]
@@ -52,15 +52,15 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
 
 
 class Manifest:
-    """The log of one epoch. Lines are buffered until `commit`; nothing else makes them count.
+    """The log of one epoch. Lines are buffered until `commit`.
 
-    Opening it creates the log, and folds the earlier ones into it if there are more than one.
+    Opening creates the log. If there are several earlier logs, a snapshot in the new one replaces them.
     """
 
     def __init__(self, folder: Folder, epoch: int, lock: JobLock | None = None, state: State | None = None) -> None:
-        """lock: must be held whenever something is written; None where no other process can write. state: as read.
+        """lock: must be held at each write; None if no other process can write. state: from `read_state`.
 
-        Raises OutputError if the folder has come to this epoch already, or cannot be written.
+        Raises OutputError if this epoch has a log already, or if the folder cannot be written.
         """
         self._folder = folder
         self._lock = lock
@@ -90,43 +90,46 @@ class Manifest:
         return len(commits)
 
     def header(self, header: Header) -> None:
-        """Say what the job is; the last header counts."""
+        """Record what the job is; the last header counts."""
         self._lines.append({"kind": "header", **dataclasses.asdict(header)})
 
     def extent(self, extent: Extent, source_fingerprint: str, more: Fields | None = None) -> None:
-        """There are these rows to run; a job that was done is done no longer. more: `limit`, where it is raised."""
+        """Add rows to run; a job that was done is no longer done. more: `limit`, if it is raised."""
         self._lines.append(_extent_line(extent, source_fingerprint, more or {}))
 
     def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
-        """A shard is done: this published part holds it. replica, incarnation: which made it, where that is known."""
+        """Record that a shard is done: this published part holds it. replica, incarnation: which made it, if known."""
         made = dataclasses.replace(part, replica=replica, incarnation=incarnation)
         self._lines.append(part_line("part", made))
 
     def replacing(self, part: Part) -> None:
-        """This part is about to be put in the place of its shard's, whose line counts until its own comes."""
+        """Record that this part is about to replace its shard's part, whose line counts until this part's own line.
+
+        After a crash between the two lines, the digest tells which part is in place.
+        """
         self._lines.append(part_line("replacing", part))
 
     def retry(self, retry: Retry) -> None:
-        """A retry begins; a job that was done is done no longer."""
+        """Record that a retry begins; a job that was done is no longer done."""
         self._lines.append({"kind": "retry", "at": _now(), **dataclasses.asdict(retry)})
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Something happened. `fields` are JSON values.
+        """Record an event. `fields` are JSON values.
 
-        Raises ValueError where `manifest.lines` knows the event and its fields are other ones. The `shards` of a `lost`
-        count as not committed from here on, and the job as not done. One with `kept_as` stays in `State.kept` under
-        that name, until the next with the same, or a `forgotten` one.
+        Raises ValueError if the fields are not those that `manifest/lines.py` requires of this event. The `shards` of a
+        `lost` event count as not committed from here on, and the job as not done. An event with `kept_as` stays in
+        `State.kept` under that name, until the next one with that name or a `forgotten` event.
         """
         self._lines.append(event_line("event", EventLine(name, _now(), fields)))
 
     def done(self, **fields: Any) -> None:
-        """Every shard is done."""
+        """Record that every shard is done."""
         self._lines.append(event_line("done", EventLine("done", _now(), fields)))
 
     def commit(self) -> None:
-        """Make the buffered lines count: durable when this returns, all or none of them.
+        """Write the buffered lines, all or none; they are durable when this returns.
 
-        Raises LockLost, or OutputError if they cannot be written; then they stay buffered for the next commit.
+        Raises LockLost, or OutputError if they cannot be written; they then stay buffered for the next commit.
         """
         if self._lines:
             self.check_lock()
@@ -142,6 +145,6 @@ class Manifest:
         self._log.close()
 
     def check_lock(self) -> None:
-        """Raise LockLost unless this process still holds the job: before files are written that a line is to name."""
+        """Raise LockLost unless this process still holds the job. Called before files are written that a line names."""
         if self._lock is not None:
             self._lock.check()

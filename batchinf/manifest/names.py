@@ -1,4 +1,4 @@
-"""The names of parts, staged parts and incarnations, which the manifest speaks of."""
+"""The names of parts, staged parts and incarnations, as the manifest uses them."""
 
 import re
 
@@ -32,7 +32,7 @@ _INCARNATION = re.compile(r"\d+\.r(\d+)\.\d+")
 
 
 def incarnation_name(epoch: int, number: int, retry: int) -> str:
-    """The name of a replica's incarnation, and so of its segments and staged parts."""
+    """The name of a replica's incarnation. Its segments and staged parts have it too, so each retry has its own."""
     return f"{epoch:06d}.r{retry:06d}.{number:04d}" if retry else f"{epoch:06d}.{number:04d}"
 
 

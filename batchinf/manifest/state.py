@@ -1,4 +1,4 @@
-"""What a job's logs say: what the job is, which shards are done, what happened. `manifest` writes them."""
+"""Reads a job's logs: what the job is, which shards are done, what happened. `log.py` writes them."""
 
 import re
 import time
@@ -23,19 +23,18 @@ _MAX_LOOKS, _LOOK_AGAIN_S = 200, 0.01
 
 
 class State:
-    """What the logs say, all taken together.
+    """All logs together.
 
-    committed: bool [total_shards(extents)]. parts: by shard. retries: by number. replacing: by shard, parts that may
-    have been put in the place of those in `parts`, or not yet. source_fingerprints: one for each extent, of what the
-    job had taken in of its input by then. limits: `input.limit`, by the number of the extent that raised it. events:
-    the last 1,000; event_counts: of all, by name. kept: the last event of each `kept_as`, until it is forgotten.
-    device_s: sum over all `replica_ended` events. done: the event of the end, None while there is work left.
-    last_epoch: of the last log.
+    committed: bool [total_shards(extents)]. parts: by shard. retries: by number. replacing: by shard, parts of a retry
+    that may or may not have replaced those in `parts` yet. source_fingerprints: of the input's version, one for each
+    extent. limits: `input.limit`, by the number of the extent that raised it. events: the last 1,000. event_counts: of
+    all events, by name. kept: the last event of each `kept_as`, until it is forgotten. device_s: sum over all
+    `replica_ended` events. done: the event of the end; None while there is work left. last_epoch: of the last log.
     """
 
     def __init__(self) -> None:
         self._header: Header | None = None
-        # The header's; before there is one, that of replicas that had a head start.
+        # From the header, or from the head start before there is one.
         self.job_id: str | None = None
         self.extents: tuple[Extent, ...] = ()
         self.source_fingerprints: tuple[str, ...] = ()
@@ -55,13 +54,12 @@ class State:
 
     @property
     def header(self) -> Header:
-        """The latest header; `read_state` gives no state without one."""
+        """The latest header; `read_state` returns no state without one."""
         assert self._header is not None
         return self._header
 
     @property
     def has_header(self) -> bool:
-        """Whether a header was read yet."""
         return self._header is not None
 
     @property
@@ -78,17 +76,17 @@ class State:
 
     @property
     def limit(self) -> int | None:
-        """`input.limit` as it was last raised; None is none."""
+        """`input.limit` as it was last raised; None means no limit."""
         return self.limits[max(self.limits)] if self.limits else self.header.identity.get("input.limit")
 
     @property
     def is_done(self) -> bool:
-        """Whether the job was said to be done, and no rows came later."""
+        """Whether the job is done, and no rows came later."""
         return self.done is not None
 
     @property
     def running_replicas(self) -> tuple[StartedReplica, ...]:
-        """Incarnations that were started and not said to have ended."""
+        """Incarnations with a `replica_started` event and no `replica_ended` event."""
         return tuple(self._running.values())
 
     @property
@@ -98,29 +96,29 @@ class State:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all parts."""
         return sum(part.num_bytes for part in self.parts.values())
 
     def note(self, part: Part) -> None:
-        """Count a part; a later one of the same shard takes the earlier one's place."""
+        """Add a part; it replaces an earlier one of the same shard."""
         self.committed[part.shard] = True
         self.replacing.pop(part.shard, None)
         self.parts[part.shard] = part
 
     def forget(self, shard: int) -> None:
-        """A shard counts as not committed after all; in this object only."""
+        """Count a shard as not committed, in this object only."""
         if self.parts.pop(shard, None) is not None:
             self.committed[shard] = False
 
     def note_retry(self, retry: Retry) -> None:
-        """A retry has begun; the job is done no longer."""
+        """Add a retry that has begun; the job is no longer done."""
         self.retries[retry.number] = retry
         self.done = None
 
     def apply(self, fields: Fields) -> None:
-        """Take in a line, passing over unknown kinds.
+        """Apply a line; unknown kinds are ignored.
 
-        Raises LookupError or ValueError if it lacks a field, has one of another type, or cannot follow those before it.
+        Raises LookupError or ValueError if a field is missing or of another type, or if the line cannot follow those
+        before it.
         """
         match read_line(fields):
             case Part() as part if fields["kind"] == "replacing":
@@ -182,19 +180,19 @@ class State:
 
 
 def read_state(folder: Folder, known: State | None = None) -> State | None:
-    """What the logs say; None where nothing was ever committed. 100,000 parts take about a second.
+    """The state of all logs; None if nothing was ever committed. 100,000 parts take about a second.
 
-    known: of an earlier call; it is given back if the logs, which only grow, have the same sizes. Needs no lock: where
-    a compaction has put other logs in their place, it begins again. Raises OutputError for damage and a newer format.
+    known: from an earlier call; returned if the logs, which only grow, still have the same sizes. Needs no lock: if a
+    compaction replaces the logs meanwhile, it reads again. Raises OutputError for damage and a newer format.
     """
     state = _read(folder, known)
     return state if state.has_header else None
 
 
 def read_beginning(folder: Folder) -> State:
-    """What the logs say of a job of which `read_state` gives none: the head start of its replicas in earlier lives.
+    """The state of a job without a header: the job id, replicas and events of a head start that did not finish.
 
-    Its id, the replicas that may still be there, and their events; nothing where none of it came so far.
+    Empty if there was none.
     """
     return _read(folder, None)
 
@@ -209,8 +207,8 @@ def _read(folder: Folder, known: State | None) -> State:
             state = _read_logs(folder, logs)
         except (OSError, OutputError) as error:
             failure = error
-        # A listing is no snapshot: it may lack both a log that has just been deleted and the one in its place. Nor do
-        # two that agree prove that both saw all. Damage stays as it is; what a compaction makes of a look does not.
+        # During a compaction a listing may lack both a deleted log and its successor, and two equal listings do not
+        # prove that both are complete. Only real damage looks the same twice.
         seen = (str(failure), sizes)
         if logs == list_logs(folder) and (failure is None or seen == last_seen):
             break
@@ -225,13 +223,13 @@ def _read(folder: Folder, known: State | None) -> State:
 
 
 def last_epoch(folder: Folder) -> int:
-    """The greatest epoch that has a log, whole or torn; 0 where there is none."""
+    """The greatest epoch that has a log, whole or torn; 0 if there is none."""
     return max((epoch for epoch, _ in list_logs(folder)), default=0)
 
 
 def list_logs(folder: Folder) -> list[tuple[int, str]]:
     """The logs by epoch: (epoch, name in the output folder)."""
-    # Whatever else lies there is not ours: left alone.
+    # Other files there are not ours.
     matches = [_LOG_NAME.fullmatch(name) for name in folder.list(MANIFEST_FOLDER)]
     return sorted((int(match[1]), f"{MANIFEST_FOLDER}/{match[0]}") for match in matches if match)
 
@@ -248,7 +246,7 @@ def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State:
 
 
 def _read_log(folder: Folder, name: str, before: State) -> State:
-    """The state after a log. A snapshot starts afresh; one that was not written to its end counts for nothing."""
+    """The state after a log. A snapshot starts afresh; one without its end is ignored."""
     state, replaced = before, []
     owner = before.job_id
     for number, fields in read_lines(folder, name):
@@ -278,7 +276,7 @@ def check_version(folder: Folder, fields: Fields) -> None:
 
 
 class Committed:
-    """Totals of what has been run and committed."""
+    """Totals of the shards and rows that were run and committed."""
 
     def __init__(self, num_shards: int, num_rows: int, num_errors: int) -> None:
         self.num_shards = num_shards

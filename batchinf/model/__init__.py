@@ -1,4 +1,1 @@
-"""The model of a job: where it lies, what its config says, its LoRA adapters, and the memory it needs.
-
-Weights are never loaded here; `engines` does that.
-"""
+"""The model of a job: its place, its config, its LoRA adapters and its memory needs. It loads no weights."""

@@ -1,4 +1,8 @@
-"""A model's files, in a folder or by id in the Hugging Face cache: whether weights are whole, and a digest."""
+"""The files of a model, in a folder or by hub id: JSON files, whether the weights are whole, and a digest.
+
+The digest covers config and tokenizer files whole. Of the weights it covers each safetensors header and 64 bytes from
+the middle of each of about 512 tensors, so that gigabytes need not be read. Training changes all of these bytes.
+"""
 
 import contextlib
 import fnmatch
@@ -16,7 +20,7 @@ from typing import Any, TypeVar
 
 from batchinf.base.errors import ModelError
 
-# What tells one checkpoint from the next of the same shapes: a few bytes from this many tensors, not all of them.
+# A few bytes from about this many tensors tell checkpoints of the same shapes apart.
 _SAMPLED_TENSORS = 512
 _SAMPLE_BYTES = 64
 _LONGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own bound
@@ -24,26 +28,26 @@ _LFS_POINTER = b"version https://git-lfs"
 
 CONFIG_FILES = (
     "config.json", "generation_config.json", "*quant*_config.json", "quantize_config.json",
-    "modules.json", "*_Pooling/config.json", "*_Dense/config.json",  # of which positions vectors are made, and of what
+    "modules.json", "*_Pooling/config.json", "*_Dense/config.json",  # which positions are pooled, and how
 )  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
-# Tokenizers of the plain class are made from one of these.
+# Tokenizers of these plain classes are made from one of the vocabulary files.
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
-# No load format: what stands for one in the folder of a LoRA adapter, whose files are found in vLLM's order.
+# Takes the place of a load format for the folder of a LoRA adapter, whose files are found in vLLM's order.
 ADAPTER = "LoRA adapter"
 
-# Pattern of the weight files, and the index that names them where they are several.
+# Pattern of the weight files, and the index that names them if there are several.
 _SAFETENSORS = ("*.safetensors", "model.safetensors.index.json")
 _CONSOLIDATED = ("consolidated*.safetensors", "consolidated.safetensors.index.json")
 _BIN = ("*.bin", "pytorch_model.bin.index.json")
 _PT = ("*.pt", "")
-# By load format, in the order in which vLLM's default loader looks. Formats not named here keep files of other kinds.
+# By load format, in the order in which vLLM's default loader looks. Other formats have other kinds of files.
 _WEIGHTS = {
     "auto": (_CONSOLIDATED, _SAFETENSORS, _BIN, _PT),
     "hf": (_SAFETENSORS, _BIN, _PT),
@@ -60,7 +64,7 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object from a file that exists. Raises ModelError in one line if it is anything else."""
+    """A JSON object from a file that exists. Raises ModelError if it holds anything else."""
     data = path.read_bytes()
     if data.startswith(_LFS_POINTER):
         raise ModelError(f"{path} is a git-lfs pointer in place of the file; run `git lfs pull` in {path.parent}")
@@ -74,7 +78,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def weight_files(folder: pathlib.Path, load_format: str) -> list[str]:
-    """Names of the weight files that vLLM loads from a folder, sorted: those of the index where there is one."""
+    """Names of the weight files that vLLM loads from a folder, sorted; those of the index if there is one."""
     found = [(index, _glob(folder, pattern)) for pattern, index in _WEIGHTS.get(load_format, ())]
     present = [(index, names) for index, names in found if names]
     promised = [(index, names) for index, names in found if index and (folder / index).is_file()]
@@ -97,7 +101,7 @@ def _indexed(index: pathlib.Path) -> list[str]:
 def read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
     """A safetensors file's tensors by name (`dtype`, `shape`, `data_offsets`), and the byte at which its data starts.
 
-    Raises ValueError if the file does not begin with one: 8 bytes of length, little-endian, and that much JSON.
+    Raises ValueError if the file does not begin with 8 bytes of length, little-endian, and that much JSON.
     """
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
@@ -111,7 +115,7 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
 
 
 def weight_problems(folder: pathlib.Path, load_format: str) -> list[str]:
-    """What is wrong with the weights of a folder, a line for each file; empty if they are whole."""
+    """The problems of a folder's weights, a line for each file; empty if they are whole."""
     if load_format not in _WEIGHTS:
         return []
     names = weight_files(folder, load_format)
@@ -150,9 +154,9 @@ def describe_files(folder: pathlib.Path, patterns: tuple[str, ...]) -> Iterator[
 
 
 def describe_weights(folder: pathlib.Path, load_format: str) -> Iterator[str]:
-    """A line with name and digest for each weight file: of its header, and of a few bytes amid its tensors.
+    """A line for each weight file: its name and a digest of its header and of a few bytes of its tensors.
 
-    Headers alone would not tell one checkpoint of a training run from the next.
+    Headers alone do not tell the checkpoints of a training run apart.
     """
     names = [name for name in weight_files(folder, load_format) if (folder / name).is_file()]
     for name in names:
@@ -163,7 +167,7 @@ def _sample(path: pathlib.Path, num_samples: int) -> str:
     try:
         header, start = read_header(path)
     except (ValueError, AttributeError):
-        # No safetensors: as one tensor, sampled in its middle.
+        # Not safetensors: treated as one tensor.
         size = path.stat().st_size
         header, start = {"": {"dtype": "", "shape": [size], "data_offsets": [0, size]}}, 0
     tensors = sorted(header.items())
@@ -186,7 +190,7 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One commit of a repository, as far as it is in the cache; `is_online`: the hub can give what is not."""
+    """One commit of a repository in the cache, perhaps not all of it. is_online: the hub can give the rest."""
 
     folder: pathlib.Path
     is_online: bool
@@ -198,9 +202,9 @@ class Snapshot:
 
 
 def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
-    """The folder that a field of the spec names; None for a hub id. Raises ModelError for what can be neither.
+    """The folder that a field of the spec names; None for a hub id. Raises ModelError for a name that is neither.
 
-    config: the file that the folder must hold beside the weights, for the message.
+    config: the file that such a folder holds beside the weights, for the message.
     """
     folder = pathlib.Path(name)
     if folder.is_dir():
@@ -213,9 +217,10 @@ def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
 
 
 def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathlib.Path], bool]) -> Snapshot:
-    """The commit that `revision` of `name` is now or, if the hub cannot say, was when it was cached.
+    """The commit that `revision` of `name` is now or, if the hub does not answer, was when it was cached.
 
-    A commit hash whose cached folder `is_whole` is not asked about. field: the spec's, for messages. Raises ModelError.
+    The hub is not asked about a commit hash whose cached folder `is_whole`. field: of the spec, for messages. Raises
+    ModelError.
     """
     from huggingface_hub import errors
 
@@ -234,7 +239,7 @@ def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathli
 
 
 def fetch(field: str, name: str, commit: str, patterns: tuple[str, ...]) -> None:
-    """Get these files of a commit into the cache. field: the spec's, for messages. Raises ModelError."""
+    """Fetch these files of a commit into the cache. field: of the spec, for messages. Raises ModelError."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -282,7 +287,7 @@ def _is_small(name: str) -> bool:
 
 
 def _within(timeout_s: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises, or TimeoutError; a call that hangs is left behind on a thread of its own."""
+    """The result of `call`, or TimeoutError. A call that hangs stays on its own thread."""
     future: Future[T] = Future()
 
     def run() -> None:

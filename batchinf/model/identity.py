@@ -1,7 +1,8 @@
-"""Who the model is: where it lies, a fingerprint of its content, what its config says, the sampling that it asks for.
+"""Which model it is: its place, a fingerprint, its config, and the sampling that it suggests.
 
-A folder is known by its content, a hub id by its commit. Imports neither torch nor vllm nor transformers. What a model
-needs in memory is left to `memory`; the length that counts in the end is the engine's.
+The fingerprint of a folder is the digest of its content; path and modification times do not count. A hub id is resolved
+to a commit once, and a resume uses that commit without asking the hub. The lengths here are the config's; the engine
+has the last word. Imports neither torch nor vllm nor transformers.
 """
 
 import pathlib
@@ -16,7 +17,7 @@ from batchinf.model import files as model_files
 from batchinf.spec.job import ModelSpec
 from batchinf.spec.sampling import SamplingSpec
 
-# vLLM's defaults; max_tokens has none here: what fits `max_model_len`.
+# vLLM's defaults. max_tokens has none: it is what fits into `max_model_len`.
 _SAMPLING_DEFAULTS: dict[str, float | int | None] = {
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "max_tokens": None,
@@ -27,18 +28,18 @@ _LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
     "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
-# Kinds of rotary scaling after which the config's length is the scaled one already.
+# Kinds of rotary scaling that the config's length already includes.
 _ROPE_ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
-_TOKENIZER = ", tokenizer "  # in a fingerprint, before that of a tokenizer of its own
+_TOKENIZER = ", tokenizer "  # in a fingerprint, before that of a separate tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model, found.
+    """A model that was found.
 
-    name: as the user wrote it. path: what the engine is given: a folder or, where the weights are still to be fetched,
-    the hub id, of which `commit` is the revision. tokenizer: a folder.
-    max_model_len, vocab_size: what the config says, as vLLM reads it; None where it does not say.
+    name: as the user wrote it. path: for the engine: a folder or, if the weights are not here yet, the hub id, with
+    `commit` as its revision. tokenizer: a folder. max_model_len, vocab_size: from the config, as vLLM reads it; None if
+    it does not say.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a model or a tokenizer is. `is_online`: the hub can give what the folder lacks."""
+    """Where a model or a tokenizer is. is_online: the hub can give files that the folder lacks."""
 
     name: str
     folder: pathlib.Path
@@ -64,11 +65,11 @@ class _Place:
 
 
 def resolve(spec: ModelSpec, began_as: str = "") -> Model:
-    """Find the model and its tokenizer and read what they say of themselves; the weights are left to `check_weights`.
+    """Find the model and its tokenizer and read their configs. `check_weights` checks the weights.
 
-    Asks the hub for the commit of a hub id and gets its small files; without a network the cache serves.
-    began_as: the fingerprint that a job began with; the commits in it are gone on with, wherever branches are by now.
-    Raises ModelError, in one line.
+    Asks the hub for the commit of a hub id and fetches its small files; without a network it uses the cache.
+    began_as: the fingerprint that a job began with. Its commits are used, wherever the branches point now.
+    Raises ModelError.
     """
     model_commit, tokenizer_commit = _commits(began_as, spec)
     place = _locate("model.name", spec.name, spec.revision, spec.load_format, model_commit)
@@ -94,9 +95,9 @@ def resolve(spec: ModelSpec, began_as: str = "") -> Model:
 
 
 def check_weights(model: Model, load_format: str) -> None:
-    """Raise ModelError, naming the files and the command that gets them, unless the weights at `path` are whole.
+    """Raise ModelError, with the files and the command that gets them, unless the weights at `path` are whole.
 
-    Reads sizes and headers only. Weights that the engine will fetch from the hub are not looked at.
+    Reads only sizes and headers. Does not check weights that the engine will fetch from the hub.
     """
     folder = pathlib.Path(model.path)
     problems = model_files.weight_problems(folder, load_format) if folder.is_dir() else []
@@ -131,7 +132,7 @@ def _locate(field: str, name: str, revision: str | None, load_format: str, commi
 
 
 def _fingerprint(place: _Place, tokenizer: _Place, spec: ModelSpec) -> str:
-    """Of a hub id: `id@commit`. Of a folder: 32 hexadecimal digits over the files that decide what comes out."""
+    """For a hub id `id@commit`; for a folder 32 hexadecimal digits over the files that decide the output."""
     code = ("*.py",) if spec.trust_remote_code else ()
     names = model_files.CONFIG_FILES + model_files.TOKENIZER_FILES + code
     fingerprint = _identify(place, names, spec.load_format)
@@ -141,7 +142,7 @@ def _fingerprint(place: _Place, tokenizer: _Place, spec: ModelSpec) -> str:
 
 
 def _commits(fingerprint: str, spec: ModelSpec) -> tuple[str | None, str | None]:
-    """The commits of model and tokenizer in a fingerprint, where it names the hub ids of the spec."""
+    """The commits of model and tokenizer in a fingerprint, if it names the hub ids of the spec."""
     model, _, tokenizer = fingerprint.partition(_TOKENIZER)
     named = [text.rpartition("@") for text in (model, tokenizer)]
     wanted = [spec.name, spec.tokenizer]
@@ -164,7 +165,7 @@ def _read_config(place: _Place) -> dict[str, Any]:
 
 
 def _check_tokenizer(place: _Place) -> None:
-    """Where it is plain that there is none: transformers would take 10 s, and three lines, to say so."""
+    """Raise ModelError if there clearly is none. Transformers would need 10 s and three lines to say so."""
     config = place.folder / "tokenizer_config.json"
     if not config.is_file():
         return
@@ -181,7 +182,7 @@ def _has_chat_template(folder: pathlib.Path) -> bool:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The sections of a config that may speak of the text model, the innermost first."""
+    """The sections of a config that may describe the text model, the innermost first."""
     for name in _TEXT_SECTIONS:
         if isinstance(config.get(name), dict):
             yield from _sections(config[name])
@@ -189,7 +190,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of a config that speaks of the text model's layers; the config itself where none does."""
+    """The section of a config with the text model's layers; the config itself if there is none."""
     layered = (section for section in _sections(config) if {"num_hidden_layers", "n_layer"} & section.keys())
     return next(layered, config)
 
@@ -197,7 +198,7 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def derive_max_model_len(config: Mapping[str, Any]) -> int | None:
     """The model's longest sequence in tokens, as vLLM 0.32 derives it from config.json; None if it does not say.
 
-    The smallest of several keys (`model_max_length` before all), times the rotary scaling that is not in it yet.
+    `model_max_length` if given, else the smallest of several keys; times a rotary scaling that is not included yet.
     """
     for section in _sections(config):
         lengths = [section[key] for key in _LENGTH_KEYS if isinstance(section.get(key), int)]
@@ -219,7 +220,7 @@ def _scaled(section: Mapping[str, Any], length: int) -> int:
 
 
 def sampling_defaults(model: Model, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation config that counts, given vLLM's arguments `generation_config` and `override_generation_config`.
+    """The generation config under vLLM's arguments `generation_config` and `override_generation_config`.
 
     For `resolve_sampling`. Raises ModelError if the argument names a folder without a generation_config.json.
     """
@@ -236,11 +237,11 @@ def sampling_defaults(model: Model, engine: Mapping[str, Any]) -> dict[str, Any]
 def resolve_sampling(
     sampling: SamplingSpec, generation_config: Mapping[str, Any]
 ) -> tuple[SamplingSpec, dict[str, str]]:
-    """Fill what the spec leaves open from the model's generation config, else with vLLM's defaults.
+    """Fill fields that the spec leaves open from the model's generation config, else with vLLM's defaults.
 
-    As vLLM's `get_diff_sampling_param` does: `max_new_tokens` is `max_tokens`; `do_sample` and the rest do not count.
-    Returns the origin of each field too: `spec`, `generation_config` or `default`. Raises SpecError where a value of
-    the generation config cannot be used.
+    Like vLLM's `get_diff_sampling_param`: `max_new_tokens` is `max_tokens`; `do_sample` and other keys are ignored.
+    Also returns the origin of each field: `spec`, `generation_config` or `default`. Raises SpecError if a value of the
+    generation config cannot be used.
     """
     filled: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -249,7 +250,7 @@ def resolve_sampling(
         if getattr(sampling, field) is not None:
             origins[field] = "spec"
         elif suggested is not None:
-            # vLLM once wrote "all" as -1.
+            # Earlier versions of vLLM wrote "all" as -1.
             filled[field] = 0 if (field, suggested) == ("top_k", -1) else suggested
             origins[field] = "generation_config"
         else:
@@ -268,7 +269,7 @@ def _with(sampling: SamplingSpec, filled: Mapping[str, Any]) -> SamplingSpec:
         field = first["loc"][0]
         reason = f"{reason}, but the model's generation_config has {first['input']!r}; set it in the spec"
     else:
-        # One field of the spec against one that was filled in.
+        # A field of the spec contradicts one that was filled in.
         field = first.get("ctx", {}).get("field", "")
         others = ", ".join(f"{name}={value!r}" for name, value in filled.items() if value != _SAMPLING_DEFAULTS[name])
         reason = f"{reason} (from the model's generation_config: {others})"

@@ -15,9 +15,9 @@ from batchinf.spec.job import JobSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter, found: the name that rows call it by, its folder, its rank, a fingerprint of its content.
+    """A LoRA adapter that was found: its name in rows, its folder, its rank, a fingerprint of its content.
 
-    modules: the last names of the modules that it changes, such as `q_proj`; empty where its file does not tell.
+    modules: the last names of the modules that it changes, such as `q_proj`; empty if its file does not tell.
     """
 
     name: str
@@ -29,20 +29,20 @@ class Adapter:
 
 FIELD = "model.lora"
 ADAPTER_CONFIG = "adapter_config.json"
-# What the adapter of a job that has one for all rows is called, where the spec gives it no name.
+# The name of the one adapter of all rows, which has none in the spec.
 UNNAMED = "lora"
-# vLLM's MaxLoRARanks from 0.26 to 0.33: what `max_lora_rank` may be.
+# vLLM's MaxLoRARanks from 0.26 to 0.33: the allowed values of `max_lora_rank`.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # The name of one of a module's two matrices in an adapter's file.
 TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-# What vLLM does not apply, or takes for something else, by the key of the config and what it says where all is well.
+# Keys of the config that vLLM does not apply or misreads, with the values that do no harm.
 _PLAIN = {
     "use_dora": (None, False), "lora_bias": (None, False), "bias": (None, "none"), "layer_replication": (None, []),
     "modules_to_save": (None, [], ["classifier"], ["score"]), "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False), "use_bdlora": (None, {}), "trainable_token_indices": (None, [], {}),
 }  # fmt: skip
-# `init_lora_weights` that say how training began, and nothing of how the weights are to be read.
+# Values of `init_lora_weights` that say only how training began, not how to read the weights.
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 
@@ -57,7 +57,7 @@ class Half:
 
 
 def adapter_places(model: ModelSpec) -> dict[str, str]:
-    """The adapters' places (folders or hub ids) by the names that rows call them by; empty where there are none."""
+    """The adapters' folders or hub ids by their names in rows; empty if there are none."""
     if model.lora is None:
         return {}
     return {UNNAMED: model.lora} if isinstance(model.lora, str) else dict(model.lora)
@@ -66,11 +66,10 @@ def adapter_places(model: ModelSpec) -> dict[str, str]:
 def resolve_adapters(
     spec: JobSpec, model: Model, began_as: Any = None, *, reads_prompt_logits: bool = False
 ) -> tuple[Adapter, ...]:
-    """Find the job's adapters, in the order of the spec; a hub id's are fetched, as they are small.
+    """Find the job's adapters, in the order of the spec; those of hub ids are fetched, because they are small.
 
-    began_as: what a job that is gone on with said of them (`lora_identity`): its commits are gone on with.
-    reads_prompt_logits: see `Task`.
-    Raises ModelError or SpecError, in one line that begins with the field.
+    began_as: the `lora_identity` of a job that is resumed; its commits are used. reads_prompt_logits: see `Task`.
+    Raises ModelError or SpecError in one line that begins with the field.
     """
     lora = spec.model.lora
     if lora is None:
@@ -95,7 +94,7 @@ def resolve_adapters(
 
 
 def lora_identity(spec: JobSpec, adapters: tuple[Adapter, ...]) -> Any:
-    """What a resume must find unchanged: fingerprints by name, or that of the one that all rows have."""
+    """The adapters in a job's identity: fingerprints by name, or the fingerprint of the one adapter of all rows."""
     if isinstance(spec.model.lora, str):
         return adapters[0].fingerprint
     return {adapter.name: adapter.fingerprint for adapter in adapters}
@@ -107,7 +106,7 @@ def rank_for(adapters: tuple[Adapter, ...]) -> int:
 
 
 def halves(folder: pathlib.Path) -> Iterator[Half]:
-    """The matrices of an adapter's safetensors file, from its header; none where it has none. Raises ModelError."""
+    """The matrices of an adapter's safetensors file, from its header; none for other files. Raises ModelError."""
     for name in model_files.weight_files(folder, ADAPTER):
         if not name.endswith(".safetensors"):
             return
@@ -119,7 +118,7 @@ def halves(folder: pathlib.Path) -> Iterator[Half]:
 
 
 def _locate(what: str, place: str, began_as: str) -> tuple[pathlib.Path, str]:
-    """The adapter's folder, and `id@commit` of a hub id."""
+    """The adapter's folder, and `id@commit` of a hub id, else ''."""
     field = what.removesuffix(": ")
     if (folder := model_files.local_folder(field, place, ADAPTER_CONFIG)) is not None:
         return folder, ""
@@ -137,7 +136,7 @@ def _fingerprint(folder: pathlib.Path) -> str:
 
 
 def _check(what: str, folder: pathlib.Path, model: Model) -> int:
-    """The adapter's rank. Raises ModelError where its config or its weights cannot be those of this model's adapter."""
+    """The adapter's rank. Raises ModelError if its config or its weights do not fit this model."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise ModelError(f"{what}{folder} has no {ADAPTER_CONFIG}; give the folder of a LoRA adapter as PEFT saves it")
@@ -152,7 +151,7 @@ def _check(what: str, folder: pathlib.Path, model: Model) -> int:
             raise ModelError(f"{what}{path} has {key} {config[key]!r}, which vLLM cannot apply; train it without")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
-        # 0.26 would add the adapter to the model as it was before the start changed it; 0.32 refuses it.
+        # Such a start changes the base weights. vLLM 0.26 adds the adapter to the unchanged ones; 0.32 refuses it.
         raise ModelError(
             f"{what}{path} has init_lora_weights {start}, which changes the base model's weights too; make a plain "
             "adapter of it with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
@@ -172,7 +171,7 @@ def _base(config: Mapping[str, Any]) -> str:
 
 
 def _misfit(folder: pathlib.Path, model: Model, ranks: list[int]) -> str | None:
-    """Why the weights cannot be added to this model's, as far as their shapes and the model's config tell."""
+    """Why the weights do not fit this model, by their shapes and the model's config; None if they do."""
     widths = _widths(text_section(model.config))
     num_layers = text_section(model.config).get("num_hidden_layers")
     found = list(halves(folder))
@@ -195,7 +194,7 @@ def _misfit(folder: pathlib.Path, model: Model, ranks: list[int]) -> str | None:
 
 
 def _widths(config: Mapping[str, Any]) -> dict[str, dict[str, int | None]]:
-    """How many values the usual modules take (A) and give (B); None where the config does not say."""
+    """Input (A) and output (B) widths of the usual modules; None if the config does not say."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or config.get("q_lora_rank"):
         return {}
@@ -214,5 +213,5 @@ def _widths(config: Mapping[str, Any]) -> dict[str, dict[str, int | None]]:
 
 
 def _has_gate(config: Mapping[str, Any]) -> bool:
-    """Whether queries come with a gate for the attention's output, in one matrix of twice the width."""
+    """Whether the query matrix also has a gate for the attention's output, and so twice the width."""
     return bool(config.get("attn_output_gate"))

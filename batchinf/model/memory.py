@@ -1,4 +1,4 @@
-"""Memory that a model needs on a device, and the batches that fit: arithmetic over its config and weight files."""
+"""Memory that a model needs on a device, and batches that fit, computed from its config and weight files."""
 
 import math
 import pathlib
@@ -11,20 +11,20 @@ from batchinf.model import files as model_files
 from batchinf.model.identity import Model, text_section
 from batchinf.spec.job import JobSpec, ModelSpec
 
-# Of a prompt's token and each entry of the vocabulary: a logit in 16 bits and a logprob in 32.
+# For each prompt token and vocabulary entry: a logit of 16 bits and a logprob of 32.
 _SCORED_BYTES = 6
 _LARGE_VOCABULARY = 262_144
-# `Task.default_batch_limits`: engine arguments for the size of a vocabulary, the bytes of a device (None on a CPU) and
+# `Task.default_batch_limits`: engine arguments by vocabulary size, device bytes (None on a CPU) and
 # `gpu_memory_utilization`.
 LimitsOf = Callable[[int | None, int | None, float], Mapping[str, int]]
 
 
 def scored_tokens_at_once(device_bytes: int, gpu_memory_utilization: float, vocab_size: int | None) -> int:
-    """`max_num_batched_tokens` for prompts whose logprobs are wanted: their logits fit beside vLLM's share.
+    """`max_num_batched_tokens` for prompt logprobs, so that their logits fit beside vLLM's share.
 
-    vLLM's V1 runner materialises tokens × vocabulary × 6 bytes that its memory profiling does not see. (V2 does 1,024
-    rows at a time.) Half of what vLLM leaves free is for them; not below 1,024, as each of so many sequences that run
-    at once may have a token in a step.
+    vLLM's V1 runner allocates tokens × vocabulary × 6 bytes that its memory profiling does not see; the V2 runner works
+    on 1,024 rows at a time. The logits get half of what vLLM leaves free. At least 1,024, because each of the running
+    sequences may have a token in a step.
     """
     free_bytes = device_bytes * (1 - gpu_memory_utilization) / 2
     fit = int(free_bytes / (_SCORED_BYTES * (vocab_size or _LARGE_VOCABULARY)))
@@ -32,23 +32,23 @@ def scored_tokens_at_once(device_bytes: int, gpu_memory_utilization: float, voca
 
 
 def vocab_size_of(config: Mapping[str, Any]) -> int | None:
-    """By a model's config; None where it does not say."""
+    """The vocabulary size in a model's config; None if it does not say."""
     found = text_section(config).get("vocab_size") or config.get("vocab_size")
     return found if isinstance(found, int) else None
 
 
-# vLLM's own, in 0.26 and 0.32.
+# vLLM's default in 0.26 and 0.32.
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 GIB = 1 << 30
 
 _ITEM_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _CACHE_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-# Types that a safetensors header names, as floats that vLLM casts to the model's own type.
+# Float types in a safetensors header, which vLLM casts to the model's type.
 _CAST = ("F64", "F32", "F16", "BF16")
-# Decoders of one pattern: attention, then a gated MLP or experts of that kind.
+# Decoders with attention, then a gated MLP or experts of that kind.
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _SPARSE = ("mixtral", "qwen3_moe")
-# A config that has one of these caches something else than each token's keys and values in each layer.
+# A config with one of these keys does not cache each token's keys and values in each layer.
 _OTHER_CACHES = (
     "sliding_window_pattern", "attention_chunk_size", "num_kv_shared_layers", "hybrid_override_pattern",
     "attn_layer_period", "full_attention_interval", "mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size",
@@ -58,10 +58,10 @@ _OTHER_CACHES = (
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """What a cached token takes: `item_bytes` × `width` for each of `num_heads` heads of `num_layers` layers.
+    """A cached token takes `item_bytes` × `width` for each of `num_heads` heads of `num_layers` layers.
 
-    width: items of one head: keys and values, or MLA's one compressed row, of which every tensor-parallel rank keeps
-    all. dtype: in words.
+    width: items of one head: keys and values, or MLA's one compressed row, which every tensor-parallel rank keeps
+    whole. dtype: in words.
     """
 
     num_layers: int
@@ -71,7 +71,7 @@ class KvCache:
     dtype: str
 
     def bytes_per_token(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
-        """On one device. A head is not cut: with more ranks than heads, several ranks keep the same one."""
+        """On one device. A head is not split: if there are more ranks than heads, several ranks keep the same one."""
         num_layers = math.ceil(self.num_layers / pipeline_parallel_size)
         num_heads = max(1, math.ceil(self.num_heads / tensor_parallel_size))
         return num_layers * num_heads * self.width * self.item_bytes
@@ -79,7 +79,7 @@ class KvCache:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model takes, over all devices of a replica; None where that is unknown. `unknown` says why."""
+    """A model's memory over all devices of a replica; None if unknown. unknown: the reasons."""
 
     weight_bytes: int | None
     kv_cache: KvCache | None
@@ -88,10 +88,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model on devices: what it takes of each, and what is left. All sizes in bytes; None where unknown.
+    """A model on devices: what it takes of each, and what is left. Sizes are in bytes; None if unknown.
 
     device_bytes: memory of one device. max_model_len: the engine's longest sequence, in tokens. batch_limits: engine
-    arguments that the task sets by itself where the spec is silent.
+    arguments that the task sets unless the spec does.
     """
 
     needs: Needs
@@ -104,7 +104,7 @@ class Fit:
 
     @property
     def weight_bytes(self) -> int | None:
-        """Weights on one device, near enough: what tensor-parallel ranks do not share is small."""
+        """Weights on one device, approximately: tensor-parallel ranks split nearly all weights."""
         degree = self.tensor_parallel_size * self.pipeline_parallel_size
         return None if self.needs.weight_bytes is None else math.ceil(self.needs.weight_bytes / degree)
 
@@ -117,7 +117,7 @@ class Fit:
 
     @property
     def sequence_bytes(self) -> int | None:
-        """KV cache of one sequence of `max_model_len` on one device: less, and vLLM does not start."""
+        """KV cache of one sequence of `max_model_len` on one device. With less, vLLM does not start."""
         if self.bytes_per_token is None or self.max_model_len is None:
             return None
         return self.bytes_per_token * self.max_model_len
@@ -130,13 +130,13 @@ class Fit:
         return self.weight_bytes + self.sequence_bytes
 
     def left_bytes(self, gpu_memory_utilization: float) -> int | None:
-        """What the weights leave for KV cache and activations of the share that vLLM takes; may be below 0."""
+        """vLLM's share less the weights: room for KV cache and activations. May be negative."""
         if self.weight_bytes is None or self.device_bytes is None:
             return None
         return int(self.device_bytes * gpu_memory_utilization) - self.weight_bytes
 
     def most_tokens(self, gpu_memory_utilization: float, reserve_bytes: int = 0) -> int | None:
-        """Tokens of KV cache that fit, if all but `reserve_bytes` of what the weights leave is for them."""
+        """Tokens of KV cache that fit into what the weights leave, less `reserve_bytes`."""
         left = self.left_bytes(gpu_memory_utilization)
         if left is None or not self.bytes_per_token:
             return None
@@ -155,7 +155,7 @@ class Fit:
 
 
 def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
-    """What a model takes under these settings. Reads headers of weight files that lie here, never weights."""
+    """A model's needs under these settings. Reads headers of local weight files, never weights."""
     config, unknown = text_section(model.config), []
     weight_bytes, why = _weight_bytes(model, spec)
     if weight_bytes is None:
@@ -169,7 +169,7 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
 def fit_of(
     model: Model, spec: JobSpec, device_bytes: int | None, device_name: str = "", limits_of: LimitsOf | None = None
 ) -> Fit:
-    """The job's model on devices of this size; None where there is no device. limits_of: the task's."""
+    """The job's model on devices of this size. device_bytes: None without a device. limits_of: of the task."""
     length = spec.engine.get("max_model_len")
     share = spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     return Fit(
@@ -186,7 +186,7 @@ def fit_of(
 def kv_cache_of(
     config: Mapping[str, Any], whole: Mapping[str, Any], spec: ModelSpec, kv_cache_dtype: str
 ) -> tuple[KvCache | None, str]:
-    """The cache that a config asks for, or why that is unknown. `config`: the text section of the `whole` config."""
+    """The KV cache by a model's config, or why it is unknown. config: the text section of the `whole` config."""
     num_layers, num_heads = _first(config, "num_hidden_layers", "n_layer"), _num_kv_heads(config)
     types = {str(kind) for kind in config.get("layer_types") or ()}
     others = [key for key in _OTHER_CACHES if config.get(key)]
@@ -224,7 +224,7 @@ def _head_dim(config: Mapping[str, Any]) -> int | None:
 
 
 def _has_window(config: Mapping[str, Any]) -> bool:
-    # Qwen2 names a window and does not use it.
+    # Qwen2 configs name a window that is not used.
     return bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is not False
 
 
@@ -240,7 +240,7 @@ def _cache_type(config: Mapping[str, Any], spec: ModelSpec, kv_cache_dtype: str)
 
 
 def weight_dtype(config: Mapping[str, Any], spec: ModelSpec) -> str:
-    """The type of weights and arithmetic on a GPU. vLLM runs what was saved as float32 in 16 bits unless told to."""
+    """The type of weights and arithmetic on a GPU. By default vLLM runs float32 checkpoints in 16 bits."""
     if spec.dtype != "auto":
         return spec.dtype
     named = text_section(config).get("dtype") or text_section(config).get("torch_dtype") or config.get("torch_dtype")
@@ -269,7 +269,7 @@ def _is_multimodal(config: Mapping[str, Any]) -> bool:
 
 
 def _stored_bytes(model: Model, spec: ModelSpec, item_bytes: int, is_fp8: bool, is_quantized: bool) -> int | None:
-    """By the headers of safetensors files, each tensor in the type in which vLLM holds it; None without them."""
+    """Bytes by the headers of safetensors files, with each tensor in the type that vLLM uses; None without them."""
     folder, total = pathlib.Path(model.path), 0
     if not folder.is_dir():
         return None
@@ -294,7 +294,7 @@ def _stored_bytes(model: Model, spec: ModelSpec, item_bytes: int, is_fp8: bool, 
 
 
 def parameters_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Parameters in the layers' matrices, and all others, by the config's shapes; None for a family not known here."""
+    """Parameters in the layers' matrices, and all others, by the config's shapes; None for an unknown family."""
     family, hidden = config.get("model_type"), config.get("hidden_size")
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     head_dim, num_kv_heads = _head_dim(config), _num_kv_heads(config)
@@ -327,12 +327,11 @@ def _mlp(config: Mapping[str, Any], family: str, hidden: int) -> int:
 
 
 def gib(num_bytes: float) -> str:
-    """A size for people."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def needs_lines(fit: Fit, gpu_memory_utilization: float) -> list[str]:
-    """What the model takes, and what one device holds of it where there is one; for people."""
+    """Lines for people: the model's memory, and what fits on one device if there is one."""
     needs, parts = fit.needs, []
     if needs.weight_bytes is not None:
         parts.append(f"weights {gib(needs.weight_bytes)}")

@@ -1,8 +1,7 @@
-"""The feeder: from assigned shards to requests in the queue before the engine, on its own thread.
+"""The feeder thread turns assigned shards into requests for the engine: reads rows, fills templates, tokenises.
 
-It reads rows, renders templates and tokenises. It runs ahead of the engine by the queue's bound and no more, so that a
-shard that has not begun can still be given to an idle replica. It may start before the engine is up; no shard counts as
-begun until then.
+It runs ahead of the engine only by the queue's bound, so that the coordinator can still give a shard that has not begun
+to an idle replica. It may start before the engine is up; no shard counts as begun until then.
 """
 
 import functools
@@ -26,12 +25,12 @@ from batchinf.tasks.base import Task
 
 Item = TypeVar("Item")
 
-# Held while this process must not be forked; a fork waits for it.
+# Held while this process must not be forked. Forks wait for it.
 UNFORKED = threading.RLock()
 
 
 class ByteQueue(Generic[Item]):
-    """First in, first out. `put_all` waits for room, `offer_all` never does; a single item may exceed the bound."""
+    """A FIFO queue, bounded in items and bytes; one item may exceed it. `put_all` waits, `offer_all` does not."""
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self._max_items = max_items
@@ -51,11 +50,11 @@ class ByteQueue(Generic[Item]):
         return len(self._items)
 
     def put(self, item: Item, num_bytes: int) -> bool:
-        """Append, after waiting for room. False, with the item left out, once the queue is closed."""
+        """Wait for room and append. False if the queue is closed; the item is then dropped."""
         return self.put_all([(item, num_bytes)])
 
     def put_all(self, items: Iterable[tuple[Item, int]]) -> bool:
-        """Append items with their sizes, each after waiting for room. False, with the rest left out, once closed."""
+        """Append items with their sizes, each once there is room. False if closed; the rest is then dropped."""
         left = deque(items)
         while left:
             with self._changed:
@@ -68,7 +67,7 @@ class ByteQueue(Generic[Item]):
         return True
 
     def offer_all(self, items: Iterable[tuple[Item, int]]) -> None:
-        """Append at once, over the bound if need be: for a producer that must not wait and looks at `is_full`."""
+        """Append at once, even over the bound: for a producer that must not wait and checks `is_full` itself."""
         with self._changed:
             for item, num_bytes in items:
                 self._append(item, num_bytes)
@@ -89,12 +88,11 @@ class ByteQueue(Generic[Item]):
     ) -> list[Item]:
         """Up to `max_items` or a little more than `max_bytes`, after waiting up to `wait_s` s for `min_items`.
 
-        shuts: who waits to put something waits on until `open`; woken now, it would contend for the interpreter with
-        who makes use of what was taken.
+        shuts: producers wait until `open`. If they woke now, they would compete with the consumer for the interpreter.
         """
         with self._changed:
             if wait_s and len(self._items) < min_items:
-                # A full queue gets no more company.
+                # A full queue gets no more items.
                 is_due = lambda: self._is_closed or len(self._items) >= min_items or self.is_full  # noqa: E731
                 self._changed.wait_for(is_due, wait_s)
             taken: list[Item] = []
@@ -110,26 +108,26 @@ class ByteQueue(Generic[Item]):
             return taken
 
     def open(self) -> None:
-        """There is room again, after a `take` that shuts."""
+        """Let producers go on after a `take` that shuts."""
         if self._is_shut:
             with self._changed:
                 self._is_shut = False
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait any longer; what is in the queue can still be taken."""
+        """Wake everything that waits and refuse new items; the items in the queue can still be taken."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def resize(self, max_items: int) -> None:
-        """Another bound in items; what is in the queue stays."""
+        """Set another bound in items; the items in the queue stay."""
         with self._changed:
             self._max_items = max_items
             self._changed.notify_all()
 
     def drop(self, is_dropped: Callable[[Item], bool]) -> None:
-        """Take out the items of which this holds, and let go of them."""
+        """Remove the items for which `is_dropped` is true."""
         with self._changed:
             self._items = deque(item for item in self._items if not is_dropped(item[0]))
             self._num_bytes = sum(num_bytes for _, num_bytes in self._items)
@@ -141,19 +139,19 @@ class ByteQueue(Generic[Item]):
             self._changed.wait_for(lambda: self._is_closed or not self.is_full, wait_s)
 
 
-# Rows read and tokenised at once: enough to keep a tokenizer's threads busy, few enough to stay small in memory.
+# Rows read and tokenised at once: enough for a tokenizer's threads, and little memory.
 ROWS_AT_ONCE = 256
 _BYTES_A_TOKEN = 36
-# Requests handed over at once, or a little more: the engine's thread is woken once for them.
+# Requests put at once, or a few more, so that the engine's thread wakes once for them.
 _PUT_ITEMS = 64
 _TRIAL_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A request on its way, and what is needed to store what becomes of it.
+    """A request on its way to the engine, with what the writer needs for its result.
 
-    probe: set once it has come out; what came out is not stored.
+    probe: set once the request has finished; its completion is not stored.
     """
 
     request: Request
@@ -166,14 +164,14 @@ class PendingRequest:
 
 @dataclass(frozen=True, slots=True)
 class FailedRow:
-    """The results of a row that never reaches the engine."""
+    """The error results of a row that does not reach the engine."""
 
     shard: OpenShard
     results: tuple[Result, ...]
 
 
 class Feeder(threading.Thread):
-    """Begins shards in the order in which they were assigned."""
+    """Feeds shards in the order in which they were assigned."""
 
     def __init__(
         self,
@@ -184,7 +182,7 @@ class Feeder(threading.Thread):
         fail: Callable[[FailedRow], None],
         emit: Callable[[Event], None],
     ) -> None:
-        """To be told of limits, by `expect` or `settle`, before it starts."""
+        """`expect` or `settle` must be called before it starts."""
         super().__init__(name="feeder", daemon=True)
         self._source = source
         self._task = task
@@ -195,17 +193,17 @@ class Feeder(threading.Thread):
         self._limits: tuple[Callable[[], PromptBuilder], int] | None = None
         self._assigned: deque[tuple[Shard, int]] = deque()
         self._opening: int | None = None
-        self._prepared: dict[int, tuple[OpenShard, int]] = {}  # open before `begin`, in their order, with the attempt
+        self._prepared: dict[int, tuple[OpenShard, int]] = {}  # opened before `begin`, in order, with the attempt
         self._track: Callable[[OpenShard], None] | None = None
         self._trials: deque[Trial] = deque()
-        self._opened: dict[int, OpenShard] = {}  # those of trials
+        self._opened: dict[int, OpenShard] = {}  # for trials
         self._condemned: dict[int, str] = {}
         self._changed = threading.Condition()
         self._is_stopping = False
         self.error: BaseException | None = None
 
     def assign(self, message: Assign) -> None:
-        """Add shards to the end of the line."""
+        """Append shards."""
         with self._changed:
             self._condemned.update(message.condemned)
             self._assigned.extend((shard, message.attempts) for shard in message.shards)
@@ -218,7 +216,7 @@ class Feeder(threading.Thread):
             self._changed.notify_all()
 
     def revoke(self, shards: Iterable[int]) -> None:
-        """Give back those of these shards that have not begun: before `begin` all, and nothing is said of it."""
+        """Give back the shards that have not begun. Before `begin` these are all, and no `Revoked` is sent."""
         wanted = set(shards)
         with self._changed:
             back = tuple(shard.index for shard, _ in self._assigned if shard.index in wanted)
@@ -231,7 +229,7 @@ class Feeder(threading.Thread):
             self._emit(Revoked(back))
 
     def _drop(self, indices: Iterable[int]) -> list[tuple[Shard, int]]:
-        """What was made of these shards counts no more; the shards, each with its attempt."""
+        """Drop the requests made from these shards. Returns the shards with their attempts."""
         dropped = [self._prepared.pop(index) for index in indices]
         for opened, _ in dropped:
             opened.is_given_back = True
@@ -239,20 +237,20 @@ class Feeder(threading.Thread):
         return [(opened.shard, attempts) for opened, attempts in dropped]
 
     def expect(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
-        """Go by these limits until `settle`. prompts: called once, on the feeder's thread."""
+        """Use these limits until `settle`. prompts: called once, on the feeder's thread."""
         self._limits = functools.cache(prompts), max_model_len
 
     def settle(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
-        """The engine has other limits than were expected: what was made by those is made again."""
+        """Use the engine's own limits instead of the expected ones. Requests made so far are made again."""
         with self._changed:
             self.expect(prompts, max_model_len)
             self._assigned.extendleft(reversed(self._drop(list(self._prepared))))
             self._changed.notify_all()
 
     def begin(self, track: Callable[[OpenShard], None]) -> None:
-        """The engine is up, and `track` is to be told of each shard: they begin from now on, those that are open first.
+        """The engine is up: shards begin from now on, opened ones first. track: called with each shard that begins.
 
-        To be called once, on the thread that calls `revoke`, which has nobody to ask before.
+        Called once, on the thread that calls `revoke`.
         """
         with self._changed:
             self._track = track
@@ -271,7 +269,7 @@ class Feeder(threading.Thread):
                 self.start()
 
     def stop(self) -> None:
-        """Begin nothing more, and end."""
+        """Begin no more shards, and end."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -299,7 +297,7 @@ class Feeder(threading.Thread):
             return self._assigned.popleft()
 
     def _open(self, shard: Shard, attempts: int) -> OpenShard | None:
-        """Open a shard, which begins unless the engine is not up; None where it was given back meanwhile."""
+        """Open a shard; it begins if the engine is up. None if it was given back meanwhile."""
         faults.point("feeder.begin")
         with UNFORKED:
             opened = self._open_shard(shard)
@@ -329,7 +327,7 @@ class Feeder(threading.Thread):
             self._emit(Tried(rows))
 
     def _try_row(self, row: int, trial: Trial) -> list[threading.Event]:
-        """Feed one row of a trial; where it is a probe, what is set once its requests have come out."""
+        """Feed one row of a trial. For a probe, returns events that are set once its requests have finished."""
         opened = self._holder(row)
         if opened is None or opened.is_finished(row):
             return []
@@ -345,7 +343,7 @@ class Feeder(threading.Thread):
         return probes
 
     def _holder(self, row: int) -> OpenShard | None:
-        """The open shard of a row; None where it has been committed meanwhile."""
+        """The open shard of a row; None if the row is in none."""
         return next((o for o in self._opened.values() if row in o.rows), None)
 
     def _are_stored(self, rows: Iterable[int]) -> bool:
@@ -359,7 +357,7 @@ class Feeder(threading.Thread):
             self._feed_rows(opened, opened.rows.to_run(first, min(first + ROWS_AT_ONCE, shard.num_rows)), attempts)
 
     def _feed_rows(self, opened: OpenShard, local: Int64Array, attempts: int) -> None:
-        """Feed these rows of a shard, by their local indices, in this order."""
+        """Feed these rows of a shard, by their indices in it, in this order."""
         left = opened.unfinished(local)
         if not len(left):
             return
@@ -383,7 +381,7 @@ class Feeder(threading.Thread):
         return prompts(), max_model_len
 
     def _read(self, row_index: Int64Array, columns: Sequence[str]) -> list[Row]:
-        """These rows, in this order; they are read in the source's own."""
+        """These rows, in this order. They are read in the order of the source."""
         in_source = np.argsort(row_index, kind="stable")
         read = self._source.read_rows(row_index[in_source], columns)
         rows = dict(zip(in_source.tolist(), read, strict=True))
@@ -392,7 +390,7 @@ class Feeder(threading.Thread):
     def _expand(
         self, opened: OpenShard, prompt: Prompt, attempts: int, max_model_len: int
     ) -> Iterator[tuple[PendingRequest, int]]:
-        """What a row still has to run, with sizes."""
+        """The requests that a row still has to run, with their sizes in bytes."""
         requests = self._task.expand(prompt, max_model_len)
         if prompt.adapter is not None:
             requests = [replace(request, adapter=prompt.adapter) for request in requests]
@@ -416,5 +414,5 @@ def _probe(request: Request) -> Request:
 
 
 def failed(prompt: Prompt, num_requests: int, error: RowError, attempts: int) -> tuple[Result, ...]:
-    """A row's error results: one for each that was expected."""
+    """A row's error results, one for each expected result."""
     return tuple(Result(prompt, index, num_requests, None, None, error, attempts) for index in range(num_requests))

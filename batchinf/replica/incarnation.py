@@ -1,9 +1,11 @@
-"""One incarnation of a replica, in whatever a backend runs it: starts the engine and the pipeline, obeys commands.
+"""One incarnation of a replica: starts the engine and the pipeline around it, and obeys the coordinator.
 
-The pipeline is all that surrounds an engine: the feeder, the writer, and the queues between them, the engine and the
-disk. All but the writer is made before the engine is up, so that prompts are read and tokenised while it starts. A
-backend gives an incarnation a port to its coordinator and memory for the requests in flight. An incarnation knows of no
-process: the local backend's entry point, which makes a process around one, is `fleet/local/process.py`.
+The pipeline is the feeder, the writer and their queues. All but the writer is made before the engine is up, so that
+prompts are tokenised while it starts. A backend runs an incarnation: it gives it a port to the coordinator and memory
+for the record of requests in flight. The local backend runs it in `fleet/local/process.py`.
+
+The main thread starts the engine; another one opens the input and makes the feeder and the decoder. vLLM may fork its
+engine core from this process. The feeder starts after that fork; later forks wait until it is between two batches.
 """
 
 import contextlib
@@ -60,13 +62,13 @@ from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
 
-# What vLLM runs at once on devices of 70 GiB and more; on others it is 256.
+# vLLM's default on devices of 70 GiB and more; on others it is 256.
 _LIKELY_SEQS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """max_num_seqs: a likely one where the spec names none; nothing that is stored depends on it."""
+    """max_num_seqs: a likely value if the spec has none. No output depends on it."""
 
     max_model_len: int
     vocab_size: int
@@ -76,29 +78,29 @@ class EngineLimits:
 def expected_limits(
     spec: JobSpec, max_model_len: int | None, vocab_size: int | None, tokenizer: Sized
 ) -> EngineLimits | None:
-    """The limits of the engine that `spec` asks for; None where they cannot be told.
+    """The limits that the engine will probably have; None if they cannot be known before it starts.
 
-    max_model_len, vocab_size: as the model's config has them. The engine may have others all the same.
+    max_model_len, vocab_size: from the model's config.
     """
     if spec.scripted is not None:
         return EngineLimits(spec.scripted.max_model_len, len(tokenizer), spec.scripted.max_num_seqs)
     given = spec.engine.get("max_model_len", max_model_len)
-    if not isinstance(given, int) or given <= 0 or vocab_size is None:  # as where vLLM takes what fits its memory
+    if not isinstance(given, int) or given <= 0 or vocab_size is None:  # -1: vLLM fits it to the memory
         return None
     most = spec.engine.get("max_num_seqs")
     return EngineLimits(given, vocab_size, most if isinstance(most, int) and most > 0 else _LIKELY_SEQS)
 
 
 class _Forks:
-    """What this process knows of its own forks; changed under `UNFORKED` alone."""
+    """The state of this process's forks; changed only while `UNFORKED` is held."""
 
     is_guarded = False
-    have_been = False  # since they are guarded
+    have_been = False  # whether there was one since `guard_forks`
     waiting: ClassVar[list[Callable[[], object]]] = []
 
 
 def guard_forks() -> None:
-    """Let forks of this process wait for `UNFORKED`; nothing more where they do."""
+    """Make forks of this process wait for `UNFORKED`. May be called again."""
     with UNFORKED:
         if not _Forks.is_guarded:
             _Forks.is_guarded = True
@@ -106,15 +108,13 @@ def guard_forks() -> None:
 
 
 def forks_engine_core() -> bool:
-    """Whether vLLM, in this process, is going to fork its engine core, as far as its variables say."""
+    """Whether vLLM will fork its engine core from this process, by its environment variables."""
     is_apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
     return is_apart and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork") == "fork"
 
 
 def after_first_fork(call: Callable[[], object]) -> None:
-    """Call this once, in this process, when it has been forked for the first time since `guard_forks`: at once where
-    that has happened.
-    """
+    """Call this once, after the first fork of this process since `guard_forks`; at once if that has happened."""
     with UNFORKED:
         if not _Forks.have_been:
             _Forks.waiting.append(call)
@@ -132,22 +132,22 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    # The calls are the parent's affair, even if the child is forked in turn.
+    # The calls belong to the parent, even if the child is forked in turn.
     _Forks.waiting.clear()
     UNFORKED.release()
-    # Read at each call; "true" would have tokenizers wait for threads that are the parent's alone.
+    # Tokenizers read it at each call. With "true" they would wait for threads that only the parent has.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 # A row that fails before it reaches the engine, with its message.
 _FAILED_ROW_BYTES = 1 << 10
-# Prompts that wait for the engine, and results that wait for the disk.
+# Bounds of the queue before the engine and of the queue before the writer.
 _READY_BYTES = 64 << 20
 _FINISHED_BYTES = 96 << 20
 
 
 class Pipeline:
-    """What is around an engine that may come later."""
+    """The feeder, the queues and the decoder around an engine, made before the engine is up."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Pipeline:
         order: RunOrder | None = None,
         begun_at: str | None = None,
     ) -> None:
-        """order: None where places are positions."""
+        """order: None if places are positions."""
         self._spec, self._task, self._source, self._tokenizer = task.spec, task, source, tokenizer
         self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
         self._order, self._begun_at = order, begun_at
@@ -177,7 +177,7 @@ class Pipeline:
     def start_early(self, limits: EngineLimits, *, after_fork: bool = False) -> None:
         """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it.
 
-        after_fork: not before this process has been forked.
+        after_fork: start it only after this process has been forked.
         """
         guard_forks()
         self._ready.resize(window(limits.max_num_seqs) + _num_ready(limits.max_num_seqs))
@@ -189,7 +189,7 @@ class Pipeline:
             start()
 
     def _start(self) -> None:
-        """Start the feeder. Before it, not beside it: what takes a second with a large vocabulary."""
+        """Make the detokenizer, which takes 1 s for a large vocabulary, and then start the feeder."""
         self._make_detokenizer()
         self.feeder.start_once()
 
@@ -203,7 +203,7 @@ class Pipeline:
             self._detokenizer.set_exception(error)
 
     def complete(self, engine: Engine, expected: EngineLimits | None, in_flight: InFlightRecord) -> Worker:
-        """The worker. expected: the limits by which the feeder has started; where they are others, it starts anew."""
+        """The worker. expected: the limits that the feeder has used; if the engine's differ, it starts anew."""
         info = engine.info
         self._ready.resize(_num_ready(info.max_num_seqs))
         prompts = self._prompts_by(info.vocab_size)
@@ -211,7 +211,7 @@ class Pipeline:
             self.feeder.expect(prompts, info.max_model_len)
         elif (expected.max_model_len, expected.vocab_size) != (info.max_model_len, info.vocab_size):
             self.feeder.settle(prompts, info.max_model_len)
-        self._make_detokenizer()  # unless the feeder was started early
+        self._make_detokenizer()  # does nothing if the feeder was started early
         answers = answers_of(self._spec, self._tokenizer, self._detokenizer.result())
         room = WIDE if self._task.has_wide_results else None
         write, interval_s = self._write_by(info), self._spec.checkpoint_interval_s
@@ -241,14 +241,14 @@ class Pipeline:
 
 
 def _num_ready(max_num_seqs: int) -> int:
-    """Requests that wait for an engine that is full."""
+    """Requests that wait before a full engine."""
     return max(16, window(max_num_seqs) // 2)
 
 
 def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None) -> Answers | NoAnswers:
-    """How completions are read; vLLM is imported for what only it knows. The scripted engine obeys no structure.
+    """The reader of completions. Imports vLLM only for reasoning parsers, regexes and grammars.
 
-    detokenizer: None where no text comes out.
+    The scripted engine ignores structures. detokenizer: None for tasks without text.
     """
     if detokenizer is None:
         return NoAnswers()
@@ -272,20 +272,17 @@ class Port(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the coordinator is gone, or wants nothing more of this incarnation."""
+        """Whether the coordinator is gone or has dropped this incarnation."""
 
     def send(self, message: Event, /) -> None:
-        """Send an event. May be called from any thread; does not raise if the coordinator is gone."""
+        """Send an event, from any thread. Does not raise if the coordinator is gone."""
 
     def receive(self, wait_s: float | None, /) -> list[Command]:
-        """Commands that have come, after at most `wait_s` seconds. Called from one thread."""
+        """The commands that have arrived, after at most `wait_s` seconds. Called from one thread."""
 
 
 class Incarnation:
-    """Everything between the port and the engine.
-
-    `run` starts the engine and works until it is stopped. `listen` runs on a thread of its own meanwhile.
-    """
+    """All between the port and the engine. `run` starts the engine and works; `listen` runs on its own thread."""
 
     def __init__(self, launch: Launch, port: Port, in_flight: InFlightRecord, abandon: Callable[[], object]) -> None:
         """abandon: end this incarnation at once, with all that it started; called when the coordinator is gone."""
@@ -306,7 +303,7 @@ class Incarnation:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Start the engine, work until stopped, say so."""
+        """Start the engine, work until stopped, and send `Stopped`."""
         started = time.monotonic()
         self._port.send(StartPhase("loading the tokenizer and opening the input"))
         self._tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
@@ -355,9 +352,9 @@ class Incarnation:
         return VllmEngine(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
 
     def _open(self, work: Work) -> None:
-        """Open the input, and start what can be there before the engine; what fails is raised by who needs it."""
+        """Open the input and start the pipeline. If that fails, `run` raises the error when it needs the pipeline."""
         try:
-            # The engine may be starting by now, on another thread, and fork this process.
+            # The engine may be starting on another thread by now, and fork this process.
             with UNFORKED:
                 faults.point("replica.open")
                 self._pipeline.set_result(self._start_pipeline(work))
@@ -380,14 +377,14 @@ class Incarnation:
     def listen(self, heard: list[Command]) -> None:
         """Obey the coordinator; abandon all when it is gone. Runs on its own thread.
 
-        heard: what it has said already, after `Launch`.
+        heard: commands that came with `Launch`.
         """
         try:
             for message in heard:
                 self._obey(message)
             self._listen()
         except BaseException:
-            # Deaf, it would never hear that it has to end.
+            # Without this thread it would never receive the command to end.
             try:
                 traceback.print_exc()
                 sys.stderr.flush()
@@ -439,7 +436,7 @@ def _give(feeder: Feeder, message: Assign | Trial | Revoke) -> None:
 
 
 def last_words(error: BaseException) -> Failed:
-    """What a replica says of the exception that ended it."""
+    """The last message of a replica: the exception that ended it."""
     if isinstance(error, BatchinfError):
         was_killed = isinstance(error, EngineDeadError) and error.was_killed
         return Failed(type(error).__name__, str(error), error.exit_code, was_killed)

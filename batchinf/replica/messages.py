@@ -1,4 +1,4 @@
-"""What a coordinator and a replica say to each other. All are frozen and can be serialised; none holds a row."""
+"""The messages between coordinator and replica: frozen, serialisable, and without rows."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,11 @@ from batchinf.records import EngineInfo, EngineStats, Extent, Part, Shard
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """To a replica, first of all: who it is and what its engine needs.
+    """To a replica, first: who it is and what its engine needs.
 
-    spec: the resolved JobSpec as JSON, but for its `input`, of which `Work` has the last word. revision: the commit,
-    where model_path is a hub id.
-    cpus: the processor cores it may use; empty means all that it inherited.
-    adapters: those that requests may name.
-    config_limits: `max_model_len` and `vocab_size` by the model's config; None where it does not say.
+    spec: the resolved JobSpec as JSON; the `input` in `Work` replaces its own. revision: the commit if model_path is a
+    hub id. cpus: the processor cores that it may use; empty means all that it inherited. adapters: those that requests
+    may name. config_limits: `max_model_len` and `vocab_size` from the model's config; None if it does not say.
     """
 
     replica: int
@@ -32,14 +30,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """To a replica, once: what its rows are. Next after `Launch`, or when the input is known.
+    """To a replica, once: all that depends on the input. Right after `Launch`, or when the input is known.
 
-    input: the resolved section of the spec as JSON.
-    metadata: what each part's Parquet metadata carries beside the versions.
-    source_folder: what the scan of the input found.
-    taken: the fingerprints of what the job has taken in of its input, the last one last.
-    extents: the job's, of which the run order is made.
-    begun_at: when the job was begun, in ISO format: templates that print the date see this one.
+    input: the resolved section of the spec as JSON. metadata: for each part's Parquet metadata, beside the versions.
+    source_folder: the results of the scan. taken: fingerprints of the input's versions, the latest last. extents: of
+    the job; they define the run order. begun_at: when the job began, in ISO format; templates see it as today's date.
     """
 
     input: str
@@ -52,9 +47,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """To a replica: run these shards after those that you have. `attempts` is the number of the try, from 1.
+    """To a replica: run these shards after those that you have. attempts: the number of the try, from 1.
 
-    condemned: rows of these shards that must not reach the engine, which they kill, each with what to say of it.
+    condemned: rows of these shards that must not reach the engine, because they kill it, each with its error message.
     """
 
     shards: tuple[Shard, ...]
@@ -64,9 +59,9 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """To a replica: run nothing but these groups of rows of these shards, one group after the other.
+    """To a replica: run only these groups of rows of these shards, one group after the other.
 
-    is_probe: a token for each request will do, and what comes out is not stored.
+    is_probe: generate one token for each request, and store nothing.
     """
 
     shards: tuple[Shard, ...]
@@ -77,9 +72,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """To a replica: give back those of these shards that you have not begun.
+    """To a replica: give back the shards that you have not begun.
 
-    Before `Begin` it has begun none: they are another's at once, and it says nothing.
+    Before `Begin` these are all. The coordinator then reassigns them at once, and the replica does not answer.
     """
 
     shards: tuple[int, ...]
@@ -92,23 +87,23 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To a replica: journal, admit nothing more, finish what can be finished in `drain_s` seconds, and end."""
+    """To a replica: journal, admit nothing more, finish running requests for at most `drain_s` seconds, and end."""
 
     drain_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class StartPhase:
-    """From a replica: what it is doing before the first row."""
+    """From a replica: the phase of its start."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TakesShards:
-    """From a replica whose engine is not up yet: it makes requests of shards until it is, and will run so many at once.
+    """From a replica whose engine is not up yet: it can prepare shards already.
 
-    window: requests, as far as can be told.
+    window: requests that it will probably run at once.
     """
 
     window: int
@@ -126,7 +121,7 @@ class Ready:
 class Progress:
     """From a replica, about once a second: totals since it started. `steps` shows that the engine is alive.
 
-    in_flight: requests in the engine. num_waiting: those that are ready for it.
+    in_flight: requests in the engine. num_waiting: requests in the queue before it.
     """
 
     num_rows: int
@@ -142,7 +137,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ShardBegun:
-    """From a replica: a shard's first rows are on their way; `num_recovered` requests came from the journal."""
+    """From a replica: a shard has begun; `num_recovered` of its results came from the journal."""
 
     shard: int
     num_recovered: int
@@ -167,17 +162,16 @@ DISK_ERROR = "DiskError"
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """From a replica: a trial's group of rows came out of the engine, which is well."""
+    """From a replica: a trial's group of rows has run, and the engine is alive."""
 
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From a replica, its last words: why it ends. `cause` is a line that a user can act on.
+    """From a replica, last: why it ends. cause: a line that a user can act on.
 
-    error_type: DISK_ERROR where it cannot write and no restart mends that. was_killed: a signal from outside ended its
-    engine.
+    error_type: DISK_ERROR if it cannot write and no restart helps. was_killed: a signal from outside ended its engine.
     """
 
     error_type: str
@@ -188,7 +182,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """From a replica: it has journalled what it had and ends."""
+    """From a replica, last: it has journalled its results and ends."""
 
 
 Command = Work | Assign | Trial | Revoke | Begin | Stop
@@ -197,7 +191,7 @@ Event = StartPhase | TakesShards | Ready | Progress | ShardBegun | ShardClosed |
 
 @dataclass(frozen=True, slots=True)
 class InFlightRequest:
-    """A request that was in the engine. has_output: its prompt was run, and a token has come out."""
+    """A request that was in the engine. has_output: its prompt has run and it has a token."""
 
     row_index: int
     has_output: bool

@@ -1,4 +1,4 @@
-"""The text of completions: decoded in batches as vLLM does, its reasoning split off, its structure checked."""
+"""The text of completions for the writer: decodes like vLLM but in batches, splits off reasoning, checks structure."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Tokens at a prompt's end among which a safe place to begin decoding is looked for.
+# Tokens at a prompt's end that are searched for a safe place to begin decoding.
 _TAIL_TOKENS = 16
 # vLLM's INITIAL_INCREMENTAL_DETOKENIZATION_OFFSET, for tokenizers written in Python.
 _SLOW_OFFSET = 5
@@ -33,12 +33,12 @@ class Detokenizer:
         self._anchors: frozenset[int] | None = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if isinstance(backend, Tokenizer):
-            # A copy: a tokenizer that encodes on another thread meanwhile fails with "Already borrowed".
+            # A copy: if one tokenizer encodes on another thread meanwhile, it fails with "Already borrowed".
             self._backend = copy.deepcopy(backend)
             self._anchors = _anchors(self._backend) if _decodes_locally(self._backend) else None
 
     def decode(self, completions: Sequence[Completion], sampling: SamplingSpec) -> list[str]:
-        """Text of each completion. Those that the engine decoded itself (stop strings) keep their text."""
+        """Text of each completion. Completions that the engine decoded (stop strings) keep their text."""
         texts = [completion.text for completion in completions]
         missing = [text is None for text in texts]
         left = list(compress(completions, missing))
@@ -58,13 +58,13 @@ class Detokenizer:
     def _decode_batch(
         self, backend: Tokenizer, pairs: list[tuple[list[int], list[int]]], anchors: frozenset[int], skip_special: bool
     ) -> list[str]:
-        """What follows the context's text in the text of context and output, where that is what the stream gives.
+        """The text after the context's text, if that equals vLLM's stream; else a replay of the stream.
 
-        With a decoder of `_decodes_locally`, a token's text depends on its neighbours only where it is (a) the first
-        that is decoded or (b) a byte of a character. (a) The context begins with an ordinary token, so no output
-        token is the first. (b) Without U+FFFD every run of bytes makes whole characters; the stream then cuts it
-        nowhere else, and holds nothing back at the end. A context without U+FFFD at its end shows that the prompt
-        ends with a whole character too: otherwise the stream gives the prompt's text as well, or starts anew.
+        With a decoder of `_decodes_locally`, a token's text depends on its neighbours only (a) if it is the first
+        token decoded, or (b) if it is a byte of a character. For (a), the context begins with an ordinary token, so no
+        output token is the first. For (b), text without U+FFFD has only whole characters; the stream then cuts at
+        character ends and holds nothing back. If the context does not end with U+FFFD, the prompt too ends with a whole
+        character. Otherwise the stream would return text of the prompt, or start anew.
         """
         contexts = [_context(prompt, anchors) for prompt, _ in pairs]
         before = backend.decode_batch(contexts, skip_special)
@@ -80,7 +80,7 @@ class Detokenizer:
 
 
 def _text_token_ids(completion: Completion, sampling: SamplingSpec) -> list[int]:
-    """The output tokens that make text: all but the token that stopped it (the end of the sequence, for one)."""
+    """The output tokens that make text: without the token that stopped it, such as the end-of-sequence token."""
     token_ids: list[int] = completion.token_ids.tolist()
     if completion.finish_reason == "stop" and not sampling.include_stop_str_in_output:
         token_ids.pop()
@@ -88,7 +88,7 @@ def _text_token_ids(completion: Completion, sampling: SamplingSpec) -> list[int]
 
 
 def _context(prompt: list[int], anchors: frozenset[int]) -> list[int]:
-    """The prompt's end from an ordinary token on; the whole prompt where its end has none."""
+    """The prompt's end from an ordinary token on; the whole prompt if there is none."""
     tail = prompt[-_TAIL_TOKENS:]
     for index, token_id in enumerate(tail):
         if token_id in anchors:
@@ -97,7 +97,7 @@ def _context(prompt: list[int], anchors: frozenset[int]) -> list[int]:
 
 
 def _anchors(backend: Tokenizer) -> frozenset[int]:
-    """Ids of ordinary tokens: never skipped, and no byte of a run that may have begun before."""
+    """Ids of ordinary tokens: those that are never skipped and are no single byte."""
     added = backend.get_added_tokens_decoder()
     vocabulary = backend.get_vocab(with_added_tokens=False)
     return frozenset(
@@ -108,9 +108,9 @@ def _anchors(backend: Tokenizer) -> frozenset[int]:
 
 
 def _decodes_locally(backend: Tokenizer) -> bool:
-    """Whether a token's text depends only on being the first, and on the bytes of its own run: see `_decode_batch`.
+    """Whether a token's text depends only on being the first and on adjacent bytes: see `_decode_batch`.
 
-    So do the decoders of Llama 3, Qwen and GPT (ByteLevel), of Llama 2, Mistral and Gemma (spaces, bytes, and at
+    True for the decoders of Llama 3, Qwen and GPT (ByteLevel), of Llama 2, Mistral and Gemma (spaces, bytes, and at
     most one leading space stripped), of T5 (Metaspace) and of BERT (WordPiece).
     """
     decoder = json.loads(backend.to_str())["decoder"]
@@ -128,7 +128,7 @@ def _decodes_locally(backend: Tokenizer) -> bool:
 
 
 def _replay(backend: Tokenizer, prompt: list[int], output: list[int], skip_special: bool) -> str:
-    """As vLLM's FastIncrementalDetokenizer does it, from 0.26 to 0.33."""
+    """The text by vLLM's FastIncrementalDetokenizer, 0.26 to 0.33."""
     stream = DecodeStream(ids=prompt, skip_special_tokens=skip_special)
     pieces = []
     for token_id in output:
@@ -144,7 +144,7 @@ def _replay(backend: Tokenizer, prompt: list[int], output: list[int], skip_speci
 
 
 def _replay_slow(tokenizer: Any, prompt: list[int], output: list[int], skip_special: bool) -> str:
-    """As vLLM's SlowIncrementalDetokenizer does it, for tokenizers written in Python, from 0.26 to 0.33."""
+    """The text by vLLM's SlowIncrementalDetokenizer, 0.26 to 0.33, for tokenizers written in Python."""
     added = frozenset(tokenizer.get_added_vocab())
     skipped = frozenset(tokenizer.all_special_tokens if skip_special else ())
     tokens = _tokens(tokenizer, prompt[-_SLOW_OFFSET - 2 :], skip_special)
@@ -167,7 +167,7 @@ def _tokens(tokenizer: Any, token_ids: list[int], skip_special: bool) -> list[st
 
 
 def _slow_text(tokenizer: Any, tokens: list[str], added: frozenset[str], skipped: frozenset[str]) -> str:
-    """Added tokens stand as they are, with spaces between them and the runs of others."""
+    """The text of tokens. Added tokens are not decoded, and spaces separate them from the rest."""
     if not added:
         return str(tokenizer.convert_tokens_to_string(tokens))
     kept = [token for token in tokens if token not in skipped]
@@ -178,11 +178,11 @@ def _slow_text(tokenizer: Any, tokens: list[str], added: frozenset[str], skipped
     return " ".join(texts)
 
 
-# Text and the prompt's token ids → what was thought, and the answer; either may be None.
+# Text and the prompt's token ids → reasoning and answer; either may be None.
 Split = Callable[[str, Sequence[int]], tuple[str | None, str | None]]
-# Whether a text is whole by the grammar or regex.
+# Whether a text matches the whole grammar or regex.
 Matches = Callable[[str], bool]
-# A structure → that; None where it cannot be told.
+# A structure → its `Matches`; None if a text cannot be checked.
 Matcher = Callable[[dict[str, Any]], Matches | None]
 
 _SHOWN_CHARS = 60
@@ -191,7 +191,7 @@ _MOST_JUDGES = 256
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is stored of a completion's text. The text stays beside an error; None is none at all."""
+    """The stored text of a completion; None if there is no text. Text is kept beside an error."""
 
     text: str | None
     reasoning: str | None = None
@@ -199,7 +199,7 @@ class Answer:
 
 
 class NoAnswers:
-    """For tasks that are not after a text."""
+    """For tasks without text."""
 
     def read(self, completions: Sequence[Completion]) -> list[Answer]:
         """See `Answers.read`."""
@@ -207,7 +207,7 @@ class NoAnswers:
 
 
 class Answers:
-    """Completions → answers, by one job's rules. For one thread."""
+    """Turns completions into answers by one job's rules. For one thread."""
 
     def __init__(
         self,
@@ -217,14 +217,14 @@ class Answers:
         split: Split | None = None,
         matcher: Matcher | None = None,
     ) -> None:
-        """split: for a job with a reasoning parser. matcher: for regex and grammar; None judges by the end alone."""
+        """split: for a job with a reasoning parser. matcher: for regex and grammar; None: check only the end."""
         self._detokenizer = detokenizer
         self._sampling = spec.sampling
         self._split = split
         self._special: re.Pattern[str] | None = None
         self._special_ids: frozenset[int] = frozenset()
         if split is not None and spec.sampling.skip_special_tokens:
-            # The parser must see them: the marks around what was thought may be among them.
+            # The parser must see special tokens: the marks around the reasoning may be among them.
             self._sampling = spec.sampling.model_copy(update={"skip_special_tokens": False})
             tokens = _special_tokens(tokenizer)
             self._special_ids = frozenset(tokens)
@@ -248,14 +248,14 @@ class Answers:
             try:
                 reasoning, text = self._split(whole, completion.request.prompt_token_ids)
             except Exception as error:
-                # The parser is vLLM's, or a plugin, and the text a model's.
+                # The parser is vLLM's or a plugin, and may raise anything for a model's text.
                 words = one_line(f"{type(error).__name__}: {error}", 300)
                 return Answer(whole, None, RowError("reasoning_error", f"the reasoning parser failed: {words}"))
             reasoning, text = self._stripped(reasoning, completion), self._stripped(text, completion)
         return Answer(text, reasoning, None if structure is None else self._judge(structure)(text, completion))
 
     def _judge(self, structure: dict[str, Any]) -> "Judge":
-        """Made once for each structure; rows of a batch file may have their own."""
+        """The judge of a structure, made once. Rows of a batch file may each have their own structure."""
         key = json.dumps(structure)
         if key not in self._judges:
             if len(self._judges) >= _MOST_JUDGES:
@@ -270,7 +270,7 @@ class Answers:
 
 
 def _special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Those that are left out of a text, by id."""
+    """The tokens that are left out of a text, by id."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     tokens = {token_id: str(token.content) for token_id, token in added.items() if token.special}
     tokens |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
@@ -283,7 +283,7 @@ Judge = Callable[[str | None, Completion], RowError | None]
 
 
 def _judge(structure: dict[str, Any], matcher: Matcher | None) -> Judge:
-    """What holds a text against a structure."""
+    """The check of texts against a structure."""
     [(kind, value)] = structure.items()
     if kind == "json":
         return _json_error
@@ -298,7 +298,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-# Numbers are not made of digits that nobody looks at; nor would Python read one of more than 4,300.
+# Numbers are only checked, not converted: Python refuses integers of more than 4,300 digits.
 _JSON = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=_no_constant)
 
 
@@ -327,7 +327,7 @@ def _structure_error(kind: str, matches: Matches | None, text: str | None, compl
     if text is None:
         return _nothing("invalid_structure", completion)
     if completion.finish_reason == "stop" and completion.stop_reason is None:
-        return None  # the end-of-sequence token, which the engine lets through where the structure is whole
+        return None  # the engine allows the end-of-sequence token only once the structure is complete
     by_end = completion.finish_reason == "stop"
     is_whole = by_end if matches is None else matches(text) or matches(text.strip())
     return None if is_whole else RowError("invalid_structure", f"the text does not match the {kind}{_end(completion)}")

@@ -1,4 +1,7 @@
-"""From completions to journal and parts: decoding, encoding, ticking and closing shards, off the engine's thread."""
+"""The writer thread: decodes and encodes completions, journals them at each checkpoint, and turns shards into parts.
+
+A shard whose part is written before the next checkpoint is never journalled.
+"""
 
 import os
 import threading
@@ -17,33 +20,33 @@ from batchinf.replica.messages import Event, ShardClosed
 from batchinf.replica.text import Answers, NoAnswers
 from batchinf.tasks.base import Task
 
-# Results wait up to this long for company: encoding and decoding cost far less in batches.
+# Results wait up to this long, because decoding and encoding cost far less in batches.
 _GATHER_S = 0.1
 _GATHER_ITEMS = 256
 _GATHER_BYTES = 32 << 20
 
 
-# What is finished and in no segment yet is journalled early beyond this, so that memory stays bounded.
+# More results than this that are in no segment are journalled before the checkpoint, so that memory stays bounded.
 _MAX_UNJOURNALLED_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """In the place of _MAX_UNJOURNALLED_BYTES; num_closers: parts that are written at once."""
+    """max_bytes: replaces _MAX_UNJOURNALLED_BYTES. num_closers: parts that are written at once."""
 
     max_bytes: int
     num_closers: int
 
 
-# Rows of 256 KB: their shards are a few hundred of them, two or three of which are open at once, and are not to be
-# written twice. Parquet takes 200 MB/s of float16 from one thread.
+# For results of 256 KB. Shards have a few hundred of them, and two or three are open at once. With this much memory
+# each result is written once if the disk keeps up. One thread writes 200 MB/s of float16 as Parquet.
 _WIDE_CLOSERS = max(1, min(4, (os.cpu_count() or 1) // 4))
 WIDE = Room((128 << 20) * (1 + _WIDE_CLOSERS), _WIDE_CLOSERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A completion, with what its request was pending with."""
+    """A completion with its pending request."""
 
     pending: PendingRequest
     completion: Completion
@@ -51,7 +54,7 @@ class Finished:
 
 @dataclass(slots=True, eq=False)
 class Closing:
-    """A whole shard whose part is being written. num_bytes: held in memory meanwhile. is_kept: journalled wholly."""
+    """A finished shard whose part is being written. num_bytes: of its memory. is_kept: all of it is journalled."""
 
     shard: OpenShard
     future: Future[None]
@@ -61,7 +64,7 @@ class Closing:
 
 @dataclass(slots=True)
 class WriterTotals:
-    """What has been stored since the worker started. Of results and errors, those from the journal count too."""
+    """Totals since the worker started. Rows and errors include those from the journal."""
 
     num_rows: int = 0
     num_errors: int = 0
@@ -70,7 +73,7 @@ class WriterTotals:
 
 
 class Writer(threading.Thread):
-    """Takes finished requests from a queue; each shard that is whole becomes a staged part."""
+    """Takes finished requests from a queue; each finished shard becomes a staged part."""
 
     def __init__(
         self,
@@ -100,18 +103,18 @@ class Writer(threading.Thread):
         self.error: BaseException | None = None
 
     def track(self, shard: OpenShard) -> None:
-        """Know a shard that has begun; one that the journal held whole is closed at once."""
+        """Add a shard that has begun. If the journal holds all of it, it is closed at once."""
         with self._lock:
             self._open[shard.index] = shard
             self.totals.num_rows += shard.num_results
             self.totals.num_errors += shard.num_recovered_errors
 
     def tick_soon(self) -> None:
-        """Journal what is finished without waiting for the interval."""
+        """Journal now, without waiting for the interval."""
         self._next_tick = time.monotonic()
 
     def finish(self) -> None:
-        """Store all that is in the queue, close what is whole, journal the rest, and end."""
+        """Store all that is in the queue, close finished shards, journal the rest, and end."""
         self._is_stopping = True
         self._finished.close()
         self.join()
@@ -129,12 +132,12 @@ class Writer(threading.Thread):
             self.error = error
 
     def _turn(self) -> bool:
-        # Asked first: all that is in the queue by then is stored before the end.
+        # Read first, so that everything in the queue by then is stored before the end.
         is_last = self._is_stopping
         wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
         is_behind = self._closing_bytes() > self._max_bytes()
         if is_behind:
-            # The queue fills meanwhile, and admission waits.
+            # The queue fills up meanwhile, and admission waits.
             items = []
             wait([closing.future for closing in self._closing], wait_s, FIRST_COMPLETED)
         else:
@@ -179,7 +182,7 @@ class Writer(threading.Thread):
             self._count(batch)
 
     def _count(self, results: pa.RecordBatch) -> None:
-        # As they are stored: what an engine must generate to score a text is no output.
+        # Counted from the stored results: tokens that an engine must generate to score a text are no output.
         counts = count_rows(results)
         self.totals.num_output_tokens += counts.num_output_tokens
         self.totals.num_prompt_tokens += counts.num_prompt_tokens
@@ -197,11 +200,11 @@ class Writer(threading.Thread):
             shard.tick()
 
     def _spare_s(self, tick_s: float) -> float:
-        """How much earlier the next tick begins: what finishes meanwhile is to be durable when the interval is over."""
+        """How much earlier the next tick begins, so that its results are durable when the interval is over."""
         return min(2 * tick_s, self._interval_s / 2) + min(_GATHER_S, self._interval_s / 10)
 
     def _keep_closing(self) -> None:
-        """Journal what waits for its part too: on a slow disk that may take longer than a crash may cost."""
+        """Journal finished shards whose parts are still being written: a slow disk must not make a crash cost more."""
         for closing in self._closing:
             if closing.is_kept or closing.future.done():
                 continue

@@ -1,4 +1,1 @@
-"""The input of a job: its files in any format as rows by position, and the record of which files the job has.
-
-`job` decides which of the rows run, `prompts` what becomes of a row.
-"""
+"""The input of a job: its files in any format as rows by position, and the record of which files the job has."""

@@ -1,7 +1,7 @@
 """The folder that keeps the results of the scan: an entry for each input file, and the artifacts that it names.
 
 Every JSON file in it has a version and a checksum. An artifact is trusted while its size and samples of its bytes match
-its entry. A file that is not whole counts as absent, and is made again.
+its entry. A damaged file counts as absent and is made again.
 """
 
 import base64
@@ -26,9 +26,9 @@ CACHE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class FileFindings:
-    """What the scan of a file found. schema: of this file alone; a JSON column carries `JSON_MARK`.
+    """The results of a file's scan. schema: of this file alone; a JSON column has `JSON_MARK`.
 
-    num_bytes: of the decompressed content, where rows may be appended to it.
+    num_bytes: of the decompressed content, if the format lets rows be appended.
     """
 
     hash: str
@@ -48,12 +48,13 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One input file, and what the scan found in it.
+    """One input file and the results of its scan.
 
-    `hash` covers the decompressed content; of Parquet, the footer (sizes, statistics and places of every column
-    chunk) and the file's size. `artifacts` by role: `offsets` and `blanks` (int64, see `formats.lines`), `lines` (a
-    decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count),
-    `content` (a copy of a remote file). Size and mtime are the file's stamp, of a remote file other numbers.
+    `hash` covers the decompressed content. For Parquet it covers the file's size and the footer, which has sizes,
+    statistics and offsets of every column chunk. `artifacts` by role: `offsets` and `blanks` (int64, see
+    `formats/lines.py`), `lines` (a decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each
+    Arrow batch, then the row count), `content` (a copy of a remote file). `size` and `mtime_ns` are the file's stamp;
+    the stamp of a remote file has other numbers.
     """
 
     path: str
@@ -67,17 +68,17 @@ class FileEntry:
     num_bytes: int  # see `FileFindings`
 
     def arrow_schema(self) -> pa.Schema:
-        """Columns as found in this file alone; a JSON column carries `JSON_MARK`."""
+        """The columns of this file alone; a JSON column has `JSON_MARK`."""
         return schema_of(self.schema)
 
 
 def schema_of(text: str) -> pa.Schema:
-    """A schema from what `schema_text` made of it."""
+    """The inverse of `schema_text`."""
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 def schema_text(schema: pa.Schema) -> str:
-    """A schema as an entry holds it."""
+    """A schema as text, as entries store it."""
     return base64.b64encode(schema.serialize()).decode()
 
 
@@ -91,12 +92,12 @@ def load_entries(cache: Folder) -> dict[str, FileEntry]:
 
 
 def save_entries(cache: Folder, entries: Mapping[str, FileEntry]) -> None:
-    """Put these entries in the place of all that there are."""
+    """Replace all entries by these."""
     write_record(cache, "files.json", {name: asdict(entry) for name, entry in entries.items()})
 
 
 def read_record(cache: Folder, name: str) -> dict[str, Any]:
-    """The content of a JSON file of the cache; empty if it is absent, torn, foreign or of another version."""
+    """The content of a JSON file of the cache; empty if it is absent, damaged or of another version."""
     try:
         record = json.loads(cache.read(name))
         is_ours = record["version"] == CACHE_VERSION and record["checksum"] == _checksum(record["content"])
@@ -117,11 +118,11 @@ def _checksum(content: object) -> str:
 
 @contextlib.contextmanager
 def locked(cache: Folder) -> Iterator[None]:
-    """Hold the cache alone, against other processes that would fill it."""
+    """Lock the cache against other processes that would fill it."""
     with open(cache.path("lock"), "ab") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: renames keep concurrent scans apart
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Some shared file systems keep locks within a host: temporary files of other hosts stay.
+            # Some shared file systems lock only within one host, so temporary files of other hosts stay.
             for leftover in cache.path("").glob(f"{glob.escape(_temporary())}*"):
                 leftover.unlink(missing_ok=True)
         yield
@@ -135,7 +136,7 @@ def _temporary() -> str:
 
 
 def is_whole(entry: FileEntry, cache: Folder) -> bool:
-    """Whether all artifacts of an entry are as they were made."""
+    """Whether all artifacts of an entry are undamaged."""
     try:
         return all(_artifact(cache, artifact.name) == artifact for artifact in entry.artifacts.values())
     except OSError:
@@ -143,7 +144,7 @@ def is_whole(entry: FileEntry, cache: Folder) -> bool:
 
 
 def _artifact(cache: Folder, name: str) -> Artifact:
-    """The cache file as it is now; of a long one 16 samples, as the offsets of 100 million rows are 800 MB."""
+    """The cache file as it is now. Of a long file 16 samples: the offsets of 100 million rows are 800 MB."""
     with open(cache.path(name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = xxhash.xxh3_64()
@@ -155,7 +156,7 @@ def _artifact(cache: Folder, name: str) -> Artifact:
 
 
 class Scratch:
-    """The artifacts of one input file in the making: under temporary names until `publish`, removed without it."""
+    """The new artifacts of one input file: under temporary names until `publish`, and deleted without it."""
 
     def __init__(self, cache: Folder, file: InputFile, format: str) -> None:
         self._cache = cache
@@ -167,7 +168,7 @@ class Scratch:
 
     def __exit__(self, *exception: object) -> None:
         for role, stream in self._files.items():
-            with contextlib.suppress(OSError):  # what is left in its buffer finds no room either
+            with contextlib.suppress(OSError):  # on a full disk, flushing the buffer fails again
                 stream.close()
             self._cache.delete(self._temporary(role))
 
@@ -181,7 +182,7 @@ class Scratch:
         return self._files[role]
 
     def fetch(self, file: InputFile) -> InputFile:
-        """A remote file's copy, as the role `content`."""
+        """Copy a remote file; the copy has the role `content`."""
         copy = self.create("content")
         with file.open() as stream:
             while block := stream.read(BLOCK_BYTES):
@@ -190,17 +191,17 @@ class Scratch:
         return InputFile(file.name, os.fspath(self._cache.path(self._temporary("content"))))
 
     def drop(self, role: str) -> None:
-        """Leave a file out after all."""
+        """Discard a file."""
         self._files.pop(role).close()
         self._cache.delete(self._temporary(role))
 
     @property
     def roles(self) -> set[str]:
-        """Those of the files that are not empty."""
+        """The roles of the files that are not empty."""
         return {role for role, stream in self._files.items() if stream.tell()}
 
     def publish(self, content_hash: str) -> dict[str, Artifact]:
-        """Make the files that are not empty durable, under names with the input's hash: those never change."""
+        """Make the non-empty files durable. Their names have the input's hash, so they never change."""
         artifacts = {}
         for role, stream in self._files.items():
             if not stream.tell():

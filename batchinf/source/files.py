@@ -1,4 +1,4 @@
-"""An input file and its content, decompressed and hashed. `find` finds the files, `formats` knows what is in them."""
+"""An input file and its content, decompressed and hashed. `find` and `remote` find the files; `formats` read them."""
 
 import io
 import os
@@ -11,8 +11,8 @@ import xxhash
 
 from batchinf.base.errors import InputError
 
-BLOCK_BYTES = 1 << 20  # that are read at once
-MAX_LINE_BYTES = 64 << 20  # a longer line, or CSV field, is an error row: it is never held in memory
+BLOCK_BYTES = 1 << 20  # read at once
+MAX_LINE_BYTES = 64 << 20  # a longer line or CSV field is an error row and is never held in memory
 LINE_ENDS = (b"\n", b"\r\n")
 
 
@@ -21,27 +21,27 @@ class InputLocation:
     """Where the rows are."""
 
     path: str  # a file, a glob, a folder, a URL, or the id of a Hugging Face dataset
-    format: str | None = None  # the name of one in `formats.registry`; None: by the names' endings
+    format: str | None = None  # a name in `formats/registry.py`; None: by the files' endings
     split: str | None = None  # of a Hugging Face dataset; None: train
     revision: str | None = None  # of a Hugging Face dataset on the hub
     name: str | None = None  # the configuration of a Hugging Face dataset
-    is_shuffled: bool = False  # its rows are read in an order of their own: in any file, each must be quick to find
+    is_shuffled: bool = False  # rows are read in any order, so every row must be quick to find
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One input file; `name` is what error messages call it, `path` is where it is."""
+    """One input file. name: relative, for error messages. path: where it is."""
 
     name: str
     path: str
 
     @property
     def is_remote(self) -> bool:
-        """Whether its content has to be fetched: it is read once, and never at any place but the next."""
+        """Whether its content has to be fetched: it is read once, from beginning to end."""
         return False
 
     def stamp(self) -> tuple[int, int]:
-        """Two numbers: while both are as they were, so is the content."""
+        """Two numbers. If both are unchanged, so is the content."""
         return stamp(self.path)
 
     def open(self) -> io.BufferedReader:
@@ -54,11 +54,8 @@ class InputFile:
             ) from error
 
 
-# -- their content ---------------------------------------------------------------------------------------------------
-
-
 def stamp(path: str) -> tuple[int, int]:
-    """Size in bytes and mtime in nanoseconds: while both are as they were, so is the content."""
+    """Size in bytes and mtime in nanoseconds."""
     stat = os.stat(path)
     return stat.st_size, stat.st_mtime_ns
 
@@ -90,7 +87,7 @@ def blocks(file: InputFile) -> Iterator[bytes]:
 
 
 def content_hash(file: InputFile) -> str:
-    """The hash of a file's content, decompressed."""
+    """The xxh3-128 of a file's decompressed content."""
     digest = xxhash.xxh3_128()
     for block in blocks(file):
         digest.update(block)

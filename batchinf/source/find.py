@@ -1,6 +1,6 @@
-"""Finds the files of an input: a file, a glob or a folder here, and the one format that all of them have.
+"""Finds the local files of an input (a file, a glob or a folder) and their one format; `rows` opens them.
 
-`remote` does it for URLs. `rows` opens the files that are found.
+`remote` finds the files of URLs.
 """
 
 import glob
@@ -16,7 +16,7 @@ from batchinf.source.formats.registry import ALLOWED, file_format, format_by_end
 
 
 def is_dataset(input: InputLocation) -> bool:
-    """Whether the input is a Hugging Face dataset and not files: said to be one, saved as one, or named like one."""
+    """Whether the input is a Hugging Face dataset: by `format`, saved as one, or named like one."""
     path = os.path.expanduser(input.path)
     if input.format is not None:
         return input.format == HuggingFace.name
@@ -48,7 +48,7 @@ def _by_glob(path: str) -> list[InputFile]:
 
 
 def _in_folder(path: str, input: InputLocation) -> list[InputFile]:
-    """The data files below a folder: hidden ones, those that begin with _ and unknown endings are left out."""
+    """The data files below a folder, without hidden files, files that begin with _, and unknown endings."""
     found = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
@@ -58,7 +58,7 @@ def _in_folder(path: str, input: InputLocation) -> list[InputFile]:
 
 
 def data_files(names: Iterable[str], input: InputLocation) -> list[str]:
-    """Those of a folder's files that are meant, by their endings, sorted; `InputError` if none is."""
+    """The files of a folder that have a wanted ending, sorted; `InputError` if there is none."""
     wanted = sorted(name for name in names if _is_meant(format_by_ending(name), input))
     if not wanted:
         raise InputError(f"{input.path} has no {input.format or 'data'} file; {ALLOWED} (.gz or .zst may follow)")
@@ -70,7 +70,7 @@ def _is_meant(format: FileFormat | None, input: InputLocation) -> bool:
 
 
 def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
-    """The one format of all files, as said or by their endings; `InputError` if there is none."""
+    """The one format of all files, as given or by their endings; `InputError` if there is none."""
     if input.format is not None:
         if (said := file_format(input.format)) is None:
             raise InputError(f"format {input.format!r} is not known; {ALLOWED}")

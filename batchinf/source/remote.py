@@ -1,6 +1,6 @@
-"""Input files that a URL names: fsspec lists them, tells their versions, and fetches each once.
+"""Input files behind a URL: fsspec lists them, gives their versions, and fetches each once.
 
-Each file system's library takes credentials from the environment. A URL has none, as it is recorded.
+Credentials come from the environment, never from the URL, because the URL is recorded.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.find import data_files, one_format
 from batchinf.source.formats.base import FileFormat
 
-UNKNOWN = -1  # in a stamp: what the file system does not say
+UNKNOWN = -1  # in a stamp: the file system does not give this number
 _HTTP = ("http", "https")
-# What file systems say of a file's version, the surest first.
+# Keys under which file systems give a file's version, the most reliable first.
 _VERSIONS = (
     "ETag", "etag", "md5Hash", "checksum", "content_hash", "Content-MD5", "Digest", "sha", "CRC", "LastModified",
     "Last-Modified", "last_modified", "updated", "mtime", "modified", "created",
@@ -33,7 +33,7 @@ def is_url(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile(InputFile):
-    """A file that is fetched once. place: within `system`. info: what the listing said of it."""
+    """A file that is fetched once. place: its path within `system`. info: its entry in the listing."""
 
     system: Any = field(compare=False)
     place: str = field(compare=False)
@@ -45,12 +45,12 @@ class RemoteFile(InputFile):
         return True
 
     def stamp(self) -> tuple[int, int]:
-        """See `InputFile`: the size, and a number for the version; `UNKNOWN` for what is not said."""
+        """The size and a number for the version, or `UNKNOWN`; see `InputFile`."""
         info = self.info if _version(self.info) is not None else self._fresh_info()
         return _stamp(info)
 
     def fresh_stamp(self) -> tuple[int, int]:
-        """The stamp as it is now, where `stamp` may be that of the listing."""
+        """The stamp as it is now; `stamp` may be as old as the listing."""
         return _stamp(self._fresh_info())
 
     def _fresh_info(self) -> Mapping[str, Any]:
@@ -59,16 +59,16 @@ class RemoteFile(InputFile):
             return dict(self.system.info(self.place))
 
     def open(self) -> io.BufferedReader:
-        """See `InputFile`. It cannot be sought in."""
+        """See `InputFile`. The stream cannot seek."""
         return io.BufferedReader(_Stream(self), 1 << 20)
 
 
 class _Stream(io.RawIOBase):
-    """A remote file's bytes, from the first to the last; what goes wrong on the way is an `InputError`."""
+    """A remote file's bytes from the first to the last. All errors are `InputError`."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._num_bytes = file, 0
-        # Of HTTP, one request for all: not every server gives ranges.
+        # Over HTTP one request for the whole file: not every server supports ranges.
         options = {"block_size": 0} if _protocol(file.system) in _HTTP else {}
         with _told(file.path):
             self._stream = file.system.open(file.place, "rb", **options)
@@ -95,7 +95,7 @@ class _Stream(io.RawIOBase):
         if not self.closed:
             with contextlib.suppress(Exception):
                 self._stream.close()
-                if _protocol(self._file.system) in _HTTP:  # it only asks for its connection to be closed
+                if _protocol(self._file.system) in _HTTP:  # its `close` only schedules the closing of the connection
                     _closed(self._stream)
         super().close()
 
@@ -139,7 +139,7 @@ def _connect(url: str) -> tuple[Any, str]:
         if re.search(rf"(^|::){protocol}://", url):
             import aiohttp
 
-            # Its own limit, 5 minutes for a whole file, is too short for a large one.
+            # The default, 5 minutes for a whole file, is too short for a large one.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=120)
             options[protocol] = {"client_kwargs": {"timeout": timeout}}
     system, path = url_to_fs(url, **options)
@@ -147,10 +147,10 @@ def _connect(url: str) -> tuple[Any, str]:
 
 
 def _list(system: Any, path: str) -> dict[str, dict[str, Any]]:
-    """What the file system says of each file that is meant, by its place."""
+    """The listing's entry of each wanted file, by its path."""
     is_http = _protocol(system) in _HTTP
     if _is_glob(system, path):
-        if is_http:  # else a server that does not answer is one without files
+        if is_http:  # fails if the server does not answer; `glob` would find no files
             system.ls(re.split(r"[*[]", path)[0].rpartition("/")[0] + "/", detail=False)
         found = system.glob(path, detail=True)
         return {place: info for place, info in found.items() if info.get("type") == "file"}
@@ -168,7 +168,7 @@ def _is_glob(system: Any, path: str) -> bool:
 
 
 def _name(path: str, place: str) -> str:
-    """What a file is called: its place from the folder on, or from the last folder before a glob's signs."""
+    """A file's name: its path below the folder, or below the last folder before a glob's wildcards."""
     root = re.split(r"[*?[]", path)[0]
     root = root if root == path else root.rpartition("/")[0]
     return place.removeprefix(root).lstrip("/")
@@ -194,7 +194,7 @@ def _stamp(info: Mapping[str, Any]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _told(url: str) -> Iterator[None]:
-    """Whatever a file system, its library or the network raises, as one line for the user."""
+    """Turn any error of a file system, its library or the network into one line for the user."""
     try:
         yield
     except BatchinfError:
@@ -204,7 +204,7 @@ def _told(url: str) -> Iterator[None]:
 
 
 def _line(url: str, error: BaseException) -> str:
-    # fsspec says of whatever keeps it from an HTTP server that the file is not there.
+    # fsspec reports every HTTP failure as a file that does not exist; the cause is chained.
     why = (error.__cause__ or error) if isinstance(error, FileNotFoundError) else error
     status = getattr(why, "status", None)
     if isinstance(why, ImportError):

@@ -1,8 +1,8 @@
-"""A row's content as a number: the same wherever the row stands, in whatever file, and whatever other rows there are.
+"""A hash of a row's content. It depends neither on the row's position and file nor on other rows; `job` samples by it.
 
-It is made of each column's name and each value's text. The integer 5, the float 5.0 and the text 5 are the same, and so
-are null and absent, because the types and columns depend on the input's other rows. `input.sample` promises the same
-rows for ever: a change of the hash needs another name there.
+It covers each column's name and each value's text. The order of columns does not count. The integer 5, the float 5.0
+and the text 5 are equal, and so are null and an absent column, because types and columns depend on other rows.
+`input.sample` promises the same rows forever, so another hash needs another name in the spec.
 """
 
 import json
@@ -30,12 +30,12 @@ def row_hashes(table: pa.Table) -> npt.NDArray[np.uint64]:
 
 
 def is_in_share(hashes: npt.NDArray[np.uint64], share: float) -> npt.NDArray[np.bool_]:
-    """Which rows are in a share (0, 1] of all: those of a smaller share are in each larger one too."""
+    """Which rows are in a share (0, 1] of all. Rows of a smaller share are in each larger one too."""
     return hashes <= np.uint64(min(2**64 - 1, int(share * 2.0**64)))
 
 
 def texts(column: pa.ChunkedArray, field: pa.Field) -> list[bytes | None]:
-    """Each value as the text by which it is known; None for null."""
+    """Each value as text; None for null. Equal values have equal texts."""
     type = field.type
     if is_json_column(field):
         return _each(column, lambda value: canonical(json.loads(value)))
@@ -54,7 +54,7 @@ def _each(column: pa.ChunkedArray, text: Callable[[Any], bytes | None]) -> list[
 
 
 def canonical(value: Any) -> bytes | None:
-    """A value's text; that of a list or a mapping is JSON with sorted keys, without those whose value is null."""
+    """A value's text. A list or a mapping becomes JSON with sorted keys, without keys whose value is null."""
     value = _plain(value)
     if value is None or isinstance(value, bytes):
         return value
@@ -74,7 +74,7 @@ def _plain(value: Any) -> Any:
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Splitmix64's finaliser: each bit of the sum decides over all bits."""
+    """Splitmix64's finaliser: each bit of the sum changes all bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

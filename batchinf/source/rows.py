@@ -1,7 +1,4 @@
-"""Any input as rows by position, whatever the format of its files. `job` opens it, and each replica reads its rows.
-
-The module of a format knows how rows lie in a file; `versions` knows which files and rows a job has.
-"""
+"""Any input as rows by position, whatever the format of its files. `job` opens it, and each replica reads its rows."""
 
 import functools
 import itertools
@@ -40,9 +37,9 @@ from batchinf.source.versions import (
     spooled,
 )
 
-OPEN_FILES = 16  # at once, of an input of many
+OPEN_FILES = 16  # at once
 NewRows = Literal["refuse", "ignore", "take"]
-_ASKED = "asked.json"  # in the cache: the URL whose files were copied there
+_ASKED = "asked.json"  # in the cache: the URL whose files were copied to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +54,13 @@ class Row:
 def open_source(
     input: InputLocation, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse"
 ) -> "Source":
-    """The rows of `input`; what a scan of them finds is kept in `cache`, a folder of its own.
+    """The rows of `input`. The folder `cache` keeps the results of the scan.
 
-    Opening again reads metadata alone: a file is trusted while its path, size and mtime are as they were. Processes may
-    open one input with one cache at the same time. Raises `InputError` if there is nothing to read, or no row in it.
+    Opening again reads only metadata: a file is trusted while its path, size and mtime are unchanged. Several processes
+    may open one input with one cache at the same time. Raises `InputError` if there is nothing to read or no row.
 
-    taken: the fingerprints of what a job has taken in so far, the last one last. Its rows then stay where they are,
-    whatever their files are called by now; of files and rows that came since, `new` says what becomes. Raises
-    `DriftError` where some of what was taken in is changed or gone.
+    taken: fingerprints of the versions that a job has, the latest last. Their rows keep their positions, even if files
+    were renamed; `new` says what happens to new files and rows. Raises `DriftError` if known files are changed or gone.
     """
     folder = Folder(cache)
     source = _of_dataset(input, folder) if is_dataset(input) else _of_files(input, folder, taken, new)
@@ -109,9 +105,9 @@ def _asked(input: InputLocation) -> dict[str, object]:
 def _again(
     input: InputLocation, cache: Folder, versions: list[InputVersion], new: NewRows
 ) -> tuple[FileFormat, list[InputVersion], dict[int, ScannedFile]]:
-    """The files of these versions, and of a new one where that is asked for."""
+    """The files of these versions, and of a new version if `new` is `take`."""
     known, known_format = latest_ranges(versions), file_format(versions[-1].format)
-    # A remote input is looked at again only for what is new in it: the copies are what the job began with.
+    # The copies of a remote input are what the job began with. The URL is listed again only to find new files.
     is_copied = is_url(input.path) and read_record(cache, _ASKED) == _asked(input)
     if new == "ignore" or (new == "refuse" and is_copied):
         scanned = from_cache(known, cache)
@@ -143,16 +139,16 @@ def _assembled(
 
 
 class Source:
-    """Rows by position, over all files of an input: in the order of their names, then what came later, in turn.
+    """Rows by position: the files in the order of their names, then the additions of each later version.
 
-    Two threads may read at once; they take turns.
+    Several threads may call it; a lock lets one read at a time.
     """
 
     num_rows: int
-    schema: pa.Schema  # every column with its settled type; a column of mixed JSON types is string, `JSON_MARK`
-    schemas: tuple[pa.Schema, ...]  # of each version, as it was settled then; `schema` is the last
-    fingerprint: str  # of the content, not of where it is
-    fingerprints: tuple[str, ...]  # of each version and those before it; `fingerprint` is the last
+    schema: pa.Schema  # every column with its merged type; a column of mixed JSON types is string with `JSON_MARK`
+    schemas: tuple[pa.Schema, ...]  # of each version; `schema` is the last
+    fingerprint: str  # of the content, not of paths
+    fingerprints: tuple[str, ...]  # of each version with those before it; `fingerprint` is the last
 
     def __init__(
         self,
@@ -161,7 +157,7 @@ class Source:
         schemas: Sequence[pa.Schema],
         fingerprints: Sequence[str],
     ) -> None:
-        """runs: the first row that each opener's reader has to give, and the one behind the last."""
+        """runs: for each opener's reader, the first row to read and the one after the last."""
         self._readers = Recent[int, Reader](OPEN_FILES, lambda i: openers[i](), lambda reader: reader.close())
         self._offsets = [start for start, _ in runs]
         self._firsts = [0, *itertools.accumulate(stop - start for start, stop in runs)]
@@ -171,7 +167,7 @@ class Source:
         self.schema, self.fingerprint = schemas[-1], fingerprints[-1]
 
     def read(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[Row]:
-        """Rows `start` to `stop`, with the values of `columns` (None: all) as they are in the record."""
+        """Rows `start` to `stop` (exclusive) with the values of `columns` (None: all)."""
         records: list[Record] = []
         with self._turn:
             for reader, first, last in self._spans(start, stop):
@@ -179,9 +175,9 @@ class Source:
         return [Row(start + i, values, error) for i, (values, error) in enumerate(records)]
 
     def read_columns(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
-        """`stop - start` rows as a table of the types in `schema`; null where a record is broken or lacks the column.
+        """`stop - start` rows as a table with the types of `schema`; null if a record is broken or lacks the column.
 
-        Lone surrogates, which Arrow cannot hold, come out as `?`. Raises `KeyError` for a column not in `schema`.
+        Lone surrogates, which Arrow cannot hold, become `?`. Raises `KeyError` for a column that `schema` lacks.
         """
         schema = pa.schema([self.schema.field(name) for name in columns])
         with self._turn:
@@ -189,7 +185,7 @@ class Source:
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
     def read_rows(self, positions: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> list[Row]:
-        """Rows at these positions, int64, ascending; see `read`. Adjacent ones are read together."""
+        """Rows at these positions, int64, ascending; see `read`. Adjacent rows are read together."""
         return [row for start, stop in _runs(positions) for row in self.read(start, stop, columns)]
 
     def columns_of(self, positions: npt.NDArray[np.int64], columns: Sequence[str]) -> pa.Table:

@@ -1,6 +1,6 @@
-"""The Arrow types of columns: found in one pass over JSON or CSV values, made plain, and merged over all files.
+"""The Arrow types of columns: inferred in one pass over JSON or CSV values, simplified, and merged over all files.
 
-A type is None if no Arrow type holds all values as they are. `MixedTypes` says what such a column becomes.
+A type is None if no Arrow type holds all values unchanged. `MixedTypes` says what such a column becomes.
 """
 
 import enum
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError
 
-MAX_COLUMNS = 4096  # of JSON lines: further names stay in the rows, but are not in the schema
+MAX_COLUMNS = 4096  # of JSON lines: further columns are in the rows but not in the schema
 MAX_NESTED = 256  # fields within one column; more is kept as JSON
 MAX_JSON_DEPTH = 16
 JSON_MARK = {b"batchinf:json": b"1"}
@@ -44,7 +44,7 @@ class MixedTypes(enum.Enum):
 
 
 def settled_schema(schemas: Iterable[pa.Schema], mixed: MixedTypes) -> pa.Schema:
-    """The columns of all files. If types differ, a column gets a type that holds both, or `mixed` decides."""
+    """The columns of all files. If types differ, a column gets a type that holds both; without one `mixed` decides."""
     types: dict[str, pa.DataType | None] = {}
     for field in itertools.chain.from_iterable(schemas):
         found = None if is_json_column(field) else field.type
@@ -68,7 +68,7 @@ def _has_empty_struct(type: pa.DataType) -> bool:  # Parquet cannot hold one
 
 
 def _merge(a: pa.DataType | None, b: pa.DataType | None) -> pa.DataType | None:
-    """The type that both fit in (null in anything, int64 in float64, fields in a struct), or None."""
+    """A type that holds both (null fits any type, int64 fits float64, structs join their fields), or None."""
     if a is None or b is None:
         return None
     if a.equals(b):
@@ -96,7 +96,7 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _plain(type: pa.DataType, null: pa.DataType = _NULL) -> pa.DataType:
-    """The type without dictionaries, views and extension types, and with `null` in place of the null type."""
+    """The type without dictionaries, views and extension types, and with `null` instead of the null type."""
     if isinstance(type, pa.DictionaryType):
         return _plain(type.value_type, null)
     if isinstance(type, pa.BaseExtensionType):
@@ -111,7 +111,7 @@ def _plain(type: pa.DataType, null: pa.DataType = _NULL) -> pa.DataType:
 
 
 def cast_column(column: Any, type: pa.DataType) -> Any:
-    """An array in another type. Not safe: a large integer becomes the nearest float where other files have floats."""
+    """An array in another type. Unsafe: a large integer becomes the nearest float if other files have floats."""
     return column if column.type.equals(type) else column.cast(type, safe=False)
 
 
@@ -119,13 +119,13 @@ def cast_column(column: Any, type: pa.DataType) -> Any:
 
 
 class JsonTypes:
-    """The types of JSON values, settled as runs of records go by. A mixed column is JSON, and stays so."""
+    """The types of JSON values, found from batches of records. A column that is mixed once stays JSON."""
 
     def __init__(self) -> None:
         self._types: dict[str, pa.DataType | None] = {}
 
     def add(self, records: Iterable[Mapping[str, object]]) -> None:
-        """Settle one run of records with those before."""
+        """Merge the types of a batch of records with those before."""
         for name, values in _by_name(records).items():
             if name not in self._types and (len(self._types) >= MAX_COLUMNS or not is_utf8(name)):
                 continue
@@ -134,7 +134,7 @@ class JsonTypes:
             self._types[name] = None if settled is None or _num_fields(settled) > MAX_NESTED else settled
 
     def schema(self) -> pa.Schema:
-        """The columns in the order in which they were met."""
+        """The columns in the order in which they first appeared."""
         return pa.schema([_json_field(name) if t is None else pa.field(name, t) for name, t in self._types.items()])
 
 
@@ -151,7 +151,7 @@ def _num_fields(type: pa.DataType) -> int:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text is free of lone surrogates, which Arrow cannot hold."""
+    """Whether a text has no lone surrogates, which Arrow cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -160,7 +160,7 @@ def is_utf8(text: str) -> bool:
 
 
 def _settle(values: Iterable[object], depth: int = 0) -> pa.DataType | None:
-    """The one type of all these JSON values, or None if there is none that keeps them as they are."""
+    """The type that holds all these JSON values unchanged, or None."""
     present: list[Any] = [value for value in values if value is not None]
     kinds = set(map(type, present))
     if kinds <= {int, float} and kinds:
@@ -191,19 +191,19 @@ def _settle_struct(records: Sequence[Mapping[str, object]], depth: int) -> pa.Da
 
 # -- CSV -------------------------------------------------------------------------------------------------------------
 
-_INTEGER = r"^(0|-?[1-9][0-9]*)$"  # what str(int(v)) gives back: not 007, which is no number but a code
+_INTEGER = r"^(0|-?[1-9][0-9]*)$"  # texts that str(int(v)) leaves as they are: 007 is a code, not a number
 _NUMBER = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
-_EXACT_DIGITS = 15  # of an integer that float64 holds exactly, whatever they are
+_EXACT_DIGITS = 15  # float64 holds every integer of so many digits exactly
 
 
 class CsvTypes:
-    """The types of CSV columns: int64 or float64 if each value that is not empty is one, exactly; else string."""
+    """The types of CSV columns: int64 or float64 if that holds each non-empty value exactly, else string."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._kinds: dict[str, set[str]] = {name: set() for name in names}
 
     def add(self, columns: Mapping[str, pa.StringArray]) -> None:
-        """Settle one run of rows with those before."""
+        """Merge the types of a batch of rows with those before."""
         for name, column in columns.items():
             if "string" not in self._kinds[name]:
                 self._kinds[name] |= _csv_kinds(column.filter(pc.not_equal(column, "")))

@@ -1,4 +1,9 @@
-"""The versions of an input that a job has seen: its files, what the first pass over each found, and what has grown."""
+"""The versions of a job's input: which files and rows it had at the start, and what each `--extend` added.
+
+The source is a sequence of file ranges, and a row's position is its place in it. A version's record is stored under the
+fingerprint of its content and of all versions before it. It counts once an extent's manifest line names that
+fingerprint. Files are found again by content, appended rows by the hash of the content before them.
+"""
 
 import json
 from collections import defaultdict
@@ -27,14 +32,14 @@ from batchinf.source.formats.base import FileFormat
 from batchinf.source.remote import UNKNOWN, RemoteFile, is_url
 from batchinf.source.types import refuse_twins, settled_schema
 
-SAVE_BYTES = 1 << 30  # of input: an interrupted scan of many files goes on from the last save
+SAVE_BYTES = 1 << 30  # of input: an interrupted scan of many files resumes from the last save
 
 
 def scan_files(files: Sequence[InputFile], format: FileFormat, cache: Folder) -> list[FileEntry]:
-    """What is in each file: from the cache where path, size and mtime are as they were, else from a scan.
+    """The entry of each file: from the cache if path, size and mtime are unchanged, else from a scan.
 
-    A file whose size is the same but not its path or mtime is hashed, and scanned again only if the hash differs.
-    Processes may call this at once on one cache: one works, under a lock, and the others find its result.
+    If only path or mtime differ, the file is hashed, and scanned only if the hash differs. Several processes may call
+    this with one cache: one works under a lock, and the others find its result.
     """
     cache.make()
     known = load_entries(cache)
@@ -61,7 +66,7 @@ def _scan_alone(files: Sequence[InputFile], format: FileFormat, cache: Folder) -
         if unsaved_bytes > SAVE_BYTES:
             save_entries(cache, {**known, **entries})
             unsaved_bytes = 0
-    # Others stay: a file that is looked at alone is one of many that the job has taken in.
+    # Other entries stay: `files` may be only some of the job's files.
     save_entries(cache, {**known, **entries})
     return list(entries.values())
 
@@ -91,7 +96,7 @@ def _scan(file: InputFile, format: FileFormat, cache: Folder) -> FileEntry:
         try:
             found = format.scan(_local(file, format, scratch), scratch)
         except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
-            if getattr(error, "errno", None) is not None:  # the system's, such as a full disk: not the file's content
+            if getattr(error, "errno", None) is not None:  # the system: a full disk or the like
                 raise
             raise _damaged(file, format, error) from error
         refuse_twins(found.schema.names, file.name)
@@ -105,7 +110,7 @@ def _scan(file: InputFile, format: FileFormat, cache: Folder) -> FileEntry:
 
 
 def spooled(file: InputFile, entry: FileEntry, format: FileFormat, cache: Folder) -> FileEntry:
-    """The entry of a file whose rows are read in any order: with a copy if they are slow to read one by one."""
+    """The entry of a file whose rows are read in any order. Adds a copy if rows are slow to read one by one."""
     if not format.is_slow_by_row(entry) or not entry.num_rows:
         return entry
     with locked(cache):
@@ -125,7 +130,7 @@ def spooled(file: InputFile, entry: FileEntry, format: FileFormat, cache: Folder
 
 
 def local_copy(file: InputFile, entry: FileEntry, cache: Folder) -> InputFile:
-    """The cache's copy of a remote file, if the scan kept one; else the file."""
+    """The cache's copy of a remote file if the scan kept one, else the file."""
     copy = entry.artifacts.get("content")
     return file if copy is None else InputFile(file.name, str(cache.path(copy.name)))
 
@@ -135,7 +140,7 @@ def _stamp_now(file: InputFile) -> tuple[int, int]:
 
 
 def _local(file: InputFile, format: FileFormat, scratch: Scratch) -> InputFile:
-    """The file, or a copy of a remote one where rows are not read from its beginning to its end."""
+    """The file, or a copy of a remote file if its format is not scanned from beginning to end."""
     if not file.is_remote or format.is_scanned_in_order:
         return file
     copy = scratch.fetch(file)
@@ -153,10 +158,10 @@ VERSIONS_FOLDER = "versions"
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A run of a file's rows.
+    """Consecutive rows of a file.
 
-    file: its number in the job, from 0, the same in each version that added rows of it. hash, num_bytes: of its
-    content then, which has `stop_row` rows.
+    file: its number in the job, from 0, the same in each version that added rows of it. hash, num_bytes: of its whole
+    content in that version, which has `stop_row` rows.
     """
 
     file: int
@@ -169,10 +174,10 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class InputVersion:
-    """A version of the input: the one before it, and rows behind that one's.
+    """A version of the input: the one before it, and the rows added after its rows.
 
-    before: the fingerprint of the version before, None for the first. schema: the settled columns of the whole version,
-    as `schema_text`. added: the rows that the version before does not have.
+    before: fingerprint of the version before; None for the first. schema: the merged columns of the whole version, as
+    `schema_text`. added: the rows that the version before does not have.
     """
 
     before: str | None
@@ -182,7 +187,7 @@ class InputVersion:
 
     @property
     def fingerprint(self) -> str:
-        """Of the content of this version; not of where or what the files were."""
+        """Of the content of this version, not of the files' names."""
         if self.before is None:
             what: list[object] = [self.format, [(added.hash, added.stop_row) for added in self.added]]
         else:
@@ -192,7 +197,7 @@ class InputVersion:
 
 
 def save_version(cache: Folder, version: InputVersion) -> None:
-    """Record a version, unless it is recorded."""
+    """Write a version's record unless there is one."""
     name = _name(version.fingerprint)
     if read_record(cache, name):
         return
@@ -203,7 +208,7 @@ def save_version(cache: Folder, version: InputVersion) -> None:
 
 
 def load_versions(cache: Folder, fingerprint: str) -> list[InputVersion] | None:
-    """The version of this fingerprint and all before it, the first one first; None if a record is not whole."""
+    """The version of this fingerprint and all before it, the first one first; None if a record is damaged."""
     found: list[InputVersion] = []
     wanted: str | None = fingerprint
     while wanted is not None:
@@ -220,12 +225,12 @@ def load_versions(cache: Folder, fingerprint: str) -> list[InputVersion] | None:
 
 
 def record_path(cache: Folder, fingerprint: str) -> str:
-    """Where a record lies."""
+    """The path of a version's record."""
     return str(cache.path(_name(fingerprint)))
 
 
 def latest_ranges(versions: Sequence[InputVersion]) -> list[FileRange]:
-    """Each file's last range, which says what its content was, by the files' numbers."""
+    """Each file's last range, by the files' numbers. It has the hash of the latest known content."""
     latest = {added.file: added for version in versions for added in version.added}
     return [latest[file] for file in range(len(latest))]
 
@@ -237,15 +242,15 @@ def _name(fingerprint: str) -> str:
 # -- comparing the files with a version ------------------------------------------------------------------------------
 
 ScannedFile = tuple[InputFile, FileEntry]
-_NAMED = 3  # of many files
+_NAMED = 3  # files that a message names
 
 
 @dataclass(slots=True)
 class FileComparison:
-    """What became of the files of a version, by their numbers, and which files it does not have.
+    """The files of a version, by number, compared with the files that are there now.
 
-    unchanged: under whatever name. grown: with more behind what it was. new: the unknown files, scanned if that was
-    asked for.
+    unchanged: perhaps renamed. grown: with rows appended. unknown: files that the version does not have. new: these
+    files, scanned, if that was asked for.
     """
 
     unchanged: dict[int, ScannedFile] = field(default_factory=dict)
@@ -257,14 +262,14 @@ class FileComparison:
 
     @property
     def usable(self) -> dict[int, ScannedFile]:
-        """Every known file that has at least the rows of the version."""
+        """The known files that have all rows of the version."""
         return {**self.unchanged, **self.grown}
 
 
 def from_cache(known: Sequence[FileRange], cache: Folder) -> dict[int, ScannedFile] | None:
-    """The known files by what the cache says of them, without a look for others; None if one is not as it was.
+    """The known files by their cache entries, without a search for others; None if one has changed.
 
-    A remote file's copy stands for it: nothing is asked of where it came from.
+    A remote file's copy counts as the file; the remote system is not asked.
     """
     entries = load_entries(cache)
     by_hash = {entry.hash: (name, entry) for name, entry in entries.items()}
@@ -304,7 +309,7 @@ def compare_files(
     for old in left:
         scanned = free.get(old.name)
         if scanned is not None and _has_grown(old, *scanned, format, cache):
-            # Perhaps by blank lines alone.
+            # It may have grown by blank lines only.
             place = compared.grown if scanned[1].num_rows > old.stop_row else compared.unchanged
             place[old.file] = free.pop(old.name)
         else:
@@ -348,14 +353,14 @@ def _match_by_content(
 
 
 def _has_grown(old: FileRange, file: InputFile, entry: FileEntry, format: FileFormat, cache: Folder) -> bool:
-    """Whether the file begins with all that it was, to the last line's end."""
+    """Whether the file begins with its whole earlier content."""
     if entry.num_bytes <= old.num_bytes or entry.num_rows < old.stop_row:
         return False
     return format.prefix(file, entry, old.num_bytes, cache) == (old.hash, old.stop_row)
 
 
 def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool) -> None:
-    """Raise DriftError, in one line, where a known file is not as it was, or where there is more that is not taken."""
+    """Raise DriftError if a known file is changed or gone, or if there are new files or rows and `takes_new` is off."""
     if what := _said({"changed": compared.changed, "gone": compared.gone}):
         raise DriftError(
             f"{path} is not the input that the job in the output folder has taken in: {what}; put these back as they "
@@ -372,7 +377,6 @@ def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool) -> N
 
 
 def _said(files: Mapping[str, Sequence[str]]) -> str:
-    """What became of files, with the first few of their names."""
     said = []
     for what, names in files.items():
         number = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
@@ -388,7 +392,7 @@ def _said(files: Mapping[str, Sequence[str]]) -> str:
 def first_version(
     format: FileFormat, files: Sequence[InputFile], cache: Folder
 ) -> tuple[InputVersion, dict[int, ScannedFile]]:
-    """All files that there are."""
+    """The version of a new job: all files."""
     scanned = dict(enumerate(zip(files, scan_files(files, format, cache), strict=True)))
     added = tuple(_added(number, *scanned[number], 0) for number in scanned)
     return InputVersion(None, format.name, _settled(scanned, format), added), scanned
@@ -397,10 +401,10 @@ def first_version(
 def next_version(
     before: InputVersion, known: Sequence[FileRange], compared: FileComparison, format: FileFormat
 ) -> tuple[InputVersion, dict[int, ScannedFile]] | None:
-    """What is new, in the order of the files' names, and all files by their numbers; None if nothing is."""
+    """A version with the additions in the order of file names, and all files by number; None if nothing is new."""
     scanned = compared.usable
     runs = [(file.name, number, known[number].stop_row) for number, (file, _) in compared.grown.items()]
-    # A file without rows is none, until it has some.
+    # A new file counts once it has rows.
     for new in sorted((new for new in compared.new if new[1].num_rows), key=lambda new: new[0].name):
         runs.append((new[0].name, len(scanned), 0))
         scanned[len(scanned)] = new

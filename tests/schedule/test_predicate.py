@@ -129,7 +129,7 @@ def test_columns_that_differ_in_case_alone() -> None:
         predicate = Predicate(text, schema)
         return predicate.matches(table.select(predicate.columns)).tolist()
 
-    assert (rows("lang = 'en'"), rows("Lang = 'en'"), rows('"lang" = \'de\'')) == ([1], [0], [0])
+    assert (rows("lang = 'en'"), rows("Lang = 'en'"), rows("\"lang\" = 'de'")) == ([1], [0], [0])
     assert (rows("output.Lang = 'de'"), rows("LANG_1 = 8 AND lang = 'en'"), rows("Row_Index = 0")) == ([1], [1], [0])
     with pytest.raises(PredicateError, match="column 'LANG' may be Lang or lang"):
         Predicate("LANG = 'en'", schema)

@@ -1,1 +1,1 @@
-"""vLLM behind the engine protocol. No other package imports vLLM: its names, versions and traps stay here."""
+"""vLLM behind the engine protocol. No other package imports vLLM."""

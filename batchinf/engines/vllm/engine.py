@@ -1,6 +1,6 @@
-"""The adapter to vLLM's engine for text. vLLM's types, errors and versions stay within this package.
+"""The adapter to vLLM's engine for text.
 
-Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comments name what differs between them.
+Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comments name the differences.
 """
 
 import contextlib
@@ -50,19 +50,19 @@ from batchinf.records import Completion, EngineInfo, EngineStats, Request
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
 
-# What vLLM's FinishReason can say, all of it: whole outputs, and outputs cut short (a signal to the process group ends
-# every running request with `abort`), which have to be run again.
+# All values of vLLM's FinishReason. Outputs that were cut short have to run again: a signal to the process group ends
+# every running request with `abort`.
 FINISHED = frozenset({"stop", "length", "repetition"})
 CUT_SHORT = frozenset({"abort", "error"})
 
-_REFUSALS = (VLLMValidationError, ValueError, TypeError)  # the first is no ValueError from 0.32 on
+_REFUSALS = (VLLMValidationError, ValueError, TypeError)  # from 0.32 on, the first is not a ValueError
 _WARM_UP_REQUESTS = 8
 _WATCH_S = 0.2
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
 _MOST_TEMPLATES = 1024
 
-# vLLM collects garbage five times as an engine starts and twice as it ends, and what its import has made, a million
-# objects, is none: not looked through, a start costs 1.1 seconds of processor time on a CPU, not 3.3.
+# vLLM collects garbage five times when an engine starts and twice when it ends. Its import makes a million objects that
+# are never garbage. Without them in the search, a start on a CPU takes 1.1 s of processor time instead of 3.3.
 gc.freeze()
 
 
@@ -89,7 +89,7 @@ class VllmEngine:
         try:
             self._engine: Any = LLMEngine.from_engine_args(
                 self._engine_args(arguments),
-                usage_context=UsageContext.LLM_CLASS,  # else the batch limits are a server's, not an offline job's
+                usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
                 stat_loggers=[lambda *_: self._stats],
             )
         except Exception as error:
@@ -104,7 +104,7 @@ class VllmEngine:
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
         self._live: dict[str, Request] = {}
-        self._unbegun: deque[tuple[Request, Any]] = deque()  # no first token yet, with vLLM's own record
+        self._unbegun: deque[tuple[Request, Any]] = deque()  # requests without a token yet, with vLLM's state
         self._death: str | None = None
         self._latest: tuple[SamplingSpec | None, dict[str, Any], Any] = (None, {}, None)
         self._templates: dict[Any, Any] = {}
@@ -114,18 +114,18 @@ class VllmEngine:
         self._started()
 
     def _started(self) -> None:
-        """For subclasses: vLLM is up, and `info` is known."""
+        """For subclasses: called when vLLM is up and `info` is set."""
 
     def _engine_args(self, arguments: dict[str, Any]) -> Any:
         return EngineArgs(**arguments)
 
     def warm_up(self, request: Request) -> None:
-        """See `Engine.warm_up`. Raises RequestRefused where vLLM would refuse every request of the job."""
+        """See `Engine.warm_up`. Raises RequestRefused if vLLM would refuse every request of the job."""
         load_adapters(self._engine, self._adapters)
         names = list(self._adapters)
         for number in range(_WARM_UP_REQUESTS):
             params = self._params(request)
-            params.min_tokens = 0  # it may be above the `max_tokens` of a short request: see `_objection`
+            params.min_tokens = 0  # it may exceed the `max_tokens` of this short request: see `_objection`
             adapter = names[number % len(names)]
             self._submit(f"warm-up-{number}", replace(request, adapter=adapter), params)
         with self._alive("while it warmed up"):
@@ -145,7 +145,7 @@ class VllmEngine:
             self._unbegun.append((request, state))
 
     def step(self) -> list[Completion]:
-        """See `Engine.step`. Returns at once where nothing runs: `LLMEngine.step` would wait for ever."""
+        """See `Engine.step`. Returns at once if nothing runs; `LLMEngine.step` would wait forever."""
         if self._death:
             raise EngineDeadError(self._death)
         if not self._live:
@@ -158,36 +158,36 @@ class VllmEngine:
         return [self._checked(output) for output in outputs if self._came_whole(output)]
 
     def begun(self) -> list[Request]:
-        """See `Engine.begun`. vLLM runs prompts in the order in which they came, so that few are looked at."""
+        """See `Engine.begun`. vLLM runs prompts in the order of arrival, so it checks only the oldest."""
         begun = []
         while self._unbegun and not self._unbegun[0][1].is_prefilling:
             begun.append(self._unbegun.popleft()[0])
         return begun
 
     def num_unfinished(self) -> int:
-        """See `Engine.num_unfinished`. What was cut short counts: it has not come out."""
+        """See `Engine.num_unfinished`. Aborted requests count."""
         return len(self._live)
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`. vLLM counts preemptions with its prefix cache: there are none where that is off."""
+        """See `Engine.stats`. vLLM counts preemptions only if its prefix cache is on."""
         return self._stats.latest
 
     def close(self) -> None:
-        """See `Engine.close`. The second time it does nothing."""
+        """See `Engine.close`. A second call does nothing."""
         engine, self._engine, self._death = self._engine, None, "the engine is closed"
         if engine is not None and self._watchdog is not None:
             self._watchdog.stopped.set()
             engine.engine_core.shutdown()
-        elif engine is not None:  # it ran in this process: let go of its memory, and let another start
+        elif engine is not None:  # it ran in this process: free its memory, so that another one can start
             engine.engine_core.shutdown()
             del engine
             cleanup_dist_env_and_memory()
 
     def _params(self, request: Request) -> Any:
-        """The request's own SamplingParams, as vLLM writes into what it is given; building one costs 30 µs.
+        """The request's own SamplingParams, because vLLM changes the object. Building one takes 30 µs, so it is a copy.
 
-        The copy shares with its template only what vLLM either replaces, or extends by the same ids each time, and the
-        structure, which vLLM checks at every request, and once says otherwise to the same effect.
+        The copy shares with its template the values that vLLM replaces or extends by the same ids each time, and the
+        structure, which vLLM rewrites once to an equivalent form.
         """
         extra = extra_of(request)
         if request.sampling is not self._latest[0] or extra != self._latest[1]:
@@ -199,7 +199,7 @@ class VllmEngine:
         return params
 
     def _template(self, sampling: SamplingSpec, extra: dict[str, Any]) -> Any:
-        """Found again by what it is made of: rows may all have other objects, and differ in `seed` alone."""
+        """The cached template. Its key is by value: rows may all have their own objects and differ only in `seed`."""
         structure = sampling.structured_outputs
         key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), json.dumps(extra))
         found = self._templates.get(key)
@@ -217,7 +217,7 @@ class VllmEngine:
         return found
 
     def _objection(self, request: Request) -> RowError | None:
-        """What vLLM would refuse as well, said more plainly, and what it lets through."""
+        """Why a request cannot run: a clearer message than vLLM's, and errors that vLLM does not notice."""
         token_ids, limit, size = request.prompt_token_ids, self.info.max_model_len, self.info.vocab_size
         if not token_ids:
             return RowError("empty_prompt", "the prompt has no tokens")
@@ -229,7 +229,7 @@ class VllmEngine:
         if low < 0 or high >= size:  # 0.26 accepts negative ids
             return RowError("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
         least, most = request.sampling.min_tokens, request.max_tokens
-        if least > most:  # looked at where SamplingParams are built, and decoded: a core in another process goes silent
+        if least > most:  # vLLM checks it when the core process decodes SamplingParams; the core then goes silent
             return RowError("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")
         return None
 
@@ -241,13 +241,13 @@ class VllmEngine:
                 prompt, adapter = tokens_input(request.prompt_token_ids), self._adapters[request.adapter]
                 self._engine.add_request(request_id=request_id, prompt=prompt, params=params, lora_request=adapter)
         except _REFUSALS as error:
-            self._engine.abort_request([request_id])  # it may have come halfway in
+            self._engine.abort_request([request_id])  # part of vLLM may have added it
             is_sampling = getattr(error, "parameter", None) in SamplingParams.__struct_fields__
             raise RequestRefused(RowError("invalid_sampling" if is_sampling else "refused", str(error))) from error
 
     @contextlib.contextmanager
     def _alive(self, where: str, harmless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """An engine that raises anything but `harmless` is dead: in this process its batch is lost, else all is."""
+        """Treat the engine as dead if it raises anything but `harmless`: at least its batch is lost."""
         try:
             yield
         except harmless:
@@ -257,7 +257,7 @@ class VllmEngine:
             raise EngineDeadError(self._death, self._was_killed()) from error
 
     def _was_killed(self) -> bool:
-        # An engine that fails ends with an exit code of its own; one that the kernel or a user killed does not.
+        # An engine that fails has its own exit code. One that the kernel or a user killed has SIGKILL's.
         manager = getattr(getattr(self._engine.engine_core, "resources", None), "engine_manager", None)
         return any(process.exitcode == -signal.SIGKILL for process in getattr(manager, "processes", ()))
 
@@ -283,7 +283,7 @@ class VllmEngine:
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
             text=answer.text if sampling.stop_strings else None,
-            # From left to right in float64, as vLLM adds them.
+            # Added from left to right in float64, as in vLLM.
             cumulative_logprob=None if logprobs is None else float(np.cumsum(logprobs.logprobs[:, 0], dtype=float)[-1]),
             logprobs=logprobs,
             prompt_logprobs=token_logprobs(output.prompt_logprobs, sampling.prompt_logprobs, num_scored),
@@ -301,18 +301,18 @@ def _is_whole(output: Any) -> bool:
 
 
 def _describe(error: Exception) -> str:
-    # Not the first of several lines alone: pydantic's says only how many errors there are.
+    # All lines: the first line of pydantic's errors only says how many there are.
     return one_line(f"{type(error).__name__}: {error}", 400)
 
 
 class _Watchdog(threading.Thread):
-    """Ends waits for an EngineCore process that was killed: vLLM 0.26 to 0.33 notices, but never wakes who waits."""
+    """Ends waits for a killed EngineCore process: vLLM 0.26 to 0.33 notices its death, but wakes no waiting thread."""
 
-    NEEDS = ("resources", "outputs_queue", "utility_results")  # none of them where the engine runs in this process
+    NEEDS = ("resources", "outputs_queue", "utility_results")  # missing if the engine runs in this process
 
     def __init__(self, client: Any) -> None:
         super().__init__(name="engine-watchdog", daemon=True)
-        # Not the client itself, which ends its engine when it is let go.
+        # It holds no reference to the client, which ends its engine when it is freed.
         self._resources, self._outputs, self._calls = (getattr(client, name) for name in self.NEEDS)
         self.stopped = threading.Event()
         self.start()
@@ -328,18 +328,17 @@ class _Watchdog(threading.Thread):
 
 
 class _Stats(StatLoggerBase):
-    """The scheduler's figures after the latest step. They are declared unstable, so each is read with a default."""
+    """The scheduler's figures after the latest step. vLLM calls them unstable, so each is read with a default."""
 
     def __init__(self) -> None:
         self.latest = EngineStats()
 
     def replace_others(self, engine: Any) -> None:
-        """Only `record`, for each step; in 0.26 loggers are for steps with outputs. No statistics of each token."""
+        """Let vLLM call only `record`, after each step; in 0.26 loggers see only steps with outputs."""
         engine.logger_manager, engine.log_stats, engine.output_processor.log_stats = None, False, False
         engine.output_processor.update_scheduler_stats = lambda stats: self.record(stats) if stats else None
 
     def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
-        """Called by vLLM after each step."""
         last, cache = self.latest, getattr(scheduler_stats, "prefix_cache_stats", None)
         num_skipped = getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
         self.latest = EngineStats(
@@ -352,7 +351,7 @@ class _Stats(StatLoggerBase):
         )
 
     def log_engine_initialized(self) -> None:
-        """Nothing to log."""
+        """See vLLM."""
 
 
 def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -> EngineInfo:
@@ -368,7 +367,7 @@ def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
             "use_v2_model_runner": getattr(config, "use_v2_model_runner", None),
-            # The one asked for: which one vLLM took by itself stands only in its log.
+            # The one that was requested. Which one vLLM chose by itself is only in its log.
             "attention_backend": str(getattr(getattr(config, "attention_config", None), "backend", None) or "auto"),
             "kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None)
             or (cache.num_gpu_blocks or 0) * cache.block_size,

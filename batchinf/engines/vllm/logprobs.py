@@ -1,4 +1,7 @@
-"""Logprobs stay arrays on their way through vLLM's front end, which by itself makes Python objects of them."""
+"""Keeps logprobs as arrays in vLLM's front end, by our own `LogprobsProcessor` instead of vLLM's.
+
+vLLM makes Python objects of them: 1,960 bytes for a token with its top 20. As arrays they take 172 bytes.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +13,11 @@ from vllm.v1.engine import output_processor
 from batchinf.base.errors import BatchinfError
 from batchinf.records import RowsWanted, TokenLogprobs
 
-LogprobsProcessor: Any = getattr(output_processor, "LogprobsProcessor", object)  # there from 0.26 to 0.33
+LogprobsProcessor: Any = getattr(output_processor, "LogprobsProcessor", object)  # exists from 0.26 to 0.33
 
 
 class LogprobRows:
-    """Logprobs of a growing run of tokens. Holds copies, so that it keeps no message of the engine core alive."""
+    """Logprobs of a growing sequence of tokens. Holds copies, so that no message of the engine core stays alive."""
 
     def __init__(self, k: int) -> None:
         self._width = k + 1
@@ -22,25 +25,24 @@ class LogprobRows:
         self._types: tuple[Any, ...] = (np.int32, np.float32, np.int32)
 
     def extend(self, token_ids: Any, logprobs: Any, ranks: Any) -> None:
-        """Take arrays [n, k + 1], [n, k + 1] and [n]; the first two are wider where a neighbour's k is larger."""
+        """Append arrays [n, k + 1], [n, k + 1] and [n]. The first two are wider if another request's k is larger."""
         self._types = token_ids.dtype, logprobs.dtype, ranks.dtype
         self._token_ids += token_ids[:, : self._width].tobytes()
         self._logprobs += logprobs[:, : self._width].tobytes()
         self._ranks += ranks.tobytes()
 
     def arrays(self) -> TokenLogprobs:
-        """All of it."""
         kept = zip((self._token_ids, self._logprobs, self._ranks), self._types, strict=True)
         token_ids, logprobs, ranks = (np.frombuffer(data, dtype) for data, dtype in kept)
         return _arrays(token_ids, logprobs, ranks, self._width)
 
 
 class VocabularyRows:
-    """Rows of numbers, one for each of a growing run of tokens: of the whole vocabulary, or of chosen tokens.
+    """Rows of numbers over the vocabulary or chosen tokens, one for each token of a growing sequence.
 
-    From `worker` they come as they are to be, beside one token id each; `places`, where it sent some rows of a
-    prompt alone, are their positions, ascending. From vLLM itself a row comes in the order of its ranks, behind the
-    token's own number, and is put in the order of the vocabulary here.
+    `worker.py` sends rows in their final order, with one token id each. If it sent only some rows of a prompt, `places`
+    has their positions, ascending. vLLM itself sends a row in the order of its ranks, after the token's own value; such
+    a row is put into the order of the vocabulary here.
     """
 
     def __init__(self) -> None:
@@ -49,11 +51,11 @@ class VocabularyRows:
         self._rows: list[Any] = []
 
     def extend(self, token_ids: Any, logprobs: Any, ranks: Any) -> None:
-        """Take arrays [n, 1] and [n, width], or both [n, vocab_size + 1]."""
+        """Append arrays [n, 1] and [n, width], or both [n, vocab_size + 1]."""
         if token_ids.shape[1] == 1:
             self.is_chosen = True
             self.places += (ranks[ranks > 0] - 1).tolist()
-            # A view of a whole step's rows would keep them all alive.
+            # A view would keep all rows of the step alive.
             is_whole = logprobs.base is None or getattr(logprobs.base, "nbytes", 0) <= logprobs.nbytes
             self._rows.append(logprobs if is_whole else logprobs.copy())
             return
@@ -62,7 +64,7 @@ class VocabularyRows:
         self._rows.append(rows)
 
     def pieces(self, wanted: RowsWanted) -> list[Any]:
-        """Of all tokens so far, [n, width] each, in the type that is wanted."""
+        """The rows of all tokens so far, in arrays [n, width] of the wanted type."""
         rows = self._rows
         if not self.is_chosen and wanted.token_ids is not None:
             rows = [piece[:, list(wanted.token_ids)] for piece in rows]
@@ -71,16 +73,16 @@ class VocabularyRows:
 
 
 class ArrayLogprobsProcessor(LogprobsProcessor):
-    """vLLM's keeper of one request's logprobs, with arrays where vLLM makes Python objects of them."""
+    """vLLM's processor of one request's logprobs, with arrays instead of Python objects."""
 
     @classmethod
     def from_new_request(cls, tokenizer: Any, request: Any) -> Any:
-        """Ours for requests that want flat logprobs, which all of ours do; vLLM's own for those of others."""
+        """Ours for requests with flat logprobs, as all of ours are; vLLM's own for others."""
         params = request.sampling_params
         if not params.flat_logprobs:
             return LogprobsProcessor.from_new_request(tokenizer, request)
         processor = super().from_new_request(None, request)
-        processor.logprobs = _keeper(params.num_logprobs)  # of chosen tokens, where `logprobs` is None
+        processor.logprobs = _keeper(params.num_logprobs)  # also set for chosen tokens, where `logprobs` is None
         processor.prompt_logprobs = _keeper(params.prompt_logprobs)
         return processor
 
@@ -96,9 +98,9 @@ def _keeper(k: int | None) -> LogprobRows | VocabularyRows | None:
 
 
 def vocabulary_rows(wanted: RowsWanted, generated: Any, prompt: Any) -> npt.NDArray[Any]:
-    """[num_positions, width] of what was kept of a request's output tokens and of its prompt.
+    """[num_positions, width] from the kept rows of a request's output tokens and of its prompt.
 
-    prompt: None where only rows behind its last token are wanted. Raises BatchinfError where rows are missing.
+    prompt: None if only the row after its last token is wanted. Raises BatchinfError if rows are missing.
     """
     if not isinstance(generated, VocabularyRows) or not isinstance(prompt, VocabularyRows | None):
         raise BatchinfError("this version of vLLM does not let its rows of the vocabulary be kept as arrays")
@@ -116,7 +118,7 @@ def vocabulary_rows(wanted: RowsWanted, generated: Any, prompt: Any) -> npt.NDAr
 
 
 def _placed(rows: npt.NDArray[Any], places: list[int], positions: Sequence[int]) -> npt.NDArray[Any]:
-    """The rows at these positions, of those at `places` and, last, that of the prompt's last token."""
+    """The rows at these positions. `rows` has those at `places` and, last, the row of the prompt's last token."""
     index = {place: number for number, place in enumerate([*places, max(*positions, places[-1] + 1)])}
     if len(index) != len(rows) or not index.keys() >= set(positions):
         raise BatchinfError(f"vLLM's worker gave rows of {len(places)} positions, and not of all that are wanted")
@@ -125,7 +127,7 @@ def _placed(rows: npt.NDArray[Any], places: list[int], positions: Sequence[int])
 
 
 def install_arrays() -> bool:
-    """Let vLLM keep arrays; False where it no longer can, and flat logprobs are converted instead."""
+    """Let vLLM keep arrays. False if this version cannot; its flat logprobs are then converted."""
     names = ("from_new_request", "update_from_output", "_update_sample_logprobs", "_update_prompt_logprobs")
     if has_seam := all(hasattr(LogprobsProcessor, name) for name in names):
         output_processor.LogprobsProcessor = ArrayLogprobsProcessor
@@ -133,12 +135,12 @@ def install_arrays() -> bool:
 
 
 def token_logprobs(kept: Any, k: int | None, num_tokens: int) -> TokenLogprobs | None:
-    """What was kept of a request's logprobs, [num_tokens, k + 1]; None where none were wanted."""
+    """The kept logprobs of a request, [num_tokens, k + 1]; None if it asked for none."""
     if k is None:
         return None
     if isinstance(kept, LogprobRows):
         rows = kept.arrays()
-    else:  # vLLM's FlatLogprobs, with ranks for all of a position's tokens, and an empty first position for a prompt
+    else:  # vLLM's FlatLogprobs: a rank for each token of a position, and an empty first position for a prompt
         rows = _arrays(kept.token_ids, kept.logprobs, kept.ranks[:: k + 1], k + 1)
     if not len(rows.token_ids) == len(rows.logprobs) == len(rows.ranks) == num_tokens:
         raise BatchinfError(f"vLLM gave {len(rows.token_ids)} rows of logprobs for {num_tokens} tokens")

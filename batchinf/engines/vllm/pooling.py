@@ -1,6 +1,6 @@
-"""The adapter to vLLM's pooling runner: prompts in, vectors out, through the same loop as `engines.vllm.engine`.
+"""The adapter to vLLM's pooling runner, which makes vectors of prompts, with the loop of `engine.py`.
 
-Tested with vLLM 0.32.0 and compared with the source of 0.26.0, where such models take the V1 runner.
+Tested with vLLM 0.32.0 and compared with the source of 0.26.0, where such models use the V1 runner.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _V2_RUNNER = "vllm.v1.worker.gpu.pool.pooling_runner"
 
 
 class VllmPooling(VllmEngine):
-    """One vLLM engine that makes vectors. Implements `engines.protocol.Engine`: `Completion.values` is float32."""
+    """One vLLM engine that makes vectors. Implements `engines.protocol.Engine`; `Completion.values` is float32."""
 
     output_room = 0
 
@@ -41,11 +41,11 @@ class VllmPooling(VllmEngine):
         return pooling_arguments(task, model_path, tokenizer_path, revision)
 
     def _engine_args(self, arguments: dict[str, Any]) -> Any:
-        # vLLM makes configs of some mappings by itself, but not of this one.
+        # vLLM converts some mappings to configs, but not this one.
         return EngineArgs(**{**arguments, "pooler_config": PoolerConfig(**arguments["pooler_config"])})
 
     def _choose_params(self) -> Any:
-        """The parameters of all requests, by what the model can do. Raises SpecError."""
+        """The parameters of all requests. Raises SpecError if the model does not support the task."""
         wanted, tasks = self._wanted, self._engine.get_supported_tasks()
         task = next((name for name in wanted.tasks if name in tasks), None)
         if task is None:
@@ -58,7 +58,7 @@ class VllmPooling(VllmEngine):
         return PoolingParams(task=task, use_activation=wanted.use_activation, dimensions=wanted.dimensions)
 
     def warm_up(self, request: Request) -> None:
-        """See `Engine.warm_up`. Raises SpecError where vectors are not as wide as the spec says."""
+        """See `Engine.warm_up`. Raises SpecError if the width of vectors is not the spec's."""
         self._submit("warm-up", request, self._pooling_params)
         outputs: list[Any] = []
         with self._alive("while it warmed up"):
@@ -73,7 +73,7 @@ class VllmPooling(VllmEngine):
         return self._pooling_params  # vLLM copies it
 
     def _came_whole(self, output: Any) -> bool:
-        # A request that was cut short comes out with nothing, from 0.26 to 0.32.
+        # From 0.26 to 0.32 an aborted request returns an empty tensor.
         return bool(output.outputs.data.numel())
 
     def _values(self, output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -89,19 +89,19 @@ class VllmPooling(VllmEngine):
 
 
 def wanted_of(task: Task) -> PoolingWanted:
-    """What a task asks of the pooling runner. Only tasks that use it come here."""
+    """What a task asks of the pooling runner."""
     assert task.pooling is not None, f"task {task.name} does not use the pooling runner"
     return task.pooling
 
 
 def check_runner() -> None:
-    """Raise SpecError where the V2 runner is asked for and gives the normalised last state, whatever is wanted."""
+    """Raise SpecError if the V2 runner is requested and returns only the normalised last state."""
     if not getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None):
         return
     runner = None
     with contextlib.suppress(ImportError):
         runner = getattr(importlib.import_module(_V2_RUNNER), "PoolingRunner", None)
-    if not hasattr(runner, "add_request"):  # that of 0.26 does not look at a request's parameters
+    if not hasattr(runner, "add_request"):  # that of 0.26 ignores a request's parameters
         raise SpecError(
             "VLLM_USE_V2_MODEL_RUNNER: got 1, but in this version of vLLM that runner gives normalised last states "
             "alone; leave it out of the environment"
@@ -109,11 +109,11 @@ def check_runner() -> None:
 
 
 def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
-    """EngineArgs by name: as for text, with the runner, the pooler and the worker that the task needs."""
+    """EngineArgs by name: those for text, with the runner, the pooler and the worker that the task needs."""
     check_runner()
     spec, wanted = task.spec, wanted_of(task)
     arguments = engine_arguments(task, model_path, tokenizer_path, revision)
-    if arguments.get("scheduler_cls") == SCHEDULER:  # it puts tokens together, and here are none
+    if arguments.get("scheduler_cls") == SCHEDULER:  # it collects tokens, and pooling has none
         del arguments["scheduler_cls"]
     pooler = dict(spec.engine.get("pooler_config") or {})
     if wanted.seq_pooling_type is not None:
@@ -127,6 +127,6 @@ def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision
         config = spec.engine.get("additional_config") or {}
         chosen |= {"worker_cls": LAYERS_WORKER, "additional_config": {**config, LAYERS_CONFIG: list(wanted.layers)}}
     if wanted.all_positions and "async_scheduling" not in spec.engine:
-        # In 0.26 the next step may write over states that are still on their way out.
+        # In 0.26 the next step may overwrite states that are still being copied.
         chosen["async_scheduling"] = False
     return {**arguments, **chosen}

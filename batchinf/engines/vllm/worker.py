@@ -1,15 +1,14 @@
-"""What runs in vLLM's worker processes: rows of the whole vocabulary, or of chosen tokens, without a sort.
+"""Code in vLLM's worker processes: rows of the whole vocabulary or of chosen tokens without a sort, and hidden states.
 
-For `logprobs=-1` vLLM sorts each row (a top k of all) and sends it in order of rank with its ids, 8 bytes a number, and
-for prompts it holds 14 bytes a number of all positions on the device. Here a row is sent as it lies, in the order of
-the vocabulary and in the type that is stored: 2 bytes a number for float16, and for a prompt a few hundred positions at
-a time. Beside it goes one token id, by which `logprobs` knows such rows. Where a request is after some positions
-of its prompt alone, the V1 runner makes and sends the rows of these; V2, which makes rows without knowing whose they
-are, sends all, of which the front end keeps some. Of a tensor-parallel group all have each row, and the first one alone
-copies and sends it; of a pipeline the last stage has them, and vLLM asks that one.
+For `logprobs=-1` vLLM sorts each row and sends it in rank order with its ids, 8 bytes a number. For prompts it holds 14
+bytes a number of all positions on the device. Here a row is sent in the order of the vocabulary and in the stored type,
+2 bytes a number for float16, and a prompt is processed a few hundred positions at a time. Each row has one token id, by
+which `logprobs.py` recognises it. If a request asks for some positions of its prompt, the V1 runner makes and sends
+only these; V2 does not know whose rows it makes, so it sends all, and the front end keeps some. All ranks of a
+tensor-parallel group have each row, and only the first copies and sends it. In a pipeline vLLM asks the last stage.
 
-Run with 0.32.0 (V1 runner) and read against both runners of 0.26.0, which takes the V2 runner for dense models on a
-GPU: the names below are the same there. What may be missing is looked for, and then vLLM's own order is sent.
+Run with 0.32.0 (V1 runner) and read against both runners of 0.26.0, which uses V2 for dense models on a GPU. If a name
+is missing in another version, rows are sent in vLLM's own order.
 """
 
 import importlib
@@ -25,25 +24,25 @@ from vllm.v1.outputs import LogprobsTensors
 
 from batchinf.records import RowsWanted
 
-# What `engine_arguments` gives as `worker_extension_cls`: vLLM imports it by name in each worker.
+# The `worker_extension_cls` of `engine_arguments`. vLLM imports it by name in each worker.
 WORKER_EXTENSION = f"{__name__}.RowsExtension"
-# Rows that are worked on at once: 128k float32 each.
+# Rows processed at once, each of about 128k float32.
 _CHUNK = 256
-# In a request's `extra_args` (of SamplingParams, from 0.26 to 0.33): the positions of its prompt, ascending, that it is
-# after; without it all. Rows of these alone carry position + 1 as their rank.
+# Key in `extra_args` of SamplingParams (0.26 to 0.33): the prompt positions, ascending, that a request asks for; all
+# without it. Rows of chosen positions have position + 1 as their rank.
 POSITIONS = "batchinf_positions"
 _V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
-# Of a prompt that is run in pieces, what the V2 runner may keep on the device until the last piece.
+# For a prompt that is run in pieces, rows that the V2 runner may keep on the device until the last piece.
 _DEVICE_BYTES = 1 << 30
 
 
 class RowsExtension:
-    """Added by vLLM to its worker's bases; `collective_rpc` finds its method."""
+    """A base that vLLM adds to its worker; `collective_rpc` finds its method."""
 
     model_runner: Any
 
     def install_vocabulary_rows(self, dtype: str, token_ids: list[int] | None) -> bool:
-        """Send rows as they lie; False where this version's parts have other names, and vLLM's own order is sent."""
+        """Send rows in the order of the vocabulary. False if this version has other names, and vLLM's order is sent."""
         rows = ScoreRows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
         if type(self.model_runner).__module__.startswith("vllm.v1.worker.gpu."):
             return _install_v2(self.model_runner, rows)
@@ -51,17 +50,17 @@ class RowsExtension:
 
 
 def install_rows(engine: Any, wanted: RowsWanted) -> bool:
-    """Let an engine's workers send rows as they are stored; False where they cannot, and rows are put in order here."""
-    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:  # the spec's own is in its place
+    """Let an engine's workers send rows as they are stored. False if they cannot; `logprobs.py` then sorts them."""
+    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:  # the spec has its own extension
         return False
     token_ids = list(wanted.token_ids) if wanted.token_ids else None
     return all(engine.collective_rpc("install_vocabulary_rows", args=(wanted.dtype, token_ids)))
 
 
 class ScoreRows:
-    """Scores of the whole vocabulary → what is sent. dtype: `float16` or `float32`. token_ids: None is all.
+    """Turns scores of the whole vocabulary into the rows that are sent. dtype: `float16` or `float32`.
 
-    is_sent: False where vLLM takes no output from this worker; rows are empty then, as each would be copied for nobody.
+    token_ids: None is all. is_sent: False if vLLM takes no output from this worker; its rows are then empty.
     """
 
     def __init__(self, dtype: str, token_ids: list[int] | None, is_sent: bool = True) -> None:
@@ -70,7 +69,6 @@ class ScoreRows:
         self._index: Any = None
 
     def width(self, vocab_size: int) -> int:
-        """Numbers in a row."""
         return vocab_size if self._token_ids is None else len(self._token_ids)
 
     def of(self, scores: Any) -> Any:
@@ -82,7 +80,7 @@ class ScoreRows:
         return scores.to(self.dtype)
 
     def tensors(self, scores: Any, token_ids: Any) -> LogprobsTensors:
-        """As vLLM has them. token_ids: [n], the tokens that were sampled; their ranks are not looked at."""
+        """In vLLM's type. token_ids: [n], the sampled tokens; their ranks are not used."""
         ranks = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
         return LogprobsTensors(token_ids.to(torch.int32).unsqueeze(-1), scores, ranks)
 
@@ -108,7 +106,7 @@ def _install_v1(runner: Any, rows: ScoreRows) -> bool:
 
 
 def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of `GPUModelRunner._get_prompt_logprobs_dict`, which it follows step by step."""
+    """Replaces `GPUModelRunner._get_prompt_logprobs_dict` and follows it step by step."""
 
     def prompt_rows(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         wanted = runner.num_prompt_logprobs
@@ -118,7 +116,7 @@ def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Ca
         done: dict[str, Any] = {}
         for request_id in list(wanted):
             num_tokens = num_scheduled_tokens.get(request_id)
-            if num_tokens is None:  # preempted amid its prompt
+            if num_tokens is None:  # preempted within its prompt
                 continue
             request = runner.requests[request_id]
             num_prompt_tokens, start = len(request.prompt_token_ids), request.num_computed_tokens
@@ -128,7 +126,7 @@ def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Ca
                 kept = request.in_progress_prompt_logprobs_cpu = _empty(
                     num_prompt_tokens - 1, rows.width(vocab_size), rows.dtype, chosen
                 )
-            # A chunk that ends at the last but one token is given back with the next, which brings an output token.
+            # A chunk that ends at the last token but one is returned with the next step, which has an output token.
             num_left = num_prompt_tokens - (start + 1)
             num_rows = num_tokens if num_tokens <= num_left else num_left
             if num_tokens > num_left:
@@ -149,14 +147,14 @@ def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Ca
             del wanted[request_id]
             runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
         if done and hidden_states.device.type != "cpu":
-            torch.accelerator.synchronize()  # the copies above do not wait
+            torch.accelerator.synchronize()  # the copies above are asynchronous
         return done
 
     return prompt_rows
 
 
 def _empty(num_rows: int, width: int, dtype: Any, chosen: list[int] | None) -> LogprobsTensors:
-    # Not pinned: each prompt's would be taken from the driver anew, which takes longer than the slower copy.
+    # Not pinned: the driver would allocate it anew for each prompt, which takes longer than the slower copy.
     ranks = torch.zeros(num_rows, dtype=torch.int32) if chosen is None else torch.tensor(chosen, dtype=torch.int32) + 1
     return LogprobsTensors(
         torch.zeros((len(ranks), 1), dtype=torch.int32), torch.empty((len(ranks), width), dtype=dtype), ranks
@@ -171,23 +169,23 @@ def _install_v2(runner: Any, rows: ScoreRows) -> bool:
         modules = [importlib.import_module(name) for name in _V2_MODULES]
     except ImportError:
         return False
-    # Without `logits_mode`, logits and logprobs are told apart elsewhere.
+    # Versions without `logits_mode` distinguish logits and logprobs elsewhere.
     found = [getattr(module, "compute_topk_scores", None) for module in modules]
     if not all(theirs is not None and "logits_mode" in inspect.signature(theirs).parameters for theirs in found):
         return False
     for module, theirs in zip(modules, found, strict=True):
         module.compute_topk_scores = v2_scores(rows, theirs)  # type: ignore[arg-type, attr-defined]
-    worker: Any = getattr(runner, "prompt_logprobs_worker", None)  # of a pipeline the last stage has one
+    worker: Any = getattr(runner, "prompt_logprobs_worker", None)  # in a pipeline only the last stage has one
     if isinstance(getattr(worker, "in_progress_prompt_logprobs", None), dict):
         worker.in_progress_prompt_logprobs = PiecesOfPrompts()
     return True
 
 
 def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of `compute_topk_scores`, of the sampler and of prompts."""
+    """Replaces `compute_topk_scores` of the sampler and of prompts."""
 
     def compute_topk_scores(logits: Any, num_logprobs: int, sampled_token_ids: Any, *rest: Any, **named: Any) -> Any:
-        starts = rest[0] if rest else named.get("cu_num_logits")  # several rows a request, where tokens are drafted
+        starts = rest[0] if rest else named.get("cu_num_logits")  # several rows per request in speculative decoding
         if num_logprobs < logits.shape[-1] or starts is not None:
             return theirs(logits, num_logprobs, sampled_token_ids, *rest, **named)
         width = rows.width(logits.shape[-1])
@@ -203,10 +201,10 @@ def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]
 
 
 class PiecesOfPrompts(dict[str, list[Any]]):
-    """In the place of the V2 runner's dict: by request, rows of a prompt whose last piece has not been run.
+    """Replaces the V2 runner's dict: by request, rows of a prompt whose last piece has not run yet.
 
-    vLLM keeps them on the device and joins them there, which for a long prompt and a whole vocabulary takes gigabytes
-    that memory profiling does not see. Beyond `_DEVICE_BYTES` they are kept in the host's memory.
+    vLLM keeps and joins them on the device. For a long prompt and a whole vocabulary that takes gigabytes that memory
+    profiling does not see. Beyond `_DEVICE_BYTES` they move to the host's memory.
     """
 
     def __setitem__(self, request_id: str, pieces: list[Any]) -> None:
@@ -214,7 +212,7 @@ class PiecesOfPrompts(dict[str, list[Any]]):
 
 
 class _Pieces(list[Any]):
-    """LogprobsTensors, all of them on the device or all of them off it."""
+    """LogprobsTensors, all on the device or all in the host's memory."""
 
     def append(self, piece: Any) -> None:
         super().append(piece)
@@ -227,17 +225,17 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker
 
-# What `pooling_arguments` gives as `worker_cls`, and where in `additional_config`, by which vLLM's compiled graphs
-# are told apart too, the layers stand: -1 is the last.
+# The `worker_cls` of `pooling_arguments`, and the key of its layers in `additional_config`, which is also part of the
+# key of vLLM's compiled graphs. -1 is the last layer.
 LAYERS_WORKER = f"{__name__}.LayersWorker"
 LAYERS_CONFIG = "batchinf_layers"
 
 
 class LayersWorker(Worker):
-    """vLLM's worker, whose model gives states between layers."""
+    """vLLM's worker with a model that returns states between layers."""
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
-        """See vLLM. Afterwards the model is compiled, so that this is the place to change it."""
+        """See vLLM. The model is changed here because it is compiled afterwards."""
         super().load_model(*arguments, **named)
         depth = self.vllm_config.model_config.hf_text_config.num_hidden_layers
         wanted = self.vllm_config.additional_config[LAYERS_CONFIG]
@@ -245,9 +243,9 @@ class LayersWorker(Worker):
 
 
 def give_layers(model: Any, layers: list[int]) -> None:
-    """Let `model` give [num_tokens, num_layers × hidden_size]: the states after so many layers, side by side.
+    """Let `model` return [num_tokens, num_layers × hidden_size]: the states after these layers, side by side.
 
-    layers: ascending. Raises ValueError where vLLM's implementation of the model cannot give them.
+    layers: ascending. Raises ValueError if vLLM's implementation of the model cannot return them.
     """
     if not hasattr(model, "set_aux_hidden_state_layers"):
         name = type(model).__name__
@@ -268,7 +266,7 @@ def give_layers(model: Any, layers: list[int]) -> None:
 
 
 def _keep_copies(holder: Any) -> None:
-    """vLLM hands out the embedding itself, into which the layers then add what they make."""
+    """Copy the embedding. vLLM returns the tensor itself, and the layers then add to it."""
 
     def add(found: list[torch.Tensor], layer: int, states: torch.Tensor, residual: torch.Tensor | None) -> Any:
         if layer in holder.aux_hidden_state_layers:

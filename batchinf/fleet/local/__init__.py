@@ -1,1 +1,1 @@
-"""The backend of one host: replicas are process groups, messages go over socket pairs, NVML tells of the devices."""
+"""The backend of one host: replicas are process groups, messages use socket pairs, and NVML describes the devices."""

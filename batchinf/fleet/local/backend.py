@@ -1,7 +1,7 @@
 """The local backend: runs replicas as processes of this host, and reads weights into its page cache.
 
-It gives each process its environment, and ends process groups: its own, and those that an earlier coordinator left
-behind, but no others.
+It sets the environment of each process. It ends only its own process groups and those that an earlier coordinator of
+the job left behind.
 """
 
 import contextlib
@@ -39,29 +39,29 @@ from batchinf.spec.job import JobSpec
 
 
 class GroupIdentity(BaseModel):
-    """A replica's process group, as the manifest keeps it.
+    """A replica's process group, as the manifest stores it.
 
-    boot_id: of the host, until it is booted again. pid_start_time: of the group's leader, in clock ticks since boot;
-    with the process id it names one process for ever.
+    boot_id: of the host; a reboot changes it. pid_start_time: of the group's leader, in clock ticks since boot; no
+    other process of this boot has the same process id and start time.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     host: str
     boot_id: str
-    # 0 would be the caller's own group, 1 is init's.
+    # 0 is the caller's own group, 1 is init's.
     pgid: Annotated[int, Field(gt=1, lt=1 << 31)]
     pid_start_time: int
 
     @classmethod
     def of(cls, group: int) -> "GroupIdentity":
-        """That of a group of this host."""
+        """The identity of a group of this host."""
         me = Holder.this_process()
         return cls(host=me.host, boot_id=me.boot_id, pgid=group, pid_start_time=process_start(group) or 0)
 
 
 def end_leftover(identity: dict[str, Any]) -> bool:
-    """End a process group of an earlier coordinator; whether it was still there. One that may be another's is kept."""
+    """End a process group of an earlier coordinator, unless it may be another program's. Whether one was ended."""
     try:
         group = GroupIdentity.model_validate(identity)
     except ValidationError:
@@ -69,17 +69,17 @@ def end_leftover(identity: dict[str, Any]) -> bool:
     me = Holder.this_process()
     if (group.host, group.boot_id) != (me.host, me.boot_id):
         return False
-    # A process id is not used again while a group of that number has members; a leader that started at another time
-    # is a stranger.
+    # A process id is not reused while a group of that number has members. A leader with another start time is another
+    # program's.
     started = process_start(group.pgid)
     if started is not None and started != group.pid_start_time:
         return False
-    # Waited for: a device is free only when those that held it are gone.
+    # This waits, because a device is free only when its processes are gone.
     return end_process_group(group.pgid)
 
 
 def end_process_group(group: int, wait_s: float = 10.0) -> bool:
-    """Send SIGKILL to a process group until no live process is left in it; whether there was one."""
+    """Send SIGKILL to a process group until it has no live process. Whether there was one."""
     deadline = time.monotonic() + wait_s
     was_there = False
     while time.monotonic() < deadline and members(group):
@@ -109,25 +109,25 @@ _FIRST_PORT = 20_000
 
 
 def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: int) -> dict[str, str]:
-    """Environment variables for a replica, to be set before it imports vLLM or torch.
+    """Environment variables for a replica, set before it imports vLLM or torch.
 
-    Values that the user has set are kept, except for the devices.
+    Values that the user has set stay, except for the devices.
     """
     wanted = {
         "OMP_NUM_THREADS": str(max(1, num_cpus)),
         "RAYON_NUM_THREADS": str(max(1, min(8, num_cpus))),
         "TOKENIZERS_PARALLELISM": "true",
         "VLLM_NO_USAGE_STATS": "1",
-        # vLLM 0.26 picks ports at random and two replicas can race for one: each gets a range of its own.
+        # vLLM 0.26 picks ports at random, and two replicas can race for one. So each gets its own range.
         "VLLM_PORT": str(_FIRST_PORT + os.getpid() % 500 * _PORTS_A_REPLICA + replica * _PORTS_A_REPLICA),
-        # A replica is on one host: what listens in it must not be reached from others. Gloo would take the address
-        # that the host's name has, and vLLM that of the interface that leads out.
+        # A replica is on one host, so its ports must not be reachable from others. By default Gloo takes the address
+        # of the host's name, and vLLM that of the outgoing interface.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if not slot_devices:
         wanted |= {
-            # The engine core in the replica's own process: starts in a tenth of the time.
+            # The engine core in the replica's own process starts in a tenth of the time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -140,9 +140,9 @@ def engine_environment(slot_devices: tuple[str, ...], num_cpus: int, replica: in
 
 
 def sockets_folder(launch: Launch) -> pathlib.Path:
-    """An empty folder for vLLM's socket files, which it leaves behind; their paths have a limit of 107 bytes.
+    """An empty folder for vLLM's socket files, which vLLM does not delete. Their paths have at most 107 bytes.
 
-    One that an earlier incarnation left, because its coordinator was killed, is removed.
+    Deletes the folder that an earlier incarnation left if its coordinator was killed.
     """
     prefix = _replica_prefix(launch)
     _sweep_sockets(prefix)
@@ -150,7 +150,7 @@ def sockets_folder(launch: Launch) -> pathlib.Path:
 
 
 def cache_root() -> pathlib.Path:
-    """What batchinf keeps beside what vLLM has compiled."""
+    """batchinf's folder in vLLM's cache."""
     return pathlib.Path(os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm"), "batchinf")
 
 
@@ -159,7 +159,7 @@ def _replica_prefix(launch: Launch) -> str:
 
 
 def sweep_sockets(job_id: str) -> None:
-    """Remove the folders that replicas of a job left because their coordinator was killed. None of them may run."""
+    """Delete folders of a job's replicas whose coordinator was killed. None of the replicas may still run."""
     _sweep_sockets(_sockets_prefix(job_id))
 
 
@@ -174,20 +174,20 @@ def _sweep_sockets(prefix: str) -> None:
 
 
 def own_cache_folder(launch: Launch) -> pathlib.Path:
-    """Where vLLM keeps what one replica compiles, if that is not where it always does."""
+    """vLLM's cache folder for a replica that does not use the shared one."""
     return cache_root() / f"{_replica_prefix(launch)}cache"
 
 
-# A block whose first byte is in memory is taken to be there: another process has just read it.
+# If the first byte of a block is in memory, the whole block is assumed to be: another process has just read it.
 _BLOCK_BYTES = 2 << 20
-# Of the memory that is free: what is read beyond it would only push out what was read before.
+# Share of the free memory: reading more would only evict what was read before.
 _MOST = 0.5
 
 
 def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
-    """Begin to read what is not in memory yet of the weights of a model in a folder here; None where none are read.
+    """Begin to read a local model's weights into the page cache, so that all replicas of the host load them from there.
 
-    Nothing waits for the thread, nor depends on it.
+    Returns None if there is nothing to read or too little free memory. Nothing waits for the thread.
     """
     folder = pathlib.Path(model.path)
     if load_format == "dummy" or not folder.is_dir():
@@ -204,7 +204,7 @@ def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
 def _read(paths: Sequence[pathlib.Path]) -> None:
     block = memoryview(bytearray(_BLOCK_BYTES))
     for path in paths:
-        # What cannot be read is said by who needs it.
+        # Errors are ignored: the engine reports them when it loads the file.
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
             for offset in range(0, path.stat().st_size, _BLOCK_BYTES):
                 if not _is_cached(file.fileno(), offset):
@@ -212,14 +212,14 @@ def _read(paths: Sequence[pathlib.Path]) -> None:
 
 
 def _is_cached(descriptor: int, offset: int) -> bool:
-    """Whether the byte at `offset` is in memory; False where the file system cannot tell."""
+    """Whether the byte at `offset` is in memory; False if the file system cannot tell."""
     try:
         return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # EAGAIN: it would have to be read; EOPNOTSUPP
+    except OSError:  # EAGAIN: not in memory; EOPNOTSUPP
         return False
 
 
-# The signals by which others end a process, unlike a segmentation fault, which is its own.
+# Signals that come from other processes, unlike a segmentation fault.
 _FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 # The ranks of a large engine each write a traceback.
 _LOG_TAIL_BYTES = 1 << 20
@@ -227,10 +227,10 @@ _LOG_TAIL_BYTES = 1 << 20
 
 @dataclass
 class LocalReplica:
-    """A running replica: its process, the channel to it, the memory that says what is in its engine.
+    """A running replica: its process, the channel to it, and the memory with its requests in flight.
 
-    log_start: the byte of its log at which its lines begin. own_cache: the folder to which vLLM compiles, if it is not
-    the one that replicas share; removed at its end. selector: listens to the channel.
+    log_start: the byte of its log at which its lines begin. own_cache: vLLM's cache folder if it is not the shared one;
+    deleted at its end. selector: listens to the channel.
     """
 
     incarnation: str
@@ -251,7 +251,7 @@ class LocalReplica:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """See `ReplicaHandle`: the replica's process id is its process group's and its session's too."""
+        """See `ReplicaHandle`. The replica's process id is also the id of its process group and session."""
         return GroupIdentity.of(self.process.pid).model_dump()
 
     def send(self, command: Command) -> None:
@@ -259,7 +259,7 @@ class LocalReplica:
         self.channel.send(command)
 
     def has_ended(self) -> bool:
-        """See `ReplicaHandle`: what it started may still run."""
+        """See `ReplicaHandle`. Processes that it started may still run."""
         return self.process.poll() is not None
 
     def log_tail(self) -> list[str]:
@@ -278,7 +278,7 @@ class LocalReplica:
         end_process_group(self.process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
-        # Last words may still be in the channel of a process that is gone.
+        # The channel of a dead process may still hold its last messages.
         events: list[Event] = []
         while heard := self.channel.receive(0):
             events.extend(heard)
@@ -315,7 +315,7 @@ class LocalBackend:
         self._selector = selectors.DefaultSelector()
 
     def devices(self) -> tuple[str, ...]:
-        """See `Backend`: what CUDA_VISIBLE_DEVICES allows."""
+        """See `Backend`. Limited by CUDA_VISIBLE_DEVICES."""
         return devices.visible_devices()
 
     def device_size(self, device: str) -> tuple[int | None, str]:
@@ -335,18 +335,18 @@ class LocalBackend:
         return devices.NvmlWatch(names)
 
     def read_ahead(self, model: Model, load_format: str) -> None:
-        """See `Backend`: into the page cache."""
+        """See `Backend`. Reads into the page cache."""
         read_ahead(model, load_format)
 
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> LocalReplica:
-        """See `Backend`: in a session of its own."""
+        """See `Backend`. The process has its own session."""
         ours, theirs = socket.socketpair()
         memory, sockets = SharedMemory.create(), sockets_folder(launch)
         own_cache = own_cache_folder(launch) if has_own_cache else None
         with theirs, open_log(log) as output:
             log_start = output.tell()
             process = subprocess.Popen(
-                # -P: a `queue.py` in the user's folder must not take the place of Python's own.
+                # -P: a `queue.py` in the user's folder must not replace Python's.
                 [
                     *(sys.executable, "-P", "-m", "batchinf.fleet.local.process"),
                     *(str(theirs.fileno()), launch.incarnation, str(memory.fileno())),
@@ -380,15 +380,15 @@ class LocalBackend:
         return events
 
     def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
-        """See `Backend`: only process groups of this host since it was booted."""
+        """See `Backend`. Ends only process groups of this host and this boot."""
         num_ended = sum(end_leftover(replica.identity) for replica in replicas if replica.backend == self.name)
-        # A start removes the folders of its own replica only, and this epoch may have fewer replicas than the last.
+        # A start deletes the folders only of its own replica, and this epoch may have fewer replicas than the last.
         if job_id is not None:
             sweep_sockets(job_id)
         return num_ended
 
     def is_cache_warm(self, key: str) -> bool:
-        """See `Backend`: a file in vLLM's cache says so."""
+        """See `Backend`. A file in vLLM's cache says so."""
         return (cache_root() / key).exists()
 
     def note_cache_warm(self, key: str) -> None:
@@ -398,7 +398,7 @@ class LocalBackend:
 
 
 def _environment(slot: Slot, sockets: pathlib.Path, own_cache: pathlib.Path | None) -> dict[str, str]:
-    # The package may be run from a source tree that is not installed: a replica must find the same one.
+    # The package may run from a source tree that is not installed. A replica must import the same one.
     root = str(pathlib.Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {

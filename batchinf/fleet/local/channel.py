@@ -1,4 +1,4 @@
-"""What connects coordinator and local replica: messages over a socket pair, and memory that outlives the process."""
+"""Connects the coordinator and a local replica: messages over a socket pair, and memory that outlives the process."""
 
 import contextlib
 import json
@@ -83,11 +83,10 @@ class Channel:
         self.is_closed = False
 
     def fileno(self) -> int:
-        """For selectors."""
         return self._socket.fileno()
 
     def send(self, message: Command | Event | messages.Launch) -> None:
-        """Send one message. A peer that is gone is no error here: `receive` and its process tell."""
+        """Send one message. A peer that is gone is no error here; `is_closed` and its process show it."""
         with self._lock:
             self._sequence += 1
             envelope = {
@@ -102,14 +101,14 @@ class Channel:
                 self.is_closed = True
 
     def receive(self, wait_s: float | None) -> list[Any]:
-        """Messages that have come, after at most `wait_s` seconds (None: as long as it takes).
+        """The messages that have arrived, after at most `wait_s` seconds (None: no limit).
 
-        An empty list with `is_closed` set: the peer is gone. Repeated and foreign messages are left out; what is no
-        message at all ends the connection.
+        If the list is empty and `is_closed` is set, the peer is gone. Repeated messages and those of other incarnations
+        are dropped; invalid data ends the connection.
         """
         if self._socket.fileno() < 0:
             return []
-        # Not `select`, which takes no descriptor beyond 1023.
+        # Not `select`, which takes only descriptors up to 1023.
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         if not poller.poll(None if wait_s is None else wait_s * 1000):
@@ -128,7 +127,7 @@ class Channel:
                 if (message := self._open(json.loads(line))) is not None:
                     messages.append(message)
         except (ValueError, LookupError, TypeError, RecursionError):
-            # No peer of ours writes this. It hears of the end, too, and ends itself.
+            # No peer of ours writes this. The peer sees the closed socket and ends itself.
             self.close()
         return messages
 
@@ -139,7 +138,6 @@ class Channel:
         return _KINDS[envelope["kind"]].validate_python(envelope["body"])
 
     def close(self) -> None:
-        """Close this end."""
         with contextlib.suppress(OSError):
             self._socket.close()
         self.is_closed = True

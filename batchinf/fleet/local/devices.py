@@ -1,4 +1,4 @@
-"""Devices of this host: which of them and which processor cores each replica gets, and what NVML says of them."""
+"""Devices of this host: which devices and processor cores each replica gets, and data about devices from NVML."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ from batchinf.spec.job import JobSpec
 
 
 class NvmlWatch:
-    """See `DeviceWatch`. Asks NVML on a thread of its own, as a driver may take long to answer."""
+    """See `DeviceWatch`. Asks NVML on its own thread, because a driver may answer slowly."""
 
     def __init__(self, devices: Sequence[str], every_s: float = 1.0) -> None:
         self._devices = devices
@@ -52,7 +52,7 @@ class NvmlWatch:
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Any]:
-    """NVML's module, initialised; None where there is no driver."""
+    """NVML's module, initialised; None without a driver."""
     import pynvml
 
     try:
@@ -67,7 +67,7 @@ def open_nvml() -> Iterator[Any]:
 
 
 def handle_of(nvml: Any, device: str) -> Any:
-    """NVML's handle of a device, by its number or its UUID, as CUDA_VISIBLE_DEVICES has it. Raises NVMLError."""
+    """NVML's handle of a device, by its number or UUID as in CUDA_VISIBLE_DEVICES. Raises NVMLError."""
     return nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else nvml.nvmlDeviceGetHandleByUUID(device)
 
 
@@ -85,7 +85,7 @@ def _look(nvml: Any, device: str, handle: Any) -> DeviceLook:
 
 
 def _ask(nvml: Any, question: Any, handle: Any) -> Any:
-    # Parts of a device, as MIG's, do not say all of it.
+    # Parts of a device, such as MIG instances, do not answer everything.
     try:
         return question(handle)
     except nvml.NVMLError:
@@ -97,7 +97,7 @@ CPU_REPLICAS = 2
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Memory of a device that another program occupies."""
+    """Memory of a device that a process occupies."""
 
     device: str
     pid: int
@@ -106,7 +106,7 @@ class DeviceUse:
 
 
 def visible_devices() -> tuple[str, ...]:
-    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them; empty where there are none."""
+    """The CUDA devices that this process may use, named as in CUDA_VISIBLE_DEVICES; empty if there are none."""
     with open_nvml() as nvml:
         if nvml is None:
             return ()
@@ -115,19 +115,19 @@ def visible_devices() -> tuple[str, ...]:
     if allowed is None:
         return tuple(every)
     names = [part.strip() for part in allowed.split(",")]
-    # As CUDA has it: the first name that is no device hides all that come after it.
+    # As in CUDA, the first name that is no device hides all that follow.
     return tuple(itertools.takewhile(lambda name: name in every or name[:4] in ("GPU-", "MIG-"), names))
 
 
 def place(spec: JobSpec, devices: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
-    """One slot for each replica. Raises SpecError where the degrees do not fit the devices.
+    """One slot for each replica. Raises SpecError if the degrees do not fit the devices.
 
-    Devices are dealt out in order, so that a replica's tensor-parallel ranks are neighbours.
+    Devices are assigned in order, so that a replica's tensor-parallel ranks are neighbours.
     """
     degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
     wanted = spec.parallel.data_parallel_size
     if not devices and spec.scripted is None and spec.parallel.pipeline_parallel_size > 1:
-        # In 0.32 its later stages have no place for what comes from the earlier ones, and die at the first request.
+        # On a CPU, later stages of vLLM 0.32 have no buffers for earlier stages' output and die at the first request.
         raise SpecError(
             f"parallel.pipeline_parallel_size: got {spec.parallel.pipeline_parallel_size}, but no CUDA device is "
             "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
@@ -148,7 +148,7 @@ def place(spec: JobSpec, devices: Sequence[str], cpus: Sequence[int]) -> list[Sl
 
 
 def share_cpus(cpus: Sequence[int], num_replicas: int) -> list[tuple[int, ...]]:
-    """Split cores into equal runs of neighbours; where there are too few, all replicas share all."""
+    """Split cores into equal runs of neighbours. If there are too few, all replicas share all cores."""
     each = len(cpus) // num_replicas
     if each == 0:
         return [tuple(cpus)] * num_replicas
@@ -161,7 +161,7 @@ def own_cpus() -> tuple[int, ...]:
 
 
 def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
-    """Raise UserError where another program holds the memory that a replica is going to ask for."""
+    """Raise UserError if another program holds memory that a replica will ask for."""
     share = float(spec.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
     for device in (device for slot in slots for device in slot.devices):
         free, total, uses = _device_memory(device)
@@ -176,7 +176,7 @@ def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
 
 
 def device_size(device: str) -> tuple[int | None, str]:
-    """A device's memory in bytes, None where NVML does not say, and its name."""
+    """A device's memory in bytes (None if NVML does not say) and its name."""
     with open_nvml() as nvml:
         if nvml is None:
             return None, ""

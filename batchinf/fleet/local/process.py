@@ -1,9 +1,8 @@
-"""The process around an incarnation of a replica on this host: processor cores, signals, the socket, last words.
+"""The process of one incarnation on this host: sets processor cores and signals, opens the socket, reports errors.
 
-The local backend starts it as `python -m batchinf.fleet.local.process FD INCARNATION MEMORY`, in a session of its own,
-with its output going to its log. FD is one end of a socket pair, MEMORY holds the requests in flight. It never outlives
-its coordinator: when the socket closes, the whole process group ends, engine processes included (vLLM's would otherwise
-keep the device's memory).
+The local backend starts it as `python -m batchinf.fleet.local.process FD INCARNATION MEMORY` in its own session, with
+its output in its log. FD is one end of a socket pair; MEMORY has the requests in flight. When the socket closes, the
+whole process group ends, including engine processes, which would otherwise keep the device's memory.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ def end_group() -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    # The coordinator decides when to stop and says so: signals to the whole tree must not cut a replica short.
+    # The coordinator decides when to stop. Signals to the whole process tree must not end a replica.
     for number in SENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
@@ -50,7 +49,7 @@ def main() -> None:
         faults.point("replica.start")
         replica.run()
     except BaseException as error:
-        # Its log may lie on the disk that is full.
+        # The log may be on a full disk.
         with contextlib.suppress(OSError):
             traceback.print_exc()
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Arrow files, memory-mapped: inputs, and spools, the copies of inputs whose rows are slow to find one by one.
+"""Memory-mapped Arrow files: inputs, and spools, which are copies of inputs with slow access to single rows.
 
 Artifacts: `rows`, the spool, an Arrow IPC file of small batches; `batches`, the first row of each batch of the spool
 (or of the input itself) and then the number of rows.
@@ -26,13 +26,13 @@ from batchinf.source.formats.base import (
 from batchinf.source.types import MixedTypes, cast_column, plain_schema
 
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a spool
-MAPPED_BYTES = 16 << 20  # that are read of a map before its pages are let go
+MAPPED_BYTES = 16 << 20  # read from a map before its pages are released
 
 _BYTES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
 
 class Arrow(FileFormat):
-    """Arrow IPC files and streams, Feather version 2 among them. Files of one input must agree in their types."""
+    """Arrow IPC files and streams, including Feather version 2. Files of one input must have the same types."""
 
     name = "arrow"
     endings = (".arrow", ".feather", ".ipc")
@@ -52,7 +52,7 @@ class Arrow(FileFormat):
                 return FileFindings(digest, spool(stream, schema, scratch), schema)
             schema = plain_schema(reader.schema)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            if not _is_mapped(reader, mapped):  # compressed: each batch would be decompressed whole for any of its rows
+            if not _is_mapped(reader, mapped):  # compressed: one row would cost its whole batch
                 return FileFindings(digest, spool(batches, schema, scratch), schema)
             counts = [_checked(batch).num_rows for batch in batches]
             check_num_rows(file.name, sum(counts), counts)
@@ -73,7 +73,7 @@ def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _is_mapped(reader: pa.RecordBatchFileReader, mapped: pa.MemoryMappedFile) -> bool:
-    """Whether the first batch with rows lies in the file's memory map as it is."""
+    """Whether the first batch with rows points into the file's memory map, so is not compressed."""
     mapped.seek(0)
     whole = mapped.read_buffer()
     batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
@@ -86,7 +86,7 @@ def _is_mapped(reader: pa.RecordBatchFileReader, mapped: pa.MemoryMappedFile) ->
 
 
 def spool(batches: Iterable[pa.RecordBatch], schema: pa.Schema, scratch: Scratch) -> int:
-    """Write the artifacts, and return the number of rows. Columns may be dictionaries of the schema's types."""
+    """Write the artifacts and return the number of rows. Columns may be dictionaries of the schema's types."""
     firsts = scratch.create("batches")
     num_rows = 0
     with pa.ipc.new_file(scratch.create("rows"), schema) as writer:
@@ -106,7 +106,7 @@ def _small_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iter
 
 
 def _longest_dictionary_value(batch: pa.RecordBatch) -> int:
-    """In bytes: what a few bytes of indices may grow to when the column is decoded."""
+    """In bytes: decoding replaces each index by such a value."""
     encoded = [column for column in batch.columns if pa.types.is_dictionary(column.type)]
     dictionaries = [column.dictionary for column in encoded if column.type.value_type in _BYTES]
     return max([1, *(pc.max(pc.binary_length(values)).as_py() or 1 for values in dictionaries)])
@@ -130,7 +130,7 @@ def _halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 class ArrowReader(ColumnarReader):
-    """A memory-mapped Arrow file: the input itself, or the spool of it."""
+    """A memory-mapped Arrow file: the input itself or its spool."""
 
     def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
         super().__init__(schema, entry.arrow_schema())
@@ -153,12 +153,12 @@ class ArrowReader(ColumnarReader):
         return table
 
     def _let_go(self, num_bytes: int) -> None:
-        """Pages that were read count as this process's memory until the kernel runs short, or is told."""
+        """Release pages that were read. Until then they count as this process's memory."""
         self._num_touched_bytes += num_bytes
         if self._num_touched_bytes > MAPPED_BYTES:
             self._mapped.madvise(mmap.MADV_DONTNEED)
             self._num_touched_bytes = 0
 
     def close(self) -> None:
-        """See `Reader`. The map ends with the last table that needs it."""
+        """See `Reader`. The map is freed with the last table that uses it."""
         del self._reader, self._mapped

@@ -17,11 +17,11 @@ from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
 from batchinf.source.files import InputFile
 from batchinf.source.types import MixedTypes, cast_column
 
-MAX_ROWS = 2**40  # of one file; where a footer claims more, nothing could be planned with it
+MAX_ROWS = 2**40  # of one file; a footer that claims more is damaged
 
 
 def check_batch(batch: pa.RecordBatch) -> None:
-    """Raise `pa.ArrowException` if the batch cannot be looked at safely. Text that is not UTF-8 is: it is bytes."""
+    """Raise `pa.ArrowException` if the batch is not safe to read. Text that is not UTF-8 passes."""
     try:
         batch.validate(full=True)
     except pa.ArrowInvalid:
@@ -31,7 +31,7 @@ def check_batch(batch: pa.RecordBatch) -> None:
 
 
 def _as_bytes(type: pa.DataType) -> pa.DataType:
-    """The type with bytes in place of text, at every depth."""
+    """The type with bytes instead of text, at every depth."""
     if isinstance(type, pa.ListType):
         return pa.list_(_as_bytes(type.value_type))
     if isinstance(type, pa.LargeListType):
@@ -42,17 +42,17 @@ def _as_bytes(type: pa.DataType) -> pa.DataType:
 
 
 def check_num_rows(name: str, claimed: int, counts: Sequence[int]) -> None:
-    """Raise `InputError` unless a file has as many rows as it claims, and not more than can be."""
+    """Raise `InputError` unless a file has as many rows as it claims, and at most `MAX_ROWS`."""
     if claimed != sum(counts) or min(counts, default=0) < 0 or claimed > MAX_ROWS:
         raise InputError(f"{name} claims {claimed:,} rows and holds {sum(counts):,}; is it damaged?")
 
 
 def python_rows(table: pa.Table) -> list[tuple[dict[str, Any], str | None]]:
-    """The rows of a table as Python values; one that has none (text that is not UTF-8, the year 30000) says why."""
+    """The rows of a table as Python values, or why a row has none (text that is not UTF-8, the year 30000)."""
     names = table.column_names
     try:
         lists = [column.to_pylist() for column in table.columns]
-    except Exception:  # the values decide: what converts them may raise anything
+    except Exception:  # the conversion of a value may raise anything
         return [_row(table, number) for number in range(table.num_rows)]
     return [(dict(zip(names, values, strict=True)), None) for values in zip(*lists, strict=True)]
 
@@ -69,7 +69,7 @@ def _row(table: pa.Table, number: int) -> tuple[dict[str, Any], str | None]:
 
 
 def with_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column whose text is UTF-8: bytes that are not become the replacement character."""
+    """The column with valid UTF-8: other bytes become the replacement character."""
     as_bytes = _as_bytes(column.type)
     if as_bytes.equals(column.type):
         return column
@@ -92,18 +92,18 @@ def _text(value: Any, type: pa.DataType) -> Any:
     return value.decode(errors="replace") if is_text else value
 
 
-Record = tuple[dict[str, Any], str | None]  # its values, or why it cannot be read
+Record = tuple[dict[str, Any], str | None]  # values, or why the record cannot be read
 
 
 class Reader(Protocol):
-    """One file (or dataset) of a source: positions count from its own first row."""
+    """One file (or dataset) of a source. Rows are counted from its own first row."""
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
-        """Rows as they are in the file, with those of `columns` that each has (None: all)."""
+        """Rows with the file's own values. `columns`: None means all; columns that a row lacks are absent."""
         ...
 
     def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
-        """Rows in the types of the source; null where a record is broken or lacks the column."""
+        """Rows with the types of the source; null if a record is broken or lacks the column."""
         ...
 
     def close(self) -> None:
@@ -112,28 +112,28 @@ class Reader(Protocol):
 
 
 class InputFormat:
-    """A value of `input.format`. One that is neither a `FileFormat` nor opened on its own is read as another format."""
+    """A value of `input.format`."""
 
     name: ClassVar[str]
-    read_as: ClassVar[str | None] = None  # the name of the format that its files have; None: this one
+    read_as: ClassVar[str | None] = None  # the name of another format that reads its files; None: this one does
 
 
 class FileFormat(InputFormat, abc.ABC):
-    """A format of files. The object holds no state: all that it knows of a file is in the cache.
+    """A format of files. It has no state of its own: the results of a scan are in the cache.
 
-    A file is scanned once, which finds its rows, columns and content hash. Its rows are then read by position.
+    A file is scanned once for its rows, columns and content hash. Its rows are then read by position.
     """
 
     endings: ClassVar[tuple[str, ...]]  # of file names, in lower case, with the dot
-    mixed_types: ClassVar[MixedTypes]  # what a column becomes whose values or files have different types
+    mixed_types: ClassVar[MixedTypes]  # what a column of different types becomes
     # Whether the file may be compressed as a whole: `.gz` or `.zst` follows the ending.
     may_be_compressed: ClassVar[bool] = True
-    # Whether the scan reads a file from its beginning to its end. If not, a remote file is first copied to the cache.
+    # Whether the scan reads a file from beginning to end. If not, a remote file is first copied to the cache.
     is_scanned_in_order: ClassVar[bool] = True
 
     @abc.abstractmethod
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        """Read the file once, and write to `scratch` what makes its rows quick to find.
+        """Read the file once, and write the artifacts that make its rows quick to find to `scratch`.
 
         A damaged file may raise any ValueError, LookupError, TypeError or Arrow error; the caller names the file.
         """
@@ -142,46 +142,43 @@ class FileFormat(InputFormat, abc.ABC):
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
     ) -> Reader:
-        """The rows of a file that was scanned.
+        """A reader for a file that was scanned.
 
-        schema: all columns of the source with their types now, which `Reader.table` gives. read_types: their types
-        when the file was taken in, which `Reader.records` gives if the file itself has no types.
+        schema: all columns of the source with their present types, for `Reader.table`. read_types: their types when
+        the file was taken in, for `Reader.records` of a format without types.
         """
 
     def content_hash(self, file: InputFile) -> str | None:
-        """The hash that `scan` finds, if it costs less than the scan; else None."""
+        """The hash that `scan` would find; None if that costs as much as the scan."""
         return files.content_hash(file)
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
-        """Raise `InputError`, naming the file, if the scan of one of these local files would crash the process."""
+        """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
-        """Hash and number of rows of the content's first `num_bytes`, to find rows that were appended behind them.
+        """Hash and number of rows of the content's first `num_bytes`, to find rows that were appended after them.
 
-        None if a row goes on there, and for a format whose files do not grow at their end.
+        None if a row crosses that place, and for formats that cannot be appended to.
         """
         return None
 
     def is_slow_by_row(self, entry: FileEntry) -> bool:
-        """Whether one row costs the reading of many others.
-
-        If rows are read out of order, `spool` copies such a file first.
-        """
+        """Whether reading one row reads many others. Such a file is copied by `spool` if rows are read out of order."""
         return False
 
     def spool(self, file: InputFile, scratch: Scratch) -> None:
-        """Write a copy in which each row is quick to find."""
+        """Write a copy with quick access to each row."""
         raise NotImplementedError(f"{self.name}: is_slow_by_row says that files are spooled")
 
 
 class ColumnarReader:
-    """Arrow data: a format says only how to slice rows out of it."""
+    """A reader of Arrow data; a format adds only `_slice`."""
 
     _name = "the input"
 
     def __init__(self, schema: pa.Schema, own: Iterable[pa.Field]) -> None:
         self._schema = schema  # of the source
-        self._own = {field.name: field for field in own}  # of the columns that are in this file
+        self._own = {field.name: field for field in own}  # the columns of this file
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """See `Reader`."""
@@ -207,7 +204,7 @@ class ColumnarReader:
                 for field in fields
             ]
         except (pa.ArrowException, OSError) as error:
-            if getattr(error, "errno", None) is not None:  # the system's: not the file's content
+            if getattr(error, "errno", None) is not None:  # an error of the system, not of the content
                 raise
             raise self._damaged(str(error)) from error
         if names and here.num_rows != stop - start:
@@ -228,7 +225,7 @@ class ColumnarReader:
 
 
 def spans(firsts: Sequence[int] | npt.NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Which runs rows `start` to `stop` lie in, run i being `firsts[i]` to `firsts[i + 1]`: (i, from, to) within it."""
+    """The runs that hold rows `start` to `stop`, as (i, first, last) within run i: `firsts[i]` to `firsts[i + 1]`."""
     i = max(0, bisect.bisect_right(firsts, start) - 1)
     while start < stop:
         end = min(stop, int(firsts[i + 1]))
@@ -242,14 +239,14 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """The few values used last; the others are closed, and made again when they are asked for."""
+    """A cache of the values that were used last; others are closed, and made again on demand."""
 
     def __init__(self, size: int, make: Callable[[K], V], close: Callable[[V], None]) -> None:
         self._size, self._make, self._close = size, make, close
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V:
-        """The value of `key`, made if it is not among them."""
+        """The value of `key`, made if it is not cached."""
         if key not in self._values:
             while len(self._values) >= self._size:
                 self._close(self._values.popitem(last=False)[1])
@@ -258,7 +255,6 @@ class Recent(Generic[K, V]):
         return self._values[key]
 
     def clear(self) -> None:
-        """Close all."""
         while self._values:
             self._close(self._values.popitem()[1])
 

@@ -21,7 +21,7 @@ from batchinf.source.formats.base import FileFormat, Reader, Record
 from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins
 
 ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
-_UNENDED = "unexpected end of data"  # what Python's `csv` says of a quote that is still open at the end
+_UNENDED = "unexpected end of data"  # the error of Python's `csv` for an open quote at the end
 
 
 class Csv(FileFormat):
@@ -82,7 +82,7 @@ def _batch(rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTyp
 
 
 class _Hashed(io.RawIOBase):
-    """A stream that hashes what is read through it. num_bytes: read so far. limit: after so many bytes it ends."""
+    """A stream that hashes what is read through it. num_bytes: read so far. limit: it ends after so many bytes."""
 
     def __init__(self, stream: BinaryIO, limit: int | None = None) -> None:
         self._stream, self._limit = stream, limit
@@ -102,7 +102,7 @@ class _Hashed(io.RawIOBase):
 
 
 class _Rows:
-    """The rows of a CSV file: its fields as strings, or one string that says what is wrong with the row."""
+    """The rows of a CSV file: a list of fields, or a string with the row's error."""
 
     def __init__(self, file: InputFile, stream: io.RawIOBase) -> None:
         csv.field_size_limit(MAX_LINE_BYTES)
@@ -122,7 +122,7 @@ class _Rows:
     def _lines(self) -> Iterator[str]:
         for line in iter(lambda: self._text.readline(MAX_LINE_BYTES), ""):
             self.num_chars += len(line)
-            self._is_utf8 &= line.isascii() or is_utf8(line)  # bytes that are not come as lone surrogates
+            self._is_utf8 &= line.isascii() or is_utf8(line)  # other bytes are decoded to lone surrogates
             yield line
 
     def __iter__(self) -> Iterator[list[str] | str]:
@@ -152,7 +152,7 @@ class _CsvReader(ArrowReader):
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
     ) -> None:
         super().__init__(file, entry, schema, cache)
-        # A number only if it is one in all files.
+        # A column has a number type only if all files have numbers in it.
         self._own = {name: read_types.field(name) for name in self._own}
         self._name = file.name
 

@@ -17,13 +17,13 @@ from batchinf.source.files import InputLocation, stamp
 from batchinf.source.formats.base import ColumnarReader, InputFormat, check_batch
 from batchinf.source.types import MixedTypes, settled_schema
 
-_SAVED_RECORD = "saved.json"  # in the cache folder: the files that were looked through, as they were then
+_SAVED_RECORD = "saved.json"  # in the cache folder: the stamps of the files that were checked
 
 
 def check_saved(path: str, cache: Folder) -> None:
-    """Raise `InputError` unless all that the folder names lies in it, and all its Arrow data is whole.
+    """Raise `InputError` unless the folder has all files that it names, and their Arrow data is valid.
 
-    The data is looked through once, and again if a file's size or mtime is another.
+    The data is checked once, and again if a file's size or mtime changes.
     """
     root = pathlib.Path(path)
     try:
@@ -62,7 +62,7 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _inside(name: Any) -> str:
-    # A dataset from elsewhere must not have other files of this machine read in its name.
+    # A downloaded dataset must not make us read other files of this machine.
     if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
         raise ValueError(f"it names {name!r}, which is not in the folder")
     return name
@@ -76,7 +76,7 @@ def _look_through(file: pathlib.Path) -> None:
             check_batch(batch)
 
 
-_RECORD = "dataset.json"  # in the cache folder: what a dataset of the hub was prepared as
+_RECORD = "dataset.json"  # in the cache folder: the Arrow files of a dataset of the hub
 
 
 class HuggingFace(InputFormat):
@@ -110,7 +110,7 @@ class DatasetReader(ColumnarReader):
 
 
 def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
-    """The dataset; what the hub gave is noted in `cache`. Raises `InputError` if it cannot be loaded."""
+    """The dataset. `cache` records the files that came from the hub. Raises `InputError` if it cannot be loaded."""
     if is_saved(path := os.path.expanduser(input.path)):
         check_saved(path, cache)
         dataset = _load(input)
@@ -119,14 +119,14 @@ def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
 
 
 def _load(input: InputLocation) -> Any:
-    import datasets  # 1 s, which inputs of files do not pay
+    import datasets  # takes 1 s, only for datasets
 
     path, split = os.path.expanduser(input.path), input.split or "train"
     try:
         if not is_saved(path):
             return datasets.load_dataset(path, input.name, split=split, revision=input.revision)
         found = datasets.load_from_disk(path)
-    except Exception as error:  # whatever `datasets`, the hub's client and the data's own reader may raise
+    except Exception as error:  # `datasets`, the hub's client and the dataset's reader may raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         what = input.path if os.path.exists(path) else f"there is no file or folder {input.path}, and it"
         raise InputError(
@@ -141,7 +141,7 @@ def _load(input: InputLocation) -> Any:
 
 
 def _saved_fingerprint(dataset: Any) -> str:
-    """Covers the features, the row count, and the size, first and last 64 KiB of each Arrow file; not its path."""
+    """Covers the features, the row count, and the size, first and last 64 KiB of each Arrow file, but no path."""
     digest = xxhash.xxh3_128(f"{dataset.num_rows} {dataset.features}".encode())
     for path in _files(dataset):
         with open(path, "rb") as stream:
@@ -155,8 +155,7 @@ def _saved_fingerprint(dataset: Any) -> str:
 def _open_hub_dataset(input: InputLocation, cache: Folder) -> tuple[Any, str]:
     """The dataset, and the fingerprint that `datasets` derives from repository, commit, configuration and split.
 
-    Opened again, it comes from the Arrow files that it was prepared as: the hub is asked once, and a job goes on with
-    what it began with.
+    The hub is asked once. Later the dataset comes from its local Arrow files, so a resumed job has the same rows.
     """
     asked = [input.path, input.name, input.split, input.revision]
     known = read_record(cache, _RECORD)

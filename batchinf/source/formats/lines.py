@@ -1,4 +1,4 @@
-"""Formats of one row a line: JSON lines, OpenAI batch files and text."""
+"""Formats with one row per line: JSON lines, OpenAI batch files and text."""
 
 import abc
 import contextlib
@@ -20,16 +20,16 @@ from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputF
 from batchinf.source.formats.base import FileFormat, InputFormat, Reader, Record, map_int64
 from batchinf.source.types import JsonTypes, MixedTypes, is_json_column
 
-WHITESPACE = b" \t\r\n"  # JSON's own
+WHITESPACE = b" \t\r\n"  # of JSON
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Why a line is no row, as an error row says it."""
+    """The reason for an error row."""
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
 class LineFormat(FileFormat):
-    """Files to which lines may be appended."""
+    """A format whose files may grow by appended lines."""
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         """See `FileFormat`."""
@@ -50,8 +50,9 @@ class LineFormat(FileFormat):
 def index_lines(
     file: InputFile, scratch: Scratch, on_lines: Callable[[bytes], None], *, has_blank_rows: bool
 ) -> tuple[str, int, int]:
-    """Make the artifacts; returns the content's hash, the number of rows and that of bytes. `on_lines` gets runs of
-    whole lines.
+    """Make the artifacts; returns content hash, number of rows and number of bytes.
+
+    on_lines: called with blocks of whole lines.
     """
     offsets, blanks = scratch.create("offsets"), scratch.create("blanks")
     copy = scratch.create("lines") if file.is_remote or compression(file) else None
@@ -83,7 +84,7 @@ def _content(file: InputFile, entry: FileEntry, cache: Folder) -> str:
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Runs of whole lines with their offsets, without a byte order mark; None stands for a line that is too long."""
+    """Blocks of whole lines with their offsets, without a byte order mark; None is a line that is too long."""
     offset, held, num_held, is_skipping = 0, list[bytes](), 0, False
     for block in blocks:
         if offset == num_held == 0 and block.startswith(b"\xef\xbb\xbf"):
@@ -107,7 +108,7 @@ def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _line_starts(run: bytes | None, has_blank_rows: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Where the lines of a run begin, and which of them are rows."""
+    """The offsets of the lines in a block, and which lines are rows."""
     if run is None:
         return np.zeros(1, np.int64), np.ones(1, np.bool_)
     data = np.frombuffer(run, np.uint8)
@@ -127,7 +128,7 @@ def _line_starts(run: bytes | None, has_blank_rows: bool) -> tuple[npt.NDArray[n
 
 
 class LineReader(abc.ABC):
-    """Rows by the offsets of their lines. A format says how to split a run of lines, and how to parse one."""
+    """Rows by the offsets of their lines. A format adds how to split a block into lines and how to parse a line."""
 
     def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
         self._name, self._schema = file.name, schema
@@ -151,7 +152,7 @@ class LineReader(abc.ABC):
         return (values if columns is None else {name: values[name] for name in columns if name in values}), None
 
     def _lines(self, start: int, stop: int) -> Iterator[bytes | None]:
-        """The rows' lines, without line ends; None for one that is too long. A few, or one, are held at a time."""
+        """The rows' lines without line ends; None for a line that is too long. Holds at most 64 MiB at a time."""
         first, last = int(self._offsets[start]), int(self._offsets[stop])
         if last - first > MAX_LINE_BYTES and stop - start > 1:
             middle = (start + stop) // 2
@@ -196,7 +197,7 @@ class LineReader(abc.ABC):
 
 
 def _fit(value: Any, type: pa.DataType) -> Any:
-    """The value as one that Arrow takes for the type: no lone surrogates, no integers where floats are; else null."""
+    """The value made acceptable to Arrow: no lone surrogates, integers as floats if the type is float; else null."""
     if pa.types.is_string(type) and isinstance(value, str):
         return value.encode(errors="replace").decode()
     if pa.types.is_list(type) and isinstance(value, list):
@@ -221,7 +222,7 @@ _JSON_NAMES = {
 
 
 class JsonLines(LineFormat):
-    """Lines of JSON objects. A broken line is a row with an error, and has no part in the columns' types."""
+    """Lines of JSON objects. A broken line is an error row and does not count for the columns' types."""
 
     name = "jsonl"
     endings = (".jsonl", ".ndjson")
@@ -251,12 +252,12 @@ class _JsonReader(LineReader):
 
 
 def _split_lines(run: bytes) -> list[bytes]:
-    """The lines of a run that are not blank, without their ends."""
+    """The lines of a block that are not blank, without their ends."""
     return [line for line in run.split(b"\n") if line.strip(WHITESPACE)]
 
 
 def _parse_json(line: bytes) -> dict[str, object]:
-    """One line of JSON lines; `ValueError` says why it is no record."""
+    """The record of a line; `ValueError` says why it is none."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -273,9 +274,9 @@ def _parse_json(line: bytes) -> dict[str, object]:
 
 
 def _records(lines: Sequence[bytes]) -> list[dict[str, object]]:
-    """The records among the lines; broken lines are left out."""
+    """The records of the lines, without broken lines."""
     if len(lines) > 1:
-        try:  # many lines in one call: three times as fast as one for each
+        try:  # one call for many lines is three times as fast
             records = json.loads(f"[{b','.join(lines).decode()}]")
             if len(records) == len(lines) and set(map(type, records)) == {dict}:
                 return cast("list[dict[str, object]]", records)
@@ -322,7 +323,7 @@ class _TextReader(LineReader):
 
 
 class OpenAIBatch(InputFormat):
-    """A form of JSON lines, told by its columns."""
+    """JSON lines with the columns of OpenAI's batch files."""
 
     name = "openai"
     read_as = JsonLines.name

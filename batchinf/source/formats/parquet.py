@@ -1,4 +1,4 @@
-"""Parquet: files of small row groups are read directly; a file with a large group, which each row costs, is spooled."""
+"""Parquet. Files of small row groups are read directly. Others are spooled, because one row costs its row group."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ CACHED_GROUPS = 2  # of each open file
 
 
 class Parquet(FileFormat):
-    """Parquet files. Files of one input must agree in their types."""
+    """Parquet files. Files of one input must have the same types."""
 
     name = "parquet"
     endings = (".parquet", ".pq")
@@ -49,15 +49,15 @@ class Parquet(FileFormat):
         return ArrowReader(file, entry, schema, cache) if _is_spooled(entry) else _ParquetReader(file, entry, schema)
 
     def content_hash(self, file: InputFile) -> str | None:
-        """See `FileFormat`. The footer of a remote file costs as many requests as the whole."""
+        """See `FileFormat`. Of a remote file, the footer costs as many requests as the whole file."""
         return None if file.is_remote else _footer_hash(file)
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
-        """See `FileFormat`. Another process looks at the footers: half a second, and a read of each."""
+        """See `FileFormat`. Another process reads the footers; it takes half a second and a read of each."""
         if not new:
             return
         paths = json.dumps([file.path for file in new])
-        # -P: a `json.py` in the user's folder must not take the place of Python's own.
+        # -P: a `json.py` in the user's folder must not replace Python's.
         command = [sys.executable, "-P", "-c", _PROBE]
         done = subprocess.run(command, input=paths, capture_output=True, text=True, check=False)
         num_seen = len(done.stdout.splitlines())
@@ -66,7 +66,7 @@ class Parquet(FileFormat):
             raise InputError(f"{name} cannot be read as {self.name}: its footer is not whole; is it damaged?")
 
     def is_slow_by_row(self, entry: FileEntry) -> bool:
-        """See `FileFormat`: a row costs its row group."""
+        """See `FileFormat`. Reading one row reads its whole row group."""
         return not _is_spooled(entry)
 
     def spool(self, file: InputFile, scratch: Scratch) -> None:
@@ -85,7 +85,7 @@ def _is_spooled(entry: FileEntry) -> bool:
 
 
 def _footer_hash(file: InputFile) -> str:
-    """The hash of the footer (sizes, statistics and places of every column chunk) and the file's size."""
+    """The hash of the file's size and the footer (sizes, statistics and offsets of every column chunk)."""
     with open_input(file) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - 8))
@@ -96,7 +96,7 @@ def _footer_hash(file: InputFile) -> str:
     return digest.hexdigest()
 
 
-# Python's own errors are raised again, and reported, when the file is scanned.
+# The probe ignores Python exceptions: the scan raises them again and reports them.
 _PROBE = """
 import json, sys
 import pyarrow.parquet as pq
@@ -113,14 +113,14 @@ for number, path in enumerate(json.load(sys.stdin)):
 
 
 def _batches(file: InputFile, repeated: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
-    # A buffered stream without pre-buffering reads a row group page by page: 24 MiB for a group of 1 million rows and
-    # 208 MB, where the defaults take 190 MiB before the first row, and a memory map leaves as much resident.
+    # A buffered stream without pre-buffering reads a row group page by page. A group of 1 million rows and 208 MB takes
+    # 24 MiB of memory; the defaults take 190 MiB before the first row, and a memory map keeps as much resident.
     with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES, read_dictionary=repeated) as parquet:
         yield from parquet.iter_batches(batch_size=batch_rows, use_threads=False)
 
 
 def _repeated_columns(metadata: pq.FileMetaData) -> list[str]:
-    """Byte columns that are stored as few values many times: read as dictionaries, or 1 MB of them becomes 20 GB."""
+    """Byte columns with few distinct values. They are read as dictionaries: decoded, 1 MB could become 20 GB."""
     if metadata.num_row_groups == 0:
         return []
     group = metadata.row_group(0)
@@ -136,7 +136,7 @@ def _repeated_columns(metadata: pq.FileMetaData) -> list[str]:
 
 
 class _ParquetReader(ColumnarReader):
-    """A file of small row groups, the last few of which are held as far as their columns were asked for."""
+    """A file of small row groups. It caches the columns that were read of the last few groups."""
 
     def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema) -> None:
         super().__init__(schema, entry.arrow_schema())

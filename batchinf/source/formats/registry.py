@@ -19,7 +19,7 @@ FORMATS: tuple[InputFormat, ...] = (
     HuggingFace(),
 )
 
-FORMAT_NAMES = tuple(format.name for format in FORMATS)  # what `input.format` may say
+FORMAT_NAMES = tuple(format.name for format in FORMATS)  # the values of `input.format`
 _COMPRESSED = (".gz", ".zst")
 _FILE_FORMATS = {format.name: format for format in FORMATS if isinstance(format, FileFormat)}
 _BY_ENDING = {ending: format for format in _FILE_FORMATS.values() for ending in format.endings}
@@ -45,5 +45,5 @@ def format_by_ending(path: str) -> FileFormat | None:
 
 
 def read_as(name: str | None) -> str | None:
-    """The format that the input's files have, if `input.format` is `name`; None: their endings tell."""
+    """The format that reads the files if `input.format` is `name`; None for None."""
     return None if name is None else _READ_AS[name]
