@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import functools
 import json
 import traceback
 import uuid
@@ -86,7 +87,7 @@ _SIDES = ("left", "right")
 class RowTemplate:
     """A template of one of the spec's fields. columns: those that it names, sorted."""
 
-    def __init__(self, source: str, field: str, cut: CutFunction | None = None) -> None:
+    def __init__(self, source: str, field: str, cut: CutFunction | None) -> None:
         """cut: what the filter `truncate_tokens` calls; None where nothing is going to be rendered.
 
         Raises SpecError, with its line, for a template that cannot be.
@@ -94,7 +95,7 @@ class RowTemplate:
         # In words for error rows: `the template`, or which of a conversation's.
         self._name = "the template" if field == "input.prompt_template" else f"the template {field}"
         environment = Environment()
-        environment.filters["truncate_tokens"] = _Truncate(cut)
+        environment.filters["truncate_tokens"] = functools.partial(_truncate, cut)
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
@@ -133,18 +134,11 @@ def line_of(error: BaseException) -> str:
     return f" at line {lines[-1]}" if lines else ""
 
 
-class _Truncate:
+def _truncate(cut: CutFunction | None, value: Any, num_tokens: Any, side: Any = "right") -> Any:
     """`{{ text | truncate_tokens(n) }}` is the text of the first n tokens; with side="left", of the last n."""
-
-    def __init__(self, cut: CutFunction | None) -> None:
-        self._cut = cut
-
-    def __call__(self, value: Any, num_tokens: Any, side: Any = "right") -> Any:
-        if (words := _objection(num_tokens, side)) is not None:
-            raise jinja2.TemplateRuntimeError(words)
-        if value is None or self._cut is None:
-            return value
-        return self._cut(str(value), num_tokens, side)
+    if (words := _objection(num_tokens, side)) is not None:
+        raise jinja2.TemplateRuntimeError(words)
+    return value if value is None or cut is None else cut(str(value), num_tokens, side)
 
 
 def _objection(num_tokens: object, side: object) -> str | None:
