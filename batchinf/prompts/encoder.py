@@ -109,7 +109,7 @@ class Encoder:
         ids = self.encode_one("a")
         return isinstance(ids, list) and ids[:1] == [token_id]
 
-    def probe(self, text: str, num_tokens: int, side: Side = "right") -> tuple[list[int] | RowError, int] | None:
+    def probe(self, text: str, num_tokens: int, side: Side) -> tuple[list[int] | RowError, int] | None:
         """The ids of a piece of a text, its beginning or (side left: what is over is cut there) its end, if it has
         `num_tokens` of them or fails, and the piece's length in characters; None if the whole text has fewer.
 
@@ -177,7 +177,7 @@ class TextCutter:
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, adds_special_tokens=False)
 
-    def cut(self, text: str, num_tokens: int, side: Side = "right") -> str:
+    def cut(self, text: str, num_tokens: int, side: Side) -> str:
         """What of a text its first (side left: its last) tokens stand for: a piece of it, no character changed.
 
         It never has more than `num_tokens` tokens of its own. Raises ValueError where the tokenizer fails.

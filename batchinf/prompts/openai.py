@@ -226,8 +226,6 @@ class BatchPrompt:
 class BatchPrompts:
     """For the rows of one job."""
 
-    columns = COLUMNS
-
     def __init__(self, spec: JobSpec, tokenizer: Any, begun_at: str | None) -> None:
         """begun_at: see `ChatTemplate`. A tokenizer without a chat template will do for rows that need none."""
         self._reader = BatchReader(spec)
