@@ -84,14 +84,6 @@ class Extent:
     selection: JsonText | None = None
     order: JsonText | None = None
 
-    @classmethod
-    def of_all(
-        cls, start: int, num_rows: int, rows_per_shard: int, first_shard: int, first_row: int | None = None
-    ) -> "Extent":
-        """All rows from `first_row` on, or, where it is None, from the position that is the same as the place."""
-        first_row = start if first_row is None else first_row
-        return cls(start, num_rows, rows_per_shard, first_shard, first_row, first_row + num_rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -240,7 +232,7 @@ class EngineInfo:
     max_num_seqs: int
     vocab_size: int
     device: str
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str]
     settings: dict[str, Any] = field(default_factory=dict)
 
 

@@ -513,7 +513,7 @@ def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -
         line.encode()
     lock = JobLock(Folder(out))
     try:
-        lock.acquire(lambda: 1, wait=False)
+        lock.acquire(lambda: 1, takeover_after_s=0.0)
         lock.check()
     finally:
         lock.release()

@@ -169,14 +169,12 @@ def shielded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ahead_of_time_limit(
-    stop_before_s: float, say: Callable[[str], None], environment: Mapping[str, str] = os.environ
-) -> Iterator[None]:
+def ahead_of_time_limit(stop_before_s: float, say: Callable[[str], None]) -> Iterator[None]:
     """Within a Slurm job, ask for a stop `stop_before_s` ahead of its end. Raises SpecError where that is always.
 
     A timer of the kernel's asks, so that a job that is still being opened stops as one that runs does.
     """
-    left_s = seconds_left(stop_before_s, say, environment)
+    left_s = seconds_left(stop_before_s, say, os.environ)
     if left_s is None:
         yield
         return

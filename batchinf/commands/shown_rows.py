@@ -227,8 +227,8 @@ def shown_row(
     job_sampling: SamplingSpec | None,
     max_model_len: int | None,
     *,
-    is_run: bool = True,
-    is_named: bool = False,
+    is_run: bool,
+    is_named: bool,
 ) -> ShownRow:
     """request: the row's first. job_sampling: None where no text is made."""
     if prompt.error is not None:

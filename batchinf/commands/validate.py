@@ -50,8 +50,8 @@ class RowsToShow:
     """Which rows to show: the first `num_rows`, as many at random with `seed`, or those that are named."""
 
     num_rows: int
-    named: tuple[str, ...] = ()
-    seed: int | None = None
+    named: tuple[str, ...]
+    seed: int | None
 
 
 @dataclass(frozen=True, slots=True)

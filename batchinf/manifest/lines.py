@@ -42,7 +42,7 @@ class Header:
 class Retry:
     """A retry that has begun.
 
-    overrides: the sampling fields that are other than the job's, by dotted name, JSON values; fingerprint: of these.
+    overrides: the sampling fields that are other than the job's, by dotted name, JSON values.
     num_rows, num_shards: input rows that were chosen, and shards that hold them. selection: digest of the file that
     says which.
     """
@@ -50,7 +50,6 @@ class Retry:
     number: PositiveCount
     predicate: JsonText
     overrides: dict[JsonText, Any]
-    fingerprint: JsonText
     num_rows: Count
     num_shards: Count
     selection: JsonText

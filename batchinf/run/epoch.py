@@ -44,8 +44,8 @@ from batchinf.spec.file import SpecFile, dump_spec
 _SIGNS = ("manifest", "parts", "job.yaml")
 
 
-def move_job_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
-    """Move the job in the folder `path` to the first free of `path.1`, `path.2`, ...; None if there is none.
+def move_job_aside(path: str, display: ProgressDisplay) -> None:
+    """Move the job in the folder `path`, if there is one, to the first free of `path.1`, `path.2`, ...
 
     Durable when it returns. Raises OutputError while another process runs the job, or if the folder cannot be moved.
     """
@@ -55,14 +55,13 @@ def move_job_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
     if not any(folder.exists(name) for name in _SIGNS):
         if pathlib.Path(path).is_symlink():
             folder.make()
-        return None
+        return
     with JobLock(folder).held(lambda: last_epoch(folder), display.say):
         aside = _rename(root)
         # It went along, and is of use to nobody there.
         Folder(aside).delete(LOCK)
     folder.make()
     display.say(f"moved the job in {path} to {aside}; it begins anew")
-    return aside
 
 
 def _rename(root: pathlib.Path) -> pathlib.Path:
@@ -98,7 +97,7 @@ class Summary:
     num_bytes: int
     device_s: float
     was_done: bool
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """For people."""
@@ -112,9 +111,7 @@ class Summary:
         ]
 
 
-def run_job(
-    file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False
-) -> Summary:
+def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None, *, extends: bool) -> Summary:
     """Run a job, or what is left of it; then, with `retry`, the rows for which that holds once more.
 
     backend: where its replicas run; see `fleet.choose`. extends: what has come to its input since is taken in first.
