@@ -84,14 +84,6 @@ class Extent:
     selection: JsonText | None = None
     order: JsonText | None = None
 
-    @classmethod
-    def of_all(
-        cls, start: int, num_rows: int, rows_per_shard: int, first_shard: int, first_row: int | None = None
-    ) -> "Extent":
-        """All rows from the position `first_row` on; None means the position `start`."""
-        first_row = start if first_row is None else first_row
-        return cls(start, num_rows, rows_per_shard, first_shard, first_row, first_row + num_rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -237,7 +229,7 @@ class EngineInfo:
     max_num_seqs: int
     vocab_size: int
     device: str
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str]
     settings: dict[str, Any] = field(default_factory=dict)
 
 

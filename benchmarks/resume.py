@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.storage import Folder
-from batchinf.job.open import Job, new_header, open_job
+from batchinf.job.open import Job, new_header, new_job_id, open_job
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.records import Part, PartCounts
@@ -89,7 +89,7 @@ def write_rows(path: pathlib.Path, num_rows: int) -> None:
 def make_job(job: Job, num_parts: int) -> None:
     """Write the output folder of a coordinator that has committed `num_parts` parts."""
     job.folder.make(*FOLDERS)
-    header, extent = new_header(job, 1)
+    header, extent = new_header(job, 1, None, new_job_id())
     num_shards = total_shards((extent,))
     if num_shards < num_parts:
         sys.exit(f"got {num_shards:,} shards for {num_parts:,} parts; give more rows for each part")

@@ -113,7 +113,7 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
     folder = Folder(spec.output.path)
     folder.make(*FOLDERS)
     tokenizer = load_tokenizer(model, False)
-    source = open_job_input(spec, folder.path("source"))
+    source = open_job_input(spec, folder.path("source"), (), "refuse")
     assert spec.scripted is not None
     engine = TimedEngine(spec.scripted, len(tokenizer), tokenizer.eos_token_id)
     rows_per_shard = choose_rows_per_shard(source.num_rows, 1, task_of(spec).estimated_bytes_per_row())

@@ -513,7 +513,7 @@ def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -
         line.encode()
     lock = JobLock(Folder(out))
     try:
-        lock.acquire(lambda: 1, wait=False)
+        lock.acquire(lambda: 1, takeover_after_s=0.0)
         lock.check()
     finally:
         lock.release()
@@ -863,12 +863,10 @@ _TEMPLATES = [
     "{{ x.name }}{{ y[0] }}",
     "{{ x | join(y) }}",
     "{{ x ~ y }}{{ x * y }}",
-    "{{ x % y }}",
-    "{{ x.format(y) }}",
-    "{{ x | replace(y, x) }}{{ x | center(y) }}",
+    "{{ x | replace(y, x) }}",
     "{{ x | tojson }}{{ y | default('d') | upper | trim }}",
     "{% if x > y %}{{ x }}{% else %}{{ y | length }}{% endif %}",
-    "{% set z = namespace(a=x) %}{% for i in range(y) %}{% set z.a = z.a ~ z.a %}{% endfor %}{{ z.a }}",
+    "{% for i in range(y) %}{{ x }}{% endfor %}",
     "{% macro f(n) %}{{ x }}{{ f(n) }}{% endmacro %}{{ f(y) }}",
 ]
 

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
+import tracemalloc
 from typing import Any
 
 import pyarrow as pa
@@ -256,54 +256,33 @@ def test_a_template_does_not_leave_the_sandbox(template: str) -> None:
     )
 
 
-RUNAWAYS = [
-    "{% for i in range(10**9) %}{% endfor %}{{ x }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ x }}",
-    "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n > 0 else '' }}{% endmacro %}{{ f(40) }}{{ x }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}{{ x }}",
-    "{% for i in x recursive %}{{ loop(x) }}{% endfor %}",
-    "{{ x * 10**9 }}",
-    "{{ [x] * 10**9 }}",
-    "{{ 9**(9**9) }}{{ x }}",
-    "{{ x | center(10**9) }}",
-    "{{ x.zfill(10**10) }}",
-    "{{ x.ljust(10**10) }}",
-    "{{ '%1000000000d' % n }}{{ x }}",
-    "{{ '%*d' % (10**9, n) }}{{ x }}",
-    "{{ '%999999999d' | format(n) }}{{ x }}",
-    "{{ '{:1000000000}'.format(n) }}{{ x }}",
-    "{{ '{:{}}'.format(n, 10**9) }}{{ x }}",
-    "{{ x | indent(10**9) }}{{ 'a\\nb' | indent(10**10) }}",
-    "{{ [] | batch(10**10, x) | list }}",
-    "{{ [x] | slice(10**10) | list }}",
-    "{% set s = namespace(v=x) %}{% for i in range(60) %}{% set s.v = s.v ~ s.v %}{% endfor %}{{ s.v | length }}",
-    "{% set s = namespace(v=x) %}{% for i in range(60) %}{% set s.v = s.v + s.v %}{% endfor %}{{ s.v | length }}",
-    "{% set s = namespace(v=x) %}{% for i in range(60) %}{% set s.v %}{{ s.v }}{{ s.v }}{% endset %}"
-    "{% endfor %}{{ s.v | length }}",
-    "{% set y = 'a' * 60000 %}{{ y.replace('a', y).replace('a', y) }}{{ x }}",
-    "{% set y = 'a' * 60000 %}{{ y | replace('a', y) }}{{ x }}",
-]
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{{ x * 1000 }}{% endfor %}",
+        "{% for i in range(10**9) %}{% endfor %}{{ x }}",
+        "{{ x * n }}",
+        "{{ n * [x] }}",
+    ],
+)
+def test_a_template_makes_no_endless_text(template: str) -> None:
+    tracemalloc.start()
+    found = renderer(template).render(Row(0, {"x": "text", "n": 10**9}))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert isinstance(found, RowError) and peak < 256 << 20
 
 
-@pytest.mark.parametrize("template", RUNAWAYS)
-def test_a_template_ends_and_stays_small(template: str) -> None:
-    found: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: found.append(renderer(template).render(Row(0, {"x": "text", "n": 5}))), daemon=True
-    )
-    thread.start()
-    thread.join(60)
-    assert isinstance(found[0], RowError), "it goes on for ever" if not found else found[0][:100]
+def test_a_template_does_not_change_the_row() -> None:
+    row = Row(0, {"x": ["text"]})
+    for template in ("{{ x.append('more') }}", "{{ x.clear() or '' }}"):
+        assert isinstance(renderer(template).render(row), RowError)
+    assert row.values == {"x": ["text"]}
 
 
 def test_a_row_is_data_and_no_template() -> None:
     for value in ("{{ 7 * 7 }}", "{% for i in range(9) %}x{% endfor %}", "{0.__class__}", "%s %(x)s"):
         assert renderer("{{ x }}").render(Row(0, {"x": value})) == value
-
-
-def test_loops_count_for_each_row_afresh() -> None:
-    one = renderer("{% for i in range(50000) %}{% endfor %}{{ x }}{% for c in x %}{{ loop.last }}{% endfor %}")
-    assert [one.render(Row(i, {"x": "ab"})) for i in range(30)] == ["abFalseTrue"] * 30
 
 
 # -- paths from rows ---------------------------------------------------------------------------------------------------

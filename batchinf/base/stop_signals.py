@@ -168,14 +168,12 @@ def shielded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ahead_of_time_limit(
-    stop_before_s: float, say: Callable[[str], None], environment: Mapping[str, str] = os.environ
-) -> Iterator[None]:
+def ahead_of_time_limit(stop_before_s: float, say: Callable[[str], None]) -> Iterator[None]:
     """In a Slurm job, ask for a stop `stop_before_s` before its time limit. Raises SpecError for a shorter limit.
 
     A kernel timer sends a signal, so a job that is still being opened stops too.
     """
-    left_s = seconds_left(stop_before_s, say, environment)
+    left_s = seconds_left(stop_before_s, say, os.environ)
     if left_s is None:
         yield
         return

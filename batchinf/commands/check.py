@@ -209,7 +209,7 @@ class CheckReport:
     jobs: tuple[JobCheck, ...]
 
 
-def check_job(out: str, *, is_deep: bool = False, repair: bool = False) -> CheckReport:
+def check_job(out: str, *, is_deep: bool, repair: bool) -> CheckReport:
     """Check the job in an output folder, or all of its slices.
 
     is_deep: read all bytes and the keys of all rows, and not only sizes and footers. repair: move damaged files aside,

@@ -225,8 +225,8 @@ def shown_row(
     job_sampling: SamplingSpec | None,
     max_model_len: int | None,
     *,
-    is_run: bool = True,
-    is_named: bool = False,
+    is_run: bool,
+    is_named: bool,
 ) -> ShownRow:
     """request: the row's first one. job_sampling: None if the task makes no text."""
     if prompt.error is not None:

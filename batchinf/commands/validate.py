@@ -50,8 +50,8 @@ class RowsToShow:
     """Which rows to show: the first `num_rows`, or as many at random if there is a `seed`, or the named ones."""
 
     num_rows: int
-    named: tuple[str, ...] = ()
-    seed: int | None = None
+    named: tuple[str, ...]
+    seed: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ class ScriptedEngine:
         faults.point("engine.start")
         time.sleep(script.start_s)
         self._script = script
-        self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._waiting: deque[Request] = deque()
         self._running: dict[int, list[Completion]] = {}

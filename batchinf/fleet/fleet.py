@@ -182,7 +182,7 @@ class Ended:
     was_asked: bool
     in_flight: tuple[InFlightRequest, ...]
     was_killed: bool
-    out_of_memory: Verdict | None = None
+    out_of_memory: Verdict | None
 
     @property
     def lowered(self) -> Lowered | None:

@@ -65,7 +65,6 @@ class Excluded:
         """scratch: the folder for a file of 16 bytes a row, which has no name and goes with the process."""
         self._file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115
         self._sizes: list[int] = []
-        self.num_keys = 0
 
     @classmethod
     def by(cls, jobs: Sequence[str], column: str, own: pa.Field, scratch: pathlib.Path | None) -> "Excluded":
@@ -102,7 +101,6 @@ class Excluded:
             self._file.write(high[order].data)
             self._file.write(low[order].data)
             self._sizes.append(len(high))
-            self.num_keys += len(high)
 
     def among(self, keys: Keys) -> BoolArray:
         """Which of these keys are excluded, bool [num_rows]; what has no key is not."""

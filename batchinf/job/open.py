@@ -101,8 +101,8 @@ class Job:
     model: Model
     source: Source
     identity: dict[str, Any]
-    slice: Slice | None = None
-    adapters: tuple[Adapter, ...] = ()
+    slice: Slice | None
+    adapters: tuple[Adapter, ...]
 
     @property
     def task(self) -> Task:
@@ -249,7 +249,7 @@ def carried_columns(spec: JobSpec) -> list[str]:
     return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
 
 
-def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse") -> Source:
+def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str], new: NewRows) -> Source:
     """The job's source. See `open_source`."""
     return open_source(location_of(spec), cache, taken, new)
 
@@ -260,9 +260,7 @@ def location_of(spec: JobSpec) -> InputLocation:
     return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
 
 
-def new_header(
-    job: Job, num_replicas: int, choice: Choice | None = None, job_id: str | None = None
-) -> tuple[Header, Extent]:
+def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) -> tuple[Header, Extent]:
     """The manifest lines of a new job: its identity, and how its rows are cut into shards.
 
     choice: the rows that run, whose bitmap is already stored; None: all rows. job_id: None: a new one.
@@ -273,7 +271,7 @@ def new_header(
         rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, job.task.estimated_bytes_per_row())
     header = Header(
         format_version=MANIFEST_VERSION,
-        job_id=job_id or new_job_id(),
+        job_id=job_id,
         created_at=_now(),
         identity=job.identity,
         fingerprint=job.fingerprint,

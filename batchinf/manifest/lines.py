@@ -42,14 +42,13 @@ class Header:
 class Retry:
     """A retry that has begun.
 
-    overrides: the changed sampling fields by dotted name, JSON values. fingerprint: of the overrides. num_rows,
+    overrides: the changed sampling fields by dotted name, JSON values. num_rows,
     num_shards: chosen input rows, and the shards that hold them. selection: digest of the bitmap of the chosen rows.
     """
 
     number: PositiveCount
     predicate: JsonText
     overrides: dict[JsonText, Any]
-    fingerprint: JsonText
     num_rows: Count
     num_shards: Count
     selection: JsonText

@@ -161,14 +161,13 @@ class JobLock:
         last_epoch: Callable[[], int],
         *,
         takeover_after_s: float = TAKEOVER_AFTER_S,
-        wait: bool = True,
         on_wait: Callable[[str], None] | None = None,
     ) -> int:
         """Take the lock; returns this process's epoch, greater by one than the greatest so far.
 
         last_epoch: called once the lock is held, because the last holder may have begun an epoch until then. A holder
         on another host counts as dead after `takeover_after_s` without a heartbeat; that is several heartbeats. During
-        the wait `on_wait` gets a line about once a second. Without `wait` such a holder counts as alive. Raises
+        the wait `on_wait` gets a line about once a second. Raises
         OutputError if another process holds the job.
         """
         self._me = me = Holder.this_process()
@@ -179,7 +178,7 @@ class JobLock:
                 if data is None:
                     continue
                 holder = Holder.decode(data)
-                self._await_death(data, takeover_after_s if wait else 0.0, takeover_after_s, on_wait)
+                self._await_death(data, takeover_after_s, on_wait)
                 if self._take_away(data) and holder is not None:
                     greatest = max(greatest, holder.epoch)
             self._me = dataclasses.replace(me, epoch=1 + max(last_epoch(), greatest))
@@ -253,16 +252,14 @@ class JobLock:
         # The token is random, so no other holder's file has it.
         return data is not None and self._me is not None and self._me.token.encode() in data
 
-    def _await_death(
-        self, data: bytes, watch_s: float, takeover_after_s: float, on_wait: Callable[[str], None] | None
-    ) -> None:
+    def _await_death(self, data: bytes, watch_s: float, on_wait: Callable[[str], None] | None) -> None:
         """Return once the holder that wrote `data` is known to be gone; raise if it lives."""
         holder = Holder.decode(data)
         state = judge(holder)
         if state == "dead":
             return
-        if state == "alive" or not watch_s:
-            raise self._held(holder, takeover_after_s if state == "unknown" else None)
+        if state == "alive":
+            raise self._held(holder)
         deadline = time.monotonic() + watch_s
         while (left := deadline - time.monotonic()) > 0:
             if on_wait is not None:
@@ -273,12 +270,11 @@ class JobLock:
             if seen is None:
                 return
             if seen != data:
-                raise self._held(Holder.decode(seen) or holder, None)
+                raise self._held(Holder.decode(seen) or holder)
 
-    def _held(self, holder: Holder | None, lapse_s: float | None) -> OutputError:
+    def _held(self, holder: Holder | None) -> OutputError:
         who = f"{holder} since {holder.since}" if holder else "a process whose lock file cannot be read"
-        end = f"it counts as dead after {lapse_s:.0f} s without a sign of life" if lapse_s else "it frees it at its end"
-        return OutputError(f"{self._folder.root} is being run by {who}; stop that one first, or wait: {end}")
+        return OutputError(f"{self._folder.root} is being run by {who}; stop that one first, or wait for its end")
 
     def _lost(self, cause: str) -> LockLost:
         return LockLost(f"{self._folder.root} is no longer held by this process: {cause}; nothing more is written")

@@ -24,7 +24,7 @@ class Adapter:
     path: str
     rank: int
     fingerprint: str
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...]
 
 
 FIELD = "model.lora"

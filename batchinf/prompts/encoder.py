@@ -109,7 +109,7 @@ class Encoder:
         ids = self.encode_one("a")
         return isinstance(ids, list) and ids[:1] == [token_id]
 
-    def probe(self, text: str, num_tokens: int, side: Side = "right") -> tuple[list[int] | RowError, int] | None:
+    def probe(self, text: str, num_tokens: int, side: Side) -> tuple[list[int] | RowError, int] | None:
         """The ids of a piece of a text that has at least `num_tokens` tokens, and the piece's length in characters.
 
         The piece is the text's beginning, or its end with side `left` (the side that is cut). None: the whole text has
@@ -177,7 +177,7 @@ class TextCutter:
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, adds_special_tokens=False)
 
-    def cut(self, text: str, num_tokens: int, side: Side = "right") -> str:
+    def cut(self, text: str, num_tokens: int, side: Side) -> str:
         """The piece of a text that its first (side `left`: its last) `num_tokens` tokens cover, unchanged.
 
         The piece has at most `num_tokens` tokens when it is tokenised alone. Raises ValueError if the tokenizer fails.

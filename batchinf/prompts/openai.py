@@ -227,8 +227,6 @@ class BatchPrompt:
 class BatchPrompts:
     """Lines of a batch file → prompts, with the job's chat template and system prompt."""
 
-    columns = COLUMNS
-
     def __init__(self, spec: JobSpec, tokenizer: Any, begun_at: str | None) -> None:
         """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation."""
         self._reader = BatchReader(spec)

@@ -83,7 +83,7 @@ class Writer(threading.Thread):
         write_part: Callable[[OpenShard], Part],
         emit: Callable[[Event], None],
         checkpoint_interval_s: float,
-        room: Room | None = None,
+        room: Room | None,
     ) -> None:
         super().__init__(name="writer", daemon=True)
         self._finished = finished

@@ -44,7 +44,7 @@ from batchinf.spec.file import SpecFile, dump_spec
 _SIGNS = ("manifest", "parts", "job.yaml")
 
 
-def move_job_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
+def move_job_aside(path: str, display: ProgressDisplay) -> None:
     """Move the job in the folder `path` to the first free name of `path.1`, `path.2`, ...; None if there is no job.
 
     The move is durable on return. Raises OutputError if another process runs the job or the folder cannot be moved.
@@ -55,14 +55,13 @@ def move_job_aside(path: str, display: ProgressDisplay) -> pathlib.Path | None:
     if not any(folder.exists(name) for name in _SIGNS):
         if pathlib.Path(path).is_symlink():
             folder.make()
-        return None
+        return
     with JobLock(folder).held(lambda: last_epoch(folder), display.say):
         aside = _rename(root)
         # The lock moved with the folder.
         Folder(aside).delete(LOCK)
     folder.make()
     display.say(f"moved the job in {path} to {aside}; it begins anew")
-    return aside
 
 
 def _rename(root: pathlib.Path) -> pathlib.Path:
@@ -100,7 +99,7 @@ class Summary:
     num_bytes: int
     device_s: float
     was_done: bool
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...]
 
     def lines(self) -> list[str]:
         verb = "was already done" if self.was_done else "done"
@@ -113,9 +112,7 @@ class Summary:
         ]
 
 
-def run_job(
-    file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None = None, *, extends: bool = False
-) -> Summary:
+def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None, *, extends: bool) -> Summary:
     """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
     backend: where the replicas run; see `fleet.choose`. retry: a predicate for the rows of the finished job that run

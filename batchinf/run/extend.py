@@ -61,9 +61,7 @@ def _type_of(field: pa.Field) -> str:
     return "of mixed types" if is_json_column(field) else str(field.type)
 
 
-def add_extent(
-    job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say = lambda line: None
-) -> int:
+def add_extent(job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say) -> int:
     """Add the new rows to the job, durably. Returns how many of them will run."""
     chosen = _chosen(job, file, state, say)
     manifest.check_lock()

@@ -22,7 +22,6 @@ from batchinf.output.replace import piece_rows
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.selection import RunOrder, Selection, read_selection, write_selection
 from batchinf.schedule.shards import total_shards
-from batchinf.spec.job import fingerprint
 from batchinf.spec.sampling import SamplingSpec
 
 _SAMPLING = "sampling."
@@ -74,7 +73,7 @@ def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryReques
     """Choose the rows of a new retry, durably; None if no row matches. All other work of the job must be done."""
     number = 1 + max([0, *state.retries, *(part.retry for part in state.parts.values())])
     shards = range(total_shards(state.extents))
-    retry = Retry(number, request.predicate.text, request.overrides, fingerprint(request.overrides), 0, 0, "")
+    retry = Retry(number, request.predicate.text, request.overrides, 0, 0, "")
     return _choose(job, state, manifest, request.predicate, retry, shards)
 
 

@@ -28,62 +28,11 @@ _STRUCTURES = {"json": True, "choice": True, "regex": False, "grammar": False}
 
 _SECRETS = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH"  # in a variable's name: its value must stand in no file
 
-# (text, path) -> value: reads YAML. Raises SpecError, with its place in the file.
-Parse = Callable[[str, str], Any]
 
+def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
+    """Where `{file: path}` may stand: its holder, its key there, the field's name, whether it is more than text.
 
-class Files:
-    """Puts what files say in the place of `{file: path}`; `problems` collects what is wrong, by field."""
-
-    def __init__(self, parse: Parse) -> None:
-        self._parse = parse
-        self._num_bytes = 0
-        self.problems: list[tuple[str, str]] = []
-
-    def fill(self, data: dict[str, Any]) -> None:
-        """Fill in all values of a spec's plain data, in place."""
-        for owner, key, field, is_value in _places(data):
-            file = owner[key]
-            if isinstance(file, dict) and [*file] == ["file"] and isinstance(file["file"], str):
-                try:
-                    owner[key] = self._read(file["file"], is_value)
-                except KeyError as error:
-                    self.problems.append((field, f"{error.args[0]}, or write $$ for a plain $"))
-                except ValueError as error:
-                    self.problems.append((field, str(error)))
-
-    def _read(self, path: str, is_value: bool) -> Any:
-        name = expand(path)
-        if not name or "\0" in name:
-            raise ValueError(f"got {path!r}; file must be the path of a file")
-        try:
-            with open(name, "rb") as file:
-                content = file.read(MAX_VALUE_BYTES + 1)
-        except OSError as error:
-            raise ValueError(f"cannot read the file {clip(name)}: {reason(error)}") from None
-        self._num_bytes += len(content)
-        if self._num_bytes > MAX_VALUE_BYTES:
-            raise ValueError(
-                f"the file {clip(name)} is too large; all that a spec takes in may be {MAX_VALUE_BYTES:,} bytes"
-            )
-        try:
-            text = content.decode("utf-8-sig").replace("\r\n", "\n")
-        except UnicodeDecodeError as error:
-            line = error.object.count(b"\n", 0, error.start) + 1
-            raise ValueError(f"the file {clip(name)} is not UTF-8, at line {line}; save it as UTF-8") from None
-        # The end of the last line is the editor's, not the text's.
-        if not is_value:
-            return text.removesuffix("\n")
-        value = self._parse(text, name)
-        if value is None:
-            raise ValueError(f"the file {clip(name)} has nothing in it")
-        return value
-
-
-def _places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
-    """Where such a value may stand: what holds it, under which key, the field's name, whether it is more than text.
-
-    Messages come first and then what is in them, as they may be from a file themselves.
+    Messages come before their contents, as they may be from a file themselves.
     """
     section = data.get("input")
     if isinstance(section, dict):
@@ -102,9 +51,9 @@ def _places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
                 yield structure, name, f"sampling.structured_outputs.{name}", is_value
 
 
-def each_path(data: dict[str, Any], fields: Iterable[tuple[str, str]]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Where there is a path in one of these fields of a spec: what holds it, under which key, the field's name."""
-    for section, name in fields:
+def _paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Where there is a path in a spec: its holder, its key there, the field's name."""
+    for section, name in PATH_FIELDS:
         held = data.get(section)
         value = held.get(name) if isinstance(held, dict) else None
         if isinstance(held, dict) and isinstance(value, str):
@@ -113,15 +62,17 @@ def each_path(data: dict[str, Any], fields: Iterable[tuple[str, str]]) -> Iterat
             yield from ((value, key, f"{section}.{name}.{key}") for key in value if isinstance(value[key], str))
 
 
-def expand(path: str) -> str:
-    """A path with environment variables and ~ written out. Raises KeyError with what is wrong."""
+def _expand(path: str) -> str:
+    """A path with environment variables and ~ written out. Raises ValueError, in one line."""
 
     def variable(match: re.Match[str]) -> str:
         value = "$" if match[0] == "$$" else os.environ.get(match[1] or match[2])
+        plain = "or write $$ for a plain $"
         if not value:
-            raise KeyError(f"{clip(match[0])} is unset or empty in the environment; set it")
+            raise ValueError(f"{clip(match[0])} is unset or empty in the environment; set it, {plain}")
         if re.search(_SECRETS, match[0]):
-            raise KeyError(f"{clip(match[0])} is named like a secret, and paths are recorded; take another variable")
+            named = f"{clip(match[0])} is named like a secret, and paths are recorded"
+            raise ValueError(f"{named}; take another variable, {plain}")
         return value
 
     expanded = re.sub(r"\$(?:(\$|[A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})", variable, path)
@@ -215,7 +166,7 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
 def dump_spec(spec: JobSpec) -> str:
     """The spec as YAML with all defaults filled in; `read_spec` gives back an equal one."""
     data = spec.model_dump(mode="json")
-    for holder, key, _ in each_path(data, PATH_FIELDS):
+    for holder, key, _ in _paths(data):
         holder[key] = holder[key].replace("$", "$$")
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31))
 
@@ -344,7 +295,7 @@ def _read_text(name: str) -> str:
 
 
 def _write_out_model(data: dict[str, Any]) -> None:
-    # `model: name` becomes `model: {name: name}`, so that an override or an expansion can reach into it.
+    # `model: name` is short for `model: {name: name}`. An override or an expansion can reach into the long form.
     if isinstance(data.get("model"), str):
         data["model"] = {"name": data["model"]}
 
@@ -376,20 +327,54 @@ def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
 
 def _expand_paths(data: dict[str, Any], places: Mapping[str, str]) -> None:
     problems = []
-    for holder, key, field in each_path(data, PATH_FIELDS):
+    for holder, key, field in _paths(data):
         try:
-            holder[key] = expand(holder[key])
-        except KeyError as error:
-            problems.append(_line(places, field, f"{error.args[0]}, or write $$ for a plain $"))
+            holder[key] = _expand(holder[key])
+        except ValueError as error:
+            problems.append(_line(places, field, str(error)))
     if problems:
         raise _joined(problems)
 
 
 def _take_in_files(data: dict[str, Any], places: Mapping[str, str]) -> None:
-    files = Files(lambda text, name: _Reader(lambda at: f"{name}:{at.line + 1}:{at.column + 1}").read(text))
-    files.fill(data)
-    if files.problems:
-        raise _joined([_line(places, *problem) for problem in files.problems])
+    """Put the content of each file in the place of its `{file: path}`."""
+    problems, left = [], MAX_VALUE_BYTES
+    for owner, key, field, is_value in _value_places(data):
+        file = owner[key]
+        if not (isinstance(file, dict) and [*file] == ["file"] and isinstance(file["file"], str)):
+            continue
+        try:
+            owner[key], num_bytes = _read_value(file["file"], is_value, left)
+            left -= num_bytes
+        except ValueError as error:
+            problems.append(_line(places, field, str(error)))
+    if problems:
+        raise _joined(problems)
+
+
+def _read_value(path: str, is_value: bool, most: int) -> tuple[Any, int]:
+    """What a file says, and its size in bytes. Raises ValueError, in one line; SpecError for what is no YAML."""
+    name = _expand(path)
+    if not name or "\0" in name:
+        raise ValueError(f"got {path!r}; file must be the path of a file")
+    try:
+        with open(name, "rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            limit = f"all that a spec takes in may be {MAX_VALUE_BYTES:,} bytes"
+            raise ValueError(f"the file {clip(name)} is too large; {limit}")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise ValueError(f"cannot read the file {clip(name)}: {reason(error)}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"the file {clip(name)} is not UTF-8, at line {line}; save it as UTF-8") from None
+    if not is_value:  # the end of the last line is the editor's, not the text's
+        return text.removesuffix("\n"), len(content)
+    value = _Reader(lambda at: f"{name}:{at.line + 1}:{at.column + 1}").read(text)
+    if value is None:
+        raise ValueError(f"the file {clip(name)} has nothing in it")
+    return value, len(content)
 
 
 def _line(places: Mapping[str, str], field: str, message: str) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from batchinf.base.text import clip
 from batchinf.spec.fields import IDENTITY, Positive, Section, Text, Texts, TokenIds, Whole, as_tuple, is_json, wrong
 
 # Fields that a row may set for itself. None of them changes the output's columns or the engine.
@@ -105,7 +106,7 @@ class SamplingSpec(Section):
         if not is_right:
             allowed = {"json": "a JSON schema, as a mapping or as text", "choice": "a list of texts"}
             file = "" if kind == "choice" and not isinstance(value, str) else ", or {file: path}"
-            raise wrong(f"got {_short_json(value)}; must be {allowed.get(kind, 'text')}{file}", kind)
+            raise wrong(f"got {clip(json.dumps(value, default=str))}; must be {allowed.get(kind, 'text')}{file}", kind)
         return {"json": _schema_text(value)} if kind == "json" else structure
 
     @model_validator(mode="after")
@@ -144,14 +145,9 @@ def _column(name: str, value: dict[str, Any]) -> str:
         )
     column = value.get("column")
     if len(value) != 1 or not (isinstance(column, str) and column):
-        shown = f"{{{', '.join(f'{key}: {_short_json(item)}' for key, item in value.items())}}}"
+        shown = f"{{{', '.join(f'{key}: {clip(json.dumps(item, default=str))}' for key, item in value.items())}}}"
         raise wrong(f"got {shown}; must be a value, or {{column: name}} with the column of each row's own", name)
     return column
-
-
-def _short_json(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _schema_text(schema: dict[str, Any] | str) -> str:

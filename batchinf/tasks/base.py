@@ -286,7 +286,6 @@ class Task(abc.ABC):
 
     name: as in the field `task` of a spec. section: its section of the spec, if it has one.
     makes_text: whether its completions are decoded to text and checked against the job's structure.
-    scores_prompts: whether its prompts have a `scoring`.
     takes_generation_config: whether the model's `generation_config` gives defaults for the section `sampling`.
     output_room: tokens that must fit `max_model_len` after a prompt.
     joins_requests: whether all results of an input row make one output row. Otherwise each result is an output row and
@@ -301,7 +300,6 @@ class Task(abc.ABC):
     name: ClassVar[str]
     section: ClassVar[TaskSection | None] = None
     makes_text: ClassVar[bool] = False
-    scores_prompts: ClassVar[bool] = False
     takes_generation_config: ClassVar[bool] = True
     output_room: ClassVar[int] = 1
     joins_requests: ClassVar[bool] = True

@@ -10,23 +10,19 @@ from batchinf.tasks.logits.task import Logits
 from batchinf.tasks.score.task import Score
 from batchinf.tasks.vectors.task import Classify, Embed, HiddenStates, Reward
 
-_TASKS: dict[str, type[Task]] = {}
+# By name, in the order in which they were registered.
+TASKS: dict[str, type[Task]] = {}
 
 
 def register(*tasks: type[Task]) -> None:
     """Add tasks, so that specs can name them. The very first one is the default."""
-    _TASKS.update((task.name, task) for task in tasks)
+    TASKS.update((task.name, task) for task in tasks)
     add_tasks((task.name, task.section) for task in tasks)
-
-
-def known_tasks() -> tuple[type[Task], ...]:
-    """All tasks, in the order of registration."""
-    return tuple(_TASKS.values())
 
 
 def task_named(name: str) -> type[Task]:
     """The task of this name."""
-    return _TASKS[name]
+    return TASKS[name]
 
 
 def stored_task(spec: Mapping[str, Any]) -> type[Task]:
@@ -36,7 +32,7 @@ def stored_task(spec: Mapping[str, Any]) -> type[Task]:
 
 def task_of(spec: JobSpec) -> Task:
     """The task that a spec names."""
-    return _TASKS[spec.task](spec)
+    return TASKS[spec.task](spec)
 
 
 register(Generate, Score, Logits, Embed, Classify, Reward, HiddenStates)

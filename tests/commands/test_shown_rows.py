@@ -108,7 +108,7 @@ def lines_of(
     tokenizer = load_tokenizer(str(jobs.MODEL), False)
     request = Request(prompt.row_index, 0, prompt.token_ids, JOB, 64, seed)
     job = JOB.model_copy(update={"n": num})
-    return list(row_lines(shown_row(prompt, row_id, request, tokenizer, job, room, is_named=is_whole)))
+    return list(row_lines(shown_row(prompt, row_id, request, tokenizer, job, room, is_named=is_whole, is_run=True)))
 
 
 def ids(text: str) -> list[int]:

@@ -180,7 +180,7 @@ def main() -> None:
     backend: Backend = InProcessBackend(os.environ.get("LOSES", ""))
     try:
         with interruptible():
-            run_job(read_spec(sys.argv[1], ()), backend, ProgressDisplay())
+            run_job(read_spec(sys.argv[1], ()), backend, ProgressDisplay(), extends=False, retry=None)
     except BatchinfError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from extents import extent_of_all
 
 from batchinf import records
 from batchinf.fleet.local.channel import Channel
@@ -17,7 +18,7 @@ PART = records.Part(
 )
 MESSAGES = (
     messages.Launch(1, "000001.0001", "out", "ab", "{}", "model", "tokenizer", None, (0, 2)),
-    messages.Work("{}", {"batchinf.job_id": "ab"}, "source", ("first",), (records.Extent.of_all(0, 9, 3, 0, 0),), None),
+    messages.Work("{}", {"batchinf.job_id": "ab"}, "source", ("first",), (extent_of_all(0, 9, 3, 0, 0),), None),
     messages.Assign((records.Shard(0, 0, 10), records.Shard(1, 10, 2**40)), 2),
     messages.Revoke((1, 4)),
     messages.Trial((records.Shard(1, 0, 9),), ((1, 2), (3,)), True, 2),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extents import extent_of_all
 
 import jobs
 from batchinf.base.storage import Folder
@@ -19,7 +20,7 @@ from batchinf.fleet.quarantine import Case, Quarantine, Trials
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
-from batchinf.records import Extent, Shard
+from batchinf.records import Shard
 from batchinf.replica.messages import InFlightRequest
 from batchinf.replica.worker import InFlightRecord
 from batchinf.schedule.selection import RunOrder
@@ -289,7 +290,7 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
         try_rows=lambda replica, trial: given.append((trial.is_probe, trial.groups)),
         assign=lambda replica, shards, attempts, condemned: given.append(shards),
     )
-    extents = (Extent.of_all(0, 20, 20, 0),)
+    extents = (extent_of_all(0, 20, 20, 0),)
     case = Case("a", 0, (0,), (7, 8), "probe", (8,), ((7, 8), (8,)))
     folder = Folder(tmp_path)
     folder.make("manifest")

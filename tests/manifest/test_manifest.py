@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from extents import next_extent
+from extents import extent_of_all, next_extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ from batchinf.records import Extent, Part, PartCounts, StartedReplica
 from batchinf.schedule.shards import total_shards
 
 HEADER = Header(1, "job", "2026-01-01T00:00:00+00:00", {"model": "é", "n": 1}, "f" * 32, {"x": [1, None]}, {"y": 2.5})
-FIRST = Extent.of_all(0, 100, 10, 0)
+FIRST = extent_of_all(0, 100, 10, 0)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_retry_and_what_is_being_replaced(folder: Folder) -> None:
         manifest.part(part(shard, num_errors=4))
     manifest.done()
     manifest.commit()
-    retry = Retry(1, "errors", {"sampling.max_tokens": 9}, "f", 7, 2, "d")
+    retry = Retry(1, "errors", {"sampling.max_tokens": 9}, 7, 2, "d")
     manifest.retry(retry)
     for shard in (0, 1):
         manifest.replacing(replace(part(shard), retry=1, digest="new"))
@@ -308,7 +308,7 @@ def test_other_files_are_left_alone(folder: Folder) -> None:
     [
         part_line("part", part(99)),
         {"kind": "part", "shard": 1},
-        {"kind": "extent", **asdict(Extent.of_all(7, 1, 1, 7)), "source_fingerprint": ""},
+        {"kind": "extent", **asdict(extent_of_all(7, 1, 1, 7)), "source_fingerprint": ""},
         {"kind": "header", "format_version": 1},
     ],
 )

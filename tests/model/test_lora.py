@@ -157,7 +157,7 @@ def job_of(folder: pathlib.Path, lora: Any, **sections: Any) -> Job:
 def test_another_adapter_is_another_job(tmp_path: pathlib.Path) -> None:
     one, two = (str(make_adapter(tmp_path / name, seed)) for seed, name in enumerate(("one", "two")))
     shutil.copytree(one, tmp_path / "moved")
-    header, _ = new_header(job_of(tmp_path, one), 1)
+    header, _ = new_header(job_of(tmp_path, one), 1, None, "job")
     check_drift(job_of(tmp_path, str(tmp_path / "moved")), header)
     with pytest.raises(DriftError, match=r"lora: the job has adapters with content \"[0-9a-f]{32}\", now it is "):
         check_drift(job_of(tmp_path, two), header)
@@ -313,7 +313,7 @@ def test_what_vllm_cannot_load_is_said_before_the_first_row(running: Running, tm
     tensors = load_file(folder / "adapter_model.safetensors")
     renamed = {name.replace("up_proj", "upper_proj"): tensor for name, tensor in tensors.items()}
     save_file(renamed, folder / "adapter_model.safetensors")
-    requests = lora_requests((Adapter("upper", str(folder), 8, ""),) * 9)
+    requests = lora_requests((Adapter("upper", str(folder), 8, "", modules=()),) * 9)
     with pytest.raises(EngineStartError, match=r"^vLLM cannot load the LoRA adapter 'upper': .*upper_proj"):
         load_adapters(running.engine._engine, {"upper": requests["upper"]})
     assert len(run(running, ["all"])) == len(running.prompts)
@@ -323,7 +323,7 @@ def test_engine_arguments_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from batchinf.engines.vllm import arguments
 
-    adapters = tuple(Adapter(str(number), "a", rank, "") for number, rank in enumerate([4, 16, 17]))
+    adapters = tuple(Adapter(str(number), "a", rank, "", modules=()) for number, rank in enumerate([4, 16, 17]))
     assert arguments.lora_arguments((), {}) == {}
     on_cpu = {"enable_lora": True, "max_lora_rank": 32, "max_loras": 4, "max_cpu_loras": 4}
     assert arguments.lora_arguments(adapters, {}) == on_cpu

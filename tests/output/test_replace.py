@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from extents import extent_of_all
 from test_parts import METADATA, SHARD, SPECS, Rows, expected_output, opened, read, write
 from test_tasks_generate import make_results
 
@@ -21,13 +22,13 @@ from batchinf.output import replace as replacing
 from batchinf.output.journal import Journal, drop
 from batchinf.output.parts import OpenShard, PartTarget, verify_part
 from batchinf.output.replace import replaces, retry_metadata, with_retry, write_replacement
-from batchinf.records import Extent, Part, Result
+from batchinf.records import Part, Result
 from batchinf.schedule.selection import RunOrder, Selection, ShardRows, read_selection, selection_name
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-RETRY = Retry(1, "errors", {"sampling.max_tokens": 8}, "f", 9, 1, "")
+RETRY = Retry(1, "errors", {"sampling.max_tokens": 8}, 9, 1, "")
 NAME = incarnation_name(2, 1, RETRY.number)
 
 
@@ -168,7 +169,7 @@ def test_segments_of_one_retry_are_not_taken_for_those_of_another(folder: Folder
 def test_a_selection_is_a_set_of_rows(folder: Folder) -> None:
     chance = random.Random(7)
     for _ in range(30):
-        extents = (Extent.of_all(chance.choice([0, 13, 8000]), chance.randrange(1, 300), chance.randrange(1, 40), 0),)
+        extents = (extent_of_all(chance.choice([0, 13, 8000]), chance.randrange(1, 300), chance.randrange(1, 40), 0),)
         rows = range(extents[0].start, extents[0].start + extents[0].num_rows)
         chosen = set(chance.sample(rows, chance.randrange(len(rows) + 1)))
         selection = Selection.of(extents)

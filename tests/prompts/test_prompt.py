@@ -285,7 +285,6 @@ def test_a_template_is_filled(template: str, values: dict[str, Any], text: str) 
          "//: 'str' and 'int'"),
         ("{{ q * 10**9 }}", "template_error", "the template makes more than 67,108,864 characters"),
         ("{{ 10**9 * q }}", "template_error", "the template makes more than 67,108,864 characters"),
-        ("{{ q }}{{ 10 ** (10**9) }}", "template_error", "the template makes more than 67,108,864 characters"),
         (
             "{% for i in range(9999) %}{{ q * 99999 }}{% endfor %}",
             "template_error",

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from extents import extent_of_all
 
 import jobs
 from batchinf.base.storage import Folder
@@ -23,7 +24,7 @@ from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import EngineInfo, Extent, Shard
+from batchinf.records import EngineInfo, Shard
 from batchinf.replica import incarnation
 from batchinf.replica.incarnation import EngineLimits, Pipeline, expected_limits
 from batchinf.replica.messages import Assign, Begin, Event, Revoke, Revoked, ShardBegun, ShardClosed
@@ -55,7 +56,7 @@ class Early:
         self.folder = Folder(self.spec.output.path)
         self.folder.make("parts", "staging", "journal")
         self.tokenizer = load_tokenizer(str(jobs.MODEL), False)
-        self.source = open_job_input(self.spec, self.folder.path("source"))
+        self.source = open_job_input(self.spec, self.folder.path("source"), (), "refuse")
         self.events: list[Event] = []
         task, name, emit = task_of(self.spec), "000001.0001", self.events.append
         self.pipeline = Pipeline(task, self.source, self.tokenizer, self.folder, name, {}, emit)
@@ -244,7 +245,7 @@ class Bench:
         self.told = [Told(), Told()]
         for replica, told in zip(self.fleet.replicas, self.told, strict=True):
             replica.handle, replica.early_window = told, 20  # type: ignore[assignment]
-        extents = (Extent.of_all(0, 80, 10, 0, 0),)
+        extents = (extent_of_all(0, 80, 10, 0, 0),)
         self.pending = PendingShards(extents, np.zeros(total_shards(extents), np.bool_))
         trials: Any = types.SimpleNamespace(
             movable=lambda replica: tuple(replica.unbegun),
@@ -256,7 +257,7 @@ class Bench:
         self.assignment = Assignment(self.fleet, self.pending, trials)
 
     def come_up(self, number: int) -> None:
-        self.fleet.replicas[number].info = EngineInfo(16, 200, 16, "none")
+        self.fleet.replicas[number].info = EngineInfo(16, 200, 16, "none", versions={})
         self.assignment.begin(self.fleet.replicas[number])
 
 

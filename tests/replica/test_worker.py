@@ -76,7 +76,7 @@ class Bench:
         )
         self.folder = Folder(self.spec.output.path)
         self.folder.make("parts", "staging", "journal")
-        self.source = open_job_input(self.spec, self.folder.path("source"))
+        self.source = open_job_input(self.spec, self.folder.path("source"), (), "refuse")
         self.task = task_of(self.spec)
         self.engine = WatchedEngine(self.spec, len(tokenizer))
         self.events: list[Event] = []

@@ -345,7 +345,7 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
     (tmp_path / "sockets").mkdir()
     channel = Channel(ours, "000001.0001")
     replica.handle = LocalReplica(
-        "000001.0001", process, channel, SharedMemory.create(), tmp_path / "log", 0, tmp_path / "sockets"
+        "000001.0001", process, channel, SharedMemory.create(), tmp_path / "log", 0, tmp_path / "sockets", None, None
     )
     closed = ShardClosed(Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest=""))
     other_end = Channel(theirs, "000001.0001")
@@ -481,7 +481,7 @@ def test_words_that_point_elsewhere_are_followed(tmp_path: pathlib.Path) -> None
     )
     start = len(log.read_text().partition("\n")[0]) + 1
     with subprocess.Popen(["true"]) as process:
-        replica = LocalReplica("000001.0001", process, None, None, log, start, tmp_path)  # type: ignore[arg-type]
+        replica = LocalReplica("000001.0001", process, None, None, log, start, tmp_path, None, None)  # type: ignore[arg-type]
     words = "vLLM could not start: RuntimeError: Engine core initialization failed. See root cause above."
     told = told_cause(words, replica)
     assert told.endswith("its log says: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -67,7 +67,7 @@ def test_the_cache_is_warm_once_the_engine_that_fills_it_is_up(
     fleet = make_fleet(tmp_path, is_cache_warm=False)
     try:
         fleet.start_due()
-        fleet.replicas[number].info = EngineInfo(16, 16, 16, "none")
+        fleet.replicas[number].info = EngineInfo(16, 16, 16, "none", versions={})
         # What it says next brings the fleet up to date: here, why it ends.
         jobs.wait_until(lambda: any(replica is fleet.replicas[number] for replica, _ in fleet.poll(0.05)))
         assert fleet.is_cache_warm == is_warm

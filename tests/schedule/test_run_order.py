@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from extents import next_extent
+from extents import extent_of_all, next_extent
 from inputs import open_jsonl
 
 from batchinf.base.errors import OutputError
@@ -93,7 +93,7 @@ def test_rows_that_come_later_follow_in_places_and_in_the_source(tmp_path: pathl
     assert (second.start, second.first_row, second.stop_row, second.first_shard) == (10, 1000, 1050, 4)
     order = RunOrder(Folder(tmp_path), [first, second])
     assert order.of(shard_at(order.extents, 4)).positions().tolist() == [1000, 1001, 1002, 1003, 1004]
-    assert not follows([first], Extent.of_all(10, 50, 5, 4))
+    assert not follows([first], extent_of_all(10, 50, 5, 4))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8191, 8192, 8193, 50_000])

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from extents import next_extent
+from extents import extent_of_all, next_extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -351,7 +351,7 @@ def test_replicas_of_all_speeds_end_together(seed: int) -> None:
 
 def test_who_is_up_first_gets_no_more_than_fills_its_engine_while_others_come() -> None:
     pending = PendingShards(
-        [Extent.of_all(0, 800, 10, 0)], np.zeros(total_shards([Extent.of_all(0, 800, 10, 0)]), np.bool_)
+        [extent_of_all(0, 800, 10, 0)], np.zeros(total_shards([extent_of_all(0, 800, 10, 0)]), np.bool_)
     )
     alone = [ReplicaLoad(0, 100, 0, (), is_accepting=True)]
     first = next_shards(pending, alone, is_gathering=True)

@@ -18,8 +18,8 @@ PACKAGE = pathlib.Path(batchinf.__file__).parent
 MODULES = sorted(
     path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if PACKAGE / "tasks" not in path.parents
 )
-SECTIONS = {task.section.name for task in registry.known_tasks() if task.section is not None}
-NAMES = {task.name for task in registry.known_tasks()}
+SECTIONS = {task.section.name for task in registry.TASKS.values() if task.section is not None}
+NAMES = set(registry.TASKS)
 # Texts that are a task's name by chance, by the module that has them.
 CHANCE = {("model/lora.py", "score")}  # a layer
 

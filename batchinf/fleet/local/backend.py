@@ -78,9 +78,9 @@ def end_leftover(identity: dict[str, Any]) -> bool:
     return end_process_group(group.pgid)
 
 
-def end_process_group(group: int, wait_s: float = 10.0) -> bool:
+def end_process_group(group: int) -> bool:
     """Send SIGKILL to a process group until it has no live process. Whether there was one."""
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + 10.0
     was_there = False
     while time.monotonic() < deadline and members(group):
         was_there = True
@@ -240,8 +240,8 @@ class LocalReplica:
     log: pathlib.Path
     log_start: int
     sockets: pathlib.Path
-    own_cache: pathlib.Path | None = None
-    selector: selectors.BaseSelector | None = None
+    own_cache: pathlib.Path | None
+    selector: selectors.BaseSelector | None
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -157,7 +157,7 @@ _MOST_SHOWN = 6
 class LogitsPrompts(PromptBuilder):
     """Rows → prompts, with their positions if a column has them."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
+    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
         super().__init__(spec, tokenizer, vocab_size, begun_at)
         self._positions = RowPositions(spec)
 

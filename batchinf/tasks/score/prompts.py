@@ -220,7 +220,7 @@ class _Scored:
 class ScorePrompts(PromptBuilder):
     """Rows → prompts with a `scoring`."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> None:
+    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
         super().__init__(spec, tokenizer, vocab_size, begun_at)
         self._where, self._score = spec.input, score_of(spec)
         self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=self._score.add_bos_token)

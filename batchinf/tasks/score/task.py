@@ -67,7 +67,6 @@ class Score(Task):
     comparison = COMPARISON
     verification = ScoreVerification
     section = SECTION
-    scores_prompts = True
     takes_generation_config = False
 
     def __init__(self, spec: JobSpec) -> None:
