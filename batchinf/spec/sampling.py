@@ -24,7 +24,7 @@ class SamplingSpec(Section):
     temperature: Annotated[float | None, Field(ge=0, le=2), IDENTITY] = None
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float | None, Field(gt=0, le=1), IDENTITY] = None
-    """Nucleus sampling: sample from the smallest set of tokens whose probabilities sum to this."""
+    """Nucleus sampling: sample from the smallest set of tokens whose probabilities reach this sum."""
     top_k: Annotated[Whole | None, IDENTITY] = None
     """Sample from this many most likely tokens; 0 is all."""
     min_p: Annotated[float | None, Field(ge=0, le=1), IDENTITY] = None
