@@ -23,15 +23,15 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Offline batch inference with vLLM: a job spec in, Parquet with logprobs out, resumable.",
+    help="Offline batch inference with vLLM: a job spec in, Parquet with logprobs out. Jobs can be resumed.",
 )
 
 SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override a field of the spec; may be repeated.")
+    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="A job's output folder.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.")]
 
 
 _NOT_EXTENDED = {
@@ -43,7 +43,7 @@ _NOT_EXTENDED = {
 
 SliceText = Annotated[
     str | None,
-    typer.Option("--slice", metavar="i/N", help="Run the i-th of N slices of the rows, from 0, in OUT/slice-i."),
+    typer.Option("--slice", metavar="i/N", help="Run only slice i of N, counted from 0, in OUT/slice-i."),
 ]
 
 
@@ -56,23 +56,23 @@ def run(
         typer.Option(
             "--retry",
             metavar="WHICH",
-            help="Run these rows of a job again and replace them: `errors`, or an expression in SQL over the output's "
-            "columns, such as \"finish_reason = 'length'\". Here --set may change sampling.",
+            help="Run rows of a finished job again and replace them: `errors`, or an SQL expression over the output "
+            "columns, such as \"finish_reason = 'length'\". --set may change fields of sampling.",
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move the job's output folder aside, if there is one, and begin anew.")
+        bool, typer.Option("--fresh", help="Rename the old output folder, if there is one, and start a new job.")
     ] = False,
     slice_: SliceText = None,
     extend: Annotated[
         bool,
         typer.Option(
             "--extend",
-            help="Take in files and rows that have come to the input since, and a raised input.limit; then go on.",
+            help="Also run new files and rows of the input, and a raised input.limit.",
         ),
     ] = False,
 ) -> None:
-    """Run a job, or go on with one that was interrupted."""
+    """Run a job, or resume an unfinished one."""
     _check_run_options(retry, fresh, slice_, extend)
     with interruptible():
         from batchinf.base.slices import Slice, job_folder
@@ -99,20 +99,20 @@ def _check_run_options(retry: str | None, fresh: bool, slice_: str | None, exten
 def validate(
     spec: SpecPath,
     set_: Overrides = None,
-    num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show, with their prompts as rendered.")] = 2,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 2,
     rows: Annotated[
         list[str] | None,
         typer.Option(
             "--row",
             metavar="ID",
-            help="Show this row: its id or, where the job has no id_column, its position from 0; may be repeated.",
+            help="Show this row: its id or, without id_column, its position from 0. May be repeated.",
         ),
     ] = None,
-    is_random: Annotated[bool, typer.Option("--random", help="Show rows drawn at random, not the first.")] = False,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Draw the rows of an earlier --random.")] = None,
+    is_random: Annotated[bool, typer.Option("--random", help="Show random rows, not the first ones.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Show the rows of an earlier --random.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check spec, input, columns, model and prompts, and show rows as they will run, without an engine or a GPU."""
+    """Check spec, input, model and prompts, and show rows as they will run. Needs no engine and no GPU."""
     if rows and (is_random or seed is not None):
         raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
     from batchinf.commands.text.validate import finding_lines
@@ -129,7 +129,7 @@ def validate(
 
 @app.command()
 def status(out: Out, as_json: AsJson = False) -> None:
-    """Say how a job stands, live, dead or done, from its files alone."""
+    """Show the state and the progress of a job: running, stopped or done."""
     from batchinf.commands.status import job_status
     from batchinf.commands.text.status import status_lines
 
@@ -138,8 +138,8 @@ def status(out: Out, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows to show.")] = 5) -> None:
-    """Show the first finished rows, as JSON lines, while the job runs or after."""
+def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 5) -> None:
+    """Show the first finished rows as JSON lines, while the job runs or after."""
     from batchinf.commands.status import head_rows
 
     _print(json.dumps(row, ensure_ascii=False, default=str) for row in head_rows(out, num_rows))
@@ -148,13 +148,13 @@ def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Rows
 @app.command()
 def check(
     out: Out,
-    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not sizes and footers alone.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Move what is damaged aside, so that the next run makes it anew.")
+        bool, typer.Option("--repair", help="Move damaged files aside. The next run makes their rows again.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether the parts, the manifest and the journal are whole, and what is wrong; live, dead or done."""
+    """Find missing and damaged files of a job: parts, manifest and journal. The job may be running."""
     from batchinf.commands.check import check_job
     from batchinf.commands.text.status import check_lines, raise_if_wrong
 
@@ -165,19 +165,24 @@ def check(
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A job's output folder.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="That of another job over the same rows.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The output folder of another job over the same rows.")],
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="KEY", help="Join rows by `row_index` or `id`; default: by what fits the inputs."),
+        typer.Option(
+            "--on",
+            metavar="KEY",
+            help="Join rows by `row_index` or `id`. Default: `row_index` for equal inputs, else `id`.",
+        ),
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--out", metavar="FILE.parquet", help="Also write a row for each row of both.")
+        str | None,
+        typer.Option("--out", metavar="FILE.parquet", help="Also write the differences of each row to a file."),
     ] = None,
-    num_rows: Annotated[int, typer.Option("-n", min=0, help="Changed rows to show.")] = 3,
+    num_rows: Annotated[int, typer.Option("-n", min=0, help="Number of changed rows to show.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Say what changed between two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
+    """Compare two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
     from batchinf.commands.diff import DiffWanted, diff_jobs
     from batchinf.commands.text.compare import diff_lines
 
@@ -189,19 +194,19 @@ def diff(
 def verify(
     spec: SpecPath,
     set_: Overrides = None,
-    num_rows: Annotated[int, typer.Option("-n", min=1, help="Output rows to compare, drawn at random.")] = 64,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Draw other rows.")] = 0,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of random output rows to compare.")] = 64,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random rows.")] = 0,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="What the reference computes in: float32, bfloat16 or float16.")
+        str, typer.Option("--dtype", help="Type in which transformers computes: float32, bfloat16 or float16.")
     ] = "float32",
-    device: Annotated[str, typer.Option("--device", help="Where it computes, such as `cpu` or `cuda:0`.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="Device of transformers, such as `cpu` or `cuda:0`.")] = "cpu",
     tolerance: Annotated[
         float | None,
-        typer.Option("--tolerance", min=0, help="The most that a number may be off; default: by the engine's dtype."),
+        typer.Option("--tolerance", min=0, help="Largest allowed difference. Default: by the engine's dtype."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold some finished rows against transformers: logprobs, logits or vectors. Exit 3 beyond the tolerance."""
+    """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
     from batchinf.commands.text.compare import raise_if_beyond, verify_lines
     from batchinf.commands.verify import Wanted, verify_job
 

@@ -50,9 +50,9 @@ class MessageSpec(Section):
     """One message of a conversation."""
 
     role: Annotated[Text, IDENTITY]
-    """Who says it: `system`, `user`, `assistant`, or what else the chat template knows."""
+    """Role of the message: `system`, `user`, `assistant`, or another role that the chat template knows."""
     content: Annotated[str, FROM_FILE]
-    """What is said: a Jinja2 template over the row's columns."""
+    """Text of the message: a Jinja2 template over the row's columns."""
 
 
 class ExcludeSpec(Section):
@@ -60,18 +60,18 @@ class ExcludeSpec(Section):
 
     job: Annotated[Annotated[tuple[Path, ...], Field(strict=False, min_length=1)] | Path, AfterValidator(as_tuple),
                    IDENTITY]  # fmt: skip
-    """The output folder of a job, or several: rows that have an output without an error there are left out."""
+    """Output folder of a job, or several. Rows that have an output row without an error there are left out."""
     on: Annotated[Literal["id", "prompt_hash"], IDENTITY]
-    """What makes two rows the same: their `id`, or the token ids of their prompts."""
+    """How rows are compared: by their `id`, or by the token ids of their prompts."""
 
 
 class InputSpec(Section):
-    """Where the rows come from, which of them are run, and what of a row is the prompt."""
+    """Where the rows come from, which of them run, and how a row becomes a prompt."""
 
     path: Annotated[Path, RUNTIME]
-    """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Known on resume by content."""
+    """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Files are known by content."""
     format: Annotated[FormatName | None, RUNTIME] = None
-    """Default: told from the name's ending. `openai` is JSONL of OpenAI's batch requests, also told from its lines."""
+    """Default: from the name's ending. `openai` is JSONL of OpenAI's batch API, also recognised by its lines."""
     split: Annotated[Text | None, IDENTITY] = None
     """Split of a Hugging Face dataset; default `train`."""
     name: Annotated[Text | None, IDENTITY] = None
@@ -81,51 +81,52 @@ class InputSpec(Section):
     prompt_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the prompt, as text; default `prompt`, unless another form of prompt is given."""
     prompt_template: Annotated[Text | None, FROM_FILE] = None
-    """A Jinja2 template over the row's columns, in place of `prompt_column`."""
+    """A Jinja2 template over the row's columns, instead of `prompt_column`."""
     messages: Annotated[Annotated[tuple[MessageSpec, ...], Field(strict=False, min_length=1)] | None, FROM_FILE] = None
-    """A conversation whose contents are Jinja2 templates over the row's columns, through the model's chat template."""
+    """A conversation. Its contents are Jinja2 templates over the row's columns; the chat template is applied."""
     messages_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the conversation: a list of messages with `role` and `content`, or JSON text of one."""
     token_ids_column: Annotated[Text | None, IDENTITY] = None
-    """The column that holds the prompt's token ids, a list or JSON text of one, taken as they are."""
+    """The column that holds the prompt's token ids: a list, or JSON text of one. Nothing is added to them."""
     text_column: Annotated[Text | None, IDENTITY] = None
-    """Of task score: the column that holds the text, all of which is scored, in windows where it is long."""
+    """Task `score`: the column with the text. All of it is scored; long texts are scored in windows."""
     context_column: Annotated[Text | None, IDENTITY] = None
-    """Of task score: the column that holds the context, which is not scored, in place of another form of prompt."""
+    """Task `score`: the column with the context, which is not scored. Instead of another form of prompt."""
     continuation_column: Annotated[Text | None, IDENTITY] = None
-    """Of task score: the column that holds the text which is scored after the context."""
+    """Task `score`: the column with the text that is scored after the context."""
     choices_column: Annotated[Text | None, IDENTITY] = None
-    """Of task score: the column that holds several such texts, a list or JSON text of one."""
+    """Task `score`: the column with several texts to score after the context: a list, or JSON text of one."""
     answer_column: Annotated[Text | None, IDENTITY] = None
-    """The column that holds the place of the right choice, from 0; null where it is not known."""
+    """Task `score`: the column with the place of the right choice, from 0; null if it is unknown."""
     system_prompt: Annotated[Text | None, FROM_FILE] = None
-    """A system message before the others, as plain text. Like all fields of chat, it makes text a user's message."""
+    """A system message before the others, as plain text. Like all chat fields, it makes a text a user message."""
     chat_template: Annotated[Text | None, FROM_FILE] = None
-    """A Jinja2 chat template in place of the model's own, or the name of another of the model's."""
+    """A Jinja2 chat template instead of the model's default one, or the name of another template of the model."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, IDENTITY] = None
     """Further variables of the chat template, such as `enable_thinking: false`."""
     add_generation_prompt: Annotated[bool | None, IDENTITY] = None
-    """End with the header of the assistant's turn; default true, unless `continue_final_message`."""
+    """End the prompt with the header of the assistant's turn; default true, except with `continue_final_message`."""
     continue_final_message: Annotated[bool | None, IDENTITY] = None
-    """Leave the last message open, so that the model goes on with it."""
+    """Leave the last message open, so that the model continues it."""
     on_overlong: Annotated[Literal["error", "truncate_left", "truncate_right"], IDENTITY] = "error"
-    """`error`: a prompt after which not even one token fits is an error row. Else: one that leaves no room for
-    `max_tokens` is cut at its left (its beginning) or its right end, and `prompt_truncated` says so."""
+    """`error`: a prompt is an error row if not even one output token fits after it. Otherwise a prompt that leaves no
+    room for `max_tokens` is cut at its left (the beginning) or right end, and `prompt_truncated` is true."""
     adapter_column: Annotated[Text | None, IDENTITY] = None
-    """The column that names each row's adapter, of those in `model.lora`; null is the plain model."""
+    """The column that names the row's adapter, one of `model.lora`; null is the plain model."""
     id_column: Annotated[Text | None, IDENTITY] = None
-    """The column that is carried to the output as `id`, in its own type."""
+    """The column that is copied to the output as `id`, with its type."""
     where: Annotated[Text | None, IDENTITY] = None
-    """Run only rows for which this expression in SQL (DuckDB's) over the input's columns is true."""
+    """Run only rows for which this expression in DuckDB's SQL over the input columns is true."""
     sample: Annotated[float | None, Field(gt=0, le=1), IDENTITY] = None
-    """Run about this share of the rows, chosen by a hash of their content: the same ones wherever they stand."""
+    """Run about this share of the rows, chosen by a hash of their content. Their positions do not matter."""
     limit: Annotated[Positive | None, IDENTITY] = None
-    """Run at most this many rows, the first ones; `--extend` may raise it."""
+    """Run at most this many rows, the first ones. `--extend` can raise it."""
     exclude: Annotated[ExcludeSpec | None, IDENTITY] = None
     """Leave out rows that earlier jobs have done."""
     order: Annotated[Literal["input", "prefix", "longest", "auto"], LAYOUT] = "input"
-    """In which order rows run, and so which share a part: as they stand; those together whose prompts begin alike, for
-    vLLM's prefix cache; the half first whose own `max_tokens` are greater; or what a sample shows to pay."""
+    """The order in which rows run, and so the rows of each part. `input`: as in the input. `prefix`: rows whose prompts
+    begin alike together, for vLLM's prefix cache. `longest`: first the half of the rows with the larger `max_tokens`.
+    `auto`: chosen from a sample."""
 
     @field_validator("path")
     @classmethod

@@ -64,47 +64,47 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
 
 
 class ModelSpec(Section):
-    """Which weights, and how they are loaded."""
+    """The model and how its weights are loaded."""
 
     name: Annotated[Path, RUNTIME]
-    """A Hugging Face id or a folder. A resume keeps an id's commit; a folder is known by content, not by its place."""
+    """A Hugging Face id or a folder. A resume uses the same commit of an id. A folder is known by its content."""
     revision: Annotated[Text | None, IDENTITY] = None
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: Annotated[Path | None, IDENTITY] = None
-    """A Hugging Face id or a folder; default: the model's own."""
+    """A Hugging Face id or a folder; default: the model's tokenizer."""
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], IDENTITY] = "auto"
-    """Type of the weights and of the arithmetic; `auto` is what the model's config says."""
+    """Type of the weights and of the arithmetic; `auto`: from the model's config."""
     quantization: Annotated[Text | None, IDENTITY] = None
-    """vLLM's name of a quantization method, such as `fp8`; default: what the model's config says."""
+    """vLLM's name of a quantization method, such as `fp8`; default: from the model's config."""
     load_format: Annotated[Text, IDENTITY] = "auto"
     """vLLM's weight format; `dummy` gives random weights in the model's shape."""
     trust_remote_code: Annotated[bool, IDENTITY] = False
-    """Run Python code that comes with the model. Only for models that you trust as you trust a program."""
+    """Run Python code of the model. Use it only if you trust the model like a program."""
     reasoning_parser: Annotated[Text | None, IDENTITY] = None
-    """vLLM's name of a reasoning parser, such as `qwen3`: what the model thinks goes to the column `reasoning`."""
+    """vLLM's name of a reasoning parser, such as `qwen3`. The reasoning goes to the column `reasoning`."""
     lora: Annotated[Annotated[dict[Text, Path], Field(min_length=1)] | Path | None, RUNTIME] = None
-    """A LoRA adapter for all rows, a folder or a Hugging Face id, or a mapping of names to them, of which
-    `input.adapter_column` names each row's own. Known on resume by content, not by place."""
+    """A LoRA adapter for all rows: a folder or a Hugging Face id. Or several: a mapping from names to adapters;
+    `input.adapter_column` then names the adapter of each row. An adapter is known by its content."""
 
 
 class ParallelSpec(Section):
-    """Degrees of parallelism; a replica takes tensor × pipeline devices."""
+    """Degrees of parallelism. A replica uses tensor × pipeline devices."""
 
     tensor_parallel_size: Annotated[Positive, RUNTIME] = 1
-    """Devices that share each layer."""
+    """Devices over which each layer is split."""
     pipeline_parallel_size: Annotated[Positive, RUNTIME] = 1
-    """Devices that share the layers among them: CUDA devices, as vLLM runs no pipeline on a processor."""
+    """Devices over which the layers are distributed. Only for CUDA devices: vLLM has no pipelines on a CPU."""
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
-    """Replicas; `auto` is as many as the visible devices hold, or 2 on a CPU."""
+    """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU."""
 
 
 class OutputSpec(Section):
-    """What is written, and where."""
+    """The output folder, and the columns and the types that are stored."""
 
     path: Annotated[Path, RUNTIME]
     """The job's output folder."""
     rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
-    """Rows in one Parquet part; `auto` aims at 64 MiB."""
+    """Rows in one Parquet part; `auto`: parts of about 64 MiB."""
     logprobs_dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
     """Stored type of logprobs."""
     include_prompt: Annotated[bool, IDENTITY] = False
@@ -112,11 +112,11 @@ class OutputSpec(Section):
     include_token_ids: Annotated[bool, IDENTITY] = True
     """Store `token_ids`."""
     include_token_logprobs: Annotated[bool, IDENTITY] = True
-    """Of task score: store the scored tokens with their logprobs and ranks; false keeps the sums alone."""
+    """Task `score`: store the scored tokens with their logprobs and ranks; false stores only the sums."""
     keep_columns: Annotated[dict[Text, Text], identity_or(TEXTS)] = Field(default_factory=dict)
-    """Input columns to carry to the output, under their own names or, from a mapping, others."""
+    """Input columns to copy to the output. A mapping from input names to output names renames them."""
     max_output_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1), RUNTIME] = None
-    """A job whose output is estimated above this is refused at its start; default: 10**12 for task logits."""
+    """Refuse a job at its start if its estimated output is larger; default: 10**12 for task `logits`."""
 
     @field_validator("keep_columns", mode="before")
     @classmethod
@@ -142,17 +142,17 @@ class ScriptedSpec(Section):
     """The deterministic stand-in for vLLM: tries a job's plumbing at full speed without running a model."""
 
     max_num_seqs: Annotated[Positive, RUNTIME] = 256
-    """Requests in one step."""
+    """Requests in one step of the engine."""
     step_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 0.0
-    """Least time of one step."""
+    """Minimum time of one step, in seconds."""
     start_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 0.0
-    """Time that the engine takes to start."""
+    """Time that the engine takes to start, in seconds."""
     max_model_len: Annotated[Positive, IDENTITY] = 2048
-    """Longest prompt and output together, in tokens."""
+    """Maximum length of prompt and output together, in tokens."""
     vary_lengths: Annotated[bool, IDENTITY] = True
-    """Outputs end at a length drawn from the prompt's hash; else all reach `max_tokens`."""
+    """The length of an output depends on the prompt's hash; if false, all outputs reach `max_tokens`."""
     device: Annotated[Text, RUNTIME] = "none"
-    """What it says that it runs on."""
+    """Name of the device that the engine reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class JobSpec(Section):
 
     model: ModelSpec
     task: Annotated[str, IDENTITY]
-    """What is done with each row."""
+    """What the job computes from each row."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
     # The sections of the tasks follow here.
@@ -191,21 +191,21 @@ class JobSpec(Section):
     checkpoint_interval_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 10.0
     """A crash costs at most this many seconds of finished requests."""
     drain_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 20.0
-    """When stopped on request, how long running requests may take to finish; after SIGTERM at most 20 s."""
+    """Seconds that running requests have to finish after a request to stop; at most 20 s after SIGTERM."""
     stop_before_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 120.0
-    """In a Slurm job, how long ahead of its time limit to stop as if on request; its 75 asks for another run."""
+    """In a Slurm job: stop this many seconds before its time limit, with exit code 75."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 900.0
-    """A replica whose engine makes no step for so long is ended and started again."""
+    """Restart a replica if its engine makes no step for this many seconds."""
     max_restarts: Annotated[Whole, RUNTIME] = 3
-    """Restarts of one replica without a finished request between them before it is given up."""
+    """Give up a replica after this many restarts without a finished request between them."""
     on_oom: Annotated[Literal["step_down", "fail"], RUNTIME] = "step_down"
-    """When memory runs out: start the engine again with lower batch limits and share of the memory, or give up."""
+    """If memory runs out: restart the engine with lower batch limits and a lower share of the memory, or give up."""
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
-    """Share of error rows above which a finished job exits with 3; below 0.5, half of the first 1,000 end it early."""
+    """Exit with 3 above this share of error rows. Below 0.5, a job ends early if half of the first 1,000 rows fail."""
     same_device: Annotated[bool, RUNTIME] = False
-    """Refuse a replica whose device, or version of vLLM, torch, transformers or CUDA, is another than before."""
+    """Refuse a replica if its device or its version of vLLM, torch, transformers or CUDA differs from before."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None
-    """Run the scripted engine in place of vLLM."""
+    """Run the scripted engine instead of vLLM, to try a job without a model."""
 
     @model_validator(mode="before")
     @classmethod

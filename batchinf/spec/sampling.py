@@ -18,56 +18,56 @@ STRUCTURES = ("json", "regex", "choice", "grammar")
 
 
 class SamplingSpec(Section):
-    """vLLM's sampling parameters under vLLM's names. Unset ones come from the model's generation_config."""
+    """vLLM's sampling parameters under vLLM's names. Unset fields come from the model's generation_config."""
 
     n: Annotated[Positive, IDENTITY] = 1
-    """Samples for each row; each is an output row with its own `sample_index` and seed."""
+    """Samples for each row. Each sample is an output row with its own `sample_index` and seed."""
     temperature: Annotated[float | None, Field(ge=0, le=2), IDENTITY] = None
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float | None, Field(gt=0, le=1), IDENTITY] = None
-    """Nucleus sampling: the smallest set of tokens whose probabilities reach this."""
+    """Nucleus sampling: sample from the smallest set of tokens whose probabilities reach this sum."""
     top_k: Annotated[Whole | None, IDENTITY] = None
-    """Sample from this many likeliest tokens; 0 is all."""
+    """Sample from this many most likely tokens; 0 is all."""
     min_p: Annotated[float | None, Field(ge=0, le=1), IDENTITY] = None
-    """Least probability relative to the likeliest token."""
+    """Minimum probability of a token relative to the most likely token."""
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2), IDENTITY] = None
-    """Penalty on tokens that stand in the output already."""
+    """Penalty for tokens that are in the output already."""
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2), IDENTITY] = None
-    """Penalty on tokens by how often they stand in the output already."""
+    """Penalty for tokens by how often they are in the output already."""
     repetition_penalty: Annotated[float | None, Field(gt=0), IDENTITY] = None
-    """Factor on tokens that stand in the prompt or the output; 1 is none."""
+    """Factor for tokens that are in the prompt or the output; 1 is none."""
     max_tokens: Annotated[Positive | None, IDENTITY] = None
-    """Most output tokens for a sample; default: what fits `max_model_len`."""
+    """Maximum output tokens of a sample; default: as many as fit in `max_model_len`."""
     min_tokens: Annotated[Whole, IDENTITY] = 0
-    """Least output tokens before a stop is heeded."""
+    """Minimum output tokens before a sample may end."""
     stop: Annotated[Texts | Text, AfterValidator(as_tuple), IDENTITY] = ()
-    """Strings that end a sample. Each costs decoding in the engine."""
+    """Strings that end a sample. With them, the engine has to decode the text itself."""
     stop_token_ids: Annotated[TokenIds, IDENTITY] = ()
-    """Token ids that end a sample, beside the model's own."""
+    """Token ids that end a sample, in addition to the model's own."""
     include_stop_str_in_output: Annotated[bool, IDENTITY] = False
     """Keep the stop string in the text."""
     ignore_eos: Annotated[bool, IDENTITY] = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     skip_special_tokens: Annotated[bool, IDENTITY] = True
     """Leave special tokens out of the text."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), IDENTITY] = 0
-    """The job's seed; each sampled request's own is a hash of it, the row and the request."""
+    """The job's seed. The seed of a sampled request is a hash of it, the row and the request."""
     logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
-    """Store each output token's logprob and rank, and those of this many likeliest tokens; unset: none."""
+    """Store each output token's logprob and rank, and the logprobs of this many most likely tokens; unset: none."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
     """The same for the prompt's tokens."""
     logprob_token_ids: Annotated[TokenIds, Field(max_length=128), IDENTITY] = ()
-    """Store the logprobs of these tokens at each output position, in this order, in the place of the likeliest."""
+    """Store the logprobs of these tokens at each output position, in this order, instead of the most likely ones."""
     logprobs_mode: Annotated[
         Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"], IDENTITY
     ] = "raw_logprobs"
-    """What is stored as logprobs: of the model's own distribution, or of the one that was sampled from after
-    temperature, penalties and cuts (processed; for the prompt the same as raw); logits are before the softmax."""
+    """Values in the logprob columns. Raw: from the model's distribution. Processed: from the distribution after
+    temperature, penalties and cuts; for the prompt the same as raw. Logits are before the softmax."""
     structured_outputs: Annotated[dict[str, Any] | None, IDENTITY] = None
-    """What the text must be, as one of `json` (a JSON schema), `regex`, `choice` (a list of texts) and `grammar`,
-    each as it is or as `{file: path}`."""
+    """Restrict the text to one of `json` (a JSON schema), `regex`, `choice` (a list of texts) and `grammar`. Each may
+    be `{file: path}`."""
     columns: Annotated[dict[str, Text], IDENTITY] = Field(default_factory=dict)
-    """Fields of which each row has its own value, with the column that holds it; null is the job's value.
+    """A mapping from fields to the columns with each row's own value; null is the job's value.
     `max_tokens: {column: budget}` is short for `columns: {max_tokens: budget}`."""
 
     @model_validator(mode="before")

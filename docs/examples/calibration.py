@@ -1,8 +1,8 @@
 # %% [markdown]
 # # When the model is 80 % sure, is it right 80 % of the time?
 #
-# From a job with `task: score` over questions with choices and their answers (`jobs/multiple_choice.yaml`): the
-# probability that the model gives its best choice, against how often that choice is right.
+# Reads a job with `task: score` over questions with choices and answers (`jobs/multiple_choice.yaml`). It compares the
+# probability of the model's best choice with how often that choice is right.
 #
 #     python docs/examples/calibration.py out/multiple_choice
 
@@ -27,8 +27,8 @@ for name in ("best", "best_per_token", "best_per_byte"):
     print(f"{name:>16}: {right.mean():.3f} ± {error:.3f} of {len(right):,} right")
 
 # %% [markdown]
-# Probabilities of the choices against each other: a softmax over their logprobs, each by its bytes, as longer choices
-# are less likely for their length alone.
+# The probabilities of the choices are a softmax over their logprobs per byte. Without the division, longer choices
+# would be less likely only because of their length.
 
 # %%
 sums = table["choice_logprob_sums"].to_pylist()

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Which sources does the model know?
 #
-# From a job with `task: score` and `input.text_column`, with the column that names the source kept
-# (`jobs/score.yaml`): perplexity and bits per byte of each source. Sums of logprobs are added before they are divided,
-# so that long texts count for what they are; the mean of the texts' perplexities would be another thing.
+# Reads a job with `task: score` and `input.text_column` that keeps the column with the source (`jobs/score.yaml`). It
+# prints perplexity and bits per byte of each source. Logprobs are summed over a source before the division, so each
+# token counts the same. The mean of the texts' perplexities would be another number.
 #
 #     python docs/examples/perplexity_by_source.py out/score language
 
@@ -30,7 +30,7 @@ sums = (
 # %%
 negative = pc.negate(sums["logprob_sum_sum"])
 sums = sums.append_column("perplexity", pc.exp(pc.divide(negative, sums["num_tokens_sum"])))
-# Bits per byte do not depend on the tokenizer: models with different ones can be compared.
+# Bits per byte do not depend on the tokenizer, so models with different tokenizers can be compared.
 sums = sums.append_column("bits_per_byte", pc.divide(pc.divide(negative, sums["num_bytes_sum"]), pc.ln(2.0)))
 print(f"{source:>16} {'texts':>8} {'tokens':>10} {'perplexity':>12} {'bits a byte':>12}")
 for row in sums.sort_by("perplexity").to_pylist():

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A teacher's logits for distillation
 #
-# From a job with `task: logits`: for each position that it stored the teacher's distribution at a temperature, cut to
-# its likeliest tokens, as a training loop takes it. `jobs/logits.yaml` stores the prompts' last positions; with
-# `positions: all` it stores each one. Logits are read a few rows at a time, however large the job.
+# Reads a job with `task: logits`. For each stored position it gives the teacher's distribution at a temperature, cut to
+# the most likely tokens, as a training loop needs it. `jobs/logits.yaml` stores the last position of each prompt; with
+# `positions: all` it stores every position. Logits are read a few rows at a time, so the job may be of any size.
 #
 #     batchinf run jobs/logits.yaml --set logits.positions=all --set output.path=out/teacher
 #     python docs/examples/teacher_logits.py out/teacher
@@ -24,7 +24,7 @@ print(results)
 
 # %%
 def targets() -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-    """For each row: `row_index`, positions [n], the K likeliest tokens' ids [n, K] and their probabilities [n, K]."""
+    """For each row: `row_index`, positions [n], ids [n, K] and probabilities [n, K] of the K most likely tokens."""
     for rows in results.arrays("row_index", "logits", "positions"):
         for place, row_index in enumerate(rows["row_index"].tolist()):
             logits = rows["logits"][place].astype(np.float32) / TEMPERATURE  # [n, vocab_size]
@@ -35,8 +35,8 @@ def targets() -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int64
 
 
 # %% [markdown]
-# How much of the teacher is lost by the cut? A student that gets the K tokens' shares as they are, and the rest as one
-# more class, loses nothing of their order.
+# How much of the teacher's distribution does the cut lose? If a student gets the probabilities of the K tokens
+# unchanged, and the rest as one more class, the order of the K tokens is kept.
 
 # %%
 num_positions, kept = 0, []

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # How sure is the model, from token to token?
 #
-# From a job with `sampling.logprobs: 20` (`jobs/logprobs.yaml`): the entropy of the next token at each position of the
-# output. The k likeliest tokens carry most of the probability; what they leave is known to be there, but not how it is
-# spread, so that the entropy is known only between two bounds.
+# Reads a job with `sampling.logprobs: 20` (`jobs/logprobs.yaml`) and computes the entropy of the next token at each
+# position of the output. The k most likely tokens have most of the probability. The sum of the rest is known, but not
+# how it is distributed. So the entropy is known only between two bounds.
 #
 #     python docs/examples/topk_entropy.py out/logprobs
 
@@ -20,12 +20,12 @@ print(results)
 
 # %%
 logprobs = top.values.astype(np.float64)
-# -inf is a token that cannot come: its share of the entropy is 0, not NaN.
+# -inf is a token with probability 0: its share of the entropy is 0, not NaN.
 shares = np.exp(logprobs)
 of_top = -np.sum(np.where(shares > 0, shares * logprobs, 0.0), axis=1)
 rest = np.clip(1.0 - shares.sum(axis=1), 0.0, 1.0)
-# Least: one token has all of the rest, but none beyond rank k is likelier than rank k, so that it takes at least
-# rest / p_k tokens. Most: the rest is spread evenly over the vocabulary, here 2**17 tokens.
+# Lower bound: no token beyond rank k is more likely than rank k, so the rest covers at least rest / p_k tokens. Upper
+# bound: the rest is spread evenly over the vocabulary, here 2**17 tokens.
 least_likely = np.maximum(shares[:, -1], 1e-12)
 with np.errstate(divide="ignore", invalid="ignore"):
     lower = of_top + np.where(rest > 0, -rest * np.log(np.minimum(least_likely, 1.0)), 0.0)
@@ -33,7 +33,7 @@ with np.errstate(divide="ignore", invalid="ignore"):
 lower = np.minimum(lower, upper)
 
 # %% [markdown]
-# Positions side by side: the first tokens are open, then the text settles.
+# The entropy by position: the first tokens are usually less certain than the later ones.
 
 # %%
 position = np.arange(len(lower)) - np.repeat(top.offsets[:-1], top.lengths)

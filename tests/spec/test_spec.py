@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import pathlib
 import re
+import subprocess
+import sys
 import time
 
 import jsonschema
@@ -13,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, if this file runs as a program
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import engine_argument_names
 from batchinf.spec.file import MAX_SPEC_BYTES, SpecFile, check_engine_arguments, dump_spec, read_spec
@@ -530,6 +534,15 @@ def test_the_reference_is_fresh():
     page = PAGE.read_text()
     assert reference() in page
     assert page == with_fresh_tables(page), "docs/spec.md is stale; run: python tests/spec/test_spec.py"
+
+
+def test_the_program_that_writes_the_reference_knows_the_tasks():
+    script = f"import runpy; print(runpy.run_path({__file__!r})['reference']())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{reference()}\n"
 
 
 if __name__ == "__main__":

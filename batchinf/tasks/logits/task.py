@@ -48,25 +48,25 @@ class PositionColumn(Section):
     """The input column that holds each row's own positions."""
 
     column: Annotated[Text, IDENTITY]
-    """A list of positions in the prompt's tokens: 0 is the first, -1 the last."""
+    """A column with a list of positions in the prompt's tokens: 0 is the first, -1 the last."""
 
 
 class LogitsSpec(Section):
     """Logits or logprobs of the whole vocabulary, or of chosen tokens, at chosen positions."""
 
     tokens: Annotated[Texts, IDENTITY] = ()
-    """Texts that are one token each, such as `[" A", " B"]`: only theirs are stored, in this order."""
+    """Texts of one token each, such as `[" A", " B"]`. Only their numbers are stored, in this order."""
     token_ids: Annotated[TokenIds, IDENTITY] = ()
-    """The same by id. Without tokens and ids all of the vocabulary is stored, in its order."""
+    """The same by id. Without `tokens` and `token_ids` the whole vocabulary is stored, in its order."""
     values: Annotated[Literal["logits", "logprobs"], IDENTITY] = "logits"
-    """Logits as the model gives them, or their log-softmax, over the whole vocabulary in either case."""
+    """The model's logits, or their log-softmax over the whole vocabulary."""
     positions: Annotated[Literal["last", "all", "generated"] | PositionColumn, IDENTITY] = "last"
-    """After the prompt's last token, after each of the prompt's tokens, where each output token was generated, or
-    `{column: name}`: after those tokens of the prompt that a list column names."""
+    """Positions to store. `last`: after the prompt's last token. `all`: after each token of the prompt. `generated`:
+    where each output token was generated. `{column: name}`: after the prompt's tokens in a list column."""
     dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float16"
     """Stored type."""
     vocab_size: Annotated[Positive | None, IDENTITY] = None
-    """Numbers in a row of the whole vocabulary; default: what the model's config says."""
+    """Size of the whole vocabulary; default: from the model's config."""
 
     @field_validator("positions", mode="before")
     @classmethod
@@ -147,7 +147,7 @@ SECTION = TaskSection(
     Annotated[LogitsSpec | None, IDENTITY],
     None,
     _check,
-    "What task logits stores; default: the logits of the whole vocabulary after each prompt's last token.",
+    "What task `logits` stores; default: the logits of the whole vocabulary after each prompt's last token.",
 )
 
 

@@ -24,15 +24,15 @@ class ScoreSpec(Section):
     """How texts are scored; the defaults are those of lm-evaluation-harness."""
 
     add_bos_token: Annotated[bool | None, IDENTITY] = None
-    """Whether the tokenizer puts its special tokens around a text; default: as the tokenizer does by itself."""
+    """Add the tokenizer's special tokens to a text; default: as the tokenizer does by itself."""
     target_delimiter: Annotated[str, IDENTITY] = ""
-    """What stands between the context and each continuation or choice, and counts for none of their bytes."""
+    """Text between the context and each continuation or choice. It does not count as their bytes."""
     window_overlap: Annotated[Whole, IDENTITY] = 0
-    """Tokens that each window of a long text has of the one before, beside its last one, as context."""
+    """Tokens of context that each window of a long text takes from the window before, in addition to its last token."""
     one_pass: Annotated[bool, IDENTITY] = True
-    """Score the choices of a row with one request where each is a single token; they have no ranks then."""
+    """Score the choices of a row with one request if each is a single token. They have no ranks then."""
     store: Annotated[Literal["span", "all"], IDENTITY] = "span"
-    """Of which tokens ids, logprobs and ranks are stored: the continuation's, or the context's too."""
+    """Tokens whose ids, logprobs and ranks are stored. `span`: the continuation's; `all`: also the context's."""
 
 
 def score_of(spec: JobSpec) -> ScoreSpec:

@@ -25,28 +25,28 @@ _FIELDS = {
 
 
 class PoolingSpec(Section):
-    """What is stored of a prompt by the tasks that generate no text."""
+    """What the tasks `embed`, `classify`, `reward` and `hidden_states` store."""
 
     normalize: Annotated[bool, IDENTITY] = True
     """`embed`: scale each vector to length 1."""
     dimensions: Annotated[Positive | None, IDENTITY] = None
-    """`embed`: the first so many numbers alone, for models trained for that (Matryoshka)."""
+    """`embed`: store only this many first numbers, for models that were trained for it (Matryoshka)."""
     pooling_type: Annotated[Literal["last", "mean", "cls"] | None, IDENTITY] = None
-    """Of which positions a vector is made; default: as the model's config says, or else vLLM's own choice."""
+    """`embed`, `classify`, `reward`: how positions are pooled; default: from the model's config, else vLLM's choice."""
     use_activation: Annotated[bool | None, IDENTITY] = None
-    """`classify`, `reward`: apply softmax, sigmoid or what the model names; default: `classify` does, `reward` not."""
+    """`classify`, `reward`: apply softmax, sigmoid or the model's activation; default: true for `classify` only."""
     positions: Annotated[Literal["last", "all"], IDENTITY] = "last"
-    """`hidden_states`: of the last token of a prompt, or of all."""
+    """`hidden_states`: store the last token of a prompt, or all tokens."""
     layers: Annotated[TokenIds | None, IDENTITY] = None
     """`hidden_states`: after so many layers, before the final norm; 0 is the embedding. Default: the model's output."""
     final_norm: Annotated[bool, IDENTITY] = True
-    """`hidden_states`: whether the model's output has its final norm applied; false is the last of `layers`."""
+    """`hidden_states`: apply the final norm to the model's output; false stores the state before it."""
     dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
-    """`embed`, `hidden_states`: stored type; float16 holds nothing above 65,504."""
+    """`embed`, `hidden_states`: stored type; float16 cannot hold numbers above 65,504."""
     width: Annotated[Positive | None, IDENTITY] = None
-    """Numbers in one of the model's vectors; default: as its config says."""
+    """Numbers in one of the model's vectors; default: from its config."""
     labels: Annotated[Texts | None, IDENTITY] = None
-    """`classify`: names of the classes, in order; default: `id2label` of the model's config."""
+    """`classify`: names of the classes, in order; default: `id2label` from the model's config."""
 
     @property
     def vector_width(self) -> int:
