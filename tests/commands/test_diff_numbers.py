@@ -14,7 +14,7 @@ import pytest
 
 from batchinf.base.errors import OutputError
 from batchinf.commands import diff
-from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.diff import diff_jobs
 from batchinf.commands.text.compare import diff_lines
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lines import part_line
@@ -55,8 +55,8 @@ def job(
 
 
 def said(a: str, b: str, **options: Any) -> list[str]:
-    wanted = DiffWanted(**{"num_examples": 0, **options})
-    return list(diff_lines(diff_jobs(a, b, wanted), wanted.to))
+    wanted = {"on": None, "to": None, "num_examples": 0, **options}
+    return list(diff_lines(diff_jobs(a, b, **wanted), wanted["to"]))
 
 
 def compared(a: str, b: str, tmp_path: pathlib.Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
