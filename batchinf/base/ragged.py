@@ -84,7 +84,8 @@ def common_lengths(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
 def _runs(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The places of runs, end to end: of run i `lengths[i]` from `starts[i]` on."""
     before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(starts - before, lengths)
+    places: npt.NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    return places
 
 
 def to_ragged(array: pa.ListArray) -> Ragged:

@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import glob
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from batchinf.tasks.registry import stored_task
 
 JOIN_KEYS = ("row_index", "id")
 SAMPLE = "sample_index"
+_BY_POSITION = "if rows stand at the same places in both, say --on row_index"
 _MEMORY = "2GB"
 _ROWS_AT_ONCE = 4096
 # Of each job's wide columns, at once. Parquet's reader takes some ten times as much; 32 MiB are no quicker.
@@ -41,8 +43,14 @@ def join_key(a: Results, b: Results, on: str | None) -> str:
                 "--on id: not both jobs have an id; give them the same input.id_column, or say --on row_index"
             )
         raise UserError(
-            f"{a.folder} and {b.folder} had different inputs, and rows have no id to be joined by; if rows stand at "
-            "the same places in both, say --on row_index"
+            f"{a.folder} and {b.folder} had different inputs, and rows have no id to be joined by; {_BY_POSITION}"
+        )
+    types = [str(job.schema.field(key).type).removeprefix("large_") for job in (a, b)]
+    # Integers of all widths are compared exactly.
+    if len({re.sub(r"^u?int\d+$", "integer", type) for type in types}) > 1:
+        raise UserError(
+            f"the ids of {a.folder} are {types[0]}, and those of {b.folder} {types[1]}: they cannot be joined; "
+            f"{_BY_POSITION}"
         )
     return key
 
@@ -64,8 +72,7 @@ def joined_rows(
     with duckdb.connect(":memory:", config=settings) as connection:
         for name, job in jobs.items():
             own = {"key": key, **{column: column for column in ("row_index", *sample)}}
-            own |= {f"{column}_{name}": column for column in columns}
-            _create_view(connection, name, job, own, has_place=bool(wide))
+            _create_view(connection, name, job, own | {f"{column}_{name}": column for column in columns})
             if key == "id":
                 _check_ids(connection, name, job, on)
         large = {name: _WideColumns(job, wide, f"{scratch}/{name}.arrow") for name, job in jobs.items() if wide}
@@ -88,27 +95,27 @@ def joined_rows(
                 yield pa.RecordBatch.from_pydict(arrays)
 
 
-def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str, str], *, has_place: bool) -> None:
-    """columns: those of the job, by their names in the view. has_place: the view also numbers the rows."""
+def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str, str]) -> None:
+    """columns: those of the job, by their names in the view. Beside them it has each row's place among the job's."""
     # DuckDB ignores case, so it gets names of our own.
     own = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
     connection.read_parquet([glob.escape(str(path)) for path in job.parts]).create_view(f"{view}_parts")
-    selected = [f"{own[column]} AS {name}" for name, column in columns.items()]
-    if has_place:
-        selected.append(f"row_number() OVER () - 1 AS place_{view}")
-    parts = f"{view}_parts AS parts({', '.join(own.values())})"
-    connection.execute(f"CREATE VIEW {view} AS SELECT {', '.join(selected)} FROM {parts}")
+    selected = ", ".join(f"{own[column]} AS {name}" for name, column in columns.items())
+    connection.execute(
+        f"CREATE VIEW {view} AS SELECT {selected}, row_number() OVER () - 1 AS place_{view} "
+        f"FROM {view}_parts AS parts({', '.join(own.values())})"
+    )
 
 
 def _check_ids(connection: Any, view: str, job: Results, on: str) -> None:
     repeated = connection.execute(
         f"SELECT key, count(*) FROM {view} WHERE key IS NOT NULL GROUP BY {on} HAVING count(*) > 1 "
         "ORDER BY min(row_index) LIMIT 1"
-    ).fetchall()
-    for value, num_rows in repeated:
+    ).fetchone()
+    if repeated is not None:
         raise UserError(
-            f"{job.folder} has {num_rows:,} rows of the id {value!r}, so rows cannot be joined by id; if rows stand at "
-            "the same places in both jobs, say --on row_index"
+            f"{job.folder} has {repeated[1]:,} rows of the id {repeated[0]!r}, so rows cannot be joined by id; "
+            f"{_BY_POSITION}"
         )
 
 

@@ -130,11 +130,18 @@ class Changes(abc.ABC):
     def found(self) -> RowChanges:
         """All that was counted."""
         examples = tuple(row for distance, row in self._examples if distance > 0)
-        return RowChanges(*self._counts.tolist(), self._own_found(), examples)
+        both, changed, prompts, only_a, only_b = self._counts.tolist()
+        return RowChanges(both, changed, prompts, only_a, only_b, self._own_found(), examples)
 
     @abc.abstractmethod
     def _own_found(self) -> Found:
         """What was counted that is the task's own."""
+
+
+class Comparison(Protocol):
+    """How `diff` begins to compare two jobs of a task. Raises OutputError if they cannot be compared."""
+
+    def __call__(self, a: JobOutput, b: JobOutput, num_examples: int) -> Changes: ...
 
 
 def no_comparison(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:

@@ -265,7 +265,10 @@ class ChoiceChanges(Changes):
     def _own_found(self) -> ChoicesFound:
         a, b = (Accuracy.of(counts) if counts.num_answered else None for counts in self._right_answers)
         return ChoicesFound(
-            *(self._changed[name] for name in (*WINNERS, "choices")),
+            num_other_best=self._changed["best"],
+            num_other_best_per_token=self._changed["best_per_token"],
+            num_other_best_per_byte=self._changed["best_per_byte"],
+            num_other_choices=self._changed["choices"],
             choice_logprob_sums=self._deltas.summary(),
             accuracy_a=a,
             accuracy_b=b,

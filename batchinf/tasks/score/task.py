@@ -64,7 +64,7 @@ class Score(Task):
     """See `Task`."""
 
     name = "score"
-    comparison = begin_changes
+    comparison = staticmethod(begin_changes)
     verification = ScoreVerification
     section = SECTION
     scores_prompts = True

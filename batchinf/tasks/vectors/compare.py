@@ -187,7 +187,8 @@ class VectorChanges(Changes):
         if "label" in self.columns:
             return super()._distances(table)
         names = [name for name in table.column_names if name.endswith("max_abs_delta") or name == "delta"]
-        return np.max([np.nan_to_num(np.abs(table[name].to_numpy())) for name in names], axis=0)
+        found: Floats = np.max([np.nan_to_num(np.abs(table[name].to_numpy())) for name in names], axis=0)
+        return found
 
     def _own_found(self) -> VectorsFound:
         return VectorsFound(
