@@ -183,10 +183,10 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
-    from batchinf.commands.diff import DiffWanted, diff_jobs
+    from batchinf.commands.diff import diff_jobs
     from batchinf.commands.text.compare import diff_lines
 
-    report = diff_jobs(a, b, DiffWanted(on, to, num_rows))
+    report = diff_jobs(a, b, on, to, num_rows)
     _show(report, diff_lines(report, to), as_json)
 
 

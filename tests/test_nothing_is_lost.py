@@ -476,10 +476,5 @@ def test_stop_token_ids_outside_the_vocabulary_are_refused(command: str, tmp_pat
     assert_refused(jobs.run(command, spec), "sampling.stop_token_ids", "999999")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="`diff --on id` joins each of several rows of one id with each of the other job, and does not say so.",
-)
 def test_diff_refuses_ids_that_are_repeated(done: pathlib.Path) -> None:
     assert_refused(jobs.run("diff", done / "out", done / "out", "--on", "id"), numbered(FEW)[1]["id"])

@@ -39,8 +39,11 @@ class Ragged:
         """The lists at these indices, copied."""
         lengths = self.lengths[places]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        values = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][places] - offsets[:-1], lengths)
-        return Ragged(self.values[values], offsets, self.is_null[places])
+        return Ragged(self.values[_runs(self.offsets[:-1][places], lengths)], offsets, self.is_null[places])
+
+    def heads(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The places among the values of the first `lengths[i]` values of each list i."""
+        return _runs(self.offsets[:-1], lengths)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -48,22 +51,41 @@ class Ragged:
         return np.diff(self.offsets)
 
     def sum(self) -> npt.NDArray[np.float64]:
-        """float64 [num_lists, ...]: sum of the values that are not NaN; 0 if there are none."""
-        return self._add(np.nan_to_num(self.values.astype(np.float64), nan=0.0))
+        """float64 [num_lists, ...]: of the values that are not NaN; 0 where there are none."""
+        return reduce_runs(np.add, np.nan_to_num(self.values.astype(np.float64), nan=0.0), self.lengths)
 
     def mean(self) -> npt.NDArray[np.float64]:
-        """float64 [num_lists, ...]: mean of the values that are not NaN; NaN if there are none."""
-        counts = self._add((~np.isnan(self.values.astype(np.float64))).astype(np.float64))
+        """float64 [num_lists, ...]: of the values that are not NaN; NaN where there are none."""
+        counts = reduce_runs(np.add, (~np.isnan(self.values.astype(np.float64))).astype(np.float64), self.lengths)
         with np.errstate(invalid="ignore"):
             return self.sum() / counts
 
-    def _add(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        # For an empty list, reduceat would return the next list's first value.
-        sums = np.zeros((len(self), *values.shape[1:]))
-        is_full = self.lengths > 0
-        if is_full.any():
-            sums[is_full] = np.add.reduceat(values, self.offsets[:-1][is_full])
-        return sums
+
+def reduce_runs(
+    reduce: np.ufunc, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64], empty: float = 0.0
+) -> npt.NDArray[np.float64]:
+    """float64 [num_runs, ...]: sums or the like of runs of values that lie end to end; `empty` where there are none."""
+    # reduceat reduces no empty run, and takes the next value for it.
+    found = np.full((len(lengths), *values.shape[1:]), empty, np.float64)
+    is_full = lengths > 0
+    if is_full.any():
+        found[is_full] = reduce.reduceat(values, (np.cumsum(lengths) - lengths)[is_full])
+    return found
+
+
+def common_lengths(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
+    """int64 [num_lists]: how many values are the same in both lists, from the beginning to the first other one."""
+    lengths = np.minimum(a.lengths, b.lengths)
+    within = _runs(np.zeros_like(lengths), lengths)
+    is_other = a.values[a.heads(lengths)] != b.values[b.heads(lengths)]
+    return reduce_runs(np.minimum, np.where(is_other, within, np.repeat(lengths, lengths)), lengths).astype(np.int64)
+
+
+def _runs(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The places of runs, end to end: of run i `lengths[i]` from `starts[i]` on."""
+    before = np.cumsum(lengths) - lengths
+    places: npt.NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    return places
 
 
 def to_ragged(array: pa.ListArray) -> Ragged:

@@ -1,10 +1,11 @@
 """`batchinf diff`: joins the rows of two jobs by position or `id`, and finds what changed between them."""
 
+import bisect
 import contextlib
-import os
-import pathlib
+import glob
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,191 +17,158 @@ from batchinf.base.errors import OutputError, UserError
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
-from batchinf.schedule.predicate import without_half_floats
 from batchinf.tasks.base import Task
-from batchinf.tasks.compare import Changes, RowChanges
+from batchinf.tasks.compare import RowChanges
 from batchinf.tasks.registry import stored_task
 
 JOIN_KEYS = ("row_index", "id")
 SAMPLE = "sample_index"
+_BY_POSITION = "if rows stand at the same places in both, say --on row_index"
 _MEMORY = "2GB"
 _ROWS_AT_ONCE = 4096
 # Of each job's wide columns, at once. Parquet's reader takes some ten times as much; 32 MiB are no quicker.
 _WIDE_BYTES = 4 << 20
-_PLACE = "place"
 
 
 def join_key(a: Results, b: Results, on: str | None) -> str:
     """`row_index` or `id`. on: what the user asks for. Raises UserError where the two cannot be joined by it."""
-    # As far as both go: rows that came later may be others, at the same positions.
-    is_same_input = all(one == other for one, other in zip(a.taken, b.taken, strict=False))
-    has_id = "id" in a.schema.names and "id" in b.schema.names
     if on not in (None, *JOIN_KEYS):
         raise UserError(f"--on: got {on!r}; must be {' or '.join(JOIN_KEYS)}")
-    if on == "id" and not has_id:
-        raise UserError("--on id: not both jobs have an id; give them the same input.id_column, or say --on row_index")
-    if on is None and not is_same_input and not has_id:
+    # As far as both go: rows that came later may be others, at the same positions.
+    is_same_input = all(one == other for one, other in zip(a.taken, b.taken, strict=False))
+    key = on or ("row_index" if is_same_input else "id")
+    if key == "id" and not all("id" in job.schema.names for job in (a, b)):
+        if on is not None:
+            raise UserError(
+                "--on id: not both jobs have an id; give them the same input.id_column, or say --on row_index"
+            )
         raise UserError(
-            f"{a.folder} and {b.folder} had different inputs, and rows have no id to be joined by; if rows stand at "
-            "the same places in both, say --on row_index"
+            f"{a.folder} and {b.folder} had different inputs, and rows have no id to be joined by; {_BY_POSITION}"
         )
-    if on is not None:
-        return on
-    return "row_index" if is_same_input else "id"
-
-
-class JoinedRows:
-    """Both jobs' rows, joined. The columns of each are named `…_a` and `…_b`, but for `key` and `sample_index`."""
-
-    def __init__(self, a: Results, b: Results, key: str, columns: Sequence[str], wide: Sequence[str], scratch: str):
-        """columns, wide: of both jobs. scratch: a folder for what does not fit in memory."""
-        import duckdb
-
-        settings: dict[str, str | bool | int | float | list[str]] = {"memory_limit": _MEMORY, "temp_directory": scratch}
-        self._connection = duckdb.connect(":memory:", config=settings)
-        self._names = list(columns)
-        self._key = key
-        self._keys = [key, *([SAMPLE] if SAMPLE in a.schema.names else [])]
-        for name, job in (("a", a), ("b", b)):
-            self._connection.register(name, _reader(job, [*dict.fromkeys(("row_index", *self._keys)), *columns]))
-            # A reader can be read once, and the rows are asked for twice.
-            self._connection.execute(f"CREATE TABLE t{name} AS SELECT * FROM {name}")
-            self._connection.unregister(name)
-        self._rows_at_once = _ROWS_AT_ONCE
-        self._wide: list[_InOrder | _Spooled] = []
-        if wide:
-            self._rows_at_once = min(_wide_rows(job, wide) for job in (a, b))
-            self._wide = [_InOrder(a, wide, self._rows_at_once), _InOrder(b, wide, self._rows_at_once)]
-            if not self._is_b_in_order():
-                self._wide[1] = _Spooled(b, wide, self._rows_at_once, os.path.join(scratch, "b.arrow"))
-
-    def _on(self, one: str, other: str) -> str:
-        return " AND ".join(f"{one}.{name} = {other}.{name}" for name in self._keys)
-
-    def batches(self) -> Iterator[tuple[pa.RecordBatch, list[pa.Table]]]:
-        """Rows of both, in A's order; beside them the wide columns of A, and of B, where there are some."""
-        columns = [f"ta.{name} AS {name}_a, tb.{name} AS {name}_b" for name in (*self._names, _PLACE)]
-        sample = f", ta.{SAMPLE}" if SAMPLE in self._keys else ""
-        # Wide columns can be read in the order alone in which they lie.
-        order = f"ta.{_PLACE}, tb.{_PLACE}" if self._wide else f"ta.row_index{sample}"
-        found: Any = self._connection.sql(
-            f"SELECT ta.{self._key} AS key{sample}, {', '.join(columns)} FROM ta JOIN tb ON {self._on('ta', 'tb')} "
-            f"ORDER BY {order}"
+    types = [str(job.schema.field(key).type).removeprefix("large_") for job in (a, b)]
+    # Integers of all widths are compared exactly.
+    if len({re.sub(r"^u?int\d+$", "integer", type) for type in types}) > 1:
+        raise UserError(
+            f"the ids of {a.folder} are {types[0]}, and those of {b.folder} {types[1]}: they cannot be joined; "
+            f"{_BY_POSITION}"
         )
-        # Named otherwise before DuckDB 2.
+    return key
+
+
+def joined_rows(
+    a: Results, b: Results, key: str, columns: Sequence[str], wide: Sequence[str], scratch: str
+) -> Iterator[pa.RecordBatch]:
+    """The rows that both jobs have, in A's order. Raises UserError if an id is repeated.
+
+    They have `key`, `sample_index` if the jobs have it, and the columns of each job as `…_a` and `…_b`. wide: columns
+    that do not go through DuckDB, as it holds 2,048 rows or more at once. scratch: a folder for what exceeds memory.
+    """
+    import duckdb
+
+    settings: dict[str, str | bool | int | float | list[str]] = {"memory_limit": _MEMORY, "temp_directory": scratch}
+    jobs = {"a": a, "b": b}
+    sample = [SAMPLE] if SAMPLE in a.schema.names else []
+    on = ", ".join(["key", *sample])
+    with duckdb.connect(":memory:", config=settings) as connection:
+        for name, job in jobs.items():
+            own = {"key": key, **{column: column for column in ("row_index", *sample)}}
+            _create_view(connection, name, job, own | {f"{column}_{name}": column for column in columns})
+            if key == "id":
+                _check_ids(connection, name, job, on)
+        large = {name: _WideColumns(job, wide, f"{scratch}/{name}.arrow") for name, job in jobs.items() if wide}
+        num_rows = min([_ROWS_AT_ONCE, *(columns.rows_at_once for columns in large.values())])
+        names = [f"{column}_{name}" for column in (*columns, *(["place"] if wide else [])) for name in jobs]
+        # Wide columns can be read quickly only in the order in which they lie.
+        order = ["place_a"] if wide else ["a.row_index", *sample]
+        found: Any = connection.sql(
+            f"SELECT {on}, {', '.join(names)} FROM a JOIN b USING ({on}) ORDER BY {', '.join(order)}"
+        )
+        # DuckDB 2 renamed it.
         read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
         for batch in read(_ROWS_AT_ONCE):
-            for start in range(0, batch.num_rows, self._rows_at_once):
-                rows = batch.slice(start, self._rows_at_once)
-                places = (rows.column(f"{_PLACE}_{name}").to_numpy() for name in "ab")
-                yield rows, [wide.take(found) for wide, found in zip(self._wide, places, strict=False)]
-
-    def num_alone(self) -> tuple[int, int]:
-        """Rows that only A has, and that only B has."""
-
-        def alone(one: str, other: str) -> int:
-            return self._count(f"SELECT count(*) FROM {one} ANTI JOIN {other} ON {self._on(one, other)}")
-
-        return alone("ta", "tb"), alone("tb", "ta")
-
-    def _is_b_in_order(self) -> bool:
-        """Whether A's order is B's too."""
-        places = f"SELECT tb.{_PLACE} AS place, lag(tb.{_PLACE}) OVER (ORDER BY ta.{_PLACE}, tb.{_PLACE}) AS before"
-        joined = f"{places} FROM ta JOIN tb ON {self._on('ta', 'tb')}"
-        return self._count(f"SELECT count(*) FROM ({joined}) WHERE place < before") == 0
-
-    def _count(self, query: str) -> int:
-        # All of it: an unfinished result stands in the way of the next.
-        [(found,)] = self._connection.execute(query).fetchall()
-        return int(found)
+            for start in range(0, batch.num_rows, num_rows):
+                rows = batch.slice(start, num_rows)
+                arrays = dict(zip(rows.schema.names, rows.columns, strict=True))
+                for name, of_job in large.items():
+                    taken = of_job.take(arrays[f"place_{name}"].to_numpy())
+                    arrays |= {f"{column}_{name}": taken.column(column) for column in wide}
+                yield pa.RecordBatch.from_pydict(arrays)
 
 
-def _reader(job: Results, columns: Sequence[str]) -> pa.RecordBatchReader:
-    """These columns, and each row's place among the job's."""
-    fields = [pa.field(name, without_half_floats(job.schema.field(name).type)) for name in columns]
-    schema = pa.schema([*fields, pa.field(_PLACE, pa.int64())])
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        place = 0
-        for batch in job.batches(columns):
-            arrays = [batch.column(field.name).cast(field.type) for field in fields]
-            places = np.arange(place, place + batch.num_rows)
-            yield pa.RecordBatch.from_arrays([*arrays, pa.array(places)], schema=schema)
-            place += batch.num_rows
-
-    return pa.RecordBatchReader.from_batches(schema, batches())
+def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str, str]) -> None:
+    """columns: those of the job, by their names in the view. Beside them it has each row's place among the job's."""
+    # DuckDB ignores case, so it gets names of our own.
+    own = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
+    connection.read_parquet([glob.escape(str(path)) for path in job.parts]).create_view(f"{view}_parts")
+    selected = ", ".join(f"{own[column]} AS {name}" for name, column in columns.items())
+    connection.execute(
+        f"CREATE VIEW {view} AS SELECT {selected}, row_number() OVER () - 1 AS place_{view} "
+        f"FROM {view}_parts AS parts({', '.join(own.values())})"
+    )
 
 
-# -- wide columns ------------------------------------------------------------------------------------------------------
+def _check_ids(connection: Any, view: str, job: Results, on: str) -> None:
+    repeated = connection.execute(
+        f"SELECT key, count(*) FROM {view} WHERE key IS NOT NULL GROUP BY {on} HAVING count(*) > 1 "
+        "ORDER BY min(row_index) LIMIT 1"
+    ).fetchone()
+    if repeated is not None:
+        raise UserError(
+            f"{job.folder} has {repeated[1]:,} rows of the id {repeated[0]!r}, so rows cannot be joined by id; "
+            f"{_BY_POSITION}"
+        )
 
 
-def _wide_rows(job: Results, columns: Sequence[str]) -> int:
-    """Rows of these columns that make _WIDE_BYTES, where the largest part is like its others."""
-    most = max([1.0, *(row_bytes_in(pq.read_metadata(path), columns) for path in job.parts)])
-    return max(1, min(_ROWS_AT_ONCE, int(_WIDE_BYTES / most)))
-
-
-class _InOrder:
-    """Columns of a job, whose rows are taken in the order in which they lie: a batch is held at a time."""
-
-    def __init__(self, job: Results, columns: Sequence[str], num_rows: int) -> None:
-        self._batches = job.batches(columns, num_rows)
-        self._batch: pa.RecordBatch | None = None
-        self._start = 0
-
-    def take(self, places: Int64Array) -> pa.Table:
-        """The rows at these places, none of which comes before another, or before those of the last call."""
-        pieces = []
-        while len(places):
-            if self._batch is None or places[0] >= self._start + self._batch.num_rows:
-                self._start += 0 if self._batch is None else self._batch.num_rows
-                self._batch = next(self._batches)
-                continue
-            own = places[: np.searchsorted(places, self._start + self._batch.num_rows)] - self._start
-            pieces.append(_rows_of(self._batch, own))
-            places = places[len(own) :]
-        return pa.Table.from_batches(pieces)
-
-
-class _Spooled:
-    """Columns of a job in a file of plain Arrow, mapped into memory: rows are taken in any order."""
-
-    def __init__(self, job: Results, columns: Sequence[str], num_rows: int, path: str) -> None:
-        schema = pa.schema([job.schema.field(name) for name in columns])
-        starts = [0]
-        with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, schema) as spool:
-            for batch in job.batches(columns, num_rows):
-                spool.write_batch(batch)
-                starts.append(starts[-1] + batch.num_rows)
-        self._starts = np.array(starts)
-        self._file = pa.ipc.open_file(pa.memory_map(os.fspath(pathlib.Path(path))))
-
-    def take(self, places: Int64Array) -> pa.Table:
-        """The rows at these places."""
-        numbers = np.searchsorted(self._starts, places, side="right") - 1
-        pieces = [
-            self._file.get_batch(int(number)).slice(int(place - self._starts[number]), 1)
-            for number, place in zip(numbers, places, strict=True)
-        ]
-        return pa.Table.from_batches(pieces)
-
-
-def _rows_of(batch: pa.RecordBatch, places: Int64Array) -> pa.RecordBatch:
-    if places[-1] - places[0] == len(places) - 1:
-        return batch.slice(int(places[0]), len(places))
-    return pa.Table.from_batches([batch.slice(int(place), 1) for place in places]).combine_chunks().to_batches()[0]
-
-
-@dataclass(frozen=True, slots=True)
-class DiffWanted:
-    """What is asked for.
-
-    on: `row_index` or `id`; None is what fits the inputs. to: a Parquet file that gets a row for each row of both.
+class _WideColumns:
+    """Wide columns of a job, read in the order of its rows. The first call for another order copies them to a file of
+    plain Arrow, which is mapped into memory.
     """
 
-    on: str | None = None
-    to: str | None = None
-    num_examples: int = 3
+    def __init__(self, job: Results, columns: Sequence[str], path: str) -> None:
+        # The largest part is like its others.
+        most = max([1.0, *(row_bytes_in(pq.read_metadata(part), columns) for part in job.parts)])
+        self.rows_at_once = max(1, min(_ROWS_AT_ONCE, int(_WIDE_BYTES / most)))
+        self._job, self._columns, self._path = job, columns, path
+        self._batches = job.batches(columns, self.rows_at_once)
+        self._batch: Any = None
+        self._start = self._stop = 0
+        self._copy: Any = None
+        self._starts: list[int] = []
+
+    def take(self, places: Int64Array) -> pa.RecordBatch:
+        """The rows at these places."""
+        runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+        pieces = [piece for run in runs for piece in self._pieces(int(run[0]), len(run))]
+        return pieces[0] if len(pieces) == 1 else pa.Table.from_batches(pieces).combine_chunks().to_batches()[0]
+
+    def _pieces(self, place: int, num_rows: int) -> Iterator[pa.RecordBatch]:
+        while num_rows:
+            self._go_to(place)
+            piece = self._batch.slice(place - self._start, num_rows)
+            yield piece
+            place, num_rows = place + piece.num_rows, num_rows - piece.num_rows
+
+    def _go_to(self, place: int) -> None:
+        """Hold the batch that has the row at this place."""
+        if self._copy is None and place < self._start:
+            self._make_copy()
+        if self._copy is not None:
+            number = bisect.bisect_right(self._starts, place) - 1
+            self._batch, self._start = self._copy.get_batch(number), self._starts[number]
+            return
+        while place >= self._stop:
+            self._batch = next(self._batches)
+            self._start, self._stop = self._stop, self._stop + self._batch.num_rows
+
+    def _make_copy(self) -> None:
+        schema = pa.schema([self._job.schema.field(name) for name in self._columns])
+        stop = 0
+        with pa.OSFile(self._path, "wb") as file, pa.ipc.new_file(file, schema) as copy:
+            for batch in self._job.batches(self._columns, self.rows_at_once):
+                copy.write_batch(batch)
+                self._starts.append(stop)
+                stop += batch.num_rows
+        self._copy = pa.ipc.open_file(pa.memory_map(self._path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,21 +210,23 @@ class DiffReport:
     written_to: str | None
 
 
-def diff_jobs(a: str, b: str, wanted: DiffWanted) -> DiffReport:
+def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int) -> DiffReport:
     """Compare two output folders.
 
+    on: `row_index` or `id`; None is what fits the inputs. to: a Parquet file that gets a row for each row of both.
     Raises UserError where the two cannot be joined or compared, or where the file cannot be written.
     """
     first, second = Results(a), Results(b)
     task = _common_task(first, second)
-    changes = task.comparison.begin(first, second, wanted.num_examples)
-    key = join_key(first, second, wanted.on)
+    changes = task.comparison(first, second, num_examples)
+    key = join_key(first, second, on)
     with tempfile.TemporaryDirectory() as scratch:
-        joined = JoinedRows(first, second, key, changes.columns, changes.wide, scratch)
-        _compare(joined, changes, wanted.to)
-        only_a, only_b = joined.num_alone()
+        for_each = joined_rows(first, second, key, changes.columns, changes.wide, scratch)
+        _write((changes.take(rows) for rows in for_each), to)
     found = changes.found()
-    written_to = wanted.to if found.num_both else None
+    # A row of one job is joined with one of the other at most.
+    only_a, only_b = (len(job) - found.num_both for job in (first, second))
+    written_to = to if found.num_both else None
     jobs = _job(first), _job(second)
     return DiffReport(*jobs, _identity_changes(first, second), task.name, key, only_a, only_b, found, written_to)
 
@@ -283,11 +253,10 @@ def _identity_changes(a: Results, b: Results) -> tuple[IdentityChange, ...]:
     return tuple(change for change in found if change.a != change.b)
 
 
-def _compare(joined: JoinedRows, changes: Changes, to: str | None) -> None:
+def _write(tables: Iterator[pa.Table], to: str | None) -> None:
     writer = None
     try:
-        for rows, wide in joined.batches():
-            table = changes.take(rows, wide)
+        for table in tables:
             if to is not None:
                 with _writing(to):
                     writer = writer or pq.ParquetWriter(to, table.schema, compression="zstd")

@@ -22,7 +22,7 @@ from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tasks.base import prompt_hash
-from batchinf.tasks.compare import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification
+from batchinf.tasks.compare import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification, delta
 from batchinf.tasks.registry import task_of
 
 if TYPE_CHECKING:
@@ -104,27 +104,24 @@ def add_logprobs(
     """
     own = stored.values.astype(np.float64)
     is_nan = np.isnan(own)
-    with np.errstate(invalid="ignore"):
-        delta = np.abs(own - values)
-    delta[own == values] = 0.0  # both may be -inf
-    delta[is_nan] = np.inf
+    found = np.abs(delta(own, values))
+    found[is_nan] = np.inf
     to.num_positions += len(own)
     to.num_values += own.size
     to.num_nan += int(is_nan.sum())
-    known = delta[:, 0][~is_nan[:, 0]]
+    known = found[:, 0][~is_nan[:, 0]]
     to.max_abs_delta = max(to.max_abs_delta, float(known.max(initial=0.0)))
     to.sum_abs_delta += float(known.sum())
     if own.shape[1] > 1:
-        known_top = delta[:, 1:][~is_nan[:, 1:]]
+        known_top = found[:, 1:][~is_nan[:, 1:]]
         to.max_abs_delta_top = max(to.max_abs_delta_top, float(known_top.max(initial=0.0)))
-    if stored.has_top and own.shape[1] > 1:
         to.num_ranked += len(own)
         to.num_agreeing += int((stored.wanted[:, 1] == best).sum())
     if own.shape[1] > 2:
         to.correlate(own[:, 1 : _MOST_RANKED + 1], values[:, 1 : _MOST_RANKED + 1])
     else:
         to.correlate(own[None, :, 0], values[None, :, 0])
-    worst = delta.max(axis=1)
+    worst = found.max(axis=1)
     place = int(worst.argmax())
     return place + (stored.first if stored.kind == "prompt" else 0), float(worst[place])
 
@@ -161,25 +158,25 @@ def _add(to: VectorDeviations, stored: npt.NDArray[Any], expected: npt.NDArray[n
     """[n]: the deviation of each row."""
     is_nan = np.isnan(stored)
     with np.errstate(invalid="ignore", over="ignore"):
-        delta = np.abs(stored.astype(np.float64) - expected)
-        # Both may be -inf. The stored type holds numbers beyond its range as infinity.
-        delta[np.isinf(stored) & (stored == expected.astype(stored.dtype))] = 0.0
-    delta[is_nan] = np.inf
-    known = delta[~is_nan]
+        found = np.abs(stored.astype(np.float64) - expected)
+        # Both may be -inf; and what the stored type cannot hold is stored as infinity.
+        found[np.isinf(stored) & (stored == expected.astype(stored.dtype))] = 0.0
+    found[is_nan] = np.inf
+    known = found[~is_nan]
     to.num_positions += len(stored)
     to.num_values += stored.size
     to.num_nan += int(is_nan.sum())
     to.max_abs_delta = max(to.max_abs_delta, float(known.max(initial=0.0)))
     to.sum_abs_delta += float(known.sum())
     if not to.has_direction:
-        worst: npt.NDArray[np.float64] = delta.max(axis=1)
+        worst: npt.NDArray[np.float64] = found.max(axis=1)
         return worst
     values = stored.astype(np.float64)
     norms, lengths = np.linalg.norm(values, axis=1), np.linalg.norm(expected, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = (values * expected).sum(axis=1) / (norms * lengths)
-        relative: npt.NDArray[np.float64] = np.linalg.norm(delta, axis=1) / lengths
-    # Two zero vectors are equal. Otherwise NaN is an infinite deviation.
+        relative: npt.NDArray[np.float64] = np.linalg.norm(found, axis=1) / lengths
+    # Two vectors of nothing but zeros are the same; what else is no number is off without end.
     relative[(norms == 0) & (lengths == 0)] = 0.0
     relative[np.isnan(relative)] = np.inf
     to.max_relative = max(to.max_relative, float(relative.max(initial=0.0)))

@@ -19,7 +19,7 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, Result, RowsWanted, TokenLogprobs
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
-from batchinf.tasks.compare import NO_COMPARISON, Comparison, NoVerification, Verification
+from batchinf.tasks.compare import Comparison, NoVerification, Verification, no_comparison
 
 # Parquet's name for the items of a list. So a file reads back with the schema that it was written with.
 ITEM = "element"
@@ -306,7 +306,7 @@ class Task(abc.ABC):
     row_group_bytes: ClassVar[int | None] = None
     has_wide_results: ClassVar[bool] = False
     default_max_output_bytes: ClassVar[int | None] = None
-    comparison: ClassVar[Comparison] = NO_COMPARISON
+    comparison: ClassVar[Comparison] = no_comparison
     verification: ClassVar[type[Verification]] = NoVerification
 
     def __init__(self, spec: JobSpec) -> None:

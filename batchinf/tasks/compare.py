@@ -4,7 +4,7 @@ import abc
 import math
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.ragged import to_matrix, to_ragged
+from batchinf.base.ragged import Ragged, to_matrix, to_ragged
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter
 from batchinf.records import BoolArray, Prompt, Request
@@ -46,13 +46,31 @@ class DeltaSummary:
     mean_abs: float
     max_abs: float
 
+    def __str__(self) -> str:
+        others = f"; {self.num_not_finite:,} more are not finite" if self.num_not_finite else ""
+        return f"B - A is {self.mean:+.2e} on average, |B - A| {self.mean_abs:.2e}, at most {self.max_abs:.2e}{others}"
+
+
+class Found(abc.ABC):
+    """What a task counted: a dataclass, whose fields `--json` gives as `changes.own`."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def lines(self) -> Iterator[str]:
+        """The counts as text."""
+
+    @abc.abstractmethod
+    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
+        """One of the examples as text. key: the name of the column that the rows were joined by."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowChanges:
     """What changed in the rows that are in both jobs.
 
-    num_other_prompts: rows whose prompts differ in token ids. own: a dataclass of the task. examples: rows of the
-    table that `Changes.take` returns: the first changed ones, or those with the largest differences.
+    num_other_prompts: rows whose prompts have other token ids. examples: rows of the table that `Changes.take` gives,
+    the first that have changed or those that are furthest apart.
     """
 
     num_both: int
@@ -60,112 +78,101 @@ class RowChanges:
     num_other_prompts: int
     num_errors_only_a: int
     num_errors_only_b: int
-    own: Any
+    own: Found
     examples: tuple[dict[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How `diff` compares two jobs of a task.
-
-    begin: checks that the jobs can be compared and returns the `Changes`; raises OutputError. lines: `RowChanges.own`
-    as text. example_lines: one example as text; the first argument is the name of the key that joins the jobs.
-    """
-
-    begin: Callable[[JobOutput, JobOutput, int], "Changes"]
-    lines: Callable[[Any], Iterator[str]]
-    example_lines: Callable[[str, dict[str, Any]], Iterator[str]]
-
-
-def _no_begin(a: JobOutput, b: JobOutput, num_examples: int) -> "Changes":
-    raise OutputError(f"{a.folder} is of task {a.spec['task']}, whose outputs cannot be compared")
-
-
-# The default: the outputs cannot be compared.
-NO_COMPARISON = Comparison(_no_begin, lambda own: iter(()), lambda key, row: iter(()))
-
-
 class Changes(abc.ABC):
-    """Counts the changed rows of two jobs. Each subclass defines when a row counts as changed.
+    """Counts what changed between two jobs of a task: a row is another one if its output is, as each task defines it.
 
-    columns: the columns to compare, which both jobs have. wide: the large ones, which `take` gets separately.
+    columns: of both jobs, that are needed. wide: those of vectors, which can be large.
     """
 
-    columns: Sequence[str] = ()
     wide: Sequence[str] = ()
 
-    def __init__(self, num_examples: int) -> None:
-        self.num_both = self.num_other_prompts = self.num_changed = 0
-        self.errors: Counter[tuple[bool, bool]] = Counter()
-        self.examples: list[dict[str, Any]] = []
-        self.num_examples = num_examples
+    def __init__(self, a: JobOutput, b: JobOutput, num_examples: int, columns: Sequence[str]) -> None:
+        """columns: of the task; those that both jobs have are compared."""
+        wanted = ("prompt_hash", *columns, "error_type")
+        self.columns = [name for name in wanted if name in a.schema.names and name in b.schema.names]
+        self._num_examples = num_examples
+        self._examples: list[tuple[float, dict[str, Any]]] = []
+        # As in RowChanges.
+        self._counts = np.zeros(5, np.int64)
 
-    def take(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> pa.Table:
-        """Compare some rows and count the changes. Returns a table with one row each: `key`, `is_same_prompt`,
-        `is_changed`, the columns of the subclass, `error_type_a` and `error_type_b`.
+    def take(self, rows: pa.RecordBatch) -> pa.Table:
+        """Compare rows of both jobs, whose columns are named `…_a` and `…_b`. The table has a row for each: `key`,
+        `is_same_prompt`, `is_changed`, the task's own columns, and `error_type_a` and `error_type_b`.
         """
-        columns: dict[str, Any] = {name: rows.column(name) for name in ("key", "sample_index") if name in _names(rows)}
-        columns["is_same_prompt"] = equal(rows, "prompt_hash")
-        columns |= self.compare(rows, wide)
-        columns |= {f"error_type_{job}": rows.column(f"error_type_{job}") for job in "ab"}
+        columns: dict[str, Any] = {name: rows[name] for name in ("key", "sample_index") if name in rows.schema.names}
+        columns["is_same_prompt"] = is_same = equal(rows, "prompt_hash")
+        columns |= self._compare(rows)
+        columns |= self._both(rows, "error_type")
+        a, b = (np.asarray(errors.is_valid()) for errors in pair(rows, "error_type"))
+        self._counts += [rows.num_rows, columns["is_changed"].sum(), (~is_same).sum(), (a & ~b).sum(), (b & ~a).sum()]
         table = pa.table(columns)
-        self.num_both += table.num_rows
-        self.num_other_prompts += table.num_rows - int(np.count_nonzero(table["is_same_prompt"].to_numpy()))
-        self.num_changed += int(np.count_nonzero(table["is_changed"].to_numpy()))
-        errors = (np.asarray(table[f"error_type_{job}"].is_valid()) for job in "ab")
-        self.errors.update(zip(*(found.tolist() for found in errors), strict=True))
-        self.count(table)
-        self.remember(table)
+        distances = self._distances(table)
+        furthest = np.argsort(-distances, kind="stable")[: self._num_examples]
+        examples = zip(distances[furthest].tolist(), table.take(pa.array(furthest)).to_pylist(), strict=True)
+        self._examples = sorted([*self._examples, *examples], key=lambda it: -it[0])[: self._num_examples]
         return table
 
     @abc.abstractmethod
-    def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
-        """The subclass's own columns of the table, `is_changed` first."""
+    def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
+        """Count what is the task's own, and give its columns of the table, `is_changed` first."""
 
-    @abc.abstractmethod
-    def count(self, table: pa.Table) -> None:
-        """Update the subclass's own counts."""
+    def _distances(self, table: pa.Table) -> npt.NDArray[np.float64]:
+        """How far the rows are apart, 0 where they are the same. The first of the greatest are the examples."""
+        return np.asarray(table["is_changed"], np.float64)
 
-    def remember(self, table: pa.Table) -> None:
-        """Keep examples: the first changed rows."""
-        wanted = self.num_examples - len(self.examples)
-        if wanted > 0:
-            self.examples += table.filter(table["is_changed"]).slice(0, wanted).to_pylist()
+    def _both(self, rows: pa.RecordBatch, *names: str) -> dict[str, pa.Array]:
+        return {f"{name}_{job}": rows[f"{name}_{job}"] for name in names if name in self.columns for job in "ab"}
 
     def found(self) -> RowChanges:
-        only_a, only_b = self.errors[True, False], self.errors[False, True]
-        examples = ({name: row[name] for name in row if name != "_distance"} for row in self.examples)
-        return RowChanges(
-            self.num_both, self.num_changed, self.num_other_prompts, only_a, only_b, self.own_found(), tuple(examples)
-        )
+        """All that was counted."""
+        examples = tuple(row for distance, row in self._examples if distance > 0)
+        both, changed, prompts, only_a, only_b = self._counts.tolist()
+        return RowChanges(both, changed, prompts, only_a, only_b, self._own_found(), examples)
 
     @abc.abstractmethod
-    def own_found(self) -> object:
-        """The task's own counts, as a dataclass."""
+    def _own_found(self) -> Found:
+        """What was counted that is the task's own."""
+
+
+class Comparison(Protocol):
+    """How `diff` begins to compare two jobs of a task. Raises OutputError if they cannot be compared."""
+
+    def __call__(self, a: JobOutput, b: JobOutput, num_examples: int) -> Changes: ...
+
+
+def no_comparison(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
+    """Of a task that does not say how to compare its jobs."""
+    raise OutputError(f"{a.folder} is of task {a.spec['task']}, whose outputs cannot be compared")
 
 
 class Deltas:
-    """Statistics of the differences B - A over all rows. Only finite differences enter sums and maximum."""
+    """Differences, B - A, over all rows."""
 
     def __init__(self) -> None:
-        self.num = self.num_others = 0
-        self.total = self.total_abs = self.greatest = 0.0
+        self._sums, self._greatest = np.zeros(4), 0.0
 
     def add(self, deltas: npt.NDArray[np.float64]) -> None:
-        """Add differences. Those that are not finite are only counted."""
+        """Take in some."""
         known = deltas[np.isfinite(deltas)]
-        total, total_abs = float(known.sum()), float(np.abs(known).sum())
-        self.add_sums(len(known), len(deltas) - len(known), total, total_abs, float(np.abs(known).max(initial=0.0)))
+        absolute = np.abs(known)
+        sums = [len(known), len(deltas) - len(known), known.sum(), absolute.sum()]
+        self.add_sums(sums, absolute.max(initial=0.0))
 
-    def add_sums(self, num: int, num_others: int, total: float, total_abs: float, greatest: float) -> None:
-        """Add differences that are already summed."""
-        self.num, self.num_others = self.num + num, self.num_others + num_others
-        self.total, self.total_abs = self.total + total, self.total_abs + total_abs
-        self.greatest = max(self.greatest, greatest)
+    def add_sums(self, sums: Sequence[float], greatest: float) -> None:
+        """Take in some that were summed already: how many are finite and how many are not; of the finite ones the sum,
+        that of the absolute values, and the greatest of these.
+        """
+        self._sums += sums
+        self._greatest = max(self._greatest, float(greatest))
 
     def summary(self) -> DeltaSummary:
-        num = max(1, self.num)
-        return DeltaSummary(self.num, self.num_others, self.total / num, self.total_abs / num, self.greatest)
+        """All of them."""
+        num, num_others, total, total_abs = self._sums.tolist()
+        return DeltaSummary(int(num), int(num_others), total / max(1, num), total_abs / max(1, num), self._greatest)
 
 
 def delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -178,33 +185,52 @@ def delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return found
 
 
+def number_deltas(rows: pa.RecordBatch, name: str, to: Deltas) -> pa.Array:
+    """B - A of a column of numbers, null where one of the two is. All others are added."""
+    a, b = pair(rows, name)
+    is_null = np.asarray(a.is_null()) | np.asarray(b.is_null())
+    found = delta(*(np.asarray(numbers.to_numpy(zero_copy_only=False)) for numbers in (a, b)))
+    to.add(found[~is_null])
+    return pa.array(found, mask=is_null)
+
+
+def pair(rows: pa.RecordBatch, name: str) -> list[Any]:
+    """This column of A and of B."""
+    return [rows[f"{name}_{job}"] for job in "ab"]
+
+
+def list_pair(rows: pa.RecordBatch, name: str) -> list[Ragged]:
+    """This column of lists of A and of B."""
+    return [to_ragged(column) for column in pair(rows, name)]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """Rows in which a column has these two values, which may be the same."""
+
+    a: str | None
+    b: str | None
+    num_rows: int
+
+
+def value_changes(pairs: Counter[tuple[str | None, str | None]]) -> tuple[ValueChange, ...]:
+    """The most frequent first."""
+    return tuple(ValueChange(a, b, num_rows) for (a, b), num_rows in pairs.most_common())
+
+
+def value_pairs(rows: pa.RecordBatch, name: str) -> Iterator[tuple[Any, Any]]:
+    """The values of A and B in this column, row by row."""
+    return zip(*(column.to_pylist() for column in pair(rows, name)), strict=True)
+
+
 def equal(rows: pa.RecordBatch, name: str) -> BoolArray:
-    """For each row, whether both jobs have the same value in this column, or both null."""
-    a, b = (rows.column(f"{name}_{job}") for job in "ab")
+    """Whether both jobs have the same there, or both nothing."""
+    a, b = pair(rows, name)
     is_same = pc.fill_null(pc.equal(a, b), False)
     return np.asarray(pc.or_(is_same, pc.and_(a.is_null(), b.is_null())).to_numpy(zero_copy_only=False), np.bool_)
 
 
-def num_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Length of the common beginning."""
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length
-
-
-def _names(rows: pa.RecordBatch) -> list[str]:
-    return list(rows.schema.names)
-
-
 _MAX_CHARS = 120
-
-
-def delta_text(deltas: DeltaSummary) -> str:
-    """The differences in one line."""
-    others = f"; {deltas.num_not_finite:,} more are not finite" if deltas.num_not_finite else ""
-    return (
-        f"B - A is {deltas.mean:+.2e} on average, |B - A| {deltas.mean_abs:.2e}, at most {deltas.max_abs:.2e}{others}"
-    )
 
 
 def clip_value(value: Any) -> str:
@@ -241,10 +267,9 @@ class StoredRow:
 class StoredLogprobs:
     """Stored logprobs of consecutive tokens of one sequence.
 
-    kind: `output`, `prompt` or `scored`. token_ids: the sequence up to the last of these tokens. first: index of the
-    first of them, at least 1. wanted: int64 [num_positions, k + 1], the token at each position, then the k other tokens
-    that are stored. values: float32 [num_positions, k + 1]; NaN: not stored. has_top: whether the k others are the
-    likeliest tokens, in that order.
+    kind: `output`, `prompt` or `scored`. token_ids: the whole sequence up to the run's last token. first: the run's
+    first place in it, from 1. wanted: int64 [num_positions, k + 1], the token that stands there, then the k others
+    that are stored, the likeliest in their order. values: float32 [num_positions, k + 1], NaN where nothing is stored.
     """
 
     kind: str
@@ -252,7 +277,6 @@ class StoredLogprobs:
     first: int
     wanted: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
-    has_top: bool = True
 
 
 @dataclass(frozen=True, slots=True)

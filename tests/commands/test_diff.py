@@ -14,7 +14,7 @@ from extents import next_extent
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.storage import Folder
-from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.diff import diff_jobs
 from batchinf.commands.text.compare import diff_lines
 from batchinf.manifest.log import Manifest
 
@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def said(a: pathlib.Path, b: pathlib.Path, **options: Any) -> list[str]:
-    wanted = DiffWanted(**{"num_examples": 0, **options})
-    return list(diff_lines(diff_jobs(str(a / "out"), str(b / "out"), wanted), wanted.to))
+    wanted = {"on": None, "to": None, "num_examples": 0, **options}
+    return list(diff_lines(diff_jobs(str(a / "out"), str(b / "out"), **wanted), wanted["to"]))
 
 
 def rewrite(out: pathlib.Path, change: Any) -> None:

@@ -16,7 +16,7 @@ NUM_ROWS, WIDTH = 160, 128_256  # 40 MB of each job
 # As much as the processes that do it have for themselves at their most: what they map of files is not counted.
 DIFF = """
 import pathlib, sys, threading
-from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.diff import diff_jobs
 from batchinf.commands.text.compare import diff_lines
 
 def anonymous():
@@ -30,7 +30,7 @@ def watch():
 is_done, seen = threading.Event(), [0]
 watcher = threading.Thread(target=watch)
 watcher.start()
-lines = list(diff_lines(diff_jobs(sys.argv[1], sys.argv[2], DiffWanted(num_examples=1)), None))
+lines = list(diff_lines(diff_jobs(sys.argv[1], sys.argv[2], None, None, 1), None))
 is_done.set()
 watcher.join()
 print(next(line for line in lines if line.startswith("rows: ")))

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinf.base.errors import OutputError
+from batchinf.base.errors import OutputError, UserError
 from batchinf.commands import diff
-from batchinf.commands.diff import DiffWanted, diff_jobs
+from batchinf.commands.diff import diff_jobs
 from batchinf.commands.text.compare import diff_lines
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lines import part_line
@@ -55,8 +55,8 @@ def job(
 
 
 def said(a: str, b: str, **options: Any) -> list[str]:
-    wanted = DiffWanted(**{"num_examples": 0, **options})
-    return list(diff_lines(diff_jobs(a, b, wanted), wanted.to))
+    wanted = {"on": None, "to": None, "num_examples": 0, **options}
+    return list(diff_lines(diff_jobs(a, b, **wanted), wanted["to"]))
 
 
 def compared(a: str, b: str, tmp_path: pathlib.Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
@@ -160,6 +160,19 @@ def test_scores(tmp_path: pathlib.Path) -> None:
     assert f"logprobs of {len(expected['tokens'])} tokens that both scored: {deltas_said(expected['tokens'])}" in lines
     first = next(row for row in found if row["is_changed"])
     assert any(line.startswith(f"  row_index {first['key']}: is_greedy {first['is_greedy_a']} ->") for line in lines)
+
+
+def test_columns_that_differ_in_case_alone(tmp_path: pathlib.Path) -> None:
+    """DuckDB ignores case. It also takes `*` and `[1]` in a path for a pattern."""
+    tables = [score_table(0), score_table(1)]
+    names = ["Row_Index", "IS_GREEDY", "Key", "is_greedy_A"]
+    others = [
+        pa.table([pa.array([7] * NUM_ROWS)] * 4 + table.columns, [*names, *table.schema.names]) for table in tables
+    ]
+    plain = [job(tmp_path / name, table, "score") for name, table in zip("ab", tables, strict=True)]
+    odd = [job(tmp_path / name, table, "score") for name, table in zip(("a[1]", "b*"), others, strict=True)]
+    for on in ("row_index", "id"):
+        assert said(*odd, on=on, num_examples=2)[2:] == said(*plain, on=on, num_examples=2)[2:]
 
 
 def choice_table(seed: int, has_answer: bool = True) -> pa.Table:
@@ -443,6 +456,20 @@ def test_what_cannot_be_compared(tmp_path: pathlib.Path) -> None:
         with pytest.raises(OutputError, match=error) as raised:
             said(str(tmp_path / a), str(tmp_path / b))
         assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
+
+
+def test_ids_that_cannot_be_joined(tmp_path: pathlib.Path) -> None:
+    table = score_table(0)
+    numbers, small = (table.set_column(0, "id", pa.array(range(NUM_ROWS), type)) for type in (pa.int64(), pa.uint8()))
+    repeated = table.set_column(0, "id", pa.array([None, None, "x", "y", "x"] + ["z"] * (NUM_ROWS - 5)))
+    made = {"a": table, "numbers": numbers, "small": small, "repeated": repeated}
+    folders = {name: job(tmp_path / name, found, "score") for name, found in made.items()}
+    for pair in (("a", "repeated"), ("repeated", "a")):
+        with pytest.raises(UserError, match="repeated has 2 rows of the id 'x', so rows cannot be joined by id"):
+            said(*(folders[name] for name in pair), on="id")
+    with pytest.raises(UserError, match=r"the ids of .*/a are string, and those of .*/numbers int64"):
+        said(folders["a"], folders["numbers"], on="id")
+    assert "rows: 40 in both, by id" in said(folders["numbers"], folders["small"], on="id")
 
 
 def test_no_row_in_both(tmp_path: pathlib.Path) -> None:

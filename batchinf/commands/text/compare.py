@@ -6,7 +6,6 @@ from batchinf.base.errors import VerificationFailed
 from batchinf.commands.diff import ComparedJob, DiffReport
 from batchinf.commands.verify import LogprobDeviations, VectorDeviations, VerifyReport
 from batchinf.tasks.compare import clip_value
-from batchinf.tasks.registry import task_named
 
 
 def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
@@ -15,10 +14,9 @@ def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
     for change in report.identity_changes:
         yield f"  {change.name}: {clip_value(repr(change.a))} -> {clip_value(repr(change.b))}"
     yield from _change_lines(report)
-    words = task_named(report.task).comparison
-    yield from words.lines(report.changes.own)
+    yield from report.changes.own.lines()
     for row in report.changes.examples:
-        yield from words.example_lines(report.key, row)
+        yield from report.changes.own.example_lines(report.key, row)
     if to is not None:
         num_rows = report.changes.num_both
         yield f"{num_rows:,} rows in {to}" if num_rows else f"no row is in both: {to} is not written"

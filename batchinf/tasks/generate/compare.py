@@ -6,139 +6,104 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
-from batchinf.base.ragged import to_ragged
-from batchinf.records import Prompt, Request
+from batchinf.base.ragged import common_lengths, reduce_runs
+from batchinf.records import Int64Array, Prompt, Request
 from batchinf.tasks.compare import (
     TOKEN_COLUMNS,
     Changes,
-    Comparison,
     Deltas,
     DeltaSummary,
+    Found,
     JobOutput,
     StoredLogprobs,
     StoredRow,
+    ValueChange,
     Verification,
     clip_value,
-    delta_text,
+    delta,
     equal,
-    num_common,
+    list_pair,
     stored_logprobs,
+    value_changes,
+    value_pairs,
 )
 
-_WANTED = ("prompt_hash", "text", "token_ids", "finish_reason", "cumulative_logprob", "logprobs", "error_type")
-
 
 @dataclass(frozen=True, slots=True)
-class FinishReasonChange:
-    """Number of changed rows with these finish reasons in A and B, which may be the same; None: an error row."""
-
-    a: str | None
-    b: str | None
-    num_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class TextsFound:
-    """finish_reasons: of changed rows, the most frequent first. logprobs: of the tokens before each row's first
-    difference, in `num_compared_rows` rows.
+class TextsFound(Found):
+    """finish_reasons: of changed rows; None is that of an error row. logprobs: of the tokens that both jobs gave, up to
+    the first difference, in `num_compared_rows` rows.
     """
 
-    finish_reasons: tuple[FinishReasonChange, ...]
+    finish_reasons: tuple[ValueChange, ...]
     num_compared_rows: int
     logprobs: DeltaSummary
+
+    def lines(self) -> Iterator[str]:
+        """See `Found`."""
+        for reason in self.finish_reasons:
+            if reason.a != reason.b:
+                yield f"  finish_reason {reason.a} -> {reason.b}: {reason.num_rows:,}"
+        if self.logprobs.num:
+            yield (
+                f"logprobs of {self.logprobs.num:,} tokens that both gave ({self.num_compared_rows:,} rows, up to the "
+                f"first difference): {self.logprobs}"
+            )
+
+    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
+        """See `Found`."""
+        yield f"  {key} {row['key']}, sample {row['sample_index']}, other from token {row['first_difference']} on:"
+        yield from (f"    {name} {clip_value(row[f'text_{name.lower()}'])}" for name in "AB")
+
+
+_SHOWN = ("text", "finish_reason", "cumulative_logprob")
 
 
 class TextChanges(Changes):
     """Task generate. A row has changed if its token ids differ; if they are not stored, if its text differs."""
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
-        super().__init__(num_examples)
-        self.columns = [name for name in _WANTED if name in a.schema.names and name in b.schema.names]
-        self._has_ids = "token_ids" in self.columns
-        self._has_logprobs = self._has_ids and "logprobs" in self.columns
+        super().__init__(a, b, num_examples, (*_SHOWN, "token_ids", "logprobs"))
         self._reasons: Counter[tuple[str | None, str | None]] = Counter()
         self._deltas = Deltas()
         self._num_compared = 0
 
-    def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
-        """See `Changes`."""
-        ids = [to_ragged(rows.column(f"token_ids_{name}")) for name in "ab"] if self._has_ids else []
-        if ids:
-            common = np.array([num_common(ids[0][row], ids[1][row]) for row in range(rows.num_rows)], np.int64)
-            is_changed = (common < ids[0].lengths) | (common < ids[1].lengths) | (ids[0].is_null != ids[1].is_null)
+    def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
+        columns: dict[str, Any]
+        if "token_ids" in self.columns:
+            a, b = list_pair(rows, "token_ids")
+            common = common_lengths(a, b)
+            is_changed = (common < a.lengths) | (common < b.lengths) | (a.is_null != b.is_null)
+            columns = {"is_changed": is_changed, "first_difference": pa.array(common, mask=~is_changed)}
+            if "logprobs" in self.columns:
+                columns |= self._logprob_deltas(rows, common)
         else:
-            common = np.zeros(rows.num_rows, np.int64)
             is_changed = ~equal(rows, "text")
-        columns: dict[str, Any] = {
-            "is_changed": is_changed,
-            "first_difference": pa.array(common, mask=~is_changed | (not ids)),
-        }
-        if self._has_logprobs:
-            columns |= _deltas(rows, common)
-        for name in ("text", "finish_reason", "cumulative_logprob"):
-            if name in self.columns:
-                columns |= {f"{name}_{job}": rows.column(f"{name}_{job}") for job in "ab"}
-        return columns
+            columns = {"is_changed": is_changed, "first_difference": pa.nulls(rows.num_rows, pa.int64())}
+        self._reasons.update(value_pairs(rows.filter(pa.array(is_changed)), "finish_reason"))
+        return columns | self._both(rows, *_SHOWN)
 
-    def count(self, table: pa.Table) -> None:
-        """See `Changes`."""
-        changed = table.filter(table["is_changed"])
-        self._reasons.update(zip(*(changed[f"finish_reason_{job}"].to_pylist() for job in "ab"), strict=True))
-        if not self._has_logprobs:
-            return
-        counts = table["num_compared_tokens"].to_numpy()
+    def _logprob_deltas(self, rows: pa.RecordBatch, common: Int64Array) -> dict[str, Any]:
+        """Over each row's common tokens: how many there are, and the sum and the greatest of B's logprobs less A's."""
+        a, b = list_pair(rows, "logprobs")
+        counts = np.minimum(np.minimum(a.lengths, b.lengths), common)
+        found = delta(a.values[a.heads(counts)], b.values[b.heads(counts)])
+        self._deltas.add(found)
         self._num_compared += int(np.count_nonzero(counts))
-        sums = (table[f"{name}_delta_logprob"].to_numpy() for name in ("sum", "sum_abs", "max_abs"))
-        total, absolute, greatest = (found[~np.isnan(found)] for found in sums)
-        self._deltas.add_sums(
-            int(counts.sum()), 0, float(total.sum()), float(absolute.sum()), float(greatest.max(initial=0.0))
-        )
+        is_null = counts == 0
+        return {
+            "num_common_tokens": common,
+            "sum_delta_logprob": pa.array(reduce_runs(np.add, found, counts), mask=is_null),
+            "sum_abs_delta_logprob": pa.array(reduce_runs(np.add, np.abs(found), counts), mask=is_null),
+            "max_abs_delta_logprob": pa.array(reduce_runs(np.maximum, np.abs(found), counts), mask=is_null),
+            "num_compared_tokens": counts,
+        }
 
-    def own_found(self) -> TextsFound:
-        """See `Changes`."""
-        reasons = tuple(FinishReasonChange(a, b, num) for (a, b), num in self._reasons.most_common())
-        return TextsFound(reasons, self._num_compared, self._deltas.summary())
-
-
-def _deltas(rows: pa.RecordBatch, common: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """For each row's common tokens: their number, and sums and maximum of the differences B - A of their logprobs."""
-    a, b = (to_ragged(rows.column(f"logprobs_{name}")) for name in "ab")
-    found = np.zeros((len(common), 3))
-    counts = np.minimum(np.minimum(a.lengths, b.lengths), common)
-    for row in np.flatnonzero(counts):
-        delta = b[row][: counts[row]].astype(np.float64) - a[row][: counts[row]]
-        found[row] = delta.sum(), np.abs(delta).sum(), np.abs(delta).max()
-    is_null = counts == 0
-    return {
-        "num_common_tokens": common,
-        "sum_delta_logprob": pa.array(found[:, 0], mask=is_null),
-        "sum_abs_delta_logprob": pa.array(found[:, 1], mask=is_null),
-        "max_abs_delta_logprob": pa.array(found[:, 2], mask=is_null),
-        "num_compared_tokens": counts,
-    }
-
-
-def _lines(found: TextsFound) -> Iterator[str]:
-    for reason in found.finish_reasons:
-        if reason.a != reason.b:
-            yield f"  finish_reason {reason.a} -> {reason.b}: {reason.num_rows:,}"
-    if found.logprobs.num:
-        yield (
-            f"logprobs of {found.logprobs.num:,} tokens that both gave ({found.num_compared_rows:,} rows, up to the "
-            f"first difference): {delta_text(found.logprobs)}"
-        )
-
-
-def _example_lines(key: str, row: dict[str, Any]) -> Iterator[str]:
-    yield f"  {key} {row['key']}, sample {row['sample_index']}, other from token {row['first_difference']} on:"
-    yield from (f"    {name} {clip_value(row[f'text_{name.lower()}'])}" for name in "AB")
-
-
-COMPARISON = Comparison(TextChanges, _lines, _example_lines)
+    def _own_found(self) -> TextsFound:
+        return TextsFound(value_changes(self._reasons), self._num_compared, self._deltas.summary())
 
 
 class TextVerification(Verification):

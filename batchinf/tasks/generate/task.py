@@ -25,7 +25,7 @@ from batchinf.tasks.base import (
     prompt_columns,
     text_columns,
 )
-from batchinf.tasks.generate.compare import COMPARISON, TextVerification
+from batchinf.tasks.generate.compare import TextChanges, TextVerification
 
 
 def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
@@ -42,7 +42,7 @@ class Generate(Task):
     """See `Task`. `spec.sampling` is resolved, so its temperature is never None."""
 
     name = "generate"
-    comparison = COMPARISON
+    comparison = TextChanges
     verification = TextVerification
     makes_text = True
     joins_requests = False

@@ -38,7 +38,7 @@ from batchinf.tasks.base import (
 )
 from batchinf.tasks.compare import ReferenceWanted, StoredRow, StoredVectors, Verification, vectors_at_positions
 from batchinf.tasks.generate.task import seed_of
-from batchinf.tasks.vectors.compare import COMPARISON
+from batchinf.tasks.vectors.compare import VectorChanges
 
 if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
@@ -269,7 +269,7 @@ class Logits(Task):
     """See `Task`. The section of a resolved spec has its token ids, or the size of the vocabulary."""
 
     name = "logits"
-    comparison = COMPARISON
+    comparison = VectorChanges
     verification = LogitsVerification
     section = SECTION
     # Parquet's writer needs 12 more bytes for each number of a row group: 0.8 GB for the usual 128 MiB of float16.

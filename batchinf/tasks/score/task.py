@@ -37,7 +37,7 @@ from batchinf.tasks.base import (
     result_schema,
     without_requests,
 )
-from batchinf.tasks.score.compare import COMPARISON, ScoreVerification
+from batchinf.tasks.score.compare import ScoreVerification, begin_changes
 from batchinf.tasks.score.prompts import NUM_RESERVED, SECTION, ScorePrompts, score_of, scored_columns
 
 # The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
@@ -64,7 +64,7 @@ class Score(Task):
     """See `Task`."""
 
     name = "score"
-    comparison = COMPARISON
+    comparison = staticmethod(begin_changes)
     verification = ScoreVerification
     section = SECTION
     takes_generation_config = False

@@ -10,23 +10,27 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError
-from batchinf.base.ragged import Ragged, to_matrix, to_ragged
+from batchinf.base.ragged import Ragged, common_lengths, reduce_runs, to_matrix, to_ragged
 from batchinf.records import BoolArray, Int64Array, Prompt, Request
 from batchinf.tasks.compare import (
     Changes,
-    Comparison,
     Deltas,
     DeltaSummary,
+    Found,
     JobOutput,
     ReferenceWanted,
     StoredRow,
     StoredVectors,
+    ValueChange,
     Verification,
     clip_value,
     delta,
-    delta_text,
     equal,
-    num_common,
+    list_pair,
+    number_deltas,
+    pair,
+    value_changes,
+    value_pairs,
     vectors_at_positions,
 )
 from batchinf.tasks.vectors.section import pooling_of
@@ -35,19 +39,9 @@ if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
 
 
-_BLOCK = 1 << 17  # numbers that are compared at once; as float64 they fit the processor's cache
-_COSINE_TASKS = ("embed", "hidden_states")
+_BLOCK = 1 << 17  # numbers that are compared together, as float64, in the processor's cache
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class LabelChange:
-    """Number of rows whose label is `a` in one job and `b` in the other; None: no label."""
-
-    a: str | None
-    b: str | None
-    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +60,55 @@ class ColumnFound:
     mean_cosine: float | None
     min_cosine: float | None
 
+    def lines(self) -> Iterator[str]:
+        """The counts as text."""
+        yield f"{self.name} of {self.num_rows:,} rows, {self.num_vectors:,} vectors: {self.deltas}"
+        if self.num_same_top1 is not None:
+            share = self.num_same_top1 / self.num_vectors
+            yield f"  the likeliest token is the same in {self.num_same_top1:,} of them ({share:.2%})"
+        if self.mean_cosine is not None:
+            yield f"  cosine {self.mean_cosine:.8f} on average, at least {self.min_cosine:.8f}"
+
+
+_MOST_LABELS = 10
+# Columns of the table that are not shown of an example.
+_NOT_SHOWN = ("key", "is_", "error_type", "sample_index")
+
 
 @dataclass(frozen=True, slots=True)
-class VectorsFound:
-    """labels: of rows with another label, the most frequent first. rewards: None unless each row has one number."""
+class VectorsFound(Found):
+    """labels: of rows with another one; None where there is none. rewards: where each row has one number."""
 
-    labels: tuple[LabelChange, ...]
+    labels: tuple[ValueChange, ...]
     rewards: DeltaSummary | None
     columns: tuple[ColumnFound, ...]
 
+    def lines(self) -> Iterator[str]:
+        """See `Found`."""
+        for label in self.labels[:_MOST_LABELS]:
+            yield f"  label {clip_value(label.a)} -> {clip_value(label.b)}: {label.num_rows:,}"
+        if self.rewards is not None and self.rewards.num:
+            yield f"reward of {self.rewards.num:,} rows: {self.rewards}"
+        for column in self.columns:
+            if column.num_vectors:
+                yield from column.lines()
 
-def check_comparable(a: JobOutput, b: JobOutput) -> None:
-    """Raise OutputError if the jobs' vectors cannot be compared: other columns, widths or tokens."""
+    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
+        """See `Found`."""
+        if "label_a" in row:
+            shown = f"label {clip_value(row['label_a'])} -> {clip_value(row['label_b'])}"
+        else:
+            own = {name: value for name, value in row.items() if not name.startswith(_NOT_SHOWN) and value is not None}
+            shown = ", ".join(f"{name} {value:.6g}" for name, value in own.items())
+        yield f"  {key} {row['key']}: {shown}"
+
+
+def comparable_columns(a: JobOutput, b: JobOutput) -> list[str]:
+    """The columns of vectors that can be compared. Raises OutputError where two jobs' numbers do not stand for the
+    same: other columns, widths or tokens.
+    """
     task = a.spec.get("task")
-    own, other = ({**_widths(job.schema)} for job in (a, b))
+    own, other = (_widths(job.schema) for job in (a, b))
     shared = [name for name in own if own[name] == other.get(name)]
     if task == "logits":
         tokens = [(job.spec.get("logits") or {}).get("token_ids") for job in (a, b)]
@@ -87,8 +116,11 @@ def check_comparable(a: JobOutput, b: JobOutput) -> None:
             raise OutputError(
                 f"{a.folder} holds {shared[0]} of other tokens than {b.folder}: compare two with the same logits.tokens"
             )
-    if shared or task == "classify" or (task == "reward" and not own and not other):
-        return
+    if task == "classify":
+        labels = [(job.spec.get("pooling") or {}).get("labels") for job in (a, b)]
+        return shared if labels[0] == labels[1] else []  # other classes, or in another order
+    if shared or (task == "reward" and not own and not other):
+        return shared
     said = [", ".join(f"{name} of {width:,}" for name, width in found.items()) or "one number a row"
             for found in (own, other)]  # fmt: skip
     raise OutputError(f"{a.folder} holds {said[0]}, and {b.folder} {said[1]}: compare two that hold the same")
@@ -112,280 +144,155 @@ class VectorChanges(Changes):
     """
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
-        """Raises OutputError: see `check_comparable`."""
-        super().__init__(num_examples)
-        check_comparable(a, b)
-        self._task = a.spec.get("task")
-        own, other = _widths(a.schema), _widths(b.schema)
-        self.wide = [name for name in own if own[name] == other.get(name)]
-        if self._task == "classify" and _labels(a) != _labels(b):
-            self.wide = []  # other classes, or in another order
-        wanted = ["prompt_hash", "label", "positions", "token_ids", "error_type"]
-        if self._task == "reward" and not self.wide:
-            wanted.append("reward")
-        self.columns = [name for name in wanted if all(name in job.schema.names for job in (a, b))]
-        self._sums = {name: _Sums() for name in self.wide}
+        """Raises OutputError where the two cannot be compared: see `comparable_columns`."""
+        self.wide = comparable_columns(a, b)
+        task = str(a.spec.get("task"))
+        numbers = ("reward",) if task == "reward" and not self.wide else ()
+        super().__init__(a, b, num_examples, ("label", "positions", "token_ids", *numbers))
+        self._vectors = {name: _Vectors(name, task) for name in self.wide}
         self._rewards = Deltas()
         self._labels: Counter[tuple[str | None, str | None]] = Counter()
 
-    def compare(self, rows: pa.RecordBatch, wide: Sequence[pa.Table]) -> dict[str, Any]:
-        """See `Changes`. Several columns of vectors have their own result columns, prefixed with their names."""
-        found = {
-            name: self._compared(rows, name, *(_lists(table.column(name)) for table in wide)) for name in self.wide
-        }
-        is_changed = self._are_changed(rows, list(found.values()))
-        columns: dict[str, Any] = {"is_changed": is_changed}
-        for name, compared in found.items():
-            prefix = f"{name}_" if len(found) > 1 else ""
-            columns |= {f"{prefix}{key}": values for key, values in compared.columns(self._task).items()}
-            self._sums[name].add(compared)
-        if "reward" in self.columns:
-            a, b = (rows.column(f"reward_{job}").to_numpy(zero_copy_only=False) for job in "ab")
-            is_null = np.asarray(rows.column("reward_a").is_null()) | np.asarray(rows.column("reward_b").is_null())
-            differences = delta(a, b)
-            self._rewards.add(differences[~is_null])
-            columns["delta"] = pa.array(differences, mask=is_null)
-        for name in ("label", "reward"):
-            if name in self.columns:
-                columns |= {f"{name}_{job}": rows.column(f"{name}_{job}") for job in "ab"}
-        return columns
-
-    def _compared(self, rows: pa.RecordBatch, name: str, a: Ragged, b: Ragged) -> "_Compared":
-        counts = np.minimum(a.lengths, b.lengths)
-        if "token_ids" in self.columns:
-            # The first differing token was drawn from a vector that still depends on equal tokens only.
-            ids = [to_ragged(rows.column(f"token_ids_{job}")) for job in "ab"]
-            same = [num_common(ids[0][row], ids[1][row]) + 1 for row in range(len(counts))]
-            counts = np.minimum(counts, same)
-        elif "positions" in self.columns:
-            places = [to_ragged(rows.column(f"positions_{job}")) for job in "ab"]
-            for row in np.flatnonzero((a.lengths > 1) | (b.lengths > 1)):
-                counts[row] = min(counts[row], num_common(places[0][row], places[1][row]))
-        return _Compared.of(a, b, counts, self._task)
-
-    def _are_changed(self, rows: pa.RecordBatch, found: Sequence["_Compared"]) -> BoolArray:
-        if "label" in self.columns:
-            return ~equal(rows, "label")
-        if "reward" in self.columns:
-            return ~equal(rows, "reward")
+    def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
+        """With several columns of vectors each has columns of its own, its name before theirs."""
         is_changed = np.zeros(rows.num_rows, np.bool_)
-        for compared in found:
-            is_changed |= compared.is_one_null
-            is_changed |= compared.is_other_top1 if self._task == "logits" else compared.is_other
-        return is_changed
-
-    def count(self, table: pa.Table) -> None:
-        """See `Changes`."""
+        columns: dict[str, Any] = {"is_changed": is_changed}
+        for name, vectors in self._vectors.items():
+            a, b = (_lists(column) for column in pair(rows, name))
+            found, is_other = vectors.compare(a, b, self._counts_of(rows, a, b))
+            is_changed |= is_other
+            prefix = f"{name}_" if len(self._vectors) > 1 else ""
+            columns |= {f"{prefix}{key}": values for key, values in found.items()}
+        if "reward" in self.columns:
+            columns["delta"] = number_deltas(rows, "reward", self._rewards)
+            is_changed[:] = ~equal(rows, "reward")
         if "label" in self.columns:
-            changed = table.filter(table["is_changed"])
-            self._labels.update(zip(*(changed[f"label_{job}"].to_pylist() for job in "ab"), strict=True))
+            is_changed[:] = ~equal(rows, "label")
+            self._labels.update(value_pairs(rows.filter(pa.array(is_changed)), "label"))
+        return columns | self._both(rows, "label", "reward")
 
-    def remember(self, table: pa.Table) -> None:
-        """Keep the rows with the largest differences; for labels, the first changed rows."""
-        if "label" in self.columns or not self.num_examples:
-            super().remember(table)
-            return
+    def _counts_of(self, rows: pa.RecordBatch, a: Ragged, b: Ragged) -> Int64Array:
+        """How many vectors of each row can be compared, from the first on."""
+        counts: Int64Array = np.minimum(a.lengths, b.lengths)
+        if "token_ids" in self.columns:
+            # The vector from which the first other token was drawn comes of the same tokens still.
+            return np.minimum(counts, common_lengths(*list_pair(rows, "token_ids")) + 1)
+        if "positions" in self.columns:
+            has_several = (a.lengths > 1) | (b.lengths > 1)
+            return np.where(has_several, np.minimum(counts, common_lengths(*list_pair(rows, "positions"))), counts)
+        return counts
+
+    def _distances(self, table: pa.Table) -> Floats:
+        """Of classes as elsewhere; else the greatest difference."""
+        if "label" in self.columns:
+            return super()._distances(table)
         names = [name for name in table.column_names if name.endswith("max_abs_delta") or name == "delta"]
-        distances = np.max([np.nan_to_num(np.abs(table[name].to_numpy()), nan=-1.0) for name in names], axis=0)
-        furthest = np.argsort(-distances, kind="stable")[: self.num_examples]
-        rows = zip(table.take(pa.array(furthest)).to_pylist(), distances[furthest], strict=True)
-        both = [*self.examples, *({**row, "_distance": distance} for row, distance in rows)]
-        found = sorted(both, key=lambda row: -row["_distance"])[: self.num_examples]
-        self.examples = [row for row in found if row["_distance"] > 0]
+        found: Floats = np.max([np.nan_to_num(np.abs(table[name].to_numpy())) for name in names], axis=0)
+        return found
 
-    def own_found(self) -> VectorsFound:
-        """See `Changes`."""
+    def _own_found(self) -> VectorsFound:
         return VectorsFound(
-            tuple(LabelChange(a, b, num) for (a, b), num in self._labels.most_common()),
+            value_changes(self._labels),
             self._rewards.summary() if "reward" in self.columns else None,
-            tuple(found.summary(name, self._task) for name, found in self._sums.items()),
+            tuple(vectors.found() for vectors in self._vectors.values()),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """Comparison of a column of vectors in some rows. All fields have one item for each row; NaN: nothing was compared.
+class _Vectors:
+    """Counts what changed in one column of vectors. Differences that are not finite are left out of all sums."""
 
-    counts: compared vectors. total to greatest: over all numbers of the row's vectors. num_others: differences that are
-    not finite, which the sums leave out. sum_cosine, min_cosine, num_top1: over the vectors. is_other: whether any
-    number differs.
-    """
-
-    counts: Int64Array
-    total: Floats
-    total_abs: Floats
-    num_finite: Int64Array
-    num_others: Int64Array
-    greatest: Floats
-    sum_cosine: Floats
-    min_cosine: Floats
-    num_top1: Int64Array
-    is_one_null: BoolArray
-    is_other: BoolArray
-
-    @classmethod
-    def of(cls, a: Ragged, b: Ragged, counts: Int64Array, task: str | None) -> "_Compared":
-        """Compare the first `counts` vectors of each row."""
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        num, row_of = int(offsets[-1]), np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(num) - offsets[:-1][row_of]
-        places = [found.offsets[:-1][row_of] + within for found in (a, b)]
-        width = a.values.shape[1] if a.values.ndim > 1 else 1
-        step = max(1, _BLOCK // width)
-        sums = np.zeros((num, 6))
-        for start in range(0, num, step):
-            own, other = (found.values[at[start : start + step]] for found, at in zip((a, b), places, strict=True))
-            sums[start : start + step] = _of_vectors(own, other, task)
-        starts, is_full = offsets[:-1], counts > 0
-
-        def per_row(add: Any, column: int, empty: float) -> Floats:
-            found = np.full(len(counts), empty, np.float64)
-            if is_full.any():
-                found[is_full] = add.reduceat(sums[:, column], starts[is_full])
-            return found
-
-        num_finite = per_row(np.add, 2, 0).astype(np.int64)
-        cosine = per_row(np.add, 4, np.nan), per_row(np.minimum, 4, np.nan)
-        greatest, num_top1 = per_row(np.maximum, 3, np.nan), per_row(np.add, 5, 0).astype(np.int64)
-        num_others = counts * width - num_finite
-        is_other = (np.nan_to_num(greatest) > 0) | (num_others > 0) | (a.lengths != b.lengths)
-        total, total_abs = per_row(np.add, 0, 0), per_row(np.add, 1, 0)
-        is_one_null = a.is_null != b.is_null
-        return cls(counts, total, total_abs, num_finite, num_others, greatest, *cosine, num_top1, is_one_null, is_other)
-
-    @property
-    def is_other_top1(self) -> BoolArray:
-        """Whether the index of the largest number differs in one of the row's vectors."""
-        found: BoolArray = self.num_top1 < self.counts
-        return found
-
-    def columns(self, task: str | None) -> dict[str, Any]:
-        """The columns of the table of `Changes`; null if nothing was compared."""
-        is_null = self.counts == 0
-        with np.errstate(invalid="ignore"):
-            means = self.total_abs / self.num_finite
-        columns = {
-            "num_compared_vectors": pa.array(self.counts),
-            "max_abs_delta": pa.array(self.greatest, mask=is_null),
-            "mean_abs_delta": pa.array(means, mask=is_null | (self.num_finite == 0)),
-        }
-        if task in _COSINE_TASKS:
-            columns["min_cosine"] = pa.array(self.min_cosine, mask=is_null | np.isnan(self.min_cosine))
-        if task == "logits":
-            columns["num_same_top1"] = pa.array(self.num_top1)
-        return columns
-
-
-def _of_vectors(a: npt.NDArray[Any], b: npt.NDArray[Any], task: str | None) -> Floats:
-    """[num_vectors, 6]: sum, sum of absolutes and number of finite differences, the largest absolute difference, the
-    cosine, and 1 if the largest number is at the same index.
-    """
-    # Arithmetic on float16 is slow.
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    sums = np.zeros((len(a), 6))
-    if task in _COSINE_TASKS:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            lengths = np.sqrt(np.einsum("ij,ij->i", a, a) * np.einsum("ij,ij->i", b, b))
-            sums[:, 4] = np.einsum("ij,ij->i", a, b) / lengths
-    if task == "logits":
-        sums[:, 5] = a.argmax(1) == b.argmax(1)
-    found, sums[:, 2] = delta(a, b), a.shape[1]
-    if not np.isfinite(found).all():
-        is_finite = np.isfinite(found)
-        sums[:, 2] = is_finite.sum(1)
-        found[~is_finite] = 0.0
-    sums[:, 0] = found.sum(1)
-    np.abs(found, out=found)
-    sums[:, 1], sums[:, 3] = found.sum(1), found.max(1)
-    return sums
-
-
-class _Sums:
-    """Totals of one column of vectors over all rows."""
-
-    def __init__(self) -> None:
-        self._num_vectors = self._num_rows = self._num_top1 = self._num_cosines = 0
+    def __init__(self, name: str, task: str) -> None:
+        self._name = name
+        self._has_cosine, self._has_top1 = task in ("embed", "hidden_states"), task == "logits"
+        self._num_rows = self._num_vectors = self._num_top1 = self._num_cosines = 0
         self._cosine, self._least = 0.0, 1.0
         self._deltas = Deltas()
 
-    def add(self, rows: _Compared) -> None:
-        self._num_vectors += int(rows.counts.sum())
-        self._num_rows += int(np.count_nonzero(rows.counts))
-        self._num_top1 += int(rows.num_top1.sum())
-        is_known = ~np.isnan(rows.sum_cosine)
-        self._num_cosines += int(rows.counts[is_known].sum())
-        self._cosine += float(rows.sum_cosine[is_known].sum())
-        self._least = min(self._least, float(rows.min_cosine[is_known].min(initial=1.0)))
-        self._deltas.add_sums(
-            int(rows.num_finite.sum()),
-            int(rows.num_others.sum()),
-            float(rows.total.sum()),
-            float(rows.total_abs.sum()),
-            float(np.nan_to_num(rows.greatest).max(initial=0.0)),
-        )
+    def compare(self, a: Ragged, b: Ragged, counts: Int64Array) -> tuple[dict[str, Any], BoolArray]:
+        """Compare the first `counts` vectors of each row. Gives the table's columns, null where there are none, and
+        which rows have changed.
+        """
+        width, own, other = a.values.shape[1], a.heads(counts), b.heads(counts)
+        sums = np.zeros((len(own), 6))
+        step = max(1, _BLOCK // width)
+        for start in range(0, len(own), step):
+            block = slice(start, start + step)
+            sums[block] = self._sums(a.values[own[block]], b.values[other[block]])
+        total, total_abs, num_finite, _, cosine, num_top1 = reduce_runs(np.add, sums, counts).T
+        greatest = reduce_runs(np.maximum, sums[:, 3], counts)
+        least = reduce_runs(np.minimum, sums[:, 4], counts, empty=1.0)
+        num_others = counts * width - num_finite
 
-    def summary(self, name: str, task: str | None) -> ColumnFound:
-        has_cosine = task in _COSINE_TASKS and self._num_cosines > 0
+        self._num_rows += int(np.count_nonzero(counts))
+        self._num_vectors += len(own)
+        self._num_top1 += int(num_top1.sum())
+        is_known = ~np.isnan(cosine)
+        self._num_cosines += int(counts[is_known].sum())
+        self._cosine += float(cosine[is_known].sum())
+        self._least = min(self._least, float(least[is_known].min(initial=1.0)))
+        sums_of_all = [found.sum() for found in (num_finite, num_others, total, total_abs)]
+        self._deltas.add_sums(sums_of_all, greatest.max(initial=0.0))
+
+        is_null = counts == 0
+        with np.errstate(invalid="ignore"):
+            means = total_abs / num_finite
+        columns = {
+            "num_compared_vectors": pa.array(counts),
+            "max_abs_delta": pa.array(greatest, mask=is_null),
+            "mean_abs_delta": pa.array(means, mask=num_finite == 0),
+        }
+        is_changed = (greatest > 0) | (num_others > 0) | (a.lengths != b.lengths)
+        if self._has_cosine:
+            columns["min_cosine"] = pa.array(least, mask=is_null | np.isnan(least))
+        if self._has_top1:
+            columns["num_same_top1"] = pa.array(num_top1.astype(np.int64))
+            is_changed = num_top1 < counts
+        return columns, is_changed | (a.is_null != b.is_null)
+
+    def _sums(self, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Floats:
+        """[num_vectors, 6]: sum, sum of absolutes and number of finite differences, the greatest absolute one, the
+        cosine, and 1 where the greatest number is in the same place.
+        """
+        # Once: half floats are slow at anything but this.
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        sums = np.zeros((len(a), 6))
+        if self._has_cosine:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                lengths = np.sqrt(np.einsum("ij,ij->i", a, a) * np.einsum("ij,ij->i", b, b))
+                sums[:, 4] = np.einsum("ij,ij->i", a, b) / lengths
+        if self._has_top1:
+            sums[:, 5] = a.argmax(1) == b.argmax(1)
+        found, sums[:, 2] = delta(a, b), a.shape[1]
+        if not np.isfinite(found).all():
+            is_finite = np.isfinite(found)
+            sums[:, 2] = is_finite.sum(1)
+            found[~is_finite] = 0.0
+        sums[:, 0] = found.sum(1)
+        np.abs(found, out=found)
+        sums[:, 1], sums[:, 3] = found.sum(1), found.max(1)
+        return sums
+
+    def found(self) -> ColumnFound:
+        """All that was counted."""
+        has_cosine = self._has_cosine and self._num_cosines > 0
         return ColumnFound(
-            name,
+            self._name,
             self._num_rows,
             self._num_vectors,
             self._deltas.summary(),
-            self._num_top1 if task == "logits" else None,
+            self._num_top1 if self._has_top1 else None,
             self._cosine / self._num_cosines if has_cosine else None,
             self._least if has_cosine else None,
         )
 
 
-def _lists(column: pa.ChunkedArray) -> Ragged:
-    """A column of vectors or of lists of vectors, as lists of vectors."""
-    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+def _lists(array: pa.Array) -> Ragged:
+    """A column of vectors, or of lists of them, as lists of vectors."""
     if pa.types.is_list(array.type):
         return to_ragged(array)
     is_null = np.asarray(array.is_null())
-    lengths = (~is_null).astype(np.int64)
-    return Ragged(to_matrix(array)[~is_null], np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), is_null)
-
-
-def _labels(job: JobOutput) -> object:
-    return (job.spec.get("pooling") or {}).get("labels")
-
-
-_MOST_LABELS = 10
-# Examples do not show these columns of the table.
-_NOT_SHOWN = ("key", "is_", "error_type", "sample_index")
-
-
-def _lines(found: VectorsFound) -> Iterator[str]:
-    for label in found.labels[:_MOST_LABELS]:
-        yield f"  label {clip_value(label.a)} -> {clip_value(label.b)}: {label.num_rows:,}"
-    if found.rewards is not None and found.rewards.num:
-        yield f"reward of {found.rewards.num:,} rows: {delta_text(found.rewards)}"
-    for column in found.columns:
-        if column.num_vectors:
-            yield from _column_lines(column)
-
-
-def _column_lines(column: ColumnFound) -> Iterator[str]:
-    yield f"{column.name} of {column.num_rows:,} rows, {column.num_vectors:,} vectors: {delta_text(column.deltas)}"
-    if column.num_same_top1 is not None:
-        share = column.num_same_top1 / column.num_vectors
-        yield f"  the likeliest token is the same in {column.num_same_top1:,} of them ({share:.2%})"
-    if column.mean_cosine is not None:
-        yield f"  cosine {column.mean_cosine:.8f} on average, at least {column.min_cosine:.8f}"
-
-
-def _example_lines(key: str, row: dict[str, Any]) -> Iterator[str]:
-    if "label_a" in row:
-        yield f"  {key} {row['key']}: label {clip_value(row['label_a'])} -> {clip_value(row['label_b'])}"
-        return
-    shown = ", ".join(
-        f"{name} {value:.6g}" for name, value in row.items() if not name.startswith(_NOT_SHOWN) and value is not None
-    )
-    yield f"  {key} {row['key']}: {shown}"
-
-
-COMPARISON = Comparison(VectorChanges, _lines, _example_lines)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(~is_null)])
+    return Ragged(to_matrix(array)[~is_null], offsets, is_null)
 
 
 class _OfPrompt(Verification):
@@ -436,39 +343,33 @@ class HiddenStatesVerification(Verification):
         return HiddenStatesReference(self.spec, wanted)
 
 
-class _OfHead(_OfPrompt):
+class ClassifyVerification(_OfPrompt):
+    """See `Verification`."""
+
     @property
-    def is_active(self) -> bool:
+    def is_relative(self) -> bool:
         """Whether a softmax or a sigmoid is applied to the head's logits."""
-        return bool(pooling_of(self.spec).use_activation)
+        return pooling_of(self.spec).use_activation is not False
+
+    @property
+    def vector_columns(self) -> tuple[str, ...]:
+        """See `Verification`."""
+        return ("probabilities" if self.is_relative else "logits",)
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
         """See `Verification`."""
         from batchinf.tasks.vectors.reference import HeadReference
 
-        return HeadReference(self.spec, wanted, is_active=self.is_active)
+        return HeadReference(self.spec, wanted, is_active=self.is_relative)
 
 
-class ClassifyVerification(_OfHead):
-    """See `Verification`."""
-
-    @property
-    def is_active(self) -> bool:
-        """See `_OfHead`."""
-        return pooling_of(self.spec).use_activation is not False
-
-    @property
-    def is_relative(self) -> bool:
-        """See `Verification`."""
-        return self.is_active
-
-    @property
-    def vector_columns(self) -> tuple[str, ...]:
-        """See `Verification`."""
-        return ("probabilities" if self.is_active else "logits",)
-
-
-class RewardVerification(_OfHead):
+class RewardVerification(_OfPrompt):
     """See `Verification`."""
 
     vector_columns = ("reward",)
+
+    def reference(self, wanted: ReferenceWanted) -> "Reference":
+        """See `Verification`."""
+        from batchinf.tasks.vectors.reference import HeadReference
+
+        return HeadReference(self.spec, wanted, is_active=bool(pooling_of(self.spec).use_activation))

@@ -28,11 +28,11 @@ from batchinf.tasks.base import (
 )
 from batchinf.tasks.vectors import section as model_config
 from batchinf.tasks.vectors.compare import (
-    COMPARISON,
     ClassifyVerification,
     EmbedVerification,
     HiddenStatesVerification,
     RewardVerification,
+    VectorChanges,
 )
 from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, pooling_of
 
@@ -43,7 +43,7 @@ class Pooled(Task):
     """A task that stores `Completion.values` of vLLM's pooling runner. A row has one request."""
 
     section = SECTION
-    comparison = COMPARISON
+    comparison = VectorChanges
     takes_generation_config = False
     output_room = 0
 
