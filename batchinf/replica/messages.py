@@ -142,10 +142,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ShardBegun:
-    """From a replica: a shard's first rows are on their way; `num_recovered` requests came from the journal."""
+    """From a replica: a shard's first rows are on their way; `num_recovered` requests came from the journal.
+
+    damaged: names of journal segments that cannot be used. Their results run again.
+    """
 
     shard: int
     num_recovered: int
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
