@@ -1,16 +1,18 @@
 """Logprobs stay arrays on their way through vLLM's front end, which by itself makes Python objects of them."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.engine import output_processor
 
 from batchinf.base.errors import BatchinfError
+from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted, TokenLogprobs
 
-LogprobsProcessor: Any = getattr(output_processor, "LogprobsProcessor", object)  # there from 0.26 to 0.33
+_PLACE = "vllm.v1.engine.output_processor"
+LogprobsProcessor: Any = optional(_PLACE, "LogprobsProcessor", "logprobs come as Python objects, slowly", object)
 
 
 class LogprobRows:
@@ -128,7 +130,7 @@ def install_arrays() -> bool:
     """Let vLLM keep arrays; False where it no longer can, and flat logprobs are converted instead."""
     names = ("from_new_request", "update_from_output", "_update_sample_logprobs", "_update_prompt_logprobs")
     if has_seam := all(hasattr(LogprobsProcessor, name) for name in names):
-        output_processor.LogprobsProcessor = ArrayLogprobsProcessor
+        importlib.import_module(_PLACE).LogprobsProcessor = ArrayLogprobsProcessor  # type: ignore[attr-defined]
     return has_seam
 
 
