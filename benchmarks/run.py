@@ -285,7 +285,7 @@ def run_rivals(group: list[Prepared], out: pathlib.Path, number: int, deadline: 
     with path.with_suffix(".log").open("wb") as log:
         command = [sys.executable, str(HERE / "rivals.py"), str(path)]
         # On a CPU the engine runs like that of a job: in one process, on the same cores.
-        own = {} if visible_devices() else engine_environment((), os.cpu_count() or 1, 0)
+        own = {} if visible_devices() else engine_environment((), os.cpu_count() or 1)
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **own})
         while process.poll() is None and time.monotonic() < deadline:
             results.collect(wanted, out)

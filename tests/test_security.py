@@ -404,9 +404,9 @@ def test_a_replica_is_told_to_stay_on_this_host(monkeypatch: pytest.MonkeyPatch)
     for name in wanted:
         monkeypatch.delenv(name, raising=False)
     for devices in ((), ("0", "1")):
-        assert engine_environment(devices, 4, 0).items() >= wanted.items()
+        assert engine_environment(devices, 4).items() >= wanted.items()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert "GLOO_SOCKET_IFNAME" not in engine_environment(("0",), 4, 0)
+    assert "GLOO_SOCKET_IFNAME" not in engine_environment(("0",), 4)
 
 
 @pytest.mark.slow

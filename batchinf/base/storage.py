@@ -21,6 +21,7 @@ import xxhash
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
 
+DAMAGED = "damaged"
 _TEMPORARY = ".tmp-"
 # Errors that only the user can fix. The first one stops the job, because other replicas would fail the same way.
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -184,6 +185,17 @@ class Folder:
     def exists(self, name: str) -> bool:
         """Whether there is a file or folder `name`."""
         return self.path(name).exists()
+
+    def move_aside(self, name: str) -> str:
+        """Move a damaged file to `damaged/`, under a name that is free there; the name. Nothing is ever deleted."""
+        self.make(DAMAGED)
+        base, number = f"{DAMAGED}/{name.rpartition('/')[2]}", 0
+        target = base
+        while self.exists(target):
+            number += 1
+            target = f"{base}.{number}"
+        self.publish(name, target)
+        return target
 
     def delete(self, name: str) -> None:
         """Delete the file `name` if it exists."""

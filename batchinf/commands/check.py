@@ -35,7 +35,6 @@ from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-DAMAGED = "damaged"
 _KINDS = {"header", "extent", "event", "snapshot", "counted_event"}
 _PARTS_TO_ASK = 100
 
@@ -67,19 +66,7 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
     data = encode_commits(snapshot_commits(state, logs))
     if not folder.create_exclusive(f"manifest/{epoch:06d}.jsonl", data):
         raise OutputError(f"another process has begun epoch {epoch} of {folder.root}; run this again")
-    return [move_file_aside(folder, name) for name in logs]
-
-
-def move_file_aside(folder: Folder, name: str) -> str:
-    """Move a file to `damaged/`, under a free name. Returns the name. Nothing is deleted."""
-    folder.make(DAMAGED)
-    base, number = f"{DAMAGED}/{name.rpartition('/')[2]}", 0
-    target = base
-    while folder.exists(target):
-        number += 1
-        target = f"{base}.{number}"
-    folder.publish(name, target)
-    return target
+    return [folder.move_aside(name) for name in logs]
 
 
 def _useful_lines(folder: Folder, name: str) -> list[Fields]:
@@ -317,7 +304,7 @@ def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> I
         return
     for shard, flaw in flaws.items():
         name = f"parts/{part_name(shard)}"
-        moved_to = move_file_aside(folder, name) if repair and folder.exists(name) else None
+        moved_to = folder.move_aside(name) if repair and folder.exists(name) else None
         yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
 
 

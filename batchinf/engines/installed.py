@@ -1,17 +1,41 @@
 """Facts about the installed vLLM without importing it: engine arguments, structured outputs, reasoning parsers."""
 
 import ast
+import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 
-from batchinf.base.errors import BatchinfError, SpecError
+from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
 from batchinf.spec.file import SpecFile
+
+
+@contextlib.contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Raise EngineStartError, one line, for an import that fails in this block. what: the field that needs it."""
+    try:
+        yield
+    except ImportError as error:
+        version = getattr(sys.modules.get("vllm"), "__version__", None)
+        wrong = "vLLM cannot be imported" if version is None else f"vLLM {version} lacks a part that this needs"
+        words = str(error).partition(" (/")[0]
+        raise EngineStartError(f"{what}: {wrong}: {words}; install a version that docs/install.md names") from error
+
+
+def vllm_version() -> tuple[int, int] | None:
+    """The first two numbers of the installed vLLM's version; None where there is none, or its name is another."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("vllm"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 @functools.cache

@@ -204,7 +204,7 @@ def update(replica: FleetReplica, event: Event) -> None:
             if event.steps != replica.progress.steps or not event.in_flight:
                 replica.steps_changed_at = time.monotonic()
             replica.progress = event
-        case messages.ShardBegun(shard, num_recovered):
+        case messages.ShardBegun(shard, num_recovered, _):
             replica.begun.add(shard)
             replica.recovered_rows += num_recovered
         case messages.Revoked(shards):

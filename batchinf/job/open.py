@@ -45,7 +45,7 @@ def objection(task: Task, model: Model, source: Source, rows: range, num_rows: i
 
     task: of the resolved spec. rows: include the `num_rows` rows that run.
     """
-    given, per_row = task.spec.output.max_output_bytes, task.num_rows_per_input * task.estimated_bytes_per_row()
+    given, per_row = task.spec.output.max_output_bytes, task.estimated_bytes_per_row()
     limit = task.default_max_output_bytes if given is None else given
     if limit is None:
         return None

@@ -22,6 +22,7 @@ from batchinf.records import (
 )
 
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
+CHOSEN = "chosen"  # an event: how many rows were chosen from how many
 HEAD_START = "head_start"  # the event that begins a log if replicas start before the job has a header
 
 
@@ -85,6 +86,12 @@ class _Event(BaseModel):
 
     name: JsonText
     at: Time
+    kept_as: JsonText = ""
+
+
+class _Chosen(_Event):
+    num_rows: Count
+    num_input_rows: Count
 
 
 class _ReplicaEnded(_Event):
@@ -97,8 +104,10 @@ class _HeadStart(_Event):
 
 
 class _Ready(_Event):
+    replica: Count = 0
     device: JsonText = ""
     versions: dict[JsonText, JsonText]
+    settings: dict[JsonText, Any] = {}
 
 
 class _Death(_Event):
@@ -137,6 +146,7 @@ class _ReplicaStarted(_Event):
 
 
 _EVENTS: dict[str, type[_Event]] = {
+    CHOSEN: _Chosen,
     HEAD_START: _HeadStart,
     "replica_started": _ReplicaStarted,
     "replica_ended": _ReplicaEnded,

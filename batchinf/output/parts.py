@@ -173,6 +173,7 @@ class OpenShard:
         self.rows = rows or ShardRows(shard.start, shard.stop)
         self.task = task
         self.segments: list[Segment] = []
+        self.damaged: tuple[str, ...] = ()
         self.fresh: list[pa.RecordBatch] = []
         self.unjournalled_bytes = 0
         self.num_results = self.num_recovered_errors = 0
@@ -220,8 +221,8 @@ class OpenShard:
         found: BoolArray = is_begun & (self._num_done[rows] == self.num_requests[rows])
         return found
 
-    def recover(self) -> list[str]:
-        """Load the journal's results. Returns the names of damaged segments, whose results run again."""
+    def recover(self) -> None:
+        """Take over the results that the journal holds. `damaged` names the segments whose results run again."""
         found = self._journal.recover(self.index)
         damaged = list(found.damaged)
         for segment in found.segments:
@@ -236,7 +237,7 @@ class OpenShard:
                 self.segments.append(segment)
                 self.num_recovered_errors += segment.num_errors()
             segment.close()
-        return damaged
+        self.damaged = tuple(damaged)
 
     def add(self, batch: pa.RecordBatch) -> int:
         """Add encoded results of this shard, except those that exist already. Returns the number of new ones."""

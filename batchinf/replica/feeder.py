@@ -259,8 +259,9 @@ class Feeder(threading.Thread):
             self._note_begun(opened, track)
 
     def _note_begun(self, opened: OpenShard, track: Callable[[OpenShard], None]) -> None:
+        # Before `track`, which may close the shard at once: the coordinator then deletes what is left in the journal.
+        self._emit(ShardBegun(opened.index, opened.num_results, opened.damaged))
         track(opened)
-        self._emit(ShardBegun(opened.index, opened.num_results))
 
     def start_once(self) -> None:
         """Start the thread, unless it has been started."""

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Protocol
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError
 from batchinf.base.storage import LASTING, Folder, disk_error
+from batchinf.engines.installed import importing
 from batchinf.engines.protocol import Engine
 from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import open_job_input
@@ -343,13 +344,14 @@ class Incarnation:
             if task.pooling is not None:
                 return ScriptedPooling(task, script, size)
             return ScriptedEngine(script, size, getattr(tokenizer, "eos_token_id", None) or 0)
-        if task.pooling is not None:
-            from batchinf.engines.vllm.pooling import VllmPooling
+        with importing(f"task {task.name}"):
+            if task.pooling is not None:
+                from batchinf.engines.vllm.pooling import VllmPooling
 
-            return VllmPooling(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
-        from batchinf.engines.vllm.engine import VllmEngine
+                return VllmPooling(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
+            from batchinf.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
+            return VllmEngine(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
 
     def _open(self, work: Work) -> None:
         """Open the input and start the pipeline. If that fails, `run` raises the error when it needs the pipeline."""

@@ -137,10 +137,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ShardBegun:
-    """From a replica: a shard has begun; `num_recovered` of its results came from the journal."""
+    """From a replica: a shard has begun; `num_recovered` of its results came from the journal.
+
+    damaged: names of journal segments that cannot be used. Their results run again.
+    """
 
     shard: int
     num_recovered: int
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,8 @@ class Coordinator:
                     parts.append((replica.number, replica.handle.incarnation, part))
                 case Revoked(shards):
                     self._assignment.take_back(replica, shards)
-                case ShardBegun(shard, num_recovered):
-                    self._note_begun(shard, num_recovered)
+                case ShardBegun():
+                    self._note_begun(event)
                 case Ready():
                     self._note_ready(replica, event)
                     self._assignment.begin(replica)
@@ -159,12 +159,22 @@ class Coordinator:
         if parts:
             self._commit(parts)
 
-    def _note_begun(self, shard: int, num_recovered: int) -> None:
+    def _note_begun(self, event: ShardBegun) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._manifest.event("first_request", shard=shard)
-        if num_recovered:
-            self._manifest.event("recovered", shard=shard, num_requests=num_recovered)
+            self._manifest.event("first_request", shard=event.shard)
+        if event.num_recovered:
+            self._manifest.event("recovered", shard=event.shard, num_requests=event.num_recovered)
+        for name in event.damaged:
+            self._keep_damaged(event.shard, f"journal/{name}")
+
+    def _keep_damaged(self, shard: int, name: str) -> None:
+        self._lock.check()
+        # An earlier incarnation of the replica may have named it before.
+        with contextlib.suppress(FileNotFoundError):
+            moved_to = self._job.folder.move_aside(name)
+            self._manifest.event("journal_damaged", shard=shard, segment=name, moved_to=moved_to)
+            self._display.say(f"warning: {name} is damaged; it is kept as {moved_to}, and its results run again")
 
     def _commit(self, parts: Sequence[tuple[int, str, Part]]) -> None:
         """Publish and commit parts, each with the replica and the incarnation that wrote it."""

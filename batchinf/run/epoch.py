@@ -22,6 +22,7 @@ from batchinf.fleet.status import Telemetry, read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, check_drift, new_header, open_job
+from batchinf.manifest.lines import CHOSEN
 from batchinf.manifest.lock import LOCK, JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
@@ -33,7 +34,7 @@ from batchinf.run import progress
 from batchinf.run.coordinator import Coordinator
 from batchinf.run.extend import add_extent, has_more, open_extended, said
 from batchinf.run.head_start import HeadStart
-from batchinf.run.progress import CHOSEN, ProgressDisplay, forecast
+from batchinf.run.progress import ProgressDisplay, forecast
 from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
 from batchinf.schedule.selection import Choice, RunOrder

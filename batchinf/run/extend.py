@@ -13,9 +13,9 @@ from batchinf.base.errors import InputError
 from batchinf.job import ordering
 from batchinf.job.choose import Chosen, Say, choose
 from batchinf.job.open import Job, carried_columns, open_job
+from batchinf.manifest.lines import CHOSEN
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
-from batchinf.run.progress import CHOSEN
 from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
 from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column

@@ -19,7 +19,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import clip, duration, short_count
 from batchinf.fleet.status import JobStatus
 from batchinf.job.open import Job, begun_at
-from batchinf.manifest.lines import EventLine
+from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, list_shards
@@ -217,9 +217,6 @@ def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
     if isinstance(text, RowError):
         return f"no prompt can be made of {clip(str(dict(row.values)), _PROMPT_CHARS)}"
     return f"prompt '{clip(text, _PROMPT_CHARS)}'"
-
-
-CHOSEN = "chosen"  # an event: how many rows were chosen from how many
 
 
 def forecast(state: State) -> list[str]:

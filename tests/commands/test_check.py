@@ -530,7 +530,16 @@ def test_a_damaged_journal_is_named_and_its_rows_run_again(halved: pathlib.Path,
     for path in segments:
         line = f"note: journal/{path.name} is damaged: left out, its results run again"
         assert (line in said) == (path in hurt), f"seed {seed}"
-    assert_goes_on(out)
+    before = {path.name: path.read_bytes() for path in hurt}
+    said = assert_goes_on(out)
+    for name in before:
+        line = f"warning: journal/{name} is damaged; it is kept as damaged/{name}, and its results run again\n"
+        assert said.count(line) == 1, f"seed {seed}"
+    assert {path.name: path.read_bytes() for path in (out / "damaged").iterdir()} == before
+    events = [event.fields for event in jobs.state_of(out).events if event.name == "journal_damaged"]
+    assert {(event["segment"], event["moved_to"]) for event in events} == {
+        (f"journal/{name}", f"damaged/{name}") for name in before
+    }
 
 
 def test_a_segment_torn_or_flipped_at_any_byte_is_left_out(halved: pathlib.Path, copy: Any) -> None:

@@ -28,8 +28,8 @@ from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
+from batchinf.engines.vllm.layers import give_layers  # noqa: E402
 from batchinf.engines.vllm.pooling import VllmPooling, check_runner, wanted_of  # noqa: E402
-from batchinf.engines.vllm.worker import give_layers  # noqa: E402
 
 MAX_MODEL_LEN = 256
 NUM_LAYERS = 4

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import Header, Retry, part_line
+from batchinf.manifest.lines import Header, Retry, part_line, read_line
 from batchinf.manifest.lock import LOCK, JobLock, LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import MANIFEST_VERSION, NUM_KEPT_EVENTS, State, last_epoch, read_beginning, read_state
@@ -317,6 +317,43 @@ def test_lines_that_do_not_follow_are_damage(folder: Folder, line: dict[str, Any
     append(folder, "000001.jsonl", [line], num_before=1)
     with pytest.raises(OutputError, match=r"000001.jsonl is damaged: line 3 does not follow .*; put back a whole copy"):
         read_state(folder)
+
+
+AT = "2026-01-01T00:00:00+00:00"
+CASE = {
+    "origin": "a", "replica": 0, "shards": [1], "suspects": [2], "stage": "probe", "accused": [], "later": [[3]],
+    "num_deaths": 1, "is_found": False, "doubted": None, "kept_as": "case/a",
+}  # fmt: skip
+# By kind or by the event's name: a line with every field that is read again.
+LINES: dict[str, dict[str, Any]] = {
+    "header": {"kind": "header", **asdict(HEADER)},
+    "extent": {"kind": "extent", **asdict(FIRST), "source_fingerprint": "input", "limit": 5},
+    "part": part_line("part", replace(part(2), retry=1, replica=0, incarnation="000001.0001")),
+    "retry": {"kind": "retry", **asdict(Retry(1, "text IS NULL", {}, "", 3, 1, ""))},
+    "snapshot": {"kind": "snapshot", "replaces": [], "device_s": 1.0, "event_counts": {}, "running_replicas": []},
+} | {
+    name: {"kind": "event", "name": name, "at": AT, **fields}
+    for name, fields in {
+        "chosen": {"num_rows": 1, "num_input_rows": 2, "kept_as": "chosen"},
+        "head_start": {"job_id": "a"},
+        "replica_started": started("000001.0001"),
+        "replica_ended": {"incarnation": "000001.0001", "device_s": 1.0},
+        "ready": {"replica": 0, "device": "", "versions": {}, "settings": {}, "kept_as": "platform/a"},
+        "death": CASE,
+        "condemned": {"row_index": 1, "message": "", "kept_as": "condemned/1"},
+        "forgotten": {"kept_as": "case/a"},
+        "lost": {"shards": [1]},
+        "oom_step_down": {"lowered": {}, "applies_to": {}, "kept_as": "oom_step_down"},
+    }.items()
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, line in LINES.items() for field in line])
+def test_a_field_of_another_type_is_damage(name: str, field: str) -> None:
+    line = LINES[name]
+    assert read_line(line) is not None
+    with pytest.raises((ValueError, LookupError)):
+        read_line({**line, field: -1.5})
 
 
 def test_a_manifest_without_its_first_log_is_damage(folder: Folder) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm import EngineArgs, SamplingParams
-from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind
 
 from batchinf.base.errors import EngineStartError
 from batchinf.base.text import one_line
+from batchinf.engines.installed import importing
+from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
@@ -54,6 +54,10 @@ def lora_arguments(adapters: tuple[Adapter, ...], given: Mapping[str, Any]) -> d
 
 def lora_requests(adapters: tuple[Adapter, ...]) -> dict[str | None, Any]:
     """vLLM's record of each adapter, by name; of None, the plain model's: None. Prefixes are cached by these names."""
+    if not adapters:
+        return {None: None}
+    from vllm.lora.request import LoRARequest
+
     numbered = enumerate(adapters, start=1)
     return {None: None} | {
         adapter.name: LoRARequest(adapter.name, number, adapter.path) for number, adapter in numbered
@@ -67,9 +71,10 @@ def load_adapters(engine: Any, requests: Mapping[str | None, Any]) -> None:
             continue
         # 0.26 knows no ranks of single modules, and would scale them all by the one of the whole.
         config = json.loads((pathlib.Path(request.path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        known = {field.name for field in dataclasses.fields(PEFTHelper)}
+        helper = optional("vllm.lora.peft_helper", "PEFTHelper", "patterns of ranks in adapters are not looked for")
+        known = None if helper is None else {field.name for field in dataclasses.fields(helper)}
         for key in ("rank_pattern", "alpha_pattern"):
-            if config.get(key) and key not in known:
+            if config.get(key) and known is not None and key not in known:
                 raise EngineStartError(
                     f"the LoRA adapter '{name}' has a {key}, which this version of vLLM cannot apply"
                 )
@@ -99,6 +104,8 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
     if task.vocabulary_rows is not None:
         chosen |= {"max_logprobs": -1, "worker_extension_cls": WORKER}
+    if wants_late_mask(task):
+        chosen["worker_extension_cls"] = WORKER
     chosen |= task.default_batch_limits(
         _vocab_size(model_path),
         None if current_platform.is_cpu() else current_platform.get_device_total_memory(),
@@ -110,6 +117,13 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < wanted:
         arguments["max_logprobs"] = wanted
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def wants_late_mask(task: Task) -> bool:
+    """Whether requests may want raw logprobs of structured outputs; lines of a batch file may."""
+    sampling = task.spec.sampling
+    has_both = sampling.structured_outputs is not None and (sampling.logprobs is not None or sampling.logprob_token_ids)
+    return task.logprobs_mode.startswith("raw_") and bool(has_both or task.spec.input.is_batch_file)
 
 
 def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
@@ -166,6 +180,8 @@ def sampling_params(
     if keeps_special_tokens:
         given["skip_special_tokens"] = False
     if sampling.structured_outputs is not None:
+        with importing("sampling.structured_outputs"):
+            from vllm.sampling_params import StructuredOutputsParams
         given["structured_outputs"] = StructuredOutputsParams(**sampling.structured_outputs)
     return SamplingParams(
         **given | (extra or {}),

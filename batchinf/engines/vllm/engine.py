@@ -21,13 +21,9 @@ import torch
 import transformers
 import vllm
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from batchinf import __version__
 from batchinf.base import faults
@@ -42,19 +38,37 @@ from batchinf.engines.vllm.arguments import (
     lora_requests,
     positions_of,
     sampling_params,
+    wants_late_mask,
 )
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
-from batchinf.engines.vllm.worker import install_rows
+from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.worker import install_late_mask, install_rows
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, EngineInfo, EngineStats, Request
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
+
+cleanup_dist_env_and_memory: Any = optional(
+    "vllm.distributed.parallel_state", "cleanup_dist_env_and_memory", "an engine in this process keeps its memory"
+)
+VLLMValidationError: Any = optional(
+    "vllm.exceptions", "VLLMValidationError", "only ValueError and TypeError refuse a request", ValueError
+)
+VllmEngineDeadError: Any = optional(
+    "vllm.v1.engine.exceptions", "EngineDeadError", "a killed engine has another name", RuntimeError
+)
+StatLoggerBase: Any = optional("vllm.v1.metrics.loggers", "StatLoggerBase", "statistics may be missing", object)
 
 # All values of vLLM's FinishReason. Outputs that were cut short have to run again: a signal to the process group ends
 # every running request with `abort`.
 FINISHED = frozenset({"stop", "length", "repetition"})
 CUT_SHORT = frozenset({"abort", "error"})
 
+_NO_RAW = (
+    f"vLLM {vllm.__version__} as it is set here gives no raw logprobs of structured outputs, only those after the "
+    "grammar's mask: set sampling.logprobs_mode to processed_logprobs or processed_logits, leave out "
+    "sampling.logprobs, or use task: score with choices"
+)
 _REFUSALS = (VLLMValidationError, ValueError, TypeError)  # from 0.32 on, the first is not a ValueError
 _WARM_UP_REQUESTS = 8
 _WATCH_S = 0.2
@@ -100,6 +114,7 @@ class VllmEngine:
             tell_parser(self._engine, spec.input.chat_template_kwargs)
         if rows is not None and not install_rows(self._engine, rows):
             print("rows of logits come in vLLM's own order, which is slower", flush=True)
+        self._lacks_raw = wants_late_mask(task) and not install_late_mask(self._engine)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
@@ -181,7 +196,8 @@ class VllmEngine:
         elif engine is not None:  # it ran in this process: free its memory, so that another one can start
             engine.engine_core.shutdown()
             del engine
-            cleanup_dist_env_and_memory()
+            if cleanup_dist_env_and_memory is not None:
+                cleanup_dist_env_and_memory()
 
     def _params(self, request: Request) -> Any:
         """The request's own SamplingParams, because vLLM changes the object. Building one takes 30 µs, so it is a copy.
@@ -210,6 +226,8 @@ class VllmEngine:
                 from batchinf.engines.vllm.structures import check_once
 
                 check_once()
+                if self._lacks_raw and (sampling.logprobs is not None or extra):
+                    raise RequestRefused(RowError("invalid_sampling", _NO_RAW))
             try:
                 found = self._templates[key] = sampling_params(sampling, self._keeps_special_tokens, extra)
             except _REFUSALS as error:

@@ -3,17 +3,19 @@
 vLLM makes Python objects of them: 1,960 bytes for a token with its top 20. As arrays they take 172 bytes.
 """
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.engine import output_processor
 
 from batchinf.base.errors import BatchinfError
+from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted, TokenLogprobs
 
-LogprobsProcessor: Any = getattr(output_processor, "LogprobsProcessor", object)  # exists from 0.26 to 0.33
+_PLACE = "vllm.v1.engine.output_processor"
+LogprobsProcessor: Any = optional(_PLACE, "LogprobsProcessor", "logprobs come as Python objects, slowly", object)
 
 
 class LogprobRows:
@@ -130,7 +132,7 @@ def install_arrays() -> bool:
     """Let vLLM keep arrays. False if this version cannot; its flat logprobs are then converted."""
     names = ("from_new_request", "update_from_output", "_update_sample_logprobs", "_update_prompt_logprobs")
     if has_seam := all(hasattr(LogprobsProcessor, name) for name in names):
-        output_processor.LogprobsProcessor = ArrayLogprobsProcessor
+        importlib.import_module(_PLACE).LogprobsProcessor = ArrayLogprobsProcessor  # type: ignore[attr-defined]
     return has_seam
 
 

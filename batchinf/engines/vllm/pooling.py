@@ -15,7 +15,6 @@ from batchinf.base.errors import SpecError
 from batchinf.engines.vllm.arguments import engine_arguments
 from batchinf.engines.vllm.engine import VllmEngine
 from batchinf.engines.vllm.scheduler import SCHEDULER
-from batchinf.engines.vllm.worker import LAYERS_CONFIG, LAYERS_WORKER
 from batchinf.records import Completion, Request
 from batchinf.tasks.base import PoolingWanted, Task
 
@@ -114,7 +113,7 @@ def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision
     spec, wanted = task.spec, wanted_of(task)
     arguments = engine_arguments(task, model_path, tokenizer_path, revision)
     if arguments.get("scheduler_cls") == SCHEDULER:  # it collects tokens, and pooling has none
-        del arguments["scheduler_cls"]
+        arguments.pop("scheduler_cls", None)
     pooler = dict(spec.engine.get("pooler_config") or {})
     if wanted.seq_pooling_type is not None:
         pooler["seq_pooling_type"] = wanted.seq_pooling_type
@@ -124,6 +123,8 @@ def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision
         [pooler["task"]] = wanted.tasks
     chosen: dict[str, Any] = {"runner": "pooling", "convert": wanted.convert, "pooler_config": pooler}
     if wanted.layers:
+        from batchinf.engines.vllm.layers import LAYERS_CONFIG, LAYERS_WORKER
+
         config = spec.engine.get("additional_config") or {}
         chosen |= {"worker_cls": LAYERS_WORKER, "additional_config": {**config, LAYERS_CONFIG: list(wanted.layers)}}
     if wanted.all_positions and "async_scheduling" not in spec.engine:

@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import LogprobsLists
 
-# The `scheduler_cls` of `engine_arguments`. vLLM imports it by name in the process of its scheduler.
-SCHEDULER = f"{__name__}.scheduler"
+from batchinf.engines.vllm.names import optional
+
+_COST = "outputs are sent at each step, which is slower for small models"
+Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
+AsyncScheduler: Any = optional("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", _COST)
+LogprobsLists: Any = optional("vllm.v1.outputs", "LogprobsLists", _COST)
+
+# What `engine_arguments` gives as `scheduler_cls`: vLLM imports it by name, in whichever process it schedules. None
+# leaves vLLM its own.
+SCHEDULER = None if None in (Scheduler, AsyncScheduler, LogprobsLists) else f"{__name__}.scheduler"
 
 _SEAM = ("add_request", "finish_requests", "update_from_output")
 # Settings that add values to each step's output that this scheduler does not collect.

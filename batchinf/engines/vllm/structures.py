@@ -11,32 +11,25 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import xgrammar
 from vllm import SamplingParams
-from vllm.reasoning import ReasoningParserManager
-from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.structured_output.backend_guidance import (
-    has_guidance_unsupported_json_features,
-    validate_guidance_grammar,
-)
-from vllm.v1.structured_output.backend_lm_format_enforcer import validate_structured_output_request_lm_format_enforcer
-from vllm.v1.structured_output.backend_outlines import validate_structured_output_request_outlines
-from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
-from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
 import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, for `main`
 from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.text import error_message, one_line
+from batchinf.engines.installed import importing
+from batchinf.engines.vllm.names import optional
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.job import JobSpec
 
 _MOST_CHARS = 300
 _MOST_CHECKED = 1024
+_BACKENDS = "vllm.v1.structured_output.backend_"
+# What compiles, by backend; all take SamplingParams.
 _COMPILE = {
-    "xgrammar": validate_xgrammar_grammar,
-    "guidance": validate_guidance_grammar,
-    "outlines": validate_structured_output_request_outlines,
-    "lm-format-enforcer": validate_structured_output_request_lm_format_enforcer,
+    "xgrammar": "validate_xgrammar_grammar",
+    "guidance": "validate_guidance_grammar",
+    "outlines": "validate_structured_output_request_outlines",
+    "lm-format-enforcer": "validate_structured_output_request_lm_format_enforcer",
 }
 
 
@@ -62,12 +55,18 @@ def compiled_by(structure: dict[str, Any], backend: str) -> str:
 def _compile(structure: dict[str, Any], backend: str) -> None:
     if backend not in _COMPILE:
         raise ValueError(f"no such backend; must be auto, {', '.join(_COMPILE)}")
-    _COMPILE[backend](SamplingParams(structured_outputs=StructuredOutputsParams(**structure)))
+    module = _BACKENDS + backend.replace("-", "_")
+    if (validate := optional(module, _COMPILE[backend], "structures are first compiled by the engine")) is not None:
+        with importing("sampling.structured_outputs"):
+            from vllm.sampling_params import StructuredOutputsParams
+        validate(SamplingParams(structured_outputs=StructuredOutputsParams(**structure)))
 
 
 def _second_choice(structure: dict[str, Any]) -> str:
     schema = structure.get("json")
-    return "outlines" if schema and has_guidance_unsupported_json_features(json.loads(schema)) else "guidance"
+    cost = "guidance is tried where outlines might be needed"
+    is_beyond = optional(f"{_BACKENDS}guidance", "has_guidance_unsupported_json_features", cost, lambda _: False)
+    return "outlines" if schema and is_beyond(json.loads(schema)) else "guidance"
 
 
 def _words(error: Exception) -> str:
@@ -83,6 +82,8 @@ def matcher(structure: dict[str, Any]) -> Callable[[str], bool] | None:
     About 4 µs for a short text. Python's `re` has another dialect, and may take for ever over a text that was cut.
     """
     try:
+        import xgrammar
+
         compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([]), cache_enabled=False)
         compiled = compiler.compile_grammar(_grammar(structure))
     except Exception:
@@ -96,8 +97,12 @@ def matcher(structure: dict[str, Any]) -> Callable[[str], bool] | None:
 
 
 def _grammar(structure: dict[str, Any]) -> Any:
+    import xgrammar
+
     if "regex" in structure:
         return xgrammar.Grammar.from_regex(structure["regex"])
+    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
     text = structure["grammar"]
     return xgrammar.Grammar.from_lark(text) if grammar_is_likely_lark(text) else xgrammar.Grammar.from_ebnf(text)
 
@@ -183,6 +188,8 @@ class Reasoner:
         self, name: str, tokenizer: Any, template_kwargs: Mapping[str, Any], plugin: str | None = None
     ) -> None:
         """plugin: a Python file with further parsers. Raises SpecError for a name or a tokenizer that does not do."""
+        with importing(_FIELD):
+            from vllm.reasoning import ReasoningParserManager
         if plugin:
             ReasoningParserManager.import_reasoning_parser(plugin)
         known = sorted({*ReasoningParserManager.reasoning_parsers, *ReasoningParserManager.lazy_parsers})

@@ -1,4 +1,4 @@
-"""Code in vLLM's worker processes: rows of the whole vocabulary or of chosen tokens without a sort, and hidden states.
+"""What runs in vLLM's worker processes: rows of the whole vocabulary without a sort, and raw scores before the grammar.
 
 For `logprobs=-1` vLLM sorts each row and sends it in rank order with its ids, 8 bytes a number. For prompts it holds 14
 bytes a number of all positions on the device. Here a row is sent in the order of the vocabulary and in the stored type,
@@ -11,6 +11,7 @@ Run with 0.32.0 (V1 runner) and read against both runners of 0.26.0, which uses 
 is missing in another version, rows are sent in vLLM's own order.
 """
 
+import functools
 import importlib
 import inspect
 from bisect import bisect_left
@@ -18,19 +19,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
-from vllm.platforms import current_platform
-from vllm.v1.outputs import LogprobsTensors
 
+from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted
 
-# The `worker_extension_cls` of `engine_arguments`. vLLM imports it by name in each worker.
+_COST = "rows of logits come in vLLM's own order, which is slower"
+get_tp_group: Any = optional("vllm.distributed.parallel_state", "get_tp_group", _COST)
+LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", _COST)
+
+# What `engine_arguments` gives as `worker_extension_cls`: vLLM imports it by name in each worker.
 WORKER_EXTENSION = f"{__name__}.RowsExtension"
 # Rows processed at once, each of about 128k float32.
 _CHUNK = 256
 # Key in `extra_args` of SamplingParams (0.26 to 0.33): the prompt positions, ascending, that a request asks for; all
 # without it. Rows of chosen positions have position + 1 as their rank.
 POSITIONS = "batchinf_positions"
+_GRAMMAR, _GRAMMAR_COST = "vllm.v1.structured_output.utils", "structured outputs have no raw logprobs"
 _V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
 # For a prompt that is run in pieces, rows that the V2 runner may keep on the device until the last piece.
 _DEVICE_BYTES = 1 << 30
@@ -43,10 +47,21 @@ class RowsExtension:
 
     def install_vocabulary_rows(self, dtype: str, token_ids: list[int] | None) -> bool:
         """Send rows in the order of the vocabulary. False if this version has other names, and vLLM's order is sent."""
+        if get_tp_group is None or LogprobsTensors is None:
+            return False
         rows = ScoreRows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
-        if type(self.model_runner).__module__.startswith("vllm.v1.worker.gpu."):
-            return _install_v2(self.model_runner, rows)
-        return _install_v1(self.model_runner, rows)
+        return (_install_v2 if _is_v2(self.model_runner) else _install_v1)(self.model_runner, rows)
+
+    def install_late_mask(self) -> bool:
+        """Let the grammar mask logits after their raw scores are taken; False where this version cannot."""
+        # What checks drafted tokens looks at masked logits alone.
+        if getattr(self.model_runner, "speculative_config", None) is not None:
+            return False
+        return (_mask_late_v2 if _is_v2(self.model_runner) else _mask_late_v1)(self.model_runner)
+
+
+def _is_v2(runner: Any) -> bool:
+    return type(runner).__module__.startswith("vllm.v1.worker.gpu.")
 
 
 def install_rows(engine: Any, wanted: RowsWanted) -> bool:
@@ -55,6 +70,13 @@ def install_rows(engine: Any, wanted: RowsWanted) -> bool:
         return False
     token_ids = list(wanted.token_ids) if wanted.token_ids else None
     return all(engine.collective_rpc("install_vocabulary_rows", args=(wanted.dtype, token_ids)))
+
+
+def install_late_mask(engine: Any) -> bool:
+    """Let an engine's workers take raw scores of structured outputs before the grammar; False where they cannot."""
+    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
+        return False
+    return all(engine.collective_rpc("install_late_mask"))
 
 
 class ScoreRows:
@@ -79,7 +101,7 @@ class ScoreRows:
             scores = scores.index_select(-1, self._index)
         return scores.to(self.dtype)
 
-    def tensors(self, scores: Any, token_ids: Any) -> LogprobsTensors:
+    def tensors(self, scores: Any, token_ids: Any) -> Any:
         """In vLLM's type. token_ids: [n], the sampled tokens; their ranks are not used."""
         ranks = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
         return LogprobsTensors(token_ids.to(torch.int32).unsqueeze(-1), scores, ranks)
@@ -153,12 +175,39 @@ def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Ca
     return prompt_rows
 
 
-def _empty(num_rows: int, width: int, dtype: Any, chosen: list[int] | None) -> LogprobsTensors:
+def _empty(num_rows: int, width: int, dtype: Any, chosen: list[int] | None) -> Any:
     # Not pinned: the driver would allocate it anew for each prompt, which takes longer than the slower copy.
     ranks = torch.zeros(num_rows, dtype=torch.int32) if chosen is None else torch.tensor(chosen, dtype=torch.int32) + 1
     return LogprobsTensors(
         torch.zeros((len(ranks), 1), dtype=torch.int32), torch.empty((len(ranks), width), dtype=dtype), ranks
     )
+
+
+def _mask_late_v1(runner: Any) -> bool:
+    """vLLM's sampler takes raw scores first and then calls `apply_logits_processors`."""
+    sampler: Any = getattr(runner, "sampler", None)
+    mask = optional(_GRAMMAR, "apply_grammar_bitmask", _GRAMMAR_COST)
+    names = ("sample_tokens", "execute_model_state", "input_batch")
+    if mask is None or not hasattr(sampler, "apply_logits_processors") or not all(hasattr(runner, n) for n in names):
+        return False
+    waiting: list[Callable[[Any], Any]] = []
+    their_sample, their_processors = runner.sample_tokens, sampler.apply_logits_processors
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        state = runner.execute_model_state
+        waiting.clear()
+        if grammar_output is not None and state is not None:
+            waiting.append(functools.partial(mask, state.scheduler_output, grammar_output, runner.input_batch))
+            grammar_output = None
+        return their_sample(grammar_output)
+
+    def apply_logits_processors(logits: Any, *arguments: Any, **named: Any) -> Any:
+        while waiting:
+            waiting.pop()(logits)
+        return their_processors(logits, *arguments, **named)
+
+    runner.sample_tokens, sampler.apply_logits_processors = sample_tokens, apply_logits_processors
+    return True
 
 
 # -- the V2 runner -----------------------------------------------------------------------------------------------------
@@ -200,6 +249,32 @@ def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]
     return compute_topk_scores
 
 
+def _mask_late_v2(runner: Any) -> bool:
+    """vLLM's sampler calls `sample`, which may not change the logits, and then takes raw scores of them."""
+    grammar: Any = getattr(runner, "structured_outputs_worker", None)
+    sampler: Any = getattr(runner, "sampler", None)
+    if grammar is None and sampler is None:  # of a pipeline the last stage has both
+        return not getattr(runner, "is_last_pp_rank", True)
+    if not (hasattr(grammar, "apply_grammar_bitmask") and hasattr(sampler, "sample")):
+        return False
+    waiting: list[tuple[Any, Callable[[Any], Any]]] = []
+    their_mask, their_sample = grammar.apply_grammar_bitmask, sampler.sample
+
+    def apply_grammar_bitmask(logits: Any, *arguments: Any) -> None:
+        waiting[:] = [(logits, lambda copy: their_mask(copy, *arguments))]
+
+    def sample(logits: Any, *arguments: Any, **named: Any) -> Any:
+        # A worker without requests of its own in a step does not sample, and the next step has other logits.
+        if waiting and waiting[0][0] is logits:
+            logits = logits.clone()
+            waiting[0][1](logits)
+        waiting.clear()
+        return their_sample(logits, *arguments, **named)
+
+    grammar.apply_grammar_bitmask, sampler.sample = apply_grammar_bitmask, sample
+    return True
+
+
 class PiecesOfPrompts(dict[str, list[Any]]):
     """Replaces the V2 runner's dict: by request, rows of a prompt whose last piece has not run yet.
 
@@ -218,59 +293,3 @@ class _Pieces(list[Any]):
         super().append(piece)
         if sum(each.logprobs.nbytes for each in self) > _DEVICE_BYTES:
             self[:] = [LogprobsTensors(*(tensor.cpu() for tensor in each[:3])) for each in self]
-
-
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-else:
-    from vllm.v1.worker.gpu_worker import Worker
-
-# The `worker_cls` of `pooling_arguments`, and the key of its layers in `additional_config`, which is also part of the
-# key of vLLM's compiled graphs. -1 is the last layer.
-LAYERS_WORKER = f"{__name__}.LayersWorker"
-LAYERS_CONFIG = "batchinf_layers"
-
-
-class LayersWorker(Worker):
-    """vLLM's worker with a model that returns states between layers."""
-
-    def load_model(self, *arguments: Any, **named: Any) -> None:
-        """See vLLM. The model is changed here because it is compiled afterwards."""
-        super().load_model(*arguments, **named)
-        depth = self.vllm_config.model_config.hf_text_config.num_hidden_layers
-        wanted = self.vllm_config.additional_config[LAYERS_CONFIG]
-        give_layers(self.model_runner.get_model(), [depth if layer == -1 else layer for layer in wanted])
-
-
-def give_layers(model: Any, layers: list[int]) -> None:
-    """Let `model` return [num_tokens, num_layers × hidden_size]: the states after these layers, side by side.
-
-    layers: ascending. Raises ValueError if vLLM's implementation of the model cannot return them.
-    """
-    if not hasattr(model, "set_aux_hidden_state_layers"):
-        name = type(model).__name__
-        raise ValueError(f"vLLM's {name} gives no states between layers: leave out pooling.layers and final_norm")
-    model.set_aux_hidden_state_layers(tuple(layers))
-    holder = next((it for it in model.modules() if hasattr(it, "_maybe_add_hidden_state")), None)
-    if holder is not None:
-        _keep_copies(holder)
-    forward = model.forward
-
-    def joined(*arguments: Any, **named: Any) -> torch.Tensor:
-        output = forward(*arguments, **named)
-        if not isinstance(output, tuple) or len(output[1]) != len(layers):
-            raise ValueError(f"vLLM's {type(model).__name__} gave no states for pooling.layers {layers}")
-        return torch.cat(output[1], dim=-1)
-
-    model.forward = joined
-
-
-def _keep_copies(holder: Any) -> None:
-    """Copy the embedding. vLLM returns the tensor itself, and the layers then add to it."""
-
-    def add(found: list[torch.Tensor], layer: int, states: torch.Tensor, residual: torch.Tensor | None) -> Any:
-        if layer in holder.aux_hidden_state_layers:
-            found.append(states.clone() if residual is None else states + residual)
-        return found
-
-    holder._maybe_add_hidden_state = add

@@ -122,8 +122,6 @@ class TextVerification(Verification):
                 "the job stored no token_ids, whose logprobs could be verified; run one with "
                 "output.include_token_ids: true"
             )
-        if self.spec.sampling.structured_outputs is not None:
-            raise UserError("structured_outputs change the logprobs that are stored: they cannot be verified")
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
         """See `Verification`."""

@@ -1,0 +1,64 @@
+"""What runs in vLLM's worker processes for `pooling.layers`: the model gives the states between its layers.
+
+Run with 0.32.0 and read against 0.26.0.
+"""
+
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+# What `pooling_arguments` gives as `worker_cls`, and where in `additional_config`, by which vLLM's compiled graphs
+# are told apart too, the layers stand: -1 is the last.
+LAYERS_WORKER = f"{__name__}.LayersWorker"
+LAYERS_CONFIG = "batchinf_layers"
+
+
+class LayersWorker(Worker):
+    """vLLM's worker, whose model gives states between layers."""
+
+    def load_model(self, *arguments: Any, **named: Any) -> None:
+        """See vLLM. Afterwards the model is compiled, so that this is the place to change it."""
+        super().load_model(*arguments, **named)
+        depth = self.vllm_config.model_config.hf_text_config.num_hidden_layers
+        wanted = self.vllm_config.additional_config[LAYERS_CONFIG]
+        give_layers(self.model_runner.get_model(), [depth if layer == -1 else layer for layer in wanted])
+
+
+def give_layers(model: Any, layers: list[int]) -> None:
+    """Let `model` give [num_tokens, num_layers × hidden_size]: the states after so many layers, side by side.
+
+    layers: ascending. Raises ValueError where vLLM's implementation of the model cannot give them.
+    """
+    if not hasattr(model, "set_aux_hidden_state_layers"):
+        name = type(model).__name__
+        raise ValueError(f"vLLM's {name} gives no states between layers: leave out pooling.layers and final_norm")
+    model.set_aux_hidden_state_layers(tuple(layers))
+    holder = next((it for it in model.modules() if hasattr(it, "_maybe_add_hidden_state")), None)
+    if holder is not None:
+        _keep_copies(holder)
+    forward = model.forward
+
+    def joined(*arguments: Any, **named: Any) -> torch.Tensor:
+        output = forward(*arguments, **named)
+        if not isinstance(output, tuple) or len(output[1]) != len(layers):
+            raise ValueError(f"vLLM's {type(model).__name__} gave no states for pooling.layers {layers}")
+        return torch.cat(output[1], dim=-1)
+
+    model.forward = joined
+
+
+def _keep_copies(holder: Any) -> None:
+    """vLLM hands out the embedding itself, into which the layers then add what they make."""
+
+    def add(found: list[torch.Tensor], layer: int, states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if layer in holder.aux_hidden_state_layers:
+            found.append(states.clone() if residual is None else states + residual)
+        return found
+
+    holder._maybe_add_hidden_state = add

@@ -1,0 +1,76 @@
+"""The environment of local replicas: ports that no other replica of the host has, and threads."""
+
+import itertools
+import pathlib
+import signal
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+import jobs
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.local.backend import LocalBackend, LocalReplica, engine_environment
+from batchinf.replica.messages import Launch
+
+NUM_PORTS = 40
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path) -> Iterator[Callable[[int], LocalReplica]]:
+    """Starts a replica of a job of its own, which stands still."""
+    replicas: list[LocalReplica] = []
+
+    def started(number: int) -> LocalReplica:
+        launch = Launch(0, "000001.0001", str(tmp_path), f"job{number}", "", "", "", None)
+        replicas.append(LocalBackend().start(launch, Slot(0, (), ()), tmp_path / f"{number}.log"))
+        replicas[-1].process.send_signal(signal.SIGSTOP)
+        return replicas[-1]
+
+    yield started
+    for replica in replicas:
+        if replica.process.returncode is None:
+            replica.end()
+
+
+def port_of(replica: LocalReplica) -> int:
+    process = psutil.Process(replica.process.pid)
+    jobs.wait_until(process.environ)  # it is empty until the new program has begun
+    return int(process.environ()["VLLM_PORT"])
+
+
+def test_replicas_of_several_jobs_have_ports_of_their_own(
+    start: Callable[[int], LocalReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_PORT", raising=False)
+    low, _ = map(int, pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    replicas = [start(number) for number in range(3)]
+    ports = sorted(port_of(replica) for replica in replicas)
+    assert all(second - first >= NUM_PORTS for first, second in itertools.pairwise(ports))
+    # The kernel gives the ports from `low` on to any program.
+    assert 1024 < ports[0] <= ports[-1] + NUM_PORTS <= low
+    replicas[0].end()
+    assert port_of(start(3)) not in {port_of(replica) for replica in replicas[1:]}
+
+
+def test_the_port_that_a_user_sets_is_kept(
+    start: Callable[[int], LocalReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PORT", "31000")
+    assert port_of(start(0)) == 31000
+
+
+@pytest.mark.parametrize(("version", "expected"), [("0.26.0", "1"), ("0.32.0", None), ("0.33.1.dev2", None)])
+def test_threads_of_a_replica_on_gpus_are_those_of_vllm(
+    version: str, expected: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    installed = tmp_path / f"vllm-{version}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert engine_environment(("0",), 6).get("OMP_NUM_THREADS") == expected
+    assert engine_environment((), 6)["OMP_NUM_THREADS"] == "6"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in engine_environment(("0",), 6)
+    assert "OMP_NUM_THREADS" not in engine_environment((), 6)
