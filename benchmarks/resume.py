@@ -138,7 +138,7 @@ def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
         process.send_signal(signal.SIGINT)
         process.wait()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(event["pgid"], signal.SIGKILL)
+        os.killpg(event["identity"]["pgid"], signal.SIGKILL)
     wall_s = (datetime.datetime.fromisoformat(event["at"]) - at).total_seconds()
     return {"wall_s": min(wall_s, noticed_s), "cpu_s": cpu_s}
 

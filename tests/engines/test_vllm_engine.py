@@ -690,6 +690,7 @@ def test_killed_engine_core_is_an_engine_dead_error(died: dict[str, Any], name: 
     assert seen["num_unfinished"] == 12 - len(seen["completed"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_exception_in_a_step_is_the_end_of_the_engine(died: dict[str, Any]) -> None:
     seen = died["exception"]

@@ -218,6 +218,7 @@ def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     assert errors == [(137, 0), (137, 1), (137, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.real_starts
 @pytest.mark.parametrize("num_deaths", [3])
 def test_a_coordinator_that_is_killed_forgets_no_death(num_deaths: int, tmp_path: pathlib.Path) -> None:
@@ -239,6 +240,7 @@ def test_a_coordinator_that_is_killed_forgets_no_death(num_deaths: int, tmp_path
     assert len(deaths_of(out)) <= math.log2(8) + 2
 
 
+@pytest.mark.slow
 def test_a_machine_that_always_dies_condemns_few_rows_and_gives_up(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output=SHARDS, parallel={"data_parallel_size": 1}, max_restarts=2)
     done = jobs.run("run", spec, faults="engine.step:*=die")

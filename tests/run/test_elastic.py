@@ -36,9 +36,10 @@ def as_parquet(path: pathlib.Path) -> pathlib.Path:
     return path.with_suffix(".parquet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write_input", "number"),
-    [(as_parquet, signal.SIGKILL), pytest.param(as_jsonl, signal.SIGTERM, marks=pytest.mark.slow)],
+    [(as_parquet, signal.SIGKILL), (as_jsonl, signal.SIGTERM)],
 )
 def test_more_replicas_other_limits_other_places(
     write_input: Callable[[pathlib.Path], pathlib.Path], number: signal.Signals, tmp_path: pathlib.Path

@@ -4,9 +4,12 @@ import json
 import pathlib
 import re
 
+import pytest
+
 import jobs
 
 
+@pytest.mark.slow
 def test_time_in_which_engines_wait_for_the_input_is_not_that_of_rows(tmp_path: pathlib.Path) -> None:
     rows = [json.loads(line) for line in jobs.PROMPTS.read_text(encoding="utf-8").strip().split("\n")[:80]]
     path = tmp_path / "prompts.jsonl"

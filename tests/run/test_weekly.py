@@ -122,7 +122,8 @@ def test_extending_runs_what_came_and_nothing_else(last_week: tuple[pathlib.Path
     assert "was already done" in jobs.finish(spec).stdout
 
 
-@pytest.mark.parametrize("on", ["prompt_hash", *jobs.slowly("id")])
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["prompt_hash", "id"])
 def test_a_new_job_leaves_out_what_last_week_did(on: str, this_week: tuple[pathlib.Path, Documents]) -> None:
     folder, documents = this_week
     before = rows_by_id(folder / "last-week")

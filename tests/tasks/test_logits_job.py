@@ -16,6 +16,7 @@ from batchinf.commands.verify import Wanted, verify
 from batchinf.spec.file import read_spec
 
 
+@pytest.mark.slow
 def test_chosen_tokens_after_each_rows_own_positions_of_a_chat(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
     import torch
