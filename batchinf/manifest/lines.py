@@ -43,8 +43,8 @@ class Header:
 class Retry:
     """A retry that has begun.
 
-    overrides: the changed sampling fields by dotted name, JSON values. num_rows,
-    num_shards: chosen input rows, and the shards that hold them. selection: digest of the bitmap of the chosen rows.
+    overrides: the changed sampling fields by dotted name, JSON values. num_rows, num_shards: chosen input rows, and the
+    shards that hold them. selection: digest of the bitmap of the chosen rows.
     """
 
     number: PositiveCount
