@@ -1,6 +1,7 @@
 """A job's output as arrays: equal to what Parquet holds, for whole jobs and slices, done or not."""
 
 import pathlib
+import random
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import OutputError
-from batchinf.base.ragged import Ragged, to_ragged
+from batchinf.base.ragged import Ragged, common_lengths, reduce_runs, to_ragged
 from batchinf.results import Results
 
 
@@ -125,3 +126,20 @@ def test_odd_lists() -> None:
     assert Ragged(sliced.values, sliced.offsets, sliced.is_null).sum().tolist() == [3, 0, 3]
     with pytest.raises(OutputError, match="lists of 1 to 2 items are no array"):
         to_ragged(pa.array([[[1], [2, 3]]], pa.list_(pa.list_(pa.int32()))))
+
+
+def test_lists_side_by_side() -> None:
+    chance = random.Random(1)
+    lists = [[[chance.randrange(2) for _ in range(chance.randrange(6))] for _ in range(300)] for _ in range(2)]
+    lists[0][7] = None  # type: ignore[call-overload]
+    a, b = (to_ragged(pa.array(some, pa.list_(pa.int32()))) for some in lists)
+    expected = [
+        next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+        for one, other in ((one or [], other) for one, other in zip(*lists, strict=True))
+    ]
+    assert common_lengths(a, b).tolist() == expected
+    heads = [other[:length] for other, length in zip(lists[1], expected, strict=True)]
+    values = b.values[b.heads(np.array(expected))]
+    assert values.tolist() == [value for head in heads for value in head]
+    least = reduce_runs(np.minimum, values, np.array(expected), empty=9)
+    assert least.tolist() == [min(head, default=9) for head in heads]

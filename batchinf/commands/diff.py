@@ -101,6 +101,7 @@ def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str,
     own = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
     connection.read_parquet([glob.escape(str(path)) for path in job.parts]).create_view(f"{view}_parts")
     selected = ", ".join(f"{own[column]} AS {name}" for name, column in columns.items())
+    # DuckDB numbers the rows in the order of the files, on any number of threads, and only if a query asks for it.
     connection.execute(
         f"CREATE VIEW {view} AS SELECT {selected}, row_number() OVER () - 1 AS place_{view} "
         f"FROM {view}_parts AS parts({', '.join(own.values())})"
