@@ -175,7 +175,7 @@ class OpenShard:
         self.segments: list[Segment] = []
         self.fresh: list[pa.RecordBatch] = []
         self.unjournalled_bytes = 0
-        self.num_results = self.num_recovered_errors = 0
+        self.num_results = self.num_finished_inputs = self.num_recovered_errors = 0
         self.is_given_back = False  # before anything of it was run: what was made of it counts no more
         self.num_requests = np.zeros(shard.num_rows, np.int32)
         self._journal = journal
@@ -192,6 +192,11 @@ class OpenShard:
     def index(self) -> int:
         """The shard's index."""
         return self.shard.index
+
+    @property
+    def num_finished(self) -> int:
+        """Output rows that are finished."""
+        return self.num_finished_inputs if self.task.joins_requests else self.num_results
 
     @property
     def is_complete(self) -> bool:
@@ -294,6 +299,8 @@ class OpenShard:
         self._is_done[requests[is_new]] = True
         np.add.at(self._num_done, rows[is_new], 1)
         self.num_results += int(np.count_nonzero(is_new))
+        touched = np.unique(rows[is_new])
+        self.num_finished_inputs += int(np.count_nonzero(self._num_done[touched] == self.num_requests[touched]))
         return is_new
 
     def _begin_rows(

@@ -262,7 +262,7 @@ class Feeder(threading.Thread):
 
     def _note_begun(self, opened: OpenShard, track: Callable[[OpenShard], None]) -> None:
         track(opened)
-        self._emit(ShardBegun(opened.index, opened.num_results))
+        self._emit(ShardBegun(opened.index, opened.num_results, opened.num_finished))
 
     def start_once(self) -> None:
         """Start the thread, unless it has been started."""

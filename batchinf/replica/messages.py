@@ -126,6 +126,9 @@ class Ready:
 class Progress:
     """From a replica, about once a second: totals since it started. `steps` shows that the engine is alive.
 
+    num_rows: output rows that are finished. num_errors: errors among them. num_answered: those that the engine finished
+    without an error, so none from the journal. num_prompt_tokens: of prompts that the engine has run.
+    num_output_tokens: generated so far, those of unfinished requests too.
     in_flight: requests in the engine. num_waiting: those that are ready for it.
     """
 
@@ -138,14 +141,19 @@ class Progress:
     stalled_by_disk_s: float
     engine: EngineStats
     num_waiting: int = 0
+    num_answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShardBegun:
-    """From a replica: a shard's first rows are on their way; `num_recovered` requests came from the journal."""
+    """From a replica: a shard's first rows are on their way.
+
+    num_recovered: requests that came from the journal. num_recovered_rows: output rows that they finish.
+    """
 
     shard: int
     num_recovered: int
+    num_recovered_rows: int
 
 
 @dataclass(frozen=True, slots=True)

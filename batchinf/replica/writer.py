@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from batchinf.base import faults
-from batchinf.output.parts import OpenShard, count_rows
+from batchinf.output.parts import OpenShard
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
 from batchinf.replica.messages import Event, ShardClosed
@@ -61,12 +59,14 @@ class Closing:
 
 @dataclass(slots=True)
 class WriterTotals:
-    """What has been stored since the worker started. Of results and errors, those from the journal count too."""
+    """Output rows stored since the worker started. Of rows and errors, those from the journal count too.
+
+    num_answered: rows that the engine finished without an error.
+    """
 
     num_rows: int = 0
     num_errors: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
+    num_answered: int = 0
 
 
 class Writer(threading.Thread):
@@ -103,7 +103,7 @@ class Writer(threading.Thread):
         """Know a shard that has begun; one that the journal held whole is closed at once."""
         with self._lock:
             self._open[shard.index] = shard
-            self.totals.num_rows += shard.num_results
+            self.totals.num_rows += shard.num_finished
             self.totals.num_errors += shard.num_recovered_errors
 
     def tick_soon(self) -> None:
@@ -175,15 +175,12 @@ class Writer(threading.Thread):
             by_shard.setdefault(row.shard.index, (row.shard, []))[1].extend(row.results)
         for shard, results in by_shard.values():
             batch = self._task.encode(results)
-            self.totals.num_rows += shard.add(batch)
-            self._count(batch)
-
-    def _count(self, results: pa.RecordBatch) -> None:
-        # As they are stored: what an engine must generate to score a text is no output.
-        counts = count_rows(results)
-        self.totals.num_output_tokens += counts.num_output_tokens
-        self.totals.num_prompt_tokens += counts.num_prompt_tokens
-        self.totals.num_errors += counts.num_errors
+            num_before, num_errors = shard.num_finished, batch.num_rows - batch.column("error_type").null_count
+            shard.add(batch)
+            num_rows = shard.num_finished - num_before
+            self.totals.num_rows += num_rows
+            self.totals.num_errors += num_errors
+            self.totals.num_answered += max(0, num_rows - num_errors)
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:

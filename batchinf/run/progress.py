@@ -94,10 +94,10 @@ def status_line(status: JobStatus) -> str:
 def _figures(status: JobStatus) -> str:
     """What the bar and the line have in common: all but the rows."""
     up = sum(replica.state == "running" for replica in status.replicas)
+    rates = (("in", status.prompt_tokens_per_s), ("out", status.output_tokens_per_s))
     parts = [
-        f"left {duration(status.left_s)}",
-        f"in {short_count(status.prompt_tokens_per_s)} tok/s",
-        f"out {short_count(status.output_tokens_per_s)} tok/s",
+        *([] if status.left_s is None else [f"left {duration(status.left_s)}"]),
+        *(f"{name} {short_count(rate)} tok/s" for name, rate in rates if rate is not None),
         f"{status.num_errors:,} errors",
         f"{up}/{len(status.replicas)} replicas up",
     ]
