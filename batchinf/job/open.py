@@ -15,6 +15,7 @@ from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.base.storage import Folder
+from batchinf.base.text import size_text
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import MANIFEST_VERSION, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults
@@ -53,9 +54,9 @@ def objection(task: Task, model: Model, source: Source, rows: range, num_rows: i
         return None
     default = "" if given else ", which holds where the spec is silent"
     remedies = ", ".join(["take fewer rows (input.limit)", *task.size_remedies])
-    estimate = f"{_in_units(num_rows * per_row)} ({_in_units(per_row)} each)"
+    estimate = f"{size_text(num_rows * per_row)} ({size_text(per_row)} each)"
     return (
-        f"the output of {num_rows:,} rows is estimated at {estimate}, more than {_in_units(limit)}{default}; "
+        f"the output of {num_rows:,} rows is estimated at {estimate}, more than {size_text(limit)}{default}; "
         f"{remedies}, or raise it to {_round_up(num_rows * per_row)}"
     )
 
@@ -67,13 +68,6 @@ def _sample(task: Task, model: Model, source: Source, rows: range) -> list[Promp
     builder = task.prompt_builder(tokenizer, model.vocab_size)
     prompts = builder.build(source.read_rows(places, builder.columns), model.max_model_len)
     return [prompt for prompt in prompts if prompt.error is None]
-
-
-def _in_units(num_bytes: int) -> str:
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def _round_up(num_bytes: int) -> int:

@@ -220,6 +220,7 @@ class Coordinator:
             kept_as=kept_as(event.engine),
             replica=replica.number,
             start_s=event.start_s,
+            max_num_seqs=event.engine.max_num_seqs,
             device=event.engine.device,
             versions=event.engine.versions,
             settings=event.engine.settings,
