@@ -111,16 +111,31 @@ def _mark_rows(is_such: BoolArray, bounds: npt.NDArray[Any], rows: BoolArray) ->
     rows |= np.diff(counts[bounds]) > 0
 
 
-def non_finite_lines(num_nan_rows: int, num_inf_rows: int) -> list[str]:
-    """For people; nothing where all is finite."""
+def rules_out_tokens(spec: Mapping[str, Any]) -> bool:
+    """Whether by a job's stored spec tokens may have probability 0: a structure, or the sampling, rules them out."""
+    sampling = spec.get("sampling") or {}
+    is_processed = str(sampling.get("logprobs_mode")).startswith("processed")
+    return is_processed or sampling.get("structured_outputs") is not None
+
+
+def non_finite_lines(num_nan_rows: int, num_inf_rows: int, *, expects_inf: bool) -> list[str]:
+    """For people; nothing where all is finite. expects_inf: see `rules_out_tokens`."""
     said = []
     if num_nan_rows:
         said.append(
-            f"warning: {num_nan_rows:,} rows have NaN among the model's numbers, whose arithmetic failed there; "
+            f"warning: {num_nan_rows:,} output rows have NaN among the model's numbers, whose arithmetic failed there; "
             "they are kept as they are"
         )
-    if num_inf_rows:
-        said.append(f"{num_inf_rows:,} rows have an infinity among the model's numbers, as masked tokens have")
+    if num_inf_rows and expects_inf:
+        said.append(
+            f"{num_inf_rows:,} output rows have tokens with logprob -inf: the structure or the sampling of the job "
+            "rules these tokens out, so nothing is wrong"
+        )
+    elif num_inf_rows:
+        said.append(
+            f"{num_inf_rows:,} output rows have an infinity among the model's numbers, as for a token that the model "
+            "itself rules out; they are kept as they are"
+        )
     return said
 
 
@@ -138,7 +153,11 @@ def remarks(states: Sequence[State]) -> list[str]:
     counts = PartCounts.sum(state.counts for state in states)
     return [
         *accuracy_lines(accuracy_of(states)),
-        *non_finite_lines(counts.num_nan_rows, counts.num_inf_rows),
+        *non_finite_lines(
+            counts.num_nan_rows,
+            counts.num_inf_rows,
+            expects_inf=any(rules_out_tokens(state.header.spec) for state in states),
+        ),
         *encoder.second_bos_lines(counts.num_second_bos),
     ]
 

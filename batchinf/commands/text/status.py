@@ -78,7 +78,7 @@ def _total_lines(totals: JobTotals) -> Iterator[str]:
         f"{short_count(totals.num_output_tokens)} output tokens"
     )
     yield from accuracy_lines(totals.accuracy)
-    yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows)
+    yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows, expects_inf=totals.rules_out_tokens)
     yield from second_bos_lines(totals.num_second_bos)
 
 
