@@ -38,6 +38,7 @@ from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.schedule.selection import RunOrder
+from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -198,7 +199,9 @@ def validate(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding]:
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has its first pass over the input behind it.
         own = folder.path(SOURCE_FOLDER)
-        job = open_job(file, own, state) if own.is_dir() else open_job(file, pathlib.Path(scratch))
+        # A job that is done is looked at as it is, whatever its input has come to since.
+        new: NewRows = "leave" if state is not None and state.is_done else "refuse"
+        job = open_job(file, own, state, new) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):
             yield SpecFound(str(file.path))
             yield _model(job)

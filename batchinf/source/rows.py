@@ -41,7 +41,9 @@ from batchinf.source.versions import (
 )
 
 OPEN_FILES = 16  # at once, of an input of many
-NewRows = Literal["refuse", "ignore", "take"]
+# Of what came to an input since a job took it in. `ignore` does not even look at `input.path`, where the files that the
+# job took in are known and as they were; `leave` looks whether they are all there.
+NewRows = Literal["refuse", "ignore", "leave", "take"]
 _ASKED = "asked.json"  # in the cache: the URL whose files were copied there
 
 
@@ -113,7 +115,7 @@ def _again(
     known, known_format = latest_ranges(versions), file_format(versions[-1].format)
     # A remote input is looked at again only for what is new in it: the copies are what the job began with.
     is_copied = is_url(input.path) and read_record(cache, _ASKED) == _asked(input)
-    if new == "ignore" or (new == "refuse" and is_copied):
+    if new == "ignore" or (new != "take" and is_copied):
         scanned = from_cache(known, cache)
         if scanned is not None and known_format is not None:
             return known_format, versions, scanned

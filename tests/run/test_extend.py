@@ -314,3 +314,12 @@ def test_a_limit_is_raised_over_what_the_job_chooses(tmp_path: pathlib.Path) -> 
     assert "was already done" in jobs.finish(spec, "--set", "input.limit=").stdout
     assert [extent.num_rows for extent in jobs.state_of(out).extents] == [15, 0, 10, len(even) - 25]
     assert jobs.run("check", out, "--deep").returncode == 0
+
+
+def test_what_is_done_is_validated_as_it_is(tmp_path: pathlib.Path) -> None:
+    spec = begin(tmp_path)
+    shown = jobs.run("validate", spec)
+    assert shown.returncode == 0, shown.stderr
+    assert f"input {tmp_path / 'data'}: 40 rows" in shown.stdout
+    assert "the job there is done" in shown.stdout
+    assert "--extend" not in shown.stdout + shown.stderr
