@@ -199,7 +199,25 @@ def test_status_of_a_finished_job(done: Any) -> None:
     assert shown.returncode == 0
     rows = len(jobs.rows_of(out))
     assert shown.stdout.startswith(f"{out}: done")
-    assert f"{rows} of {rows} rows" in shown.stdout
+    assert f"{rows} of {rows} output rows" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["status", "head", "check"])
+def test_a_file_in_the_place_of_a_jobs_folder(command: str, tmp_path: pathlib.Path) -> None:
+    spec, other = jobs.spec_of(tmp_path), tmp_path / "prompts.jsonl"
+    other.write_text('{"prompt": "Once"}\n')
+    for path, more in ((spec, f": the output.path of this spec is {tmp_path / 'out'}"), (other, "")):
+        refused = jobs.run(command, path)
+        assert refused.returncode == 2
+        assert refused.stderr == f"error: {path} is a file; batchinf {command} takes a job's output folder{more}\n"
+
+
+def test_a_run_in_another_folder_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, input={"path": "data/prompts.jsonl"}, output={"path": str(tmp_path / "out" / "one")})
+    refused = jobs.run("run", spec)
+    assert refused.returncode == 2
+    assert_one_clear_line(refused.stderr, "data/prompts.jsonl does not exist")
+    assert not (tmp_path / "out").exists()
 
 
 def test_head_shows_the_first_rows(done: Any) -> None:
