@@ -21,7 +21,7 @@ from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import Telemetry, read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import Job, check_drift, new_header, open_job
+from batchinf.job.open import Job, check_drift, location_of, new_header, open_job
 from batchinf.manifest.lock import LOCK, JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
@@ -38,6 +38,8 @@ from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
 from batchinf.schedule.selection import Choice, RunOrder
 from batchinf.schedule.shards import PendingShards, total_rows, total_shards
+from batchinf.source.find import find_files, is_dataset
+from batchinf.source.remote import is_url
 from batchinf.spec.file import SpecFile, dump_spec
 
 # One of these, and there is a job, or what is left of one.
@@ -135,12 +137,21 @@ def run_job(
             if extends:
                 display.say(NOTHING_NEW)
             return _finished(file, state, was_done=True)
+    if state is None:
+        _check_input_is_there(file)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
         _hold_and_run(file, backend, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
+
+
+def _check_input_is_there(file: SpecFile) -> None:
+    """Raise InputError before a folder is made, as in the wrong working folder."""
+    location = location_of(file.spec)
+    if not is_url(location.path) and not is_dataset(location):
+        find_files(location)
 
 
 def _is_whole(folder: Folder, state: State) -> bool:
