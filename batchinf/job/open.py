@@ -170,9 +170,14 @@ def _open_job(
     )
     if found is not None:
         found(spec, model, adapters)
-    # Before the input is looked at, which may have grown too.
-    limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
-    source = open_job_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    try:
+        # Before the input is looked at, which may have grown too.
+        limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
+        source = open_job_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    except DriftError:
+        if state is not None:
+            _refuse_other_job(folder, spec, model, state.header)
+        raise
     faults.point("job.input_open")
     spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
     task = task_of(spec)
@@ -191,6 +196,21 @@ def _open_job(
     # Through JSON and back, so that it compares equal to what the manifest gives.
     identity = json.loads(json.dumps(identity))
     return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
+
+
+def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:
+    """Raise DriftError, in one line, where the folder's job has nothing to do with this one.
+
+    It has another task, or another model over another input. What differs otherwise is shown field by field.
+    """
+    theirs = header.spec
+    is_other_model = model.fingerprint != header.identity.get("model")
+    if spec.task != theirs["task"] or (is_other_model and spec.input.path != theirs["input"]["path"]):
+        raise DriftError(
+            f"{folder.root} holds another job: task {theirs['task']} with {theirs['model']['name']} over "
+            f"{theirs['input']['path']}, begun {header.created_at}; give this job another output.path, or run it with "
+            "--fresh, which keeps the old folder under another name"
+        )
 
 
 def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
@@ -273,9 +293,10 @@ def _now() -> str:
 
 
 def check_drift(job: Job, header: Header) -> None:
-    """Raise DriftError, with each difference on a line, where the folder's job is not this one."""
+    """Raise DriftError where the folder's job is not this one: in one line, or with each difference on a line."""
     if header.fingerprint == job.fingerprint:
         return
+    _refuse_other_job(job.folder, job.spec, job.model, header)
     raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
 
 
@@ -318,7 +339,8 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
     return DriftError(
         f"{what} that began with other settings:\n"
         + "\n".join(lines)
-        + "\nput these back as they were to go on with it, or give the new job another output.path"
+        + "\nput these back as they were to go on with it, or give the new job another output.path; or begin anew with "
+        "--fresh, which keeps the old folder under another name"
     )
 
 
