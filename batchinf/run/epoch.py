@@ -334,7 +334,7 @@ def _run_retries(
             display.say(f"no row matches {request.predicate.text}: nothing is run again")
     while (phase := next_phase(job, state, manifest)) is not None:
         num_rows, num_shards = int(phase.num_chosen.sum()), int((phase.num_chosen > 0).sum())
-        display.say(f"{phase.retry}: {num_rows:,} rows in {num_shards:,} shards run again")
+        display.say(f"{phase.retry}: {num_rows:,} input rows in {num_shards:,} shards run again")
         _run_rest(phase.job, state, manifest, lock, launcher, display, phase)
         state = read_state(job.folder)
         assert state is not None
@@ -349,9 +349,11 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
     task = job.task
     display.say(task.describe() or (f"sampling: {sampling}" if task.draws_tokens else f"task: {task.name}"))
     done, shards = int(state.committed.sum()), len(state.committed)
+    samples = f" with {task.num_rows_per_input:,} samples each" if task.num_rows_per_input > 1 else ""
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")
-        + f"{total_rows(state.extents):,} rows in {shards:,} shards, {done:,} of them done; {len(slots)} replica(s) on "
+        + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of them done; "
+        + f"{len(slots)} replica(s) on "
         + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else "this machine's processor")
     )
 
@@ -381,7 +383,7 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:
         raise ErrorRateExceeded(
-            f"{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
+            f"{rate:.1%} of the output rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
             "see the columns error_type and error_message\n"
             + "\n".join([*progress.failure_lines(progress.commonest(folder, state)), *summary.lines()])
         )

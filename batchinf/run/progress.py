@@ -69,7 +69,7 @@ class ProgressDisplay:
                 file=self._stream,
                 unit="row",
                 dynamic_ncols=True,
-                bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}{postfix}]",
+                bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} output rows [{elapsed}{postfix}]",
             )
         self._bar.n = status.num_rows_done
         self._bar.set_description_str(status.state, refresh=False)
@@ -87,8 +87,8 @@ class ProgressDisplay:
 def status_line(status: JobStatus) -> str:
     """One line: rows, rates, time left, errors, replicas."""
     if status.state == "done":
-        return f"{status.num_rows_done:,} rows, {status.num_errors:,} errors{_waited(status, ', ')}"
-    return f"{status.num_rows_done:,}/{status.num_rows:,} rows · {_figures(status)}"
+        return f"{status.num_rows_done:,} output rows, {status.num_errors:,} errors{_waited(status, ', ')}"
+    return f"{status.num_rows_done:,}/{status.num_rows:,} output rows · {_figures(status)}"
 
 
 def _figures(status: JobStatus) -> str:
@@ -197,8 +197,8 @@ def report(job: Job, state: State) -> list[str]:
     found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [
         *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
-        f"kept: {state.counts.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had "
-        "finished",
+        f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and in the journal whatever "
+        "else had finished",
         "mend the spec or the input and give the new job another output.path; or let this one run on, error rows and "
         "all: the same command with --set max_error_rate=1",
     ]

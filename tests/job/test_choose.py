@@ -258,7 +258,7 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
         assert len(own) in (66, 68)
         found += own
     assert found == expected
-    assert "200 of 200 rows" in jobs.run("status", tmp_path / "slices" / "out").stdout
+    assert "200 of 200 output rows" in jobs.run("status", tmp_path / "slices" / "out").stdout
 
 
 def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
@@ -361,7 +361,7 @@ def test_validate_says_how_many_rows_are_chosen(tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, RECORDS[:60], input={"where": "id % 6 = 5", "limit": 8})
     done = jobs.run("validate", spec)
     assert done.returncode == 0, done.stderr
-    assert "chosen by where 'id % 6 = 5', limit 8: 8 of 60 rows" in done.stdout
+    assert "chosen by where 'id % 6 = 5', limit 8: 8 of 60 input rows" in done.stdout
     assert "row 5, " in done.stdout
     assert not (tmp_path / "out").exists()
 

@@ -431,7 +431,15 @@ def test_the_display_on_a_terminal() -> None:
     display.say("a line that stays")
     display.close()
     text = terminal.getvalue()
-    for words in ("replica 0 compiling", "40/100 rows", "left 1m15s", "in 120 out 340", "3 errors", "a line that"):
+    for words in (
+        "replica 0 compiling",
+        "40/100 output rows",
+        "left 1m15s",
+        "in 120 tok/s",
+        "out 340 tok/s",
+        "3 errors",
+        "a line that",
+    ):
         assert words in text
     assert display._bar is None
 

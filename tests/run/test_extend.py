@@ -104,7 +104,7 @@ def test_new_files_come_behind_and_earlier_parts_stay_as_they_are(tmp_path: path
     assert "was already done" in jobs.run("run", spec).stdout
 
     status = jobs.run("status", out)
-    assert "committed: 67 of 67 rows" in status.stdout
+    assert "committed: 67 of 67 output rows" in status.stdout
     assert "rows came in 2 times: 40, 27" in status.stdout
     assert jobs.run("check", out, "--deep").returncode == 0
     assert len(jobs.run("head", out, "-n", "60").stdout.splitlines()) == 60
