@@ -23,7 +23,7 @@ from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.prompts.builder import check_columns, check_sampling_columns
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
-from batchinf.prompts.openai import recognised
+from batchinf.prompts.openai import check_batch_models, recognised
 from batchinf.records import Extent, Prompt
 from batchinf.schedule.selection import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
@@ -184,6 +184,8 @@ def _open_job(
     task.check_input()
     check_columns(spec, source.schema.names, task.input_columns)
     check_sampling_columns(spec.sampling, source.schema)
+    if state is None:
+        check_batch_models(spec, source)
     check_order(spec)
     task.output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
