@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import random
 import re
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from batchinf import __version__
-from batchinf.base.errors import BatchinfError, Interrupted, UserError
+from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError
 from batchinf.base.stop_signals import interruptible
 
 if TYPE_CHECKING:
@@ -31,7 +32,22 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.")]
+
+
+def _job_folder(context: typer.Context, path: str) -> str:
+    """Return the argument. Raises UserError for a file, because people give the spec in place of the folder."""
+    if not os.path.isfile(path):
+        return path
+    takes = f"{path} is a file; batchinf {context.info_name} takes a job's output folder"
+    try:
+        from batchinf.spec.file import read_spec
+
+        raise UserError(f"{takes}: the output.path of this spec is {read_spec(path).spec.output.path}")
+    except SpecError:
+        raise UserError(takes) from None
+
+
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.", callback=_job_folder)]
 
 
 _NOT_EXTENDED = {
@@ -165,8 +181,11 @@ def check(
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The output folder of another job over the same rows.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=_job_folder)],
+    b: Annotated[
+        str,
+        typer.Argument(metavar="B", help="The output folder of another job over the same rows.", callback=_job_folder),
+    ],
     on: Annotated[
         str | None,
         typer.Option(

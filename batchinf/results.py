@@ -87,11 +87,18 @@ class Results:
     def array(self, column: str) -> npt.NDArray[Any]:
         """A column without lists, [num_rows]. Nulls become NaN, or None if the values are not numbers.
 
-        A column of vectors, such as `embedding`, becomes [num_rows, width]. Each vector is copied once.
+        A column of vectors, such as `embedding`, becomes [num_rows, width]. Each vector is copied once. So do `logits`
+        and `hidden_states` with one vector for each row; rows that failed are NaN.
         """
         type = self._type(column)
-        if pa.types.is_fixed_size_list(type):
+        if pa.types.is_list(type) and pa.types.is_fixed_size_list(type.value_type):
+            pieces = [_one_each(to_ragged(batch.column(0)), column) for batch in self.batches([column])]
+            type = type.value_type
+        elif pa.types.is_fixed_size_list(type):
             pieces = [to_matrix(batch.column(0)) for batch in self.batches([column])]
+        else:
+            pieces = None
+        if pieces is not None:
             found = np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
             return found if (places := self._places()) is None else found[places]
         if pa.types.is_nested(type):
@@ -153,6 +160,17 @@ def _read_part(path: pathlib.Path, columns: Sequence[str]) -> pa.Table:
     # One descriptor: a retry may put another file in the part's place between two.
     with pq.ParquetFile(path) as file:
         return file.read(columns=columns)
+
+
+def _one_each(lists: Ragged, column: str) -> npt.NDArray[Any]:
+    """[num_lists, width]: the vector of each list; NaN where the list is null. Raises OutputError."""
+    if len(lists) and lists.lengths.max() > 1:
+        raise OutputError(f"column {column!r} has rows with several vectors: ask for it with ragged()")
+    if len(lists.values) == len(lists):
+        return lists.values
+    found = np.full((len(lists), lists.values.shape[1]), np.nan, lists.values.dtype)
+    found[lists.lengths == 1] = lists.values
+    return found
 
 
 def _paths(folder: pathlib.Path, state: State) -> list[pathlib.Path]:

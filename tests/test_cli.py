@@ -117,8 +117,26 @@ def test_drift_is_refused_with_a_diff_and_two_ways_out(field: str, value: str, w
     files = seen(out)
     drifted = jobs.run("run", spec, "--set", f"{field}={value}")
     assert drifted.returncode == 2
-    assert_one_clear_line(drifted.stderr, field, value, was, "put these back", "another output.path")
+    assert_one_clear_line(drifted.stderr, field, value, was, "put these back", "another output.path", "--fresh")
     assert seen(out) == files
+
+
+@pytest.mark.parametrize("has_other_task", [True, False])
+def test_another_jobs_folder_is_refused_in_one_line(done: Any, tmp_path: pathlib.Path, *, has_other_task: bool) -> None:
+    _, out, _ = done
+    sections: dict[str, Any] = {"task": "score", "sampling": None, "input": {"text_column": "prompt"}}
+    if not has_other_task:
+        shutil.copytree(jobs.MODEL, tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
+        (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "Once", "language": "en"}\n')
+        sections = {"model": str(tmp_path / "model"), "input": {"path": str(tmp_path / "rows.jsonl"), "limit": 1}}
+    refused = jobs.run("run", jobs.spec_of(tmp_path, **sections, output={"path": str(out)}))
+    assert refused.returncode == 2
+    [line] = [line for line in refused.stderr.splitlines() if "job" in line]
+    assert line.startswith(f"error: {out} holds another job: task generate with {jobs.MODEL} over {jobs.PROMPTS}, ")
+    assert line.endswith("give this job another output.path, or run it with --fresh, which keeps the old folder under "
+                         "another name")  # fmt: skip
 
 
 def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:
@@ -130,7 +148,7 @@ def test_an_input_that_changed_is_drift(tmp_path: pathlib.Path) -> None:
     path.write_text('{"prompt": "Twice"}\n' * 20)
     drifted = jobs.run("run", spec)
     assert drifted.returncode == 2
-    assert_one_clear_line(drifted.stderr, "1 file is changed: prompts.jsonl", "another output.path")
+    assert_one_clear_line(drifted.stderr, "1 file is changed: prompts.jsonl", "another output.path", "on: prompt_hash")
 
 
 def test_runtime_and_layout_may_change(done: Any) -> None:
@@ -199,7 +217,25 @@ def test_status_of_a_finished_job(done: Any) -> None:
     assert shown.returncode == 0
     rows = len(jobs.rows_of(out))
     assert shown.stdout.startswith(f"{out}: done")
-    assert f"{rows} of {rows} rows" in shown.stdout
+    assert f"{rows} of {rows} output rows" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["status", "head", "check"])
+def test_a_file_in_the_place_of_a_jobs_folder(command: str, tmp_path: pathlib.Path) -> None:
+    spec, other = jobs.spec_of(tmp_path), tmp_path / "prompts.jsonl"
+    other.write_text('{"prompt": "Once"}\n')
+    for path, more in ((spec, f": the output.path of this spec is {tmp_path / 'out'}"), (other, "")):
+        refused = jobs.run(command, path)
+        assert refused.returncode == 2
+        assert refused.stderr == f"error: {path} is a file; batchinf {command} takes a job's output folder{more}\n"
+
+
+def test_a_run_in_another_folder_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, input={"path": "data/prompts.jsonl"}, output={"path": str(tmp_path / "out" / "one")})
+    refused = jobs.run("run", spec)
+    assert refused.returncode == 2
+    assert_one_clear_line(refused.stderr, "data/prompts.jsonl does not exist")
+    assert not (tmp_path / "out").exists()
 
 
 def test_head_shows_the_first_rows(done: Any) -> None:

@@ -41,7 +41,8 @@ def test_perplexity_by_source(tmp_path: pathlib.Path) -> None:
     where = {"text_column": "prompt", "limit": 60}
     jobs.finish(jobs.spec_of(tmp_path, task="score", sampling=None, input=where, **QUICK))
     said = run("perplexity_by_source.py", tmp_path / "out", "language")
-    lines = {line.split()[0]: line.split()[1:] for line in said.splitlines()[3:]}
+    assert "a BOS, it counts as a scored token" in said
+    lines = {line.split()[0]: line.split()[1:] for line in said.splitlines()[4:]}
     rows = [row for row in jobs.rows_of(tmp_path / "out") if row["language"] == "en"]
     num_tokens = sum(row["num_tokens"] for row in rows)
     perplexity = math.exp(-sum(row["logprob_sum"] for row in rows) / num_tokens)

@@ -97,6 +97,21 @@ def test_slices_and_a_job_at_work(tmp_path: pathlib.Path) -> None:
     assert "not done" in repr(results)
 
 
+def test_one_vector_a_row_is_a_matrix(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"id": {i}, "prompt": "{"" if i == 7 else f"Say {i}."}"}}\n' for i in range(20)))
+    sections = {"input": {"path": str(path)}, "sampling": None, "output": {"keep_columns": [], "rows_per_shard": 6}}
+    one = {"parallel": {"data_parallel_size": 1}, "max_error_rate": 1}
+    jobs.finish(jobs.spec_of(tmp_path, task="logits", logits={"positions": "last"}, **sections, **one))
+    results = batchinf.open(tmp_path / "out")
+    logits = results.array("logits")
+    assert (logits.dtype, len(logits)) == (np.float16, 20)
+    assert np.flatnonzero(np.isnan(logits).all(axis=1)).tolist() == [7]
+    lists = results.ragged("logits")
+    assert np.array_equal(np.delete(logits, 7, axis=0), lists.values)
+    assert logits[9].tolist() == lists[9][0].tolist()
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [

@@ -406,7 +406,7 @@ WRONG = [
           "time' to INT32 when casting from source column prompt; must be an "
           "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
     Wrong("nothing chosen", {"input": {"where": "id > 2"}},
-          "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 rows; nothing would be run"),
+          "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 input rows; there is nothing to run"),
     Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
           "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no manifest in it; give a job's output.path"),
     # Logits

@@ -78,6 +78,21 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
+def time_text(seconds: float) -> str:
+    """A rough time in one unit: `12 s`, `35 min`, `4.1 h`."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+
+
+def size_text(num_bytes: float) -> str:
+    """`230.4 kB`, `2.1 MB`, `96.4 GB`."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
 def short_count(number: float) -> str:
     """`950`, `12.3k`, `4.56M`, `7.8B`."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

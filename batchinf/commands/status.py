@@ -19,7 +19,7 @@ from batchinf.manifest.lock import live_holder
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.output.journal import Journal
-from batchinf.output.parts import accuracy_of
+from batchinf.output.parts import accuracy_of, rules_out_tokens
 from batchinf.records import PartCounts
 from batchinf.schedule.selection import RunOrder
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
@@ -47,6 +47,7 @@ class JobTotals:
     begun_at: UTC in ISO format, of the first slice. num_starts: number of epochs. device_s: device time of replicas
     that have ended. num_rows: output rows of the whole job. num_parts: of the slices that have begun. accuracy: None if
     the job has no answers. num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
+    rules_out_tokens: whether a structure or the sampling gives some tokens the logprob -inf.
     num_second_bos: rows whose prompts begin with two BOS tokens.
     """
 
@@ -66,6 +67,7 @@ class JobTotals:
     accuracy: Accuracy | None
     num_nan_rows: int
     num_inf_rows: int
+    rules_out_tokens: bool
     num_second_bos: int
 
 
@@ -180,6 +182,7 @@ def _totals(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_parts: int)
         accuracy=accuracy_of(states),
         num_nan_rows=counts.num_nan_rows,
         num_inf_rows=counts.num_inf_rows,
+        rules_out_tokens=rules_out_tokens(first.header.spec),
         num_second_bos=counts.num_second_bos,
     )
 

@@ -27,7 +27,7 @@ from batchinf.commands.shown_rows import (
     sample_rows,
     shown_row,
 )
-from batchinf.engines.installed import check_structures
+from batchinf.engines.installed import check_structures, is_cpu_build
 from batchinf.fleet.choose import choose_backend
 from batchinf.job.choose import Chosen, choose, described, max_model_len
 from batchinf.job.disk_space import check_size, room_warning
@@ -35,9 +35,10 @@ from batchinf.job.open import Job, begun_at, check_drift, open_job
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.schedule.selection import RunOrder
+from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -198,7 +199,9 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has scanned its input already.
         own = folder.path(SOURCE_FOLDER)
-        job = open_job(file, own, state) if own.is_dir() else open_job(file, pathlib.Path(scratch))
+        # A job that is done is looked at as it is, whatever its input has come to since.
+        new: NewRows = "leave" if state is not None and state.is_done else "refuse"
+        job = open_job(file, own, state, new) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):
             yield SpecFound(str(file.path))
             yield _model(job)
@@ -221,6 +224,8 @@ def _model(job: Job) -> ModelFound:
     # All devices are assumed to be alike.
     backend = choose_backend()
     device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
+    runs_on_cpu = device_bytes is None and is_cpu_build()
+    spec = job.spec.model_copy(update={"model": on_cpu(job.spec.model)}) if runs_on_cpu else job.spec
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     return ModelFound(
         name=model.name,
@@ -230,7 +235,7 @@ def _model(job: Job) -> ModelFound:
         fingerprint=model.fingerprint,
         adapters=job.adapters,
         gpu_memory_utilization=float(share),
-        fit=fit_of(model, job.spec, device_bytes, device_name, job.task.default_batch_limits),
+        fit=fit_of(model, spec, device_bytes, device_name, job.task.default_batch_limits),
     )
 
 

@@ -291,7 +291,7 @@ def _open(file: SpecFile, stack: contextlib.ExitStack) -> tuple[Job, State]:
     state = next(state for folder in folders if (state := read_state(folder)) is not None)
     own = pathlib.Path(file.spec.output.path, SOURCE_FOLDER)
     cache = own if own.is_dir() else pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    job = open_job(file, cache, state)
+    job = open_job(file, cache, state, "leave")
     stack.enter_context(contextlib.closing(job.source))
     identity = {name: value for name, value in state.header.identity.items() if name != "slice"}
     check_drift(job, replace(state.header, identity=identity, fingerprint=fingerprint(identity)))

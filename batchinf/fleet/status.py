@@ -34,9 +34,11 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One look at a job. Rates are over the last minute; `left_s` is None until there is one.
+    """One look at a job. num_rows, num_rows_done, num_errors: output rows. `updated_at`: seconds since 1970.
 
-    state: starting, running, stopping, done, stopped or failed. `updated_at`: seconds since 1970.
+    state: starting, running, stopping, done, stopped or failed. num_prompt_tokens, num_output_tokens: what the engines
+    have run and generated since the coordinator started. Rates are over the last minute. They and `left_s` are None
+    until there is something to make them of.
     """
 
     state: str
@@ -47,8 +49,8 @@ class JobStatus:
     num_shards_done: int
     num_prompt_tokens: int
     num_output_tokens: int
-    prompt_tokens_per_s: float
-    output_tokens_per_s: float
+    prompt_tokens_per_s: float | None
+    output_tokens_per_s: float | None
     left_s: float | None
     stalled_by_disk_s: float
     replicas: tuple[ReplicaStatus, ...]
@@ -59,29 +61,52 @@ class JobStatus:
 _STATUS = TypeAdapter(JobStatus)
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What the engines have done since the coordinator started. num_rows: output rows that they answered."""
+
+    num_rows: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            self.num_rows + other.num_rows,
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.num_output_tokens + other.num_output_tokens,
+        )
+
+
 class Rates:
-    """Rates over a moving window, from totals as they grow."""
+    """Rates over a moving window, from totals as they grow. The first look is at the moment when an engine is up."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, int, int, int]] = deque()
+        self._looks: deque[tuple[float, Totals]] = deque()
 
-    def look(self, num_rows: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Note the totals of this moment."""
-        now = time.monotonic()
-        if not self._looks and num_prompt_tokens == 0:
-            self._looks.append((now, num_rows, 0, 0))
-            return
-        self._looks.append((now, num_rows, num_prompt_tokens, num_output_tokens))
+    def look(self, now: float, totals: Totals) -> None:
+        """Note the totals of a moment, in seconds of any clock."""
+        self._looks.append((now, totals))
         while len(self._looks) > 2 and now - self._looks[1][0] > _WINDOW_S:
             self._looks.popleft()
 
-    def per_s(self) -> tuple[float, float, float]:
-        """Rows, prompt tokens and output tokens a second."""
-        if len(self._looks) < 2:
-            return 0.0, 0.0, 0.0
-        first, last = self._looks[0], self._looks[-1]
-        seconds = max(last[0] - first[0], 1e-3)
-        return (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds, (last[3] - first[3]) / seconds
+    @property
+    def tokens_per_s(self) -> tuple[float, float] | None:
+        """Prompt and output tokens a second; None before the first token."""
+        if not self._looks or self._looks[-1][1] == Totals():
+            return None
+        return self._per_s("num_prompt_tokens"), self._per_s("num_output_tokens")
+
+    def left_s(self, num_rows: int, num_in_flight: int) -> float | None:
+        """How long so many output rows will take; None until the engines have answered as many rows as they hold."""
+        num_answered = self._looks[-1][1].num_rows if self._looks else 0
+        rows_per_s = self._per_s("num_rows")
+        return num_rows / rows_per_s if rows_per_s > 0 and num_answered >= num_in_flight else None
+
+    def _per_s(self, name: str) -> float:
+        if not self._looks:
+            return 0.0
+        (began, first), (ended, last) = self._looks[0], self._looks[-1]
+        return max(0.0, float(getattr(last, name) - getattr(first, name))) / max(ended - began, 1e-3)
 
 
 def write_status(folder: Folder, status: JobStatus) -> None:

@@ -197,10 +197,7 @@ def begin_selection(job: Job, file: SpecFile, say: Say, check_lock: Callable[[],
     Raises UserError, where no row is left too.
     """
     if job.slice is None:
-        # Earlier jobs may have done all there is: that is no mistake, but a week without anything new.
-        may_be_none = job.spec.input.exclude is not None
-        limit, root = job.spec.input.limit, job.folder.root
-        chosen = choose(job, file, 0, limit, say, root, may_be_none=may_be_none)
+        chosen = choose(job, file, 0, job.spec.input.limit, say, job.folder.root)
         check_lock()
         return chosen.write(job.folder, 1, 0)
     whole = _of_all_slices(job, file, say)
@@ -234,8 +231,10 @@ def choose(
     with _Scan(job, file, scratch, state) as scan:
         chosen = scan.run(first_row, job.source.num_rows, limit)
     if not chosen.num_rows and not may_be_none:
-        raise file.error("input", f"{described(job)} leaves none of the {num_rows:,} rows; nothing would be run")
-    say(f"{chosen.num_rows:,} of {num_rows:,} rows are chosen; that took {time.monotonic() - began:.1f} s")
+        raise file.error(
+            "input", f"{described(job)} leaves none of the {num_rows:,} input rows; there is nothing to run"
+        )
+    say(f"{chosen.num_rows:,} of {num_rows:,} input rows are chosen; that took {time.monotonic() - began:.1f} s")
     return chosen
 
 

@@ -17,6 +17,7 @@ from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.base.storage import Folder
+from batchinf.base.text import size_text
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import MANIFEST_VERSION, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults
@@ -24,7 +25,7 @@ from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.prompts.builder import check_columns, check_sampling_columns
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
-from batchinf.prompts.openai import recognised
+from batchinf.prompts.openai import check_batch_models, recognised
 from batchinf.records import Extent, Prompt
 from batchinf.schedule.selection import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
@@ -56,9 +57,9 @@ def objection(task: Task, model: Model, source: Source, rows: range, num_rows: i
         return None
     default = "" if given else ", which holds where the spec is silent"
     remedies = ", ".join(["take fewer rows (input.limit)", *task.size_remedies])
-    estimate = f"{_in_units(num_rows * per_row)} ({_in_units(per_row)} each)"
+    estimate = f"{size_text(num_rows * per_row)} ({size_text(per_row)} each)"
     return (
-        f"the output of {num_rows:,} rows is estimated at {estimate}, more than {_in_units(limit)}{default}; "
+        f"the output of {num_rows:,} rows is estimated at {estimate}, more than {size_text(limit)}{default}; "
         f"{remedies}, or raise it to {_round_up(num_rows * per_row)}"
     )
 
@@ -70,13 +71,6 @@ def _sample(task: Task, model: Model, source: Source, rows: range) -> list[Promp
     builder = task.prompt_builder(tokenizer, model.vocab_size)
     prompts = builder.build(source.read_rows(places, builder.columns), model.max_model_len)
     return [prompt for prompt in prompts if prompt.error is None]
-
-
-def _in_units(num_bytes: int) -> str:
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def _round_up(num_bytes: int) -> int:
@@ -200,15 +194,22 @@ def _open_job(
     )
     if found is not None:
         found(spec, model, adapters)
-    # Checked first: the input may have grown, too, and that would give another error.
-    limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
-    source = open_job_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    try:
+        # Checked first: the input may have grown, too, and that would give another error.
+        limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
+        source = open_job_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    except DriftError:
+        if state is not None:
+            _refuse_other_job(folder, spec, model, state.header)
+        raise
     faults.point("job.input_open")
     spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
     task = task_of(spec)
     task.check_input()
     check_columns(spec, source.schema.names, task.input_columns)
     check_sampling_columns(spec.sampling, source.schema)
+    if state is None:
+        check_batch_models(spec, source)
     check_order(spec)
     task.output_schema([source.schema.field(name) for name in carried_columns(spec)])
     identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
@@ -221,6 +222,21 @@ def _open_job(
     # Through JSON and back, so that it compares equal to the manifest's identity.
     identity = json.loads(json.dumps(identity))
     return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
+
+
+def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:
+    """Raise DriftError, in one line, where the folder's job has nothing to do with this one.
+
+    It has another task, or another model over another input. What differs otherwise is shown field by field.
+    """
+    theirs = header.spec
+    is_other_model = model.fingerprint != header.identity.get("model")
+    if spec.task != theirs["task"] or (is_other_model and spec.input.path != theirs["input"]["path"]):
+        raise DriftError(
+            f"{folder.root} holds another job: task {theirs['task']} with {theirs['model']['name']} over "
+            f"{theirs['input']['path']}, begun {header.created_at}; give this job another output.path, or run it with "
+            "--fresh, which keeps the old folder under another name"
+        )
 
 
 def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
@@ -300,9 +316,10 @@ def _now() -> str:
 
 
 def check_drift(job: Job, header: Header) -> None:
-    """Raise DriftError, with a line for each difference, if the folder holds another job."""
+    """Raise DriftError if the folder holds another job: in one line, or with a line for each difference."""
     if header.fingerprint == job.fingerprint:
         return
+    _refuse_other_job(job.folder, job.spec, job.model, header)
     raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
 
 
@@ -345,7 +362,8 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
     return DriftError(
         f"{what} that began with other settings:\n"
         + "\n".join(lines)
-        + "\nput these back as they were to go on with it, or give the new job another output.path"
+        + "\nput these back as they were to go on with it, or give the new job another output.path; or begin anew with "
+        "--fresh, which keeps the old folder under another name"
     )
 
 

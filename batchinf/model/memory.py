@@ -183,6 +183,11 @@ def fit_of(
     )
 
 
+def on_cpu(spec: ModelSpec) -> ModelSpec:
+    """The model as an engine on a processor runs it: float32 is twice as fast as bfloat16 there."""
+    return spec.model_copy(update={"dtype": "float32"}) if spec.dtype == "auto" else spec
+
+
 def kv_cache_of(
     config: Mapping[str, Any], whole: Mapping[str, Any], spec: ModelSpec, kv_cache_dtype: str
 ) -> tuple[KvCache | None, str]:

@@ -111,16 +111,31 @@ def _mark_rows(is_such: BoolArray, bounds: npt.NDArray[Any], rows: BoolArray) ->
     rows |= np.diff(counts[bounds]) > 0
 
 
-def non_finite_lines(num_nan_rows: int, num_inf_rows: int) -> list[str]:
-    """Remarks on numbers that are not finite, if any."""
+def rules_out_tokens(spec: Mapping[str, Any]) -> bool:
+    """Whether tokens may have probability 0, because a structure or the sampling rules them out. spec: as stored."""
+    sampling = spec.get("sampling") or {}
+    is_processed = str(sampling.get("logprobs_mode")).startswith("processed")
+    return is_processed or sampling.get("structured_outputs") is not None
+
+
+def non_finite_lines(num_nan_rows: int, num_inf_rows: int, *, expects_inf: bool) -> list[str]:
+    """Remarks on numbers that are not finite, if any. expects_inf: see `rules_out_tokens`."""
     said = []
     if num_nan_rows:
         said.append(
-            f"warning: {num_nan_rows:,} rows have NaN among the model's numbers, whose arithmetic failed there; "
+            f"warning: {num_nan_rows:,} output rows have NaN among the model's numbers, whose arithmetic failed there; "
             "they are kept as they are"
         )
-    if num_inf_rows:
-        said.append(f"{num_inf_rows:,} rows have an infinity among the model's numbers, as masked tokens have")
+    if num_inf_rows and expects_inf:
+        said.append(
+            f"{num_inf_rows:,} output rows have tokens with logprob -inf: the structure or the sampling of the job "
+            "rules these tokens out, so nothing is wrong"
+        )
+    elif num_inf_rows:
+        said.append(
+            f"{num_inf_rows:,} output rows have an infinity among the model's numbers, as for a token that the model "
+            "itself rules out; they are kept as they are"
+        )
     return said
 
 
@@ -138,7 +153,11 @@ def remarks(states: Sequence[State]) -> list[str]:
     counts = PartCounts.sum(state.counts for state in states)
     return [
         *accuracy_lines(accuracy_of(states)),
-        *non_finite_lines(counts.num_nan_rows, counts.num_inf_rows),
+        *non_finite_lines(
+            counts.num_nan_rows,
+            counts.num_inf_rows,
+            expects_inf=any(rules_out_tokens(state.header.spec) for state in states),
+        ),
         *encoder.second_bos_lines(counts.num_second_bos),
     ]
 
@@ -176,7 +195,7 @@ class OpenShard:
         self.damaged: tuple[str, ...] = ()
         self.fresh: list[pa.RecordBatch] = []
         self.unjournalled_bytes = 0
-        self.num_results = self.num_recovered_errors = 0
+        self.num_results = self.num_finished_inputs = self.num_recovered_errors = 0
         self.is_given_back = False  # another replica runs it; its prompts here are dropped
         self.num_requests = np.zeros(shard.num_rows, np.int32)
         self._journal = journal
@@ -192,6 +211,11 @@ class OpenShard:
     @property
     def index(self) -> int:
         return self.shard.index
+
+    @property
+    def num_finished(self) -> int:
+        """Output rows that are finished."""
+        return self.num_finished_inputs if self.task.joins_requests else self.num_results
 
     @property
     def is_complete(self) -> bool:
@@ -294,6 +318,8 @@ class OpenShard:
         self._is_done[requests[is_new]] = True
         np.add.at(self._num_done, rows[is_new], 1)
         self.num_results += int(np.count_nonzero(is_new))
+        touched = np.unique(rows[is_new])
+        self.num_finished_inputs += int(np.count_nonzero(self._num_done[touched] == self.num_requests[touched]))
         return is_new
 
     def _begin_rows(

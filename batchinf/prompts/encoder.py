@@ -23,8 +23,8 @@ def second_bos_lines(num_rows: int) -> list[str]:
     if not num_rows:
         return []
     return [
-        f"warning: the prompts of {num_rows:,} rows begin with two BOS tokens: the tokenizer, or the chat template, "
-        "writes one, so leave it out of the text"
+        f"warning: the prompts of {num_rows:,} input rows begin with two BOS tokens: the tokenizer, or the chat "
+        "template, writes one, so leave it out of the text"
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
 from batchinf.source.formats.lines import OpenAIBatch
-from batchinf.source.rows import Row
+from batchinf.source.rows import Row, Source
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
@@ -83,6 +83,30 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
 
 
+_LOOKED_AT = 100
+
+
+def check_batch_models(spec: JobSpec, source: Source) -> None:
+    """Raise SpecError where each of a batch file's first lines names another model than the job has.
+
+    spec: resolved, its input `recognised`.
+    """
+    if not spec.input.is_batch_file:
+        return
+    reader = BatchReader(spec)
+    rows = source.read(0, min(source.num_rows, _LOOKED_AT), COLUMNS)
+    objections = [reader.model_objection(row.values) for row in rows]
+    if all(objections):
+        many = "the only line" if len(rows) == 1 else f"each of the first {len(rows):,} lines"
+        raise SpecError(f"model.name: {many} of {spec.input.path} names another model; {objections[0]}")
+
+
+def _body(values: Mapping[str, object]) -> object:
+    """The body; a column of mixed types is kept as JSON. Raises ValueError or RecursionError."""
+    body = values.get("body")
+    return json.loads(body) if isinstance(body, str) else body
+
+
 class BatchReader:
     """Lines of a batch file → requests."""
 
@@ -119,14 +143,26 @@ class BatchReader:
         prompt = self._messages(body) if url == CHAT_URL else self._text(body)
         return BatchRequest(**prompt, sampling=self._take_sampling(body, is_chat=url == CHAT_URL))
 
+    def model_objection(self, values: Mapping[str, object]) -> str | None:
+        """Why the model that a line names is not the job's; None where it names none, or cannot be read."""
+        try:
+            body = _body(values)
+        except (ValueError, RecursionError):
+            return None
+        model = body.get("model") if isinstance(body, dict) else None
+        return None if model is None or model in self._models else self._objection(model)
+
+    def _objection(self, model: object) -> str:
+        return (
+            f"body.model: got {_show(model)}; the job's model is {' or '.join(map(_show, self._models))}: "
+            "name it so, or list the name in engine.served_model_name"
+        )
+
     def _check_model(self, model: object) -> None:
         if model is None:
             raise _Refused("body.model is missing; must name the job's model")
         if model not in self._models:
-            raise _Refused(
-                f"body.model: got {_show(model)}; the job's model is {' or '.join(map(_show, self._models))}: "
-                "name it so, or list the name in engine.served_model_name"
-            )
+            raise _Refused(self._objection(model))
 
     def _messages(self, body: dict[str, Any]) -> dict[str, Any]:
         messages = body.pop("messages", None)
@@ -242,14 +278,10 @@ class BatchPrompts:
         """The prompt of a row with its sampling, or the row's error."""
         if row.error is not None:
             return RowError("unreadable", row.error)
-        values = dict(row.values)
-        body = values.get("body")
-        if isinstance(body, str):
-            # The source keeps columns of mixed types as JSON text.
-            try:
-                values["body"] = json.loads(body)
-            except (ValueError, RecursionError):
-                return RowError("unsupported_request", "body: got text that is not JSON; must be a mapping")
+        try:
+            values = {**row.values, "body": _body(row.values)}
+        except (ValueError, RecursionError):
+            return RowError("unsupported_request", "body: got text that is not JSON; must be a mapping")
         request = self._reader.read(values)
         if isinstance(request, RowError):
             return request

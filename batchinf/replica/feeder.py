@@ -260,7 +260,7 @@ class Feeder(threading.Thread):
 
     def _note_begun(self, opened: OpenShard, track: Callable[[OpenShard], None]) -> None:
         # Before `track`, which may close the shard at once: the coordinator then deletes what is left in the journal.
-        self._emit(ShardBegun(opened.index, opened.num_results, opened.damaged))
+        self._emit(ShardBegun(opened.index, opened.num_results, opened.num_finished, opened.damaged))
         track(opened)
 
     def start_once(self) -> None:

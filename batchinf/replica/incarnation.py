@@ -217,7 +217,8 @@ class Pipeline:
         room = WIDE if self._task.has_wide_results else None
         write, interval_s = self._write_by(info), self._spec.checkpoint_interval_s
         writer = Writer(self._finished, self._task, answers, write, self._emit, interval_s, room)
-        return Worker(engine, self._ready, self._finished, self.feeder, writer, in_flight)
+        counts_output = self._task.draws_tokens
+        return Worker(engine, self._ready, self._finished, self.feeder, writer, in_flight, counts_output=counts_output)
 
     def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
         return functools.partial(self._task.prompt_builder, self._tokenizer, vocab_size, self._begun_at)

@@ -121,7 +121,10 @@ class Ready:
 class Progress:
     """From a replica, about once a second: totals since it started. `steps` shows that the engine is alive.
 
-    in_flight: requests in the engine. num_waiting: requests in the queue before it.
+    num_rows: output rows that are finished. num_errors: errors among them. num_answered: those that the engine finished
+    without an error, so none from the journal. num_prompt_tokens: of prompts that the engine has run.
+    num_output_tokens: generated so far, those of unfinished requests too.
+    in_flight: requests in the engine. num_waiting: those that are ready for it.
     """
 
     num_rows: int
@@ -133,17 +136,20 @@ class Progress:
     stalled_by_disk_s: float
     engine: EngineStats
     num_waiting: int = 0
+    num_answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShardBegun:
-    """From a replica: a shard has begun; `num_recovered` of its results came from the journal.
+    """From a replica: a shard has begun.
 
-    damaged: names of journal segments that cannot be used. Their results run again.
+    num_recovered: requests that came from the journal. num_recovered_rows: output rows that they finish. damaged: names
+    of journal segments that cannot be used. Their results run again.
     """
 
     shard: int
     num_recovered: int
+    num_recovered_rows: int
     damaged: tuple[str, ...] = ()
 
 

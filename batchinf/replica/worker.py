@@ -12,7 +12,7 @@ from mmap import mmap
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RequestRefused
 from batchinf.engines.protocol import Engine
-from batchinf.records import Completion, Result
+from batchinf.records import Completion, Request, Result
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.messages import InFlightRequest, Progress
 from batchinf.replica.writer import Finished, Writer
@@ -61,6 +61,38 @@ class InFlightRecord:
         return [InFlightRequest(row, bool(state & 1)) for row, state in sorted(found, key=lambda item: item[1])]
 
 
+class TokenCount:
+    """Tokens that an engine has run and generated, while their requests are unfinished too.
+
+    An engine gives each running request a token in a step, or several where it speculates: of an unfinished request a
+    token a step is counted, of a finished one those that it has.
+    """
+
+    def __init__(self, *, counts_output: bool) -> None:
+        self._counts_output = counts_output
+        self._first_steps: dict[tuple[int, int], int] = {}
+        self._sum_first_steps = 0
+        self._num_steps = 0
+        self._num_prompt_tokens = self._num_finished_tokens = 0
+        self.latest = (0, 0)  # prompt and output tokens; other threads read it
+
+    def step(self, begun: Sequence[Request], finished: Sequence[Completion]) -> None:
+        """Count a step. begun: unfinished requests whose first token came."""
+        for request in begun:
+            self._num_prompt_tokens += len(request.prompt_token_ids)
+            self._first_steps[request.key] = self._num_steps
+            self._sum_first_steps += self._num_steps
+        for completion in finished:
+            first = self._first_steps.pop(completion.request.key, None)
+            self._sum_first_steps -= first or 0
+            self._num_prompt_tokens += len(completion.request.prompt_token_ids) if first is None else 0
+            self._num_finished_tokens += len(completion.token_ids)
+        self._num_steps += 1
+        num_unfinished_tokens = len(self._first_steps) * self._num_steps - self._sum_first_steps
+        num_output_tokens = self._num_finished_tokens + num_unfinished_tokens if self._counts_output else 0
+        self.latest = self._num_prompt_tokens, num_output_tokens
+
+
 # Requests kept in the engine for each that it can run at once. 1.2 was measured best. With 2 the first replica that is
 # up takes all of a small job.
 _WINDOW = 1.2
@@ -78,7 +110,10 @@ class Worker:
         feeder: Feeder,
         writer: Writer,
         in_flight: InFlightRecord,
+        *,
+        counts_output: bool = True,
     ) -> None:
+        """in_flight: where to note which rows are in the engine. counts_output: what it generates is of use."""
         self._engine = engine
         self._ready = ready
         self._finished = finished
@@ -90,6 +125,7 @@ class Worker:
         self._pending: dict[tuple[int, int], PendingRequest] = {}
         self._deadline: float | None = None
         self._steps = 0
+        self._tokens = TokenCount(counts_output=counts_output)
         self._stalled_by_disk_s = 0.0
         self._stalled_since: float | None = None
 
@@ -102,16 +138,18 @@ class Worker:
 
     def progress(self) -> Progress:
         totals = self._writer.totals
+        num_prompt_tokens, num_output_tokens = self._tokens.latest
         return Progress(
             num_rows=totals.num_rows,
             num_errors=totals.num_errors,
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_output_tokens=totals.num_output_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
             steps=self._steps,
             in_flight=len(self._pending),
             stalled_by_disk_s=round(self._stalled_by_disk_s, 3),
             engine=self._engine.stats(),
             num_waiting=len(self._ready),
+            num_answered=totals.num_answered,
         )
 
     def begin(self) -> None:
@@ -144,10 +182,14 @@ class Worker:
         if self._deadline is None:
             self._admit()
         if self._engine.num_unfinished():
-            self._store(self._engine.step())
+            finished = self._engine.step()
+            self._store(finished)
             self._steps += 1
-            for request in self._engine.begun():
-                self._in_flight.note_output(self._slots.get(request.key, -1))
+            # An engine may say so late, of a request that has finished.
+            begun = [request for request in self._engine.begun() if request.key in self._pending]
+            for request in begun:
+                self._in_flight.note_output(self._slots[request.key])
+            self._tokens.step(begun, finished)
 
     def _admit(self) -> None:
         num_unfinished = self._engine.num_unfinished()

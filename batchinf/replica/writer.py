@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from batchinf.base import faults
-from batchinf.output.parts import OpenShard, count_rows
+from batchinf.output.parts import OpenShard
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
 from batchinf.replica.messages import Event, ShardClosed
@@ -64,12 +62,14 @@ class Closing:
 
 @dataclass(slots=True)
 class WriterTotals:
-    """Totals since the worker started. Rows and errors include those from the journal."""
+    """Output rows stored since the worker started. Of rows and errors, those from the journal count too.
+
+    num_answered: rows that the engine finished without an error.
+    """
 
     num_rows: int = 0
     num_errors: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
+    num_answered: int = 0
 
 
 class Writer(threading.Thread):
@@ -106,7 +106,7 @@ class Writer(threading.Thread):
         """Add a shard that has begun. If the journal holds all of it, it is closed at once."""
         with self._lock:
             self._open[shard.index] = shard
-            self.totals.num_rows += shard.num_results
+            self.totals.num_rows += shard.num_finished
             self.totals.num_errors += shard.num_recovered_errors
 
     def tick_soon(self) -> None:
@@ -178,15 +178,12 @@ class Writer(threading.Thread):
             by_shard.setdefault(row.shard.index, (row.shard, []))[1].extend(row.results)
         for shard, results in by_shard.values():
             batch = self._task.encode(results)
-            self.totals.num_rows += shard.add(batch)
-            self._count(batch)
-
-    def _count(self, results: pa.RecordBatch) -> None:
-        # Counted from the stored results: tokens that an engine must generate to score a text are no output.
-        counts = count_rows(results)
-        self.totals.num_output_tokens += counts.num_output_tokens
-        self.totals.num_prompt_tokens += counts.num_prompt_tokens
-        self.totals.num_errors += counts.num_errors
+            num_before, num_errors = shard.num_finished, batch.num_rows - batch.column("error_type").null_count
+            shard.add(batch)
+            num_rows = shard.num_finished - num_before
+            self.totals.num_rows += num_rows
+            self.totals.num_errors += num_errors
+            self.totals.num_answered += max(0, num_rows - num_errors)
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:

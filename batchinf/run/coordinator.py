@@ -62,6 +62,7 @@ class Coordinator:
         self._trials = trials
         self._telemetry = telemetry
         self._rates = Rates()
+        self._is_measuring = False
         self._next_status = 0.0
         self._requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
         self._platforms = platforms
@@ -228,6 +229,7 @@ class Coordinator:
             kept_as=kept_as(event.engine),
             replica=replica.number,
             start_s=event.start_s,
+            max_num_seqs=event.engine.max_num_seqs,
             device=event.engine.device,
             versions=event.engine.versions,
             settings=event.engine.settings,
@@ -328,9 +330,13 @@ class Coordinator:
     def _status(self, state: str) -> JobStatus:
         replicas = self._fleet.replicas
         num_done, num_errors = self._num_finished()
-        tokens = self._fleet.num_tokens()
-        self._rates.look(num_done, *tokens)
-        rows_per_s, prompt_per_s, output_per_s = self._rates.per_s()
+        totals = self._fleet.totals
+        # The time in which engines start is none in which they run rows.
+        if self._is_measuring or any(replica.is_running for replica in replicas):
+            self._is_measuring = True
+            self._rates.look(time.monotonic(), totals)
+        prompt_per_s, output_per_s = self._rates.tokens_per_s or (None, None)
+        left_s = self._rates.left_s(self._num_rows - num_done, sum(m.progress.in_flight for m in replicas))
         return JobStatus(
             state=state,
             num_rows=self._num_rows,
@@ -338,11 +344,11 @@ class Coordinator:
             num_errors=num_errors,
             num_shards=self._num_shards,
             num_shards_done=self._committed.num_shards,
-            num_prompt_tokens=tokens[0],
-            num_output_tokens=tokens[1],
-            prompt_tokens_per_s=round(prompt_per_s, 1),
-            output_tokens_per_s=round(output_per_s, 1),
-            left_s=round((self._num_rows - num_done) / rows_per_s, 1) if rows_per_s > 0 else None,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_output_tokens=totals.num_output_tokens,
+            prompt_tokens_per_s=None if prompt_per_s is None else round(prompt_per_s, 1),
+            output_tokens_per_s=None if output_per_s is None else round(output_per_s, 1),
+            left_s=None if left_s is None else round(left_s, 1),
             stalled_by_disk_s=self._fleet.stalled_by_disk_s,
             replicas=tuple(replica.status() for replica in replicas),
             updated_at=round(time.time(), 3),

@@ -21,7 +21,7 @@ from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import Telemetry, read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import Job, check_drift, new_header, open_job
+from batchinf.job.open import Job, check_drift, location_of, new_header, open_job
 from batchinf.manifest.lines import CHOSEN
 from batchinf.manifest.lock import LOCK, JobLock
 from batchinf.manifest.log import Manifest
@@ -39,6 +39,8 @@ from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
 from batchinf.schedule.selection import Choice, RunOrder
 from batchinf.schedule.shards import PendingShards, total_rows, total_shards
+from batchinf.source.find import find_files, is_dataset
+from batchinf.source.remote import is_url
 from batchinf.spec.file import SpecFile, dump_spec
 
 # A folder with one of these holds a job or its remains.
@@ -133,12 +135,21 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
             if extends:
                 display.say(NOTHING_NEW)
             return _finished(file, state, was_done=True)
+    if state is None:
+        _check_input_is_there(file)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
         _hold_and_run(file, backend, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
     return _finished(file, done, was_done=False)
+
+
+def _check_input_is_there(file: SpecFile) -> None:
+    """Raise InputError before a folder is made, as in the wrong working folder."""
+    location = location_of(file.spec)
+    if not is_url(location.path) and not is_dataset(location):
+        find_files(location)
 
 
 def _is_whole(folder: Folder, state: State) -> bool:
@@ -321,7 +332,7 @@ def _run_retries(
             display.say(f"no row matches {request.predicate.text}: nothing is run again")
     while (phase := next_phase(job, state, manifest)) is not None:
         num_rows, num_shards = int(phase.num_chosen.sum()), int((phase.num_chosen > 0).sum())
-        display.say(f"{phase.retry}: {num_rows:,} rows in {num_shards:,} shards run again")
+        display.say(f"{phase.retry}: {num_rows:,} input rows in {num_shards:,} shards run again")
         _run_rest(phase.job, state, manifest, lock, launcher, display, phase)
         state = read_state(job.folder)
         assert state is not None
@@ -336,9 +347,11 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
     task = job.task
     display.say(task.describe() or (f"sampling: {sampling}" if task.draws_tokens else f"task: {task.name}"))
     done, shards = int(state.committed.sum()), len(state.committed)
+    samples = f" with {task.num_rows_per_input:,} samples each" if task.num_rows_per_input > 1 else ""
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")
-        + f"{total_rows(state.extents):,} rows in {shards:,} shards, {done:,} of them done; {len(slots)} replica(s) on "
+        + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of them done; "
+        + f"{len(slots)} replica(s) on "
         + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else "this machine's processor")
     )
 
@@ -368,7 +381,7 @@ def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:
         raise ErrorRateExceeded(
-            f"{rate:.1%} of the rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
+            f"{rate:.1%} of the output rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
             "see the columns error_type and error_message\n"
             + "\n".join([*progress.failure_lines(progress.commonest(folder, state)), *summary.lines()])
         )

@@ -106,4 +106,4 @@ def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) ->
 def said(job: Job, state: State, num_rows: int) -> str:
     """A line for the user about the new rows."""
     num_new = job.source.num_rows - state.extents[-1].stop_row
-    return f"extended: {num_rows:,} rows to run, of {num_new:,} that were not looked at before"
+    return f"extended: {num_rows:,} input rows to run, of {num_new:,} that were not looked at before"

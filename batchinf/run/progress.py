@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from batchinf.base.errors import BatchinfError, RowError
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, duration, short_count
+from batchinf.base.text import clip, duration, short_count, size_text, time_text
 from batchinf.fleet.status import JobStatus
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import CHOSEN, EventLine
@@ -68,7 +68,7 @@ class ProgressDisplay:
                 file=self._stream,
                 unit="row",
                 dynamic_ncols=True,
-                bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}{postfix}]",
+                bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} output rows [{elapsed}{postfix}]",
             )
         self._bar.n = status.num_rows_done
         self._bar.set_description_str(status.state, refresh=False)
@@ -85,17 +85,17 @@ class ProgressDisplay:
 def status_line(status: JobStatus) -> str:
     """One line: rows, rates, time left, errors, replicas."""
     if status.state == "done":
-        return f"{status.num_rows_done:,} rows, {status.num_errors:,} errors{_waited(status, ', ')}"
-    return f"{status.num_rows_done:,}/{status.num_rows:,} rows · {_figures(status)}"
+        return f"{status.num_rows_done:,} output rows, {status.num_errors:,} errors{_waited(status, ', ')}"
+    return f"{status.num_rows_done:,}/{status.num_rows:,} output rows · {_figures(status)}"
 
 
 def _figures(status: JobStatus) -> str:
     """The figures that the bar and the lines share."""
     up = sum(replica.state == "running" for replica in status.replicas)
+    rates = (("in", status.prompt_tokens_per_s), ("out", status.output_tokens_per_s))
     parts = [
-        f"left {duration(status.left_s)}",
-        f"in {short_count(status.prompt_tokens_per_s)} tok/s",
-        f"out {short_count(status.output_tokens_per_s)} tok/s",
+        *([] if status.left_s is None else [f"left {duration(status.left_s)}"]),
+        *(f"{name} {short_count(rate)} tok/s" for name, rate in rates if rate is not None),
         f"{status.num_errors:,} errors",
         f"{up}/{len(status.replicas)} replicas up",
     ]
@@ -195,8 +195,8 @@ def report(job: Job, state: State) -> list[str]:
     found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [
         *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
-        f"kept: {state.counts.num_rows:,} rows in {len(state.parts):,} parts, and in the journal whatever else had "
-        "finished",
+        f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and in the journal whatever "
+        "else had finished",
         "mend the spec or the input and give the new job another output.path; or let this one run on, error rows and "
         "all: the same command with --set max_error_rate=1",
     ]
@@ -220,9 +220,9 @@ def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
 
 
 def forecast(state: State) -> list[str]:
-    """A line about the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
+    """Lines about the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
 
-    Device time is that of all attempts, without the time before engines had rows if the manifest still has it.
+    Device time is that of all attempts in which engines had rows, if the manifest still has it.
     """
     given, event = state.header.spec["input"], state.kept.get(CHOSEN)
     is_part = given.get("sample") is not None or given.get("limit") is not None
@@ -230,49 +230,61 @@ def forecast(state: State) -> list[str]:
         return []
     num_input_rows = event.fields["num_input_rows"]
     num_run = sum(extent.num_rows for extent in state.extents)
-    whose, num_all = f"all {num_input_rows:,} rows", num_input_rows
+    whose, num_all = f"all {num_input_rows:,} input rows", num_input_rows
     named = [name for name in ("where", "exclude") if given.get(name) is not None]
     if named:
         num_considered = state.extents[-1].stop_row - state.extents[0].first_row
         num_all = round(num_run / num_considered / (given.get("sample") or 1.0) * num_input_rows)
-        whose = f"all rows that {' and '.join(named)} would leave, about {num_all:,},"
-    factor = num_all / num_run
-    device = "GPU" if _has_devices(state) else "device"
-    hours = max(0.0, state.device_s - _starting_s(state)) * factor / 3600
-    return [
-        f"at this rate {whose} take {_amount(hours)} {device}-hours and {_amount(state.num_bytes * factor / 1e9)} GB"
+        whose = f"all input rows that {' and '.join(named)} would leave, about {num_all:,},"
+    factor, run_s = num_all / num_run, max(0.0, state.device_s - _idle_s(state))
+    device, batch = "GPU" if _has_devices(state) else "device", _num_at_once(state)
+    is_small = state.counts.num_rows < batch
+    lines = [
+        f"forecast from {num_run:,} input rows, which took {time_text(run_s)} of {device} time: {whose} take "
+        f"{'at most' if is_small else 'about'} {time_text(run_s * factor)} and {size_text(state.num_bytes * factor)}, "
+        "besides the start of the engines"
     ]
+    if is_small:
+        lines.append(
+            f"so few rows do not fill the engines, which run {batch:,} requests at once: a larger sample tells more"
+        )
+    return lines
 
 
 def _has_devices(state: State) -> bool:
     return any(event.fields.get("devices") for event in state.events if event.name == "replica_started")
 
 
-def _starting_s(state: State) -> float:
-    """Device time in which engines had no rows: while they started or waited for the input."""
-    starting: dict[str, EventLine] = {}
+def _num_at_once(state: State) -> int:
+    """Requests that all engines together run at once."""
+    ready = {event.fields["replica"]: event for event in state.events if event.name == "ready"}
+    return sum(int(event.fields.get("max_num_seqs", 0)) for event in ready.values())
+
+
+def _idle_s(state: State) -> float:
+    """Device time in which engines had no rows: while they started, waited for the input, or ended."""
+    started: dict[str, EventLine] = {}
+    idle_since: dict[str, EventLine] = {}
     total = 0.0
     for event in state.events:
         if event.name == "replica_started":
-            starting[event.fields["incarnation"]] = event
+            started[event.fields["incarnation"]] = idle_since[event.fields["incarnation"]] = event
         elif event.name == "ready":
-            started = _last_of(starting, event.fields.get("replica", 0))
-            total += 0.0 if started is None else _device_s(started, event)
-        elif event.name == "replica_ended" and starting.pop(event.fields["incarnation"], None) is not None:
-            total += event.fields["device_s"]
+            replica = event.fields.get("replica", 0)
+            names = [name for name in idle_since if started[name].fields.get("replica", 0) == replica]
+            total += _device_s(started[names[-1]], idle_since.pop(names[-1]), event) if names else 0.0
+        elif event.name == "all_committed":
+            idle_since.update({name: event for name in started if name not in idle_since})
+        elif event.name == "replica_ended":
+            name = event.fields["incarnation"]
+            start, since = started.pop(name, None), idle_since.pop(name, None)
+            if since is start is not None:
+                total += event.fields["device_s"]
+            elif since is not None and start is not None:
+                total += _device_s(start, since, event)
     return total
 
 
-def _last_of(starting: dict[str, EventLine], replica: int) -> EventLine | None:
-    """Remove and return the last start of a replica; None if the manifest no longer has it."""
-    names = [name for name, event in starting.items() if event.fields.get("replica", 0) == replica]
-    return starting.pop(names[-1]) if names else None
-
-
-def _device_s(start: EventLine, end: EventLine) -> float:
-    passed = datetime.datetime.fromisoformat(end.at) - datetime.datetime.fromisoformat(start.at)
+def _device_s(start: EventLine, since: EventLine, until: EventLine) -> float:
+    passed = datetime.datetime.fromisoformat(until.at) - datetime.datetime.fromisoformat(since.at)
     return max(0.0, passed.total_seconds()) * max(1, len(start.fields.get("devices", ())))
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -38,7 +38,9 @@ from batchinf.source.versions import (
 )
 
 OPEN_FILES = 16  # at once
-NewRows = Literal["refuse", "ignore", "take"]
+# What to do with files and rows that came after the job took its input in. `ignore` does not look at `input.path` if
+# the known files are unchanged; `leave` checks that they are all there.
+NewRows = Literal["refuse", "ignore", "leave", "take"]
 _ASKED = "asked.json"  # in the cache: the URL whose files were copied to it
 
 
@@ -109,7 +111,7 @@ def _again(
     known, known_format = latest_ranges(versions), file_format(versions[-1].format)
     # The copies of a remote input are what the job began with. The URL is listed again only to find new files.
     is_copied = is_url(input.path) and read_record(cache, _ASKED) == _asked(input)
-    if new == "ignore" or (new == "refuse" and is_copied):
+    if new == "ignore" or (new != "take" and is_copied):
         scanned = from_cache(known, cache)
         if scanned is not None and known_format is not None:
             return known_format, versions, scanned

@@ -364,7 +364,8 @@ def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool) -> N
     if what := _said({"changed": compared.changed, "gone": compared.gone}):
         raise DriftError(
             f"{path} is not the input that the job in the output folder has taken in: {what}; put these back as they "
-            "were to go on with it, or give the new job another output.path"
+            "were to go on with it, or give a new job another output.path: there `input.exclude: {job: OLD_OUTPUT, on: "
+            "prompt_hash}` leaves out the rows that are as they were"
         )
     if takes_new:
         return

@@ -17,7 +17,14 @@ from batchinf.base.errors import SpecError
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip
-from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, RUNTIME_ENGINE_ARGUMENTS, JobSpec, field_docs
+from batchinf.spec.job import (
+    ENGINE_ARGUMENTS_ELSEWHERE,
+    PATH_FIELDS,
+    RUNTIME_ENGINE_ARGUMENTS,
+    JobSpec,
+    field_docs,
+    is_task_section,
+)
 
 # Of all files together: job.yaml, which holds what they say, stays short enough to be read as a spec.
 MAX_VALUE_BYTES = 960 << 10
@@ -420,8 +427,11 @@ def _doc_name(field: str) -> str:
 def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
     if details["type"] == "extra_forbidden":
         name = str(details["loc"][-1])
-        own = _children(_doc_name(field.removesuffix(name).removesuffix(".")))
-        return f"unknown field{_did_you_mean(name, own, _elsewhere()) or '.'} Allowed: {', '.join(own)}"
+        section = _doc_name(field.removesuffix(name).removesuffix("."))
+        own = _children(section)
+        # In a task's section, a field of the same name elsewhere means another thing.
+        elsewhere = {} if is_task_section(section) else _elsewhere()
+        return f"unknown field{_did_you_mean(name, own, elsewhere) or '.'} Allowed: {', '.join(own)}"
     if details["type"] in ("wrong", "value_error"):
         return str(details["ctx"].get("reason") or details["ctx"]["error"])
     doc = field_docs()[_doc_name(field)]

@@ -252,6 +252,11 @@ class JobSpec(Section):
         return self.input.prompt_column or self.input.context_column or self.input.text_column or "prompt"
 
 
+def is_task_section(name: str) -> bool:
+    """Whether a section of the spec belongs to a task."""
+    return any(section.name == name for section in _task_sections)
+
+
 def add_tasks(tasks: Iterable[tuple[str, TaskSection | None]]) -> None:
     """Add tasks to `JobSpec`: their names, and their sections after `sampling`. The first task is the default.
 

@@ -17,6 +17,8 @@ import batchinf
 results = batchinf.open(sys.argv[1] if len(sys.argv) > 1 else "out/score")
 source = sys.argv[2] if len(sys.argv) > 2 else "language"
 print(results)
+if results.spec["score"]["add_bos_token"] is not False:
+    print("where the tokenizer adds a BOS, it counts as a scored token; score.add_bos_token: false leaves it out")
 
 # %%
 table = results.table([source, "logprob_sum", "num_tokens", "num_bytes", "error_type"])

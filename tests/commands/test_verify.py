@@ -132,6 +132,15 @@ def test_another_adapter_order_is_found(job: pathlib.Path) -> None:
     assert max(found.max_abs_delta for found in bfloat16.deviations.values()) > 0.001
 
 
+def test_an_input_that_has_grown_is_verified_as_it_was(job: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    spec = json.loads(job.read_text())
+    path = tmp_path / "rows.jsonl"
+    rows = pathlib.Path(spec["input"]["path"]).read_text()
+    path.write_text(rows + rows.splitlines()[-1] + "\n")
+    report = verify.verify(read_spec(job, [f"input.path={path}"]), Wanted(num_rows=2))
+    assert report.is_within
+
+
 def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path: pathlib.Path) -> None:
     wanted = Wanted(num_rows=2)
     rows = (made / "rows.jsonl").read_text()

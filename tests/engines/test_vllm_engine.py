@@ -1,6 +1,7 @@
 """The adapter on real vLLM: held against `LLM.generate`, against transformers, and against an engine that is killed."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from batchinf.base.errors import BatchinfError, EngineStartError, RequestRefused
 from batchinf.prompts.builder import RowSampling
 from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.text import Answers, Detokenizer
+from batchinf.replica.worker import TokenCount
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.generate.task import Generate, seed_of
@@ -539,6 +541,20 @@ def test_stats_follow_the_engine(engine: VllmEngine, reference: Reference) -> No
     assert (after.num_running, after.num_waiting) == (0, 0)
     assert after.prefix_cache_queries - before.prefix_cache_queries == 4 * len(longest)
     assert after.prefix_cache_hits > before.prefix_cache_hits
+
+
+def test_tokens_of_unfinished_requests_are_counted(engine: VllmEngine) -> None:
+    engine.begun()  # of the requests of other tests
+    count, seen = TokenCount(counts_output=True), [0]
+    for request in requests([[5, 6, 7]] * 4, SamplingSpec(temperature=0, ignore_eos=True), 24):
+        engine.add(request)
+    while engine.num_unfinished():
+        finished = engine.step()
+        gone = {completion.request.key for completion in finished}
+        count.step([request for request in engine.begun() if request.key not in gone], finished)
+        seen.append(count.latest[1])
+    assert count.latest == (4 * 3, 4 * 24)
+    assert all(0 <= after - before <= 4 for before, after in itertools.pairwise(seen))
 
 
 def test_info_says_what_ran(engine: VllmEngine) -> None:

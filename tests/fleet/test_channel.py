@@ -28,7 +28,7 @@ MESSAGES = (
     messages.TakesShards(1229),
     messages.Ready(records.EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
     messages.Progress(5, 1, 70, 90, 12, 3, 0.25, records.EngineStats(3, 1, 0.5, 0, 7, 2)),
-    messages.ShardBegun(4, 17),
+    messages.ShardBegun(4, 17, 16),
     messages.ShardClosed(PART),
     messages.Revoked(()),
     messages.Tried((1, 2)),
@@ -121,7 +121,7 @@ def test_threads_do_not_cut_into_each_other(pair: tuple[Channel, Channel]) -> No
 
     def talk(number: int) -> None:
         for index in range(100):
-            one.send(messages.ShardBegun(number, index))
+            one.send(messages.ShardBegun(number, index, 0))
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -238,7 +238,7 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
     assert "selection/000001.rows" in jobs.run("check", out).stdout
     done = jobs.finish(spec)
     assert jobs.rows_of(out) == expected
-    assert "at this rate all rows that where would leave" in done.stdout
+    assert ": all input rows that where would leave, about " in done.stdout
     checked = jobs.run("check", out, "--deep")
     assert checked.returncode == 0, checked.stdout
     assert jobs.state_of(out).is_done
@@ -258,7 +258,7 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
         assert len(own) in (66, 68)
         found += own
     assert found == expected
-    assert "200 of 200 rows" in jobs.run("status", tmp_path / "slices" / "out").stdout
+    assert "200 of 200 output rows" in jobs.run("status", tmp_path / "slices" / "out").stdout
 
 
 def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
@@ -346,7 +346,7 @@ def test_a_length_that_the_engine_finds_for_itself_is_the_models_here(tmp_path: 
         ),
         ({"where": "id = 3; select 1"}, "input.where: got 'id = 3; select 1': syntax error"),
         ({"where": "prompt::int = 3"}, "input.where: got 'prompt::int = 3': Conversion Error"),
-        ({"where": "id < 0", "sample": 0.5}, "input: where 'id < 0', sample 0.5 leaves none of the 60 rows"),
+        ({"where": "id < 0", "sample": 0.5}, "input: where 'id < 0', sample 0.5 leaves none of the 60 input rows"),
         ({"exclude": {"job": "out/nothing", "on": "id"}}, "input.exclude: out/nothing holds no job"),
     ],
 )  # fmt: skip
@@ -361,22 +361,21 @@ def test_validate_says_how_many_rows_are_chosen(tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, RECORDS[:60], input={"where": "id % 6 = 5", "limit": 8})
     done = jobs.run("validate", spec)
     assert done.returncode == 0, done.stderr
-    assert "chosen by where 'id % 6 = 5', limit 8: 8 of 60 rows" in done.stdout
+    assert "chosen by where 'id % 6 = 5', limit 8: 8 of 60 input rows" in done.stdout
     assert "row 5, " in done.stdout
     assert not (tmp_path / "out").exists()
 
 
-def test_a_week_without_anything_new_is_done(tmp_path: pathlib.Path) -> None:
-    """All rows are done elsewhere: a job of none, which is done, and which a later one may exclude as well."""
+def test_a_week_without_anything_new_is_one_line(tmp_path: pathlib.Path) -> None:
+    """All rows are done elsewhere: no job is begun, so that the same command runs what comes later."""
     week = tmp_path / "week"
     week.mkdir()
     spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.0}, parallel=ONE_REPLICA)
     jobs.finish(spec)
-    first, second = str(tmp_path / "out"), str(week / "out")
-    exclude = {"job": first, "on": "id"}
+    exclude = {"job": str(tmp_path / "out"), "on": "id"}
     again = jobs.spec_of(week, input={"path": str(jobs.PROMPTS), "id_column": "id", "exclude": exclude})
-    for verb in ("done", "was already done"):
-        assert f"{verb}: 0 output rows, 0 of them errors" in jobs.finish(again).stdout
-    assert jobs.state_of(week / "out").is_done
-    third = jobs.finish(again, "--set", f"input.exclude.job=[{first}, {second}]", "--set", f"output.path={week / 'b'}")
-    assert "done: 0 output rows" in third.stdout
+    refused = jobs.run("run", again)
+    assert refused.returncode == 2
+    [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert line.endswith(f"exclude {exclude['job']} on id leaves none of the 657 input rows; there is nothing to run")
+    assert not jobs.snapshot_of(week / "out")

@@ -109,9 +109,9 @@ def test_status_sums_over_slices_and_names_those_that_are_missing(sliced: dict[s
     committed = sum(state.counts.num_rows for state in states)
     before, after = sliced["status"], sliced["status after kill"]
     assert "4 slices: 3 done, 1 not begun" in before
-    assert f"committed: {committed:,} of {num_rows:,} rows" in before
+    assert f"committed: {committed:,} of {num_rows:,} output rows" in before
     assert "slice 1/4 has not begun" in before
-    assert f"slice 2/4: done; {states[1].counts.num_rows:,} of {states[1].counts.num_rows:,} rows" in before
+    assert f"slice 2/4: done; {states[1].counts.num_rows:,} of {states[1].counts.num_rows:,} output rows" in before
     assert "4 slices: 3 done, 1 stopped" in after
     assert "slice 1/4: stopped before its end" in after
     assert "4 slices: 4 done" in jobs.run("status", sliced["out"]).stdout

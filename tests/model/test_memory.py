@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jobs
+from batchinf.engines.installed import is_cpu_build
 from batchinf.model.identity import Model
 from batchinf.model.memory import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -19,6 +20,7 @@ from batchinf.model.memory import (
     fit_of,
     kv_cache_of,
     needs_lines,
+    on_cpu,
     parameters_of,
 )
 from batchinf.model.memory import needs_of as needs_of_model
@@ -273,6 +275,16 @@ def test_validate_says_what_the_model_needs(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("memory: ")]
     config = json.loads((jobs.MODEL / "config.json").read_text())
-    needs = needs_of(config, str(jobs.MODEL))
+    dtype = "float32" if is_cpu_build() else "bfloat16"
+    needs = needs_of(config, str(jobs.MODEL), dtype=dtype)
     assert needs.weight_bytes is not None
     assert f"weights {needs.weight_bytes / 2**20:,.1f} MiB; KV cache" in line
+    assert line.endswith(f" in {dtype}")
+
+
+def test_a_cache_on_a_processor_is_float32() -> None:
+    for dtype, expected in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        spec = on_cpu(ModelSpec(name="m", dtype=dtype))
+        kv_cache = needs_of_model(model_of(LLAMA_8B), spec, {}).kv_cache
+        assert kv_cache is not None
+        assert kv_cache.dtype == expected

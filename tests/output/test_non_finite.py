@@ -21,6 +21,7 @@ from batchinf.output.parts import (
     count_non_finite_rows,
     non_finite_lines,
     number_columns,
+    rules_out_tokens,
     verify_part,
     write_part,
 )
@@ -143,11 +144,26 @@ def test_a_whole_job_says_so_at_its_end(tmp_path: pathlib.Path) -> None:
     assert inf == [row["row_index"] for row in expected if row["row_index"] % 100 == 7]
     others = [index for index, row in enumerate(rows) if row["row_index"] % 50 != 7]
     assert [rows[index] for index in others] == [expected[index] for index in others]
-    said = non_finite_lines(len(nan), len(inf))
-    assert said[0].startswith(f"warning: {len(nan)} rows have NaN") and len(said) == 2
+    said = non_finite_lines(len(nan), len(inf), expects_inf=False)
+    assert said[0].startswith(f"warning: {len(nan)} output rows have NaN") and len(said) == 2
     for text in (done.stdout, jobs.run("run", spec).stdout, jobs.run("status", out).stdout):
         assert all(line in text for line in said)
 
 
 def test_nothing_is_said_where_all_is_finite() -> None:
-    assert non_finite_lines(0, 0) == []
+    assert non_finite_lines(0, 0, expects_inf=True) == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_expected"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 2}, True),
+        ({"logprobs_mode": "processed_logprobs", "logprobs": 2}, True),
+        ({"logprobs": 2}, False),
+    ],
+)
+def test_tokens_that_are_ruled_out_are_no_damage(sampling: dict[str, Any], *, is_expected: bool) -> None:
+    spec = make_spec(**sampling).model_dump(mode="json")
+    [line] = non_finite_lines(0, 35, expects_inf=rules_out_tokens(spec))
+    assert line.endswith("so nothing is wrong") == is_expected
+    assert line.startswith("35 output rows")

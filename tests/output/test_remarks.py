@@ -133,7 +133,7 @@ def said_of(out: pathlib.Path) -> list[str]:
         f"{found.num_right_per_token / found.num_answered:.2%} ({found.num_right_per_token}), best_per_byte "
         f"{found.num_right_per_byte / found.num_answered:.2%} ({found.num_right_per_byte}) of {found.num_answered} "
         f"rows; {NUM_ROWS - found.num_answered} rows have no answer, or no scores",
-        f"warning: the prompts of {num_doubled} rows begin with two BOS tokens: ",
+        f"warning: the prompts of {num_doubled} input rows begin with two BOS tokens: ",
     ]
 
 

@@ -180,3 +180,22 @@ def test_what_is_taken_for_a_batch_file(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
     job = open_job(read_spec(spec), tmp_path / "cache")
     assert (job.spec.input.format, job.spec.input.id_column) == ("openai", "custom_id")
+    job.source.close()
+
+
+def test_another_model_in_every_line_is_found_before_a_replica_starts(tmp_path: pathlib.Path) -> None:
+    lines = [line(number, CHAT, {"model": "gpt-4o"}) for number in range(3)]
+    path = tmp_path / "batch.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    given = {"input": {"path": str(path), "id_column": None}, "output": {"keep_columns": []}}
+    spec = jobs.spec_of(tmp_path, **given)
+    refused = jobs.run("run", spec)
+    assert refused.returncode == 2
+    [error] = [text for text in refused.stderr.splitlines() if text.startswith("error: ")]
+    assert f"each of the first 3 lines of {path} names another model; body.model: got 'gpt-4o'" in error
+    assert "served_model_name" in error
+    assert not list((tmp_path / "out" / "logs").iterdir())
+    # One line of the job's model, and the others are error rows.
+    path.write_text(path.read_text() + json.dumps(line(3, CHAT, {})) + "\n")
+    job = open_job(read_spec(spec))
+    job.source.close()

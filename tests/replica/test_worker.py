@@ -272,6 +272,40 @@ def test_a_refused_request_is_an_error_row(bench: Callable[..., Bench]) -> None:
     assert not one.worker._slots  # nothing is held of rows that are over
 
 
+def test_tokens_are_counted_as_they_are_generated(bench: Callable[..., Bench]) -> None:
+    one = bench(sampling={"max_tokens": 64}, scripted={"step_s": 0.01, "vary_lengths": False})
+    one.assign((0, 20))
+    one.start()
+    one.wait_for(lambda: len(one.engine.fill) > 10)
+    early = one.worker.progress()
+    assert early.num_rows == early.num_answered == 0
+    # Eight prompts are run, each has a token a step.
+    assert 8 * 10 <= early.num_output_tokens <= 8 * 64
+    assert early.num_prompt_tokens == sum(len(ids) for ids in prompt_ids(one, 8))
+    one.wait_for(lambda: one.of(ShardClosed))
+    one.stop()
+    late = one.worker.progress()
+    assert (late.num_rows, late.num_answered, late.num_output_tokens) == (20, 20, 20 * 64)
+    assert late.num_prompt_tokens == sum(len(ids) for ids in prompt_ids(one, 20))
+
+
+def prompt_ids(one: Bench, num_rows: int) -> list[list[int]]:
+    prompts, max_model_len = one.feeder._known_limits()
+    built = prompts.build(one.source.read(0, num_rows, prompts.columns), max_model_len)
+    return [prompt.token_ids for prompt in built]
+
+
+def test_a_row_of_several_requests_is_finished_once(bench: Callable[..., Bench], tmp_path: pathlib.Path) -> None:
+    rows = [{"context": f"Question {index}:", "choices": [" one", " two", " three"]} for index in range(10)]
+    where = {"context_column": "context", "choices_column": "choices"}
+    given = {"path": str(tmp_path / "prompts.jsonl"), **where}
+    one = bench(rows, task="score", input=given, sampling={"temperature": None, "max_tokens": None})
+    one.assign((0, 10))
+    one.run(1)
+    progress = one.worker.progress()
+    assert (progress.num_rows, progress.num_answered, progress.num_output_tokens) == (10, 10, 0)
+
+
 def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
     rows = [{"prompt": text} for text in ["good", "", None, "x " * 3000]]
     one = bench(rows)

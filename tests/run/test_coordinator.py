@@ -433,7 +433,7 @@ def test_the_display_on_a_terminal() -> None:
     text = terminal.getvalue()
     for words in (
         "replica 0 compiling",
-        "40/100 rows",
+        "40/100 output rows",
         "left 1m15s",
         "in 120 tok/s",
         "out 340 tok/s",

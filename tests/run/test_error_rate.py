@@ -54,7 +54,7 @@ def test_most_of_the_first_rows_failing_ends_a_job_early(tmp_path: pathlib.Path)
     null, long = said.index("× null_prompt: column 'prompt' is null"), said.index("× prompt_too_long: got ")
     assert null < said.index("no prompt can be made of {'prompt': None}") < long
     assert long < said.index("prompt '<|begin_of_text|>word word")
-    assert f"kept: {state.counts.num_rows:,} rows in {len(state.parts)} parts" in said
+    assert f"kept: {state.counts.num_rows:,} output rows in {len(state.parts)} parts" in said
     assert "--set max_error_rate=1" in said
     assert max(map(len, said.splitlines())) < 500
 
@@ -82,7 +82,7 @@ def test_just_below_half_runs_to_its_end(tmp_path: pathlib.Path) -> None:
     spec = job_of(tmp_path, lambda index: "" if index % 9 < 4 else f"Say {index}.", 4500, max_num_seqs=256)
     done = jobs.run("run", spec)
     assert done.returncode == 3, done.stderr
-    assert "44.4% of the rows are errors, more than max_error_rate 1.0%" in error_of(done.stderr)
+    assert "44.4% of the output rows are errors, more than max_error_rate 1.0%" in error_of(done.stderr)
     assert "2,000 × empty_prompt: the prompt is an empty string" in done.stderr
     assert jobs.state_of(tmp_path / "out").is_done
     assert jobs.table_of(tmp_path / "out").column("row_index").to_pylist() == list(range(4500))

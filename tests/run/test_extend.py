@@ -104,7 +104,7 @@ def test_new_files_come_behind_and_earlier_parts_stay_as_they_are(tmp_path: path
     assert "was already done" in jobs.run("run", spec).stdout
 
     status = jobs.run("status", out)
-    assert "committed: 67 of 67 rows" in status.stdout
+    assert "committed: 67 of 67 output rows" in status.stdout
     assert "rows came in 2 times: 40, 27" in status.stdout
     assert jobs.run("check", out, "--deep").returncode == 0
     assert len(jobs.run("head", out, "-n", "60").stdout.splitlines()) == 60
@@ -314,3 +314,12 @@ def test_a_limit_is_raised_over_what_the_job_chooses(tmp_path: pathlib.Path) -> 
     assert "was already done" in jobs.finish(spec, "--set", "input.limit=").stdout
     assert [extent.num_rows for extent in jobs.state_of(out).extents] == [15, 0, 10, len(even) - 25]
     assert jobs.run("check", out, "--deep").returncode == 0
+
+
+def test_what_is_done_is_validated_as_it_is(tmp_path: pathlib.Path) -> None:
+    spec = begin(tmp_path)
+    shown = jobs.run("validate", spec)
+    assert shown.returncode == 0, shown.stderr
+    assert f"input {tmp_path / 'data'}: 40 rows" in shown.stdout
+    assert "the job there is done" in shown.stdout
+    assert "--extend" not in shown.stdout + shown.stderr

@@ -7,19 +7,70 @@ import re
 import pytest
 
 import jobs
+from batchinf.base.text import size_text, time_text
+from batchinf.manifest.lines import EventLine
+from batchinf.manifest.state import State
+from batchinf.run.progress import _idle_s
 
 
-@pytest.mark.slow
-def test_time_in_which_engines_wait_for_the_input_is_not_that_of_rows(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "1 s"), (75, "75 s"), (100, "2 min"), (5400, "90 min"), (7000, "1.9 h"), (412 * 3600, "412.0 h")],
+)
+def test_times_are_in_one_unit(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(10, "10 bytes"), (230_400, "230.4 kB"), (2_140_000, "2.1 MB"), (96.4e9, "96.4 GB"), (1.25e13, "12.5 TB")],
+)
+def test_sizes_are_in_one_unit(num_bytes: float, text: str) -> None:
+    assert size_text(num_bytes) == text
+
+
+def test_engines_that_start_or_end_run_no_rows() -> None:
+    # Two devices each: 10 s to start, 5 s of rows, 3 s and 4 s to end; then one that dies while it starts.
+    def at(second: int, name: str, **fields: object) -> EventLine:
+        return EventLine(name, f"2026-01-01T00:00:{second:02d}+00:00", fields)
+
+    devices = ["0", "1"]
+    state = State()
+    state.events.extend(
+        [
+            at(0, "replica_started", replica=0, incarnation="a", devices=devices),
+            at(0, "replica_started", replica=1, incarnation="b", devices=devices),
+            at(10, "ready", replica=0),
+            at(10, "ready", replica=1),
+            at(15, "all_committed"),
+            at(18, "replica_ended", incarnation="a", device_s=36.0),
+            at(19, "replica_ended", incarnation="b", device_s=38.0),
+            at(20, "replica_started", replica=0, incarnation="c", devices=devices),
+            at(27, "replica_ended", incarnation="c", device_s=14.0),
+        ]
+    )
+    assert 36.0 + 38.0 + 14.0 - _idle_s(state) == 2 * 2 * 5.0
+
+
+def test_it_says_what_it_rests_on(tmp_path: pathlib.Path) -> None:
     rows = [json.loads(line) for line in jobs.PROMPTS.read_text(encoding="utf-8").strip().split("\n")[:80]]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({**row, "padding": "x" * (1 << 17)}) + "\n" for row in rows))
-    spec = jobs.spec_of(tmp_path, input={"path": str(path), "sample": 0.25}, parallel={"data_parallel_size": 1})
+    scripted = {"max_num_seqs": 64}
+    given = {"path": str(path), "sample": 0.25}
+    spec = jobs.spec_of(tmp_path, input=given, parallel={"data_parallel_size": 1}, scripted=scripted)
     # The engine is up long before there are rows.
     done = jobs.finish(spec, faults="head_start.started=sleep 8")
     assert "while the input is read" in done.stderr
-    [hours] = re.findall(r"all 80 rows take (\S+) device-hours", done.stdout)
     state = jobs.state_of(tmp_path / "out")
     assert state.device_s > 8
-    run_s = float(hours) * 3600 * state.counts.num_rows / 80
-    assert run_s < (state.device_s - 8) * 1.01
+    num_run = state.counts.num_rows
+    found = re.search(
+        rf"^forecast from {num_run} input rows, which took (\d) s of device time: all 80 input rows take at most "
+        r"(\d+) s and [\d.]+ [kM]B, besides the start of the engines$",
+        done.stdout,
+        re.MULTILINE,
+    )
+    assert found is not None, done.stdout
+    assert int(found[1]) <= max(1, state.device_s - 7.5)
+    assert "do not fill the engines, which run 64 requests at once" in done.stdout

@@ -101,7 +101,7 @@ def test_extending_runs_what_came_and_nothing_else(last_week: tuple[pathlib.Path
     documents.write(folder / "documents")
     spec = spec_of(folder, "last-week")
     done = jobs.finish(spec, "--extend")
-    assert "extended: 3,000 rows to run, of 3,000 that were not looked at before" in done.stderr
+    assert "extended: 3,000 input rows to run, of 3,000 that were not looked at before" in done.stderr
 
     assert {name: (out / "parts" / name).stat().st_mtime_ns for name in before} == before
     came = [row["id"] for row in (*first, *middle, *longer)]

@@ -123,7 +123,8 @@ def test_what_is_changed_or_gone_is_named(input: Input, new: str) -> None:
         input.open(new)
     assert str(raised.value) == (
         f"{input.data} is not the input that the job in the output folder has taken in: 1 file is changed: b.jsonl; "
-        "1 file is gone: d.jsonl; put these back as they were to go on with it, or give the new job another output.path"
+        "1 file is gone: d.jsonl; put these back as they were to go on with it, or give a new job another output.path: "
+        "there `input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` leaves out the rows that are as they were"
     )
 
 

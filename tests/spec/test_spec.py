@@ -179,6 +179,10 @@ QUOTES = "text that looks like something else needs quotes"
         ("parallel.max_restarts", "1",
          f"unknown field; did you mean max_restarts, at the top level? Allowed: {PARALLEL}"),
         ("parallel.max_token", "1", f"unknown field; did you mean sampling.max_tokens? Allowed: {PARALLEL}"),
+        # Top logits are no cut of the sampling.
+        ("logits.top_k", "5", "unknown field. Allowed: tokens, token_ids, values, positions, dtype, vocab_size"),
+        ("logits.position", "last", "unknown field; did you mean positions? Allowed: tokens, token_ids, values, "
+         "positions, dtype, vocab_size"),
         ("path", "1", f"unknown field; did you mean input.path or output.path? Allowed: {TOP}"),
         ("max_model_len", "1", f"unknown field; did you mean engine.max_model_len? Allowed: {TOP}"),
         ("Sampling", "{}", f"unknown field; did you mean sampling? Allowed: {TOP}"),

@@ -22,7 +22,7 @@ def status_lines(report: StatusReport) -> Iterator[str]:
     yield f"{report.folder}: {_activity(job)}"
     yield from _total_lines(job.totals)
     if len(job.extents) > 1:
-        yield f"rows came in {len(job.extents)} times: {', '.join(f'{num_rows:,}' for num_rows in job.extents)}"
+        yield f"input rows came in {len(job.extents)} times: {', '.join(f'{num_rows:,}' for num_rows in job.extents)}"
     if job.retry is not None:
         yield _retry_line(job.retry)
     yield from _progress_lines(job, "")
@@ -44,7 +44,7 @@ def _slices_lines(report: StatusReport, num_slices: int) -> Iterator[str]:
             yield f"  slice {job.slice} has not begun"
             continue
         totals = job.totals
-        rows = f"{totals.num_rows_committed:,} of {totals.num_rows:,} rows, {totals.num_errors:,} errors"
+        rows = f"{totals.num_rows_committed:,} of {totals.num_rows:,} output rows, {totals.num_errors:,} errors"
         yield f"  slice {job.slice}: {_activity(job)}; {rows}"
         yield from _progress_lines(job, "    ")
 
@@ -72,13 +72,13 @@ def _total_lines(totals: JobTotals) -> Iterator[str]:
         f"{duration(totals.device_s)} of device time in ended replicas"
     )
     yield (
-        f"committed: {totals.num_rows_committed:,} of {totals.num_rows:,} rows in "
+        f"committed: {totals.num_rows_committed:,} of {totals.num_rows:,} output rows in "
         f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts, {totals.num_errors:,} errors, "
         f"{totals.num_bytes / 2**20:,.1f} MiB, {short_count(totals.num_prompt_tokens)} prompt and "
         f"{short_count(totals.num_output_tokens)} output tokens"
     )
     yield from accuracy_lines(totals.accuracy)
-    yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows)
+    yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows, expects_inf=totals.rules_out_tokens)
     yield from second_bos_lines(totals.num_second_bos)
 
 

@@ -39,7 +39,7 @@ def finding_lines(finding: ValidateFinding) -> Iterator[str]:
             yield f"input {finding.path}: {finding.num_rows:,} rows, content {finding.fingerprint}"
             yield "columns: " + ", ".join(f"{name} {type}" for name, type in finding.columns.items())
         case RowsChosen():
-            yield f"chosen by {finding.chosen_by}: {finding.num_rows:,} of {finding.num_input_rows:,} rows"
+            yield f"chosen by {finding.chosen_by}: {finding.num_rows:,} of {finding.num_input_rows:,} input rows"
         case TaskFound():
             yield from _task_lines(finding)
         case Remark():

@@ -19,7 +19,7 @@ from batchinf.engines.vllm.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
 from batchinf.model.lora import ADAPTER_CONFIG, Adapter, rank_for
-from batchinf.model.memory import vocab_size_of
+from batchinf.model.memory import on_cpu, vocab_size_of
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -127,10 +127,9 @@ def wants_late_mask(task: Task) -> bool:
 
 
 def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
-    # float32 is twice as fast as bfloat16 there, and a seeded request whose prompt comes in chunks kills the engine.
-    dtype = "float32" if spec.model.dtype == "auto" else spec.model.dtype
+    # A seeded request whose prompt comes in chunks kills the engine.
     whole = {} if "max_num_batched_tokens" in spec.engine else {"enable_chunked_prefill": False}
-    return {"enforce_eager": True, "dtype": dtype, **whole}
+    return {"enforce_eager": True, "dtype": on_cpu(spec.model).dtype, **whole}
 
 
 def _vocab_size(model_path: str) -> int | None:

@@ -1,0 +1,51 @@
+"""Rates and the time left: of the time in which engines run rows, and only once there is something to make them of."""
+
+import datetime
+import pathlib
+
+import pytest
+
+import jobs
+from batchinf.fleet.status import Rates, Totals
+
+
+def test_nothing_is_said_before_the_first_token() -> None:
+    rates = Rates()
+    assert (rates.tokens_per_s, rates.left_s(100, 0)) == (None, None)
+    rates.look(10.0, Totals())
+    rates.look(12.0, Totals())
+    assert (rates.tokens_per_s, rates.left_s(100, 8)) == (None, None)
+
+
+def test_tokens_count_before_a_row_is_finished() -> None:
+    rates = Rates()
+    rates.look(10.0, Totals())
+    rates.look(12.0, Totals(0, 400, 60))
+    assert rates.tokens_per_s == (200.0, 30.0)
+    assert rates.left_s(100, 8) is None
+
+
+def test_time_left_needs_as_many_rows_as_the_engines_hold() -> None:
+    rates = Rates()
+    rates.look(0.0, Totals())
+    rates.look(4.0, Totals(7, 400, 60))
+    assert rates.left_s(100, 8) is None
+    rates.look(5.0, Totals(10, 500, 70))
+    assert rates.left_s(100, 8) == 50.0
+
+
+def test_rates_are_those_of_the_last_minute() -> None:
+    rates = Rates()
+    for second in range(200):
+        rates.look(float(second), Totals(second, 10 * second, 1000 + 2 * max(0, second - 100)))
+    assert rates.tokens_per_s == (10.0, 2.0)
+
+
+def test_the_start_of_an_engine_is_no_running_time(tmp_path: pathlib.Path) -> None:
+    scripted = {"start_s": 3.0, "step_s": 0.01, "vary_lengths": False}
+    jobs.finish(jobs.spec_of(tmp_path, scripted=scripted, parallel={"data_parallel_size": 1}))
+    status, events = jobs.snapshot_of(tmp_path / "out"), jobs.state_of(tmp_path / "out").events
+    at = {event.name: datetime.datetime.fromisoformat(event.at) for event in events}
+    run_s = (at["all_committed"] - at["ready"]).total_seconds()
+    assert status["num_output_tokens"] == sum(row["num_output_tokens"] or 0 for row in jobs.rows_of(tmp_path / "out"))
+    assert status["output_tokens_per_s"] == pytest.approx(status["num_output_tokens"] / run_s, rel=0.25)
