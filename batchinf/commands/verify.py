@@ -334,7 +334,7 @@ def choose_places(results: Results, num_rows: int, seed: int) -> list[int]:
 
 
 def read_rows(
-    results: Results, places: Sequence[int], columns: Sequence[str], vector_columns: tuple[str, ...] = ()
+    results: Results, places: Sequence[int], columns: Sequence[str], vector_columns: tuple[str, ...]
 ) -> list[StoredRow]:
     """The rows at these places, with these columns where they are stored; only row groups that hold one are read.
 

@@ -127,12 +127,12 @@ class Backend(Protocol):
         An event comes once. An event of an incarnation that was ended does not come any more.
         """
 
-    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
+    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> None:
         """End what an earlier coordinator of this job left running, and remove its files outside the job's folder.
 
         replicas: those that the manifest does not know to have ended, of any backend: those of another backend, and
         those that cannot be told from somebody else's processes, are passed over. job_id: None if no replica of the job
-        was ever started. Returns how many were still running. Waits until their devices are free.
+        was ever started. Waits until their devices are free.
         """
 
     def is_cache_warm(self, key: str) -> bool:

@@ -251,14 +251,11 @@ class OpenShard:
             self.unjournalled_bytes += batch.nbytes
         return num_new
 
-    def tick(self) -> Segment | None:
+    def tick(self) -> None:
         """Journal what is in no segment yet, and forget it."""
-        segment = self.keep()
-        if segment is None:
-            return None
-        self.segments.append(segment)
-        self.fresh, self.unjournalled_bytes = [], 0
-        return segment
+        if (segment := self.keep()) is not None:
+            self.segments.append(segment)
+            self.fresh, self.unjournalled_bytes = [], 0
 
     def keep(self) -> Segment | None:
         """Journal what is in no segment yet; for another thread that writes the part, nothing changes."""

@@ -132,7 +132,7 @@ class Boundary:
     adds: bool
 
     @classmethod
-    def of(cls, tokenizer: Any, *, is_chat: bool = False, add_bos_token: bool | None = None) -> "Boundary":
+    def of(cls, tokenizer: Any, *, is_chat: bool, add_bos_token: bool | None) -> "Boundary":
         """As lm-evaluation-harness's `hf` model has it. is_chat: a chat template has written the special tokens."""
         prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         text = "" if prefix is None else str(tokenizer.decode([prefix]))
