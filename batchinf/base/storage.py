@@ -86,7 +86,7 @@ class Folder:
         with self.writing(name, fault, durable=durable) as file:
             file.write(data)
 
-    def create_exclusive(self, name: str, data: bytes = b"") -> bool:
+    def create_exclusive(self, name: str, data: bytes) -> bool:
         """Create `name`, whole and durable, unless it exists. True if this call created it."""
         target = self.path(name)
         temporary = _temporary(target)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -132,10 +133,7 @@ def histogram(lengths: Sequence[int]) -> tuple[LengthRange, ...]:
     if not lengths:
         return ()
     edges = _edges(sorted(lengths))
-    counts = [0] * (len(edges) - 1)
-    for length in lengths:
-        counts[next(number for number in range(len(counts)) if length < edges[number + 1])] += 1
-    ranges = zip(itertools.pairwise(edges), counts, strict=True)
+    ranges = zip(itertools.pairwise(edges), np.histogram(lengths, edges)[0].tolist(), strict=True)
     return tuple(LengthRange(low, high - 1, number) for (low, high), number in ranges)
 
 

@@ -328,7 +328,7 @@ def choose_places(results: Results, num_rows: int, seed: int) -> list[int]:
 
 
 def read_rows(
-    results: Results, places: Sequence[int], columns: Sequence[str], vector_columns: tuple[str, ...] = ()
+    results: Results, places: Sequence[int], columns: Sequence[str], vector_columns: tuple[str, ...]
 ) -> list[StoredRow]:
     """The rows at these places, with those of the columns that are stored. Reads only row groups with such rows.
 

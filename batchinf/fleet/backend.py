@@ -126,12 +126,12 @@ class Backend(Protocol):
         Each event is returned once. Events of an incarnation that was ended are not returned.
         """
 
-    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
+    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> None:
         """End replicas that an earlier coordinator of this job left running, and delete files outside the job's folder.
 
         replicas: those without an end in the manifest. Replicas of another backend are ignored, and so are those that
-        could be another program's processes. job_id: None if no replica of the job was ever started. Returns how many
-        were still running. Waits until their devices are free.
+        could be another program's processes. job_id: None if no replica of the job was ever started. Waits until
+        their devices are free.
         """
 
     def is_cache_warm(self, key: str) -> bool:

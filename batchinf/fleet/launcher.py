@@ -127,7 +127,7 @@ def _settings(
     return EngineSettings(spec, fit_of(model, spec, *size, task_of(spec).default_batch_limits), lowered)
 
 
-def work_of(job: Job, state: State, retry: Retry | None = None) -> Work:
+def work_of(job: Job, state: State, retry: Retry | None) -> Work:
     """The message that tells replicas about the rows of a job, or of a retry."""
     metadata = {
         "batchinf.job_id": state.header.job_id,

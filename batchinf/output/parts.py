@@ -275,14 +275,11 @@ class OpenShard:
             self.unjournalled_bytes += batch.nbytes
         return num_new
 
-    def tick(self) -> Segment | None:
+    def tick(self) -> None:
         """Write results that are in no segment yet to the journal, and drop them from memory."""
-        segment = self.keep()
-        if segment is None:
-            return None
-        self.segments.append(segment)
-        self.fresh, self.unjournalled_bytes = [], 0
-        return segment
+        if (segment := self.keep()) is not None:
+            self.segments.append(segment)
+            self.fresh, self.unjournalled_bytes = [], 0
 
     def keep(self) -> Segment | None:
         """Write results that are in no segment yet to the journal, but keep them for a thread that writes the part."""

@@ -164,8 +164,8 @@ class InProcessBackend:
                 replica.events = []
         return found
 
-    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
-        return 0  # threads end with their coordinator
+    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> None:
+        """Threads end with their coordinator."""
 
     def is_cache_warm(self, key: str) -> bool:
         return True

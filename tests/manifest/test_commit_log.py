@@ -26,7 +26,7 @@ COMMITS: list[list[dict[str, Any]]] = [
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> Folder:
-    Folder(tmp_path).create_exclusive(NAME)
+    Folder(tmp_path).create_exclusive(NAME, b"")
     return Folder(tmp_path)
 
 

@@ -62,38 +62,34 @@ class GroupIdentity(BaseModel):
         return cls(host=me.host, boot_id=me.boot_id, pgid=group, pid_start_time=process_start(group) or 0)
 
 
-def end_leftover(identity: dict[str, Any]) -> bool:
-    """End a process group of an earlier coordinator, unless it may be another program's. Whether one was ended."""
+def end_leftover(identity: dict[str, Any]) -> None:
+    """End a process group of an earlier coordinator, unless it may be another program's."""
     try:
         group = GroupIdentity.model_validate(identity)
     except ValidationError:
-        return False
+        return
     me = Holder.this_process()
     if (group.host, group.boot_id) != (me.host, me.boot_id):
-        return False
+        return
     # A process id is not reused while a group of that number has members. A leader with another start time is another
     # program's.
     started = process_start(group.pgid)
-    if started is not None and started != group.pid_start_time:
-        return False
-    # This waits, because a device is free only when its processes are gone.
-    return end_process_group(group.pgid)
+    if started is None or started == group.pid_start_time:
+        # This waits, because a device is free only when its processes are gone.
+        end_process_group(group.pgid)
 
 
-def end_process_group(group: int) -> bool:
-    """Send SIGKILL to a process group until it has no live process. Whether there was one."""
+def end_process_group(group: int) -> None:
+    """Send SIGKILL to a process group until it has no live process."""
     deadline = time.monotonic() + 10.0
-    was_there = False
     while time.monotonic() < deadline and members(group):
-        was_there = True
         try:
             os.killpg(group, signal.SIGKILL)
         except PermissionError:
-            return False
+            return
         except ProcessLookupError:
             pass
         time.sleep(0.02)
-    return was_there
 
 
 def members(group: int) -> list[int]:
@@ -406,13 +402,14 @@ class LocalBackend:
                 replica.forget()
         return events
 
-    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> int:
+    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> None:
         """See `Backend`. Ends only process groups of this host and this boot."""
-        num_ended = sum(end_leftover(replica.identity) for replica in replicas if replica.backend == self.name)
+        for replica in replicas:
+            if replica.backend == self.name:
+                end_leftover(replica.identity)
         # A start deletes the folders only of its own replica, and this epoch may have fewer replicas than the last.
         if job_id is not None:
             sweep_sockets(job_id)
-        return num_ended
 
     def is_cache_warm(self, key: str) -> bool:
         """See `Backend`. A file in vLLM's cache says so."""

@@ -133,7 +133,7 @@ class Boundary:
     adds: bool
 
     @classmethod
-    def of(cls, tokenizer: Any, *, is_chat: bool = False, add_bos_token: bool | None = None) -> "Boundary":
+    def of(cls, tokenizer: Any, *, is_chat: bool, add_bos_token: bool | None) -> "Boundary":
         """The same rules as lm-evaluation-harness's `hf` model. is_chat: a chat template writes the special tokens."""
         prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         text = "" if prefix is None else str(tokenizer.decode([prefix]))
