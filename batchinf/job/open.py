@@ -284,7 +284,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) 
     choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
-        rows_per_shard = choose_rows_per_shard(choice.num_rows, num_replicas, job.task.estimated_bytes_per_row())
+        rows_per_shard = auto_rows_per_shard(job, choice, num_replicas)
     header = Header(
         format_version=MANIFEST_VERSION,
         job_id=job_id,
@@ -298,6 +298,13 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) 
         spec=job.spec.model_dump(mode="json"),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
+
+
+def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
+    """What `output.rows_per_shard: auto` is for these rows."""
+    is_longest_first = choice.ordered_by == "longest"
+    per_row = job.task.estimated_bytes_per_row()
+    return choose_rows_per_shard(choice.num_rows, num_replicas, per_row, is_longest_first=is_longest_first)
 
 
 def new_job_id() -> str:

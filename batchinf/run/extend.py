@@ -12,11 +12,12 @@ from batchinf.base import faults
 from batchinf.base.errors import InputError
 from batchinf.job import ordering
 from batchinf.job.choose import Chosen, Say, choose
-from batchinf.job.open import Job, carried_columns, open_job
+from batchinf.job.open import Job, auto_rows_per_shard, carried_columns, open_job
 from batchinf.manifest.lines import CHOSEN
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
-from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
+from batchinf.schedule.selection import Choice
+from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile, dump_spec
@@ -68,7 +69,7 @@ def add_extent(job: Job, file: SpecFile, state: State, manifest: Manifest, num_r
     choice = chosen.write(job.folder, len(state.extents) + 1, total_rows(state.extents))
     choice = replace(choice, ordered_by=state.header.layout.get("order", "input"))
     choice = ordering.extend(job, state.extents, choice, say, manifest.check_lock)
-    extent = choice.extent(_rows_per_shard(job, state, choice.num_rows, num_replicas), total_shards(state.extents))
+    extent = choice.extent(_rows_per_shard(job, state, choice, num_replicas), total_shards(state.extents))
     if job.spec.input.selects:
         num_rows = total_rows(state.extents) + choice.num_rows
         manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=num_rows, num_input_rows=job.source.num_rows)
@@ -96,11 +97,11 @@ def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:
     return choose(job, file, first_row, left, say, job.folder.root, may_be_none=True, state=state)
 
 
-def _rows_per_shard(job: Job, state: State, num_rows: int, num_replicas: int) -> int:
+def _rows_per_shard(job: Job, state: State, choice: Choice, num_replicas: int) -> int:
     """The user's number, or one that fits the new rows, which may be many more than the first ones."""
     if state.header.spec.get("output", {}).get("rows_per_shard", "auto") != "auto":
         return int(state.header.layout["rows_per_shard"])
-    return choose_rows_per_shard(num_rows, num_replicas, job.task.estimated_bytes_per_row())
+    return auto_rows_per_shard(job, choice, num_replicas)
 
 
 def said(job: Job, state: State, num_rows: int) -> str:

@@ -18,6 +18,8 @@ PART_BYTES = 64 * 2**20
 MAX_ROWS_PER_SHARD = 50_000
 # A replica finishes at least this many shards, so that the last ones to end are a small share of the whole.
 SHARDS_PER_REPLICA = 16
+# Fewer rows in a shard hardly end a small job sooner, as an engine runs hundreds at a time, but make many small files.
+SMALL_SHARD_ROWS = 320
 # Given to a replica whose engine is not up: it may not listen for long, and what it is told waits in a socket that
 # holds some 270 messages.
 _MOST_EARLY_SHARDS = 64
@@ -54,11 +56,18 @@ def shard_at(extents: Sequence[Extent], index: int) -> Shard:
     return Shard(index, extent.start + start, extent.start + stop)
 
 
-def choose_rows_per_shard(num_rows: int, num_replicas: int, estimated_bytes_per_row: float) -> int:
-    """Rows in a shard: for parts of 64 MiB or a little more, at most 50,000, and 16 shards or more a replica."""
+def choose_rows_per_shard(
+    num_rows: int, num_replicas: int, estimated_bytes_per_row: float, *, is_longest_first: bool = False
+) -> int:
+    """Rows in a shard: for parts of 64 MiB or a little more, at most 50,000, and 16 shards or more a replica.
+
+    In a small job a replica has fewer shards than 16, but none has more than `SMALL_SHARD_ROWS` rows. Where the longest
+    rows run first, the first large shard would have most of the work: there it is 16 in a small job too.
+    """
     by_bytes = math.ceil(PART_BYTES / max(estimated_bytes_per_row, 1.0))
     by_replicas = num_rows // (SHARDS_PER_REPLICA * num_replicas)
-    return max(1, min(by_bytes, MAX_ROWS_PER_SHARD, by_replicas))
+    by_share = 0 if is_longest_first else _ceil_div(num_rows - num_rows // 8, num_replicas)
+    return max(1, min(by_bytes, MAX_ROWS_PER_SHARD, max(by_replicas, min(SMALL_SHARD_ROWS, by_share))))
 
 
 def _end(extents: Sequence[Extent]) -> int:

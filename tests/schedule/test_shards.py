@@ -13,6 +13,7 @@ from batchinf.schedule.shards import (
     MAX_ROWS_PER_SHARD,
     PART_BYTES,
     SHARDS_PER_REPLICA,
+    SMALL_SHARD_ROWS,
     PendingShards,
     ReplicaLoad,
     choose_rows_per_shard,
@@ -101,11 +102,28 @@ def test_a_hundred_million_rows_are_arithmetic() -> None:
 def test_chosen_rows_per_shard(num_rows: int, num_replicas: int, bytes_per_row: float) -> None:
     rows = choose_rows_per_shard(num_rows, num_replicas, bytes_per_row)
     assert 1 <= rows <= MAX_ROWS_PER_SHARD
-    assert rows == 1 or rows * SHARDS_PER_REPLICA * num_replicas <= num_rows
+    assert rows <= SMALL_SHARD_ROWS or rows * SHARDS_PER_REPLICA * num_replicas <= num_rows
+    # Half of the replicas or more have work.
+    assert 2 * num_shards(Extent.of_all(0, num_rows, rows, 0)) >= min(num_rows, num_replicas)
     # No more than what makes 64 MiB, and less only for one of the bounds above.
     assert rows == 1 or (rows - 1) * bytes_per_row < PART_BYTES
-    bounds = (MAX_ROWS_PER_SHARD, max(1, num_rows // (SHARDS_PER_REPLICA * num_replicas)))
+    share = -(-(num_rows - num_rows // 8) // num_replicas)
+    bounds = (MAX_ROWS_PER_SHARD, num_rows // (SHARDS_PER_REPLICA * num_replicas), SMALL_SHARD_ROWS, share, 1)
     assert rows * max(bytes_per_row, 1) >= PART_BYTES or rows in bounds
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_replicas", "bytes_per_row", "expected"),
+    [
+        (657, 2, 6_500, 4), (657, 1, 6_500, 4), (35, 2, 100, 3), (1, 8, 100, 1), (657, 2, 300_000, 5),
+        (12_000, 2, 6_500, 45), (100_000, 8, 6_500, 178),
+    ],
+)  # fmt: skip
+def test_a_small_job_has_few_parts(num_rows: int, num_replicas: int, bytes_per_row: int, expected: int) -> None:
+    rows = choose_rows_per_shard(num_rows, num_replicas, bytes_per_row)
+    assert num_shards(Extent.of_all(0, num_rows, rows, 0)) == expected
+    dealt = choose_rows_per_shard(num_rows, num_replicas, bytes_per_row, is_longest_first=True)
+    assert dealt == max(1, num_rows // (SHARDS_PER_REPLICA * num_replicas))
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
