@@ -92,7 +92,7 @@ def run(
     _check_run_options(retry, fresh, slice_, extend)
     with interruptible():
         from batchinf.base.slices import Slice, job_folder
-        from batchinf.fleet.choose import choose_backend
+        from batchinf.fleet.launcher import choose_backend
         from batchinf.run.epoch import move_job_aside, run_job
         from batchinf.run.progress import ProgressDisplay
 

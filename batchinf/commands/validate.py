@@ -28,7 +28,7 @@ from batchinf.commands.shown_rows import (
     shown_row,
 )
 from batchinf.engines.installed import check_structures, is_cpu_build
-from batchinf.fleet.choose import choose_backend
+from batchinf.fleet.launcher import choose_backend
 from batchinf.job.choose import Chosen, choose, described, max_model_len
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, begun_at, check_drift, open_job

@@ -9,6 +9,7 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
+from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, kept
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import Retry
@@ -21,6 +22,11 @@ from batchinf.output.replace import retry_metadata
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
 from batchinf.tasks.registry import task_of
+
+
+def choose_backend() -> Backend:
+    """The backend for a job that is started here. Only this function names a backend."""
+    return LocalBackend()
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,13 +225,13 @@ def _open_job(
 
 
 def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:
-    """Raise DriftError, in one line, where the folder's job has nothing to do with this one.
+    """Raise DriftError, in one line, if the folder's job has another task, or another model and another input.
 
-    It has another task, or another model over another input. What differs otherwise is shown field by field.
+    Other differences are shown field by field.
     """
     theirs = header.spec
     is_other_model = model.fingerprint != header.identity.get("model")
-    if spec.task != theirs["task"] or (is_other_model and spec.input.path != theirs["input"]["path"]):
+    if task_of(spec).name != theirs["task"] or (is_other_model and spec.input.path != theirs["input"]["path"]):
         raise DriftError(
             f"{folder.root} holds another job: task {theirs['task']} with {theirs['model']['name']} over "
             f"{theirs['input']['path']}, begun {header.created_at}; give this job another output.path, or run it with "

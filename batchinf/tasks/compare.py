@@ -107,7 +107,7 @@ class Changes(abc.ABC):
         columns["is_same_prompt"] = is_same = equal(rows, "prompt_hash")
         columns |= self._compare(rows)
         columns |= self._both(rows, "error_type")
-        a, b = (np.asarray(errors.is_valid()) for errors in pair(rows, "error_type"))
+        a, b = (np.asarray(errors.is_valid()) for errors in both_columns(rows, "error_type"))
         self._counts += [rows.num_rows, columns["is_changed"].sum(), (~is_same).sum(), (a & ~b).sum(), (b & ~a).sum()]
         table = pa.table(columns)
         distances = self._distances(table)
@@ -187,21 +187,21 @@ def delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 def number_deltas(rows: pa.RecordBatch, name: str, to: Deltas) -> pa.Array:
     """B - A of a column of numbers, null where one of the two is. All others are added."""
-    a, b = pair(rows, name)
+    a, b = both_columns(rows, name)
     is_null = np.asarray(a.is_null()) | np.asarray(b.is_null())
     found = delta(*(np.asarray(numbers.to_numpy(zero_copy_only=False)) for numbers in (a, b)))
     to.add(found[~is_null])
     return pa.array(found, mask=is_null)
 
 
-def pair(rows: pa.RecordBatch, name: str) -> list[Any]:
+def both_columns(rows: pa.RecordBatch, name: str) -> list[Any]:
     """This column of A and of B."""
     return [rows[f"{name}_{job}"] for job in "ab"]
 
 
 def list_pair(rows: pa.RecordBatch, name: str) -> list[Ragged]:
     """This column of lists of A and of B."""
-    return [to_ragged(column) for column in pair(rows, name)]
+    return [to_ragged(column) for column in both_columns(rows, name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +220,12 @@ def value_changes(pairs: Counter[tuple[str | None, str | None]]) -> tuple[ValueC
 
 def value_pairs(rows: pa.RecordBatch, name: str) -> Iterator[tuple[Any, Any]]:
     """The values of A and B in this column, row by row."""
-    return zip(*(column.to_pylist() for column in pair(rows, name)), strict=True)
+    return zip(*(column.to_pylist() for column in both_columns(rows, name)), strict=True)
 
 
 def equal(rows: pa.RecordBatch, name: str) -> BoolArray:
     """Whether both jobs have the same there, or both nothing."""
-    a, b = pair(rows, name)
+    a, b = both_columns(rows, name)
     is_same = pc.fill_null(pc.equal(a, b), False)
     return np.asarray(pc.or_(is_same, pc.and_(a.is_null(), b.is_null())).to_numpy(zero_copy_only=False), np.bool_)
 

@@ -22,12 +22,12 @@ from batchinf.tasks.compare import (
     StoredLogprobs,
     StoredRow,
     Verification,
+    both_columns,
     clip_value,
     delta,
     equal,
     list_pair,
     number_deltas,
-    pair,
     stored_logprobs,
     value_pairs,
 )
@@ -194,7 +194,7 @@ class ScoreChanges(Changes):
         columns |= {f"delta_{name}": number_deltas(rows, name, deltas) for name, deltas in self._deltas.items()}
         if {"token_ids", "logprobs"} <= {*self.columns}:
             columns["max_abs_delta_logprob"] = self._token_deltas(rows)
-        both = rows.filter(pc.and_(*(column.is_valid() for column in pair(rows, "is_greedy"))))
+        both = rows.filter(pc.and_(*(column.is_valid() for column in both_columns(rows, "is_greedy"))))
         self._greedy.update(value_pairs(both, "is_greedy"))
         self._num_other_lengths += int(np.count_nonzero(~equal(both, "num_tokens")))
         return columns | self._both(rows, *_SUMS, "num_tokens", "is_greedy")

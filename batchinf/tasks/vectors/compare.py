@@ -23,12 +23,12 @@ from batchinf.tasks.compare import (
     StoredVectors,
     ValueChange,
     Verification,
+    both_columns,
     clip_value,
     delta,
     equal,
     list_pair,
     number_deltas,
-    pair,
     value_changes,
     value_pairs,
     vectors_at_positions,
@@ -158,7 +158,7 @@ class VectorChanges(Changes):
         is_changed = np.zeros(rows.num_rows, np.bool_)
         columns: dict[str, Any] = {"is_changed": is_changed}
         for name, vectors in self._vectors.items():
-            a, b = (_lists(column) for column in pair(rows, name))
+            a, b = (_lists(column) for column in both_columns(rows, name))
             found, is_other = vectors.compare(a, b, self._counts_of(rows, a, b))
             is_changed |= is_other
             prefix = f"{name}_" if len(self._vectors) > 1 else ""
