@@ -118,8 +118,8 @@ class Summary:
 def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None, *, extends: bool) -> Summary:
     """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
-    backend: where the replicas run; see `fleet.launcher.choose_backend`. retry: a predicate for the rows of the finished
-    job that run again. extends: first take in new rows of the input.
+    backend: where the replicas run, as `choose_backend` says. retry: a predicate for the rows of the finished job that
+    run again. extends: first take in new rows of the input.
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
