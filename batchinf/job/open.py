@@ -229,9 +229,10 @@ def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Heade
 
     Other differences are shown field by field.
     """
-    theirs = header.spec
-    is_other_model = model.fingerprint != header.identity.get("model")
-    if task_of(spec).name != theirs["task"] or (is_other_model and spec.input.path != theirs["input"]["path"]):
+    theirs, before = header.spec, header.identity
+    is_other_task = fields(spec, "identity")["task"] != before["task"]
+    is_other_model = model.fingerprint != before["model"]
+    if is_other_task or (is_other_model and spec.input.path != theirs["input"]["path"]):
         raise DriftError(
             f"{folder.root} holds another job: task {theirs['task']} with {theirs['model']['name']} over "
             f"{theirs['input']['path']}, begun {header.created_at}; give this job another output.path, or run it with "

@@ -281,7 +281,9 @@ class Coordinator:
             self._display.say("half of the first rows have failed: stopping")
             self._end_replicas(drains=False)
             if not self._is_finished:
-                raise HopelessJob(f"{num_errors:,} of the first {num_rows:,} rows have failed; the job was ended early")
+                raise HopelessJob(
+                    f"{num_errors:,} of the first {num_rows:,} output rows have failed; the job was ended early"
+                )
 
     def _num_finished(self) -> tuple[int, int]:
         """Numbers of finished output rows and of errors among them, from commits and from replicas' progress."""

@@ -136,7 +136,7 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
                 display.say(NOTHING_NEW)
             return _finished(file, state, was_done=True)
     if state is None:
-        _check_input_is_there(file)
+        check_input_is_there(file)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     with ahead_of_time_limit(file.spec.stop_before_s, display.say):
         _hold_and_run(file, backend, folder, state, display, retry, extends)
@@ -145,8 +145,8 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
     return _finished(file, done, was_done=False)
 
 
-def _check_input_is_there(file: SpecFile) -> None:
-    """Raise InputError before a folder is made, as in the wrong working folder."""
+def check_input_is_there(file: SpecFile) -> None:
+    """Raise InputError before a folder is made or moved, as from the wrong working folder."""
     location = location_of(file.spec)
     if not is_url(location.path) and not is_dataset(location):
         find_files(location)

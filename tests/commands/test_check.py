@@ -146,7 +146,7 @@ def test_a_finished_job_is_whole(options: tuple[str, ...], finished: pathlib.Pat
     done = check(finished, *options)
     num_parts, num_rows = len(list((finished / "parts").iterdir())), len(jobs.unhurt())
     assert done.returncode == 0
-    assert f"checked {num_parts} of {num_parts} parts, {num_rows} of {num_rows} rows" in done.stdout
+    assert f"checked {num_parts} of {num_parts} parts, {num_rows} of {num_rows} output rows" in done.stdout
     assert done.stdout.endswith("0 wrong, 0 notes; the job is done\n")
 
 

@@ -61,7 +61,7 @@ def test_most_of_the_first_rows_failing_ends_a_job_early(tmp_path: pathlib.Path)
     # What was finished is judged again, now out of parts and journal.
     again = jobs.run("run", spec)
     assert again.returncode == 2, again.stderr
-    assert "rows have failed; the job was ended early" in error_of(again.stderr)
+    assert "output rows have failed; the job was ended early" in error_of(again.stderr)
 
     finished = jobs.finish(spec, "--set", "max_error_rate=1", "--set", "scripted.step_s=0")
     assert f"{num_rows:,} output rows, {num_rows * 3 // 5:,} of them errors" in finished.stdout

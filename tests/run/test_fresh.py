@@ -49,6 +49,15 @@ def test_the_old_folder_is_moved_aside_whole(spec: pathlib.Path, tmp_path: pathl
     assert max(row["num_output_tokens"] for row in jobs.rows_of(out)) <= 5
 
 
+def test_nothing_is_moved_without_an_input(spec: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "prompts.jsonl").unlink()
+    refused = jobs.run("run", spec, "--fresh")
+    assert refused.returncode == 2
+    assert "prompts.jsonl does not exist" in refused.stderr
+    assert not (tmp_path / "out.1").exists()
+    assert jobs.state_of(tmp_path / "out").is_done
+
+
 def test_never_from_under_a_job_at_work(spec: pathlib.Path, tmp_path: pathlib.Path) -> None:
     out, marker = tmp_path / "out", tmp_path / "held"
     process = jobs.start("run", spec, "--retry", "true", faults=f"retry.before_line=hold {marker}")

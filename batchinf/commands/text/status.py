@@ -133,8 +133,8 @@ def _job_lines(job: JobCheck, is_deep: bool) -> Iterator[str]:
         states = {"running": "at work", "stopped": "not done; run it again to go on"}
         yield (
             f"checked {job.num_parts_checked:,} of {job.num_parts:,} parts, {job.num_rows_committed:,} of "
-            f"{job.num_rows:,} rows ({how}): {job.num_wrong:,} wrong, {len(job.findings) - job.num_wrong:,} notes; "
-            f"the job is {states.get(job.activity, job.activity)}"
+            f"{job.num_rows:,} output rows ({how}): {job.num_wrong:,} wrong, "
+            f"{len(job.findings) - job.num_wrong:,} notes; the job is {states.get(job.activity, job.activity)}"
         )
 
 
