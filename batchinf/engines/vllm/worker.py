@@ -42,7 +42,7 @@ _DEVICE_BYTES = 1 << 30
 
 
 class RowsExtension:
-    """Added by vLLM to its worker's bases; `collective_rpc` finds its method."""
+    """Added by vLLM to its worker's bases; `collective_rpc` finds its methods."""
 
     model_runner: Any
 
@@ -187,7 +187,8 @@ def _empty(num_rows: int, width: int, dtype: Any, chosen: list[int] | None) -> A
 
 def _mask_late_v1(runner: Any) -> bool:
     """vLLM's sampler takes raw scores first and then calls `apply_logits_processors`."""
-    sampler, mask = getattr(runner, "sampler", None), optional(_GRAMMAR, "apply_grammar_bitmask", _GRAMMAR_COST)
+    sampler: Any = getattr(runner, "sampler", None)
+    mask = optional(_GRAMMAR, "apply_grammar_bitmask", _GRAMMAR_COST)
     names = ("sample_tokens", "execute_model_state", "input_batch")
     if mask is None or not hasattr(sampler, "apply_logits_processors") or not all(hasattr(runner, n) for n in names):
         return False
@@ -251,8 +252,12 @@ def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _mask_late_v2(runner: Any) -> bool:
-    """vLLM's sampler calls `sample`, which may not change the logits, and then takes raw scores of them."""
-    grammar, sampler = getattr(runner, "structured_outputs_worker", None), getattr(runner, "sampler", None)
+    """vLLM's sampler calls `sample`, which may not change the logits, and then takes raw scores of them.
+
+    Read against 0.32.0, not run.
+    """
+    grammar: Any = getattr(runner, "structured_outputs_worker", None)
+    sampler: Any = getattr(runner, "sampler", None)
     if grammar is None and sampler is None:  # of a pipeline the last stage has both
         return not getattr(runner, "is_last_pp_rank", True)
     if not (hasattr(grammar, "apply_grammar_bitmask") and hasattr(sampler, "sample")):
