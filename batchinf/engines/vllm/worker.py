@@ -41,7 +41,7 @@ _DEVICE_BYTES = 1 << 30
 
 
 class RowsExtension:
-    """A base that vLLM adds to its worker; `collective_rpc` finds its method."""
+    """A base that vLLM adds to its worker; `collective_rpc` finds its methods."""
 
     model_runner: Any
 
@@ -250,7 +250,10 @@ def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _mask_late_v2(runner: Any) -> bool:
-    """vLLM's sampler calls `sample`, which may not change the logits, and then takes raw scores of them."""
+    """vLLM's sampler calls `sample`, which may not change the logits, and then takes raw scores of them.
+
+    Read against 0.32.0, not run.
+    """
     grammar: Any = getattr(runner, "structured_outputs_worker", None)
     sampler: Any = getattr(runner, "sampler", None)
     if grammar is None and sampler is None:  # of a pipeline the last stage has both
