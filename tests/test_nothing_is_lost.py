@@ -272,7 +272,8 @@ def test_exclude_tells_uint64_from_int64(tmp_path: pathlib.Path) -> None:
         (tmp_path / name).mkdir()
         path = parquet_files(tmp_path / name / "prompts", a=array)
         exclude = {"exclude": {"job": str(tmp_path / "first" / "out"), "on": "id"}} if name == "second" else {}
-        finished(spec_over(tmp_path / name, path, input={"id_column": "reading", **exclude}))
+        done = jobs.run("run", spec_over(tmp_path / name, path, input={"id_column": "reading", **exclude}))
+        assert done.returncode == 0, done.stderr
     assert [row["id"] for row in rows_in(tmp_path / "second" / "out")] == [2**64 - 1]
 
 

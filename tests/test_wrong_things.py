@@ -371,8 +371,8 @@ WRONG = [
           "prompt_column, prompt_template, messages, messages_column, token_ids_column, text_column, "
           "context_column, continuation_column, choices_column, answer_column, system_prompt, chat_template, "
           "chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, adapter_column, "
-          "id_column, where, sample, limit, exclude, order). Where the rows come from, which of them are "
-          "run, and what of a row is the prompt."),
+          "id_column, where, sample, limit, exclude, order). Where the rows come from, which of them "
+          "run, and how a row becomes a prompt."),
     Wrong("not YAML", {},
           "job.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream "
           "end>'; does a text need quotes?", files={"job.yaml": "model: [tiny\n"}),

@@ -75,7 +75,7 @@ def joined_rows(
             _create_view(connection, name, job, own | {f"{column}_{name}": column for column in columns})
             if key == "id":
                 _check_ids(connection, name, job, on)
-        large = {name: _WideColumns(job, wide, f"{scratch}/{name}.arrow") for name, job in jobs.items() if wide}
+        large = {name: _WideColumns(job, wide, f"{scratch}/{name}") for name, job in jobs.items() if wide}
         num_rows = min([_ROWS_AT_ONCE, *(columns.rows_at_once for columns in large.values())])
         names = [f"{column}_{name}" for column in (*columns, *(["place"] if wide else [])) for name in jobs]
         # Wide columns can be read quickly only in the order in which they lie.

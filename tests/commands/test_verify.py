@@ -137,7 +137,7 @@ def test_an_input_that_has_grown_is_verified_as_it_was(job: pathlib.Path, tmp_pa
     path = tmp_path / "rows.jsonl"
     rows = pathlib.Path(spec["input"]["path"]).read_text()
     path.write_text(rows + rows.splitlines()[-1] + "\n")
-    report = verify.verify(read_spec(job, [f"input.path={path}"]), Wanted(num_rows=2))
+    report = verify.verify_job(read_spec(job, [f"input.path={path}"]), Wanted(num_rows=2))
     assert report.is_within
 
 

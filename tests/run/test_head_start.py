@@ -182,11 +182,11 @@ def test_where_no_row_is_left_to_run(inputs: dict[str, pathlib.Path], tmp_path: 
         (tmp_path / name).mkdir()
     jobs.finish(spec_of(tmp_path / "first", inputs["plain"]))
     exclude = {"exclude": {"job": str(tmp_path / "first" / "out"), "on": "id"}}
-    done = jobs.finish(spec_of(tmp_path / "second", inputs["chosen"], input=exclude))
-    assert "while the input is read" in done.stderr
-    out = tmp_path / "second" / "out"
-    assert (jobs.state_of(out).is_done, len(jobs.events_of(out, "replica_started"))) == (True, 2)
-    check_accounts(out)
+    refused = jobs.run("run", spec_of(tmp_path / "second", inputs["chosen"], input=exclude))
+    assert refused.returncode == 2
+    assert "while the input is read" in refused.stderr
+    assert "leaves none of the 80 input rows" in refused.stderr
+    assert not (tmp_path / "second" / "out" / "job.yaml").exists()
 
 
 # -- what comes between ------------------------------------------------------------------------------------------------

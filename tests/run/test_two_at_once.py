@@ -85,7 +85,9 @@ def test_two_that_start_at_once(has_locks: bool, is_begun: bool, tmp_path: pathl
 
 
 def test_one_of_another_host_is_told_who_holds_the_job(tmp_path: pathlib.Path) -> None:
-    spec, out, marker = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1}), tmp_path / "out", tmp_path / "held"
+    # In one shard, so that no part is committed meanwhile.
+    spec = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1}, output={"rows_per_shard": 10_000})
+    out, marker = tmp_path / "out", tmp_path / "held"
     process = jobs.start("run", spec, faults=f"engine.step:60=hold {marker}")
     jobs.wait_until(lambda: marker.exists() or process.poll() is not None, 120)
     before = files_of(out / "manifest")

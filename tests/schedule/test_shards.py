@@ -104,7 +104,7 @@ def test_chosen_rows_per_shard(num_rows: int, num_replicas: int, bytes_per_row: 
     assert 1 <= rows <= MAX_ROWS_PER_SHARD
     assert rows <= SMALL_SHARD_ROWS or rows * SHARDS_PER_REPLICA * num_replicas <= num_rows
     # Half of the replicas or more have work.
-    assert 2 * num_shards(Extent.of_all(0, num_rows, rows, 0)) >= min(num_rows, num_replicas)
+    assert 2 * num_shards(extent_of_all(0, num_rows, rows, 0)) >= min(num_rows, num_replicas)
     # No more than what makes 64 MiB, and less only for one of the bounds above.
     assert rows == 1 or (rows - 1) * bytes_per_row < PART_BYTES
     share = -(-(num_rows - num_rows // 8) // num_replicas)
@@ -121,7 +121,7 @@ def test_chosen_rows_per_shard(num_rows: int, num_replicas: int, bytes_per_row: 
 )  # fmt: skip
 def test_a_small_job_has_few_parts(num_rows: int, num_replicas: int, bytes_per_row: int, expected: int) -> None:
     rows = choose_rows_per_shard(num_rows, num_replicas, bytes_per_row)
-    assert num_shards(Extent.of_all(0, num_rows, rows, 0)) == expected
+    assert num_shards(extent_of_all(0, num_rows, rows, 0)) == expected
     dealt = choose_rows_per_shard(num_rows, num_replicas, bytes_per_row, is_longest_first=True)
     assert dealt == max(1, num_rows // (SHARDS_PER_REPLICA * num_replicas))
 
