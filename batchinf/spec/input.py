@@ -91,7 +91,7 @@ class InputSpec(Section):
     text_column: Annotated[Text | None, IDENTITY] = None
     """Task `score`: the column with the text. All of it is scored; long texts are scored in windows."""
     context_column: Annotated[Text | None, IDENTITY] = None
-    """Task `score`: the column with the context, which is not scored. Instead of another form of prompt."""
+    """Task `score`: the column with the context, which is not scored. It replaces the other forms of prompt."""
     continuation_column: Annotated[Text | None, IDENTITY] = None
     """Task `score`: the column with the text that is scored after the context."""
     choices_column: Annotated[Text | None, IDENTITY] = None
@@ -99,7 +99,7 @@ class InputSpec(Section):
     answer_column: Annotated[Text | None, IDENTITY] = None
     """Task `score`: the column with the place of the right choice, from 0; null if it is unknown."""
     system_prompt: Annotated[Text | None, FROM_FILE] = None
-    """A system message before the others, as plain text. Like all chat fields, it makes a text a user message."""
+    """A system message before the others, as plain text. Like each chat field, it applies the chat template."""
     chat_template: Annotated[Text | None, FROM_FILE] = None
     """A Jinja2 chat template instead of the model's default one, or the name of another template of the model."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, IDENTITY] = None
@@ -109,8 +109,9 @@ class InputSpec(Section):
     continue_final_message: Annotated[bool | None, IDENTITY] = None
     """Leave the last message open, so that the model continues it."""
     on_overlong: Annotated[Literal["error", "truncate_left", "truncate_right"], IDENTITY] = "error"
-    """`error`: a prompt is an error row if not even one output token fits after it. Otherwise a prompt that leaves no
-    room for `max_tokens` is cut at its left (the beginning) or right end, and `prompt_truncated` is true."""
+    """`error`: a row is an error row if its prompt leaves no room for one output token. `truncate_left`,
+    `truncate_right`: a prompt that leaves no room for `max_tokens` is cut at its beginning or end, and
+    `prompt_truncated` is true."""
     adapter_column: Annotated[Text | None, IDENTITY] = None
     """The column that names the row's adapter, one of `model.lora`; null is the plain model."""
     id_column: Annotated[Text | None, IDENTITY] = None
@@ -124,9 +125,9 @@ class InputSpec(Section):
     exclude: Annotated[ExcludeSpec | None, IDENTITY] = None
     """Leave out rows that earlier jobs have done."""
     order: Annotated[Literal["input", "prefix", "longest", "auto"], LAYOUT] = "input"
-    """The order in which rows run, and so the rows of each part. `input`: as in the input. `prefix`: rows whose prompts
-    begin alike together, for vLLM's prefix cache. `longest`: first the half of the rows with the larger `max_tokens`.
-    `auto`: chosen from a sample."""
+    """The order in which rows run. It also decides which rows are in a part. `input`: as in the input. `prefix`: rows
+    whose prompts begin alike run one after the other, so that vLLM's prefix cache is used. `longest`: the half of the
+    rows with the larger `max_tokens` runs first. `auto`: chosen from a sample."""
 
     @field_validator("path")
     @classmethod

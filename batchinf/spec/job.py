@@ -79,12 +79,13 @@ class ModelSpec(Section):
     load_format: Annotated[Text, IDENTITY] = "auto"
     """vLLM's weight format; `dummy` gives random weights in the model's shape."""
     trust_remote_code: Annotated[bool, IDENTITY] = False
-    """Run Python code of the model. Use it only if you trust the model like a program."""
+    """Run Python code of the model. Use it only if you would run a program of the model's author."""
     reasoning_parser: Annotated[Text | None, IDENTITY] = None
     """vLLM's name of a reasoning parser, such as `qwen3`. The reasoning goes to the column `reasoning`."""
     lora: Annotated[Annotated[dict[Text, Path], Field(min_length=1)] | Path | None, RUNTIME] = None
     """A LoRA adapter for all rows: a folder or a Hugging Face id. Or several: a mapping from names to adapters;
-    `input.adapter_column` then names the adapter of each row. An adapter is known by its content."""
+    `input.adapter_column` then names the adapter of each row. A folder is known by its content. A resume uses the same
+    commit of an id."""
 
 
 class ParallelSpec(Section):
@@ -104,7 +105,8 @@ class OutputSpec(Section):
     path: Annotated[Path, RUNTIME]
     """The job's output folder."""
     rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
-    """Rows in one Parquet part; `auto`: parts of about 64 MiB."""
+    """Rows in one Parquet part. The last eighth of the rows is cut into parts of a quarter of that. `auto`: parts of
+    about 64 MiB with at most 50,000 rows; a small job has smaller parts."""
     logprobs_dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
     """Stored type of logprobs."""
     include_prompt: Annotated[bool, IDENTITY] = False
@@ -201,7 +203,8 @@ class JobSpec(Section):
     on_oom: Annotated[Literal["step_down", "fail"], RUNTIME] = "step_down"
     """If memory runs out: restart the engine with lower batch limits and a lower share of the memory, or give up."""
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
-    """Exit with 3 above this share of error rows. Below 0.5, a job ends early if half of the first 1,000 rows fail."""
+    """Exit with 3 if the share of error rows is larger. With a value below 0.5, a job ends early if half of its first
+    1,000 rows fail."""
     same_device: Annotated[bool, RUNTIME] = False
     """Refuse a replica if its device or its version of vLLM, torch, transformers or CUDA differs from before."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None

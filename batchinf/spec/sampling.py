@@ -33,7 +33,7 @@ class SamplingSpec(Section):
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2), IDENTITY] = None
     """Penalty for tokens that are in the output already."""
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2), IDENTITY] = None
-    """Penalty for tokens by how often they are in the output already."""
+    """Penalty for tokens that are in the output already, multiplied by how often they are there."""
     repetition_penalty: Annotated[float | None, Field(gt=0), IDENTITY] = None
     """Factor for tokens that are in the prompt or the output; 1 is none."""
     max_tokens: Annotated[Positive | None, IDENTITY] = None
@@ -55,7 +55,7 @@ class SamplingSpec(Section):
     logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
     """Store each output token's logprob and rank, and the logprobs of this many most likely tokens; unset: none."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=1000), IDENTITY] = None
-    """The same for the prompt's tokens."""
+    """Store each prompt token's logprob and rank, and the logprobs of this many most likely tokens; unset: none."""
     logprob_token_ids: Annotated[TokenIds, Field(max_length=128), IDENTITY] = ()
     """Store the logprobs of these tokens at each output position, in this order, instead of the most likely ones."""
     logprobs_mode: Annotated[
@@ -67,7 +67,7 @@ class SamplingSpec(Section):
     """Restrict the text to one of `json` (a JSON schema), `regex`, `choice` (a list of texts) and `grammar`. Each may
     be `{file: path}`."""
     columns: Annotated[dict[str, Text], IDENTITY] = Field(default_factory=dict)
-    """A mapping from fields to the columns with each row's own value; null is the job's value.
+    """A mapping from fields to the columns with each row's own value. If that value is null, the job's value is used.
     `max_tokens: {column: budget}` is short for `columns: {max_tokens: budget}`."""
 
     @model_validator(mode="before")

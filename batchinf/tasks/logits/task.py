@@ -57,12 +57,13 @@ class LogitsSpec(Section):
     tokens: Annotated[Texts, IDENTITY] = ()
     """Texts of one token each, such as `[" A", " B"]`. Only their numbers are stored, in this order."""
     token_ids: Annotated[TokenIds, IDENTITY] = ()
-    """The same by id. Without `tokens` and `token_ids` the whole vocabulary is stored, in its order."""
+    """Ids of tokens, instead of `tokens`. Without both fields the whole vocabulary is stored, in its order."""
     values: Annotated[Literal["logits", "logprobs"], IDENTITY] = "logits"
     """The model's logits, or their log-softmax over the whole vocabulary."""
     positions: Annotated[Literal["last", "all", "generated"] | PositionColumn, IDENTITY] = "last"
     """Positions to store. `last`: after the prompt's last token. `all`: after each token of the prompt. `generated`:
-    where each output token was generated. `{column: name}`: after the prompt's tokens in a list column."""
+    where each output token was generated. `{column: name}`: after the tokens of the prompt whose positions a column
+    lists."""
     dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float16"
     """Stored type."""
     vocab_size: Annotated[Positive | None, IDENTITY] = None

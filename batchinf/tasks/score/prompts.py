@@ -30,7 +30,7 @@ class ScoreSpec(Section):
     window_overlap: Annotated[Whole, IDENTITY] = 0
     """Tokens of context that each window of a long text takes from the window before, in addition to its last token."""
     one_pass: Annotated[bool, IDENTITY] = True
-    """Score the choices of a row with one request if each is a single token. They have no ranks then."""
+    """Score the choices of a row with one request if each is a single token. `choice_ranks` is null then."""
     store: Annotated[Literal["span", "all"], IDENTITY] = "span"
     """Tokens whose ids, logprobs and ranks are stored. `span`: the continuation's; `all`: also the context's."""
 

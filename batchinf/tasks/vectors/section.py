@@ -30,7 +30,7 @@ class PoolingSpec(Section):
     normalize: Annotated[bool, IDENTITY] = True
     """`embed`: scale each vector to length 1."""
     dimensions: Annotated[Positive | None, IDENTITY] = None
-    """`embed`: store only this many first numbers, for models that were trained for it (Matryoshka)."""
+    """`embed`: cut each vector to this many numbers, for models that were trained for it (Matryoshka)."""
     pooling_type: Annotated[Literal["last", "mean", "cls"] | None, IDENTITY] = None
     """`embed`, `classify`, `reward`: how positions are pooled; default: from the model's config, else vLLM's choice."""
     use_activation: Annotated[bool | None, IDENTITY] = None
@@ -38,13 +38,14 @@ class PoolingSpec(Section):
     positions: Annotated[Literal["last", "all"], IDENTITY] = "last"
     """`hidden_states`: store the last token of a prompt, or all tokens."""
     layers: Annotated[TokenIds | None, IDENTITY] = None
-    """`hidden_states`: after so many layers, before the final norm; 0 is the embedding. Default: the model's output."""
+    """`hidden_states`: store the states after these layers, before the final norm: 1 is the first layer, 0 the
+    embedding. Default: the model's output."""
     final_norm: Annotated[bool, IDENTITY] = True
     """`hidden_states`: apply the final norm to the model's output; false stores the state before it."""
     dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
     """`embed`, `hidden_states`: stored type; float16 cannot hold numbers above 65,504."""
     width: Annotated[Positive | None, IDENTITY] = None
-    """Numbers in one of the model's vectors; default: from its config."""
+    """How many numbers a vector of the model has; default: from its config."""
     labels: Annotated[Texts | None, IDENTITY] = None
     """`classify`: names of the classes, in order; default: `id2label` from the model's config."""
 
