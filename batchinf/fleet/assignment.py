@@ -1,8 +1,8 @@
 """Assigns shards: first to replicas whose engine is up, then to those that prepare shards while their engine starts.
 
-`schedule/shards.py` decides; this module carries out the decisions. A replica whose engine is not
-up has begun no shard. The coordinator takes its shards back without waiting for an answer, because a starting replica
-may answer late or never. If a replica ends before its engine is up, its shards do not count as tried.
+`schedule/shards.py` decides; this module carries out the decisions. A replica whose engine is not up has begun no
+shard. The coordinator takes its shards back without waiting for an answer, because a starting replica may answer late
+or never. If a replica ends before its engine is up, its shards do not count as tried.
 """
 
 from collections.abc import Container, Iterable, Sequence

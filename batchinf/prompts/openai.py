@@ -102,7 +102,7 @@ def check_batch_models(spec: JobSpec, source: Source) -> None:
 
 
 def _body(values: Mapping[str, object]) -> object:
-    """The body of a line. A column of mixed types stores it as JSON text. Raises ValueError or RecursionError."""
+    """The body of a line. The body is JSON text if its column has mixed types. Raises ValueError or RecursionError."""
     body = values.get("body")
     return json.loads(body) if isinstance(body, str) else body
 

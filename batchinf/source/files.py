@@ -41,7 +41,7 @@ class InputFile:
         return False
 
     def stamp(self) -> tuple[int, int]:
-        """Size and mtime. If both are unchanged, the content is unchanged."""
+        """Two numbers. If both are unchanged, the content is unchanged."""
         return stamp(self.path)
 
     def open(self) -> io.BufferedReader:

@@ -139,7 +139,7 @@ class OutputSpec(Section):
 
 
 class ScriptedSpec(Section):
-    """A deterministic engine in place of vLLM. It runs all of a job at full speed, but no model."""
+    """A deterministic engine in place of vLLM. It tries all steps of a job at full speed, without a model."""
 
     max_num_seqs: Annotated[Positive, RUNTIME] = 256
     """Requests in one step of the engine."""
