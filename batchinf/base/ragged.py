@@ -42,20 +42,20 @@ class Ragged:
         return Ragged(self.values[_runs(self.offsets[:-1][places], lengths)], offsets, self.is_null[places])
 
     def heads(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The places among the values of the first `lengths[i]` values of each list i."""
+        """The indices in `values` of the first `lengths[i]` values of each list i."""
         return _runs(self.offsets[:-1], lengths)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """int64 [num_lists]."""
+        """The length of each list, int64 [num_lists]."""
         return np.diff(self.offsets)
 
     def sum(self) -> npt.NDArray[np.float64]:
-        """float64 [num_lists, ...]: of the values that are not NaN; 0 where there are none."""
+        """The sum of each list's values that are not NaN, float64 [num_lists, ...]; 0 if there are none."""
         return reduce_runs(np.add, np.nan_to_num(self.values.astype(np.float64), nan=0.0), self.lengths)
 
     def mean(self) -> npt.NDArray[np.float64]:
-        """float64 [num_lists, ...]: of the values that are not NaN; NaN where there are none."""
+        """The mean of each list's values that are not NaN, float64 [num_lists, ...]; NaN if there are none."""
         counts = reduce_runs(np.add, (~np.isnan(self.values.astype(np.float64))).astype(np.float64), self.lengths)
         with np.errstate(invalid="ignore"):
             return self.sum() / counts
@@ -64,8 +64,8 @@ class Ragged:
 def reduce_runs(
     reduce: np.ufunc, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64], empty: float = 0.0
 ) -> npt.NDArray[np.float64]:
-    """float64 [num_runs, ...]: sums or the like of runs of values that lie end to end; `empty` where there are none."""
-    # reduceat reduces no empty run, and takes the next value for it.
+    """Apply `reduce`, such as np.add, to runs of values, one after the other: float64 [num_runs, ...]."""
+    # An empty run gets the value `empty`. reduceat would take the next value for it.
     found = np.full((len(lengths), *values.shape[1:]), empty, np.float64)
     is_full = lengths > 0
     if is_full.any():
@@ -74,7 +74,7 @@ def reduce_runs(
 
 
 def common_lengths(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
-    """int64 [num_lists]: how many values are the same in both lists, from the beginning to the first other one."""
+    """int64 [num_lists]: how many values at the beginning are the same in both lists, up to the first difference."""
     lengths = np.minimum(a.lengths, b.lengths)
     within = _runs(np.zeros_like(lengths), lengths)
     is_other = a.values[a.heads(lengths)] != b.values[b.heads(lengths)]
@@ -82,7 +82,7 @@ def common_lengths(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
 
 
 def _runs(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The places of runs, end to end: of run i `lengths[i]` from `starts[i]` on."""
+    """The indices of all runs, one run after the other. Run i has `lengths[i]` indices from `starts[i]` on."""
     before = np.cumsum(lengths) - lengths
     places: npt.NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return places
@@ -95,7 +95,7 @@ def to_ragged(array: pa.ListArray) -> Ragged:
     inner = array.flatten()
     is_null = np.asarray(array.is_null())
     if pa.types.is_fixed_size_list(inner.type):
-        # No copy: a view of the buffer that Parquet was decoded into.
+        # No copy: it is a view of the buffer into which Parquet was decoded.
         return Ragged(to_matrix(inner), offsets, is_null)
     if not pa.types.is_list(inner.type):
         return Ragged(_flat(inner), offsets, is_null)
@@ -132,7 +132,7 @@ def join_ragged(pieces: Sequence[Ragged]) -> Ragged:
 
 
 def _flat(array: pa.Array) -> npt.NDArray[Any]:
-    """The values. Null becomes NaN, or -1 for integers, so that these stay integers; float16 stays float16."""
+    """The values. Null becomes NaN, or -1 for integers, which so stay integers. float16 stays float16."""
     if not array.null_count:
         return np.asarray(array.to_numpy(zero_copy_only=False))
     if pa.types.is_integer(array.type):

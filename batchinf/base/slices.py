@@ -1,8 +1,8 @@
-"""Slices of a job: their rows, their folders, and `OUT/slices.json`, the record that keeps out slices of another job.
+"""Slices of a job: their rows, their folders, and the record `OUT/slices.json`, which refuses slices of another job.
 
 Each slice is a job of its own in `OUT/slice-i`; the slices share `OUT/source`. A slice's first extent begins at its
-first row, so `row_index` and seeds are those of the whole job. `i/N` is part of a slice's identity, so no part of one
-slice can be taken for another's.
+first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to a slice's identity, so a Parquet
+part of one slice cannot be mistaken for a part of another.
 """
 
 import json
@@ -24,7 +24,7 @@ _TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One of `num_slices` runs of consecutive rows. index: from 0."""
+    """One of `num_slices` ranges of consecutive rows. index: from 0."""
 
     index: int
     num_slices: int
@@ -75,14 +75,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class JobFolder:
-    """A whole job (`slice` is None), or one slice, which may not have begun."""
+    """A whole job (`slice` is None), or one slice, begun or not."""
 
     folder: Folder
     slice: Slice | None
 
 
 def is_slice_folder(name: str) -> bool:
-    """Whether a folder has the name of a slice's."""
+    """Whether this is the name of a slice's folder."""
     return re.fullmatch(r"slice-\d+", name) is not None
 
 
@@ -102,7 +102,7 @@ def no_job_message(out: object) -> str:
 
 
 def job_folders(out: str) -> list[JobFolder]:
-    """The jobs in an output folder: one, or all slices in row order, begun or not. Does not look into their folders.
+    """The jobs in an output folder: one job, or all slices in row order, begun or not. Does not read slice folders.
 
     Raises OutputError if the slices' record is damaged, or if a whole job lies beside slices.
     """
@@ -176,5 +176,6 @@ def check_place(out: str, slice_: Slice | None) -> None:
 
 def _holds_whole_job(out: str) -> bool:
     folder = Folder(out)
-    # A log alone may come from a head start whose job never began. The spec is written before the job's header.
+    # A log alone does not prove a job: it may come from a head start of replicas, after which the job never began.
+    # `job.yaml` is written before the job's header.
     return bool(folder.list("parts") or (folder.list("manifest") and folder.exists("job.yaml")))

@@ -35,7 +35,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """At most `most` characters that UTF-8 can encode: messages quote rows, which may hold lone surrogates."""
+    """The first `most` characters. Lone surrogates are escaped, as messages quote rows and UTF-8 cannot encode them."""
     short = text if len(text) <= most else text[:most] + "…"
     return short.encode(errors="backslashreplace").decode()
 

@@ -26,15 +26,16 @@ SAMPLE = "sample_index"
 _BY_POSITION = "if rows stand at the same places in both, say --on row_index"
 _MEMORY = "2GB"
 _ROWS_AT_ONCE = 4096
-# Of each job's wide columns, at once. Parquet's reader takes some ten times as much; 32 MiB are no quicker.
+# Bytes of each job's wide columns that are read at once. Parquet's reader takes about ten times as much memory. 32 MiB
+# are not faster.
 _WIDE_BYTES = 4 << 20
 
 
 def join_key(a: Results, b: Results, on: str | None) -> str:
-    """`row_index` or `id`. on: what the user asks for. Raises UserError where the two cannot be joined by it."""
+    """`row_index` or `id`. on: the key that the user asks for. Raises UserError if the jobs cannot be joined by it."""
     if on not in (None, *JOIN_KEYS):
         raise UserError(f"--on: got {on!r}; must be {' or '.join(JOIN_KEYS)}")
-    # As far as both go: rows that came later may be others, at the same positions.
+    # Compare the inputs as far as both jobs took them. Rows that came later may differ at the same positions.
     is_same_input = all(one == other for one, other in zip(a.taken, b.taken, strict=False))
     key = on or ("row_index" if is_same_input else "id")
     if key == "id" and not all("id" in job.schema.names for job in (a, b)):
@@ -60,8 +61,9 @@ def joined_rows(
 ) -> Iterator[pa.RecordBatch]:
     """The rows that both jobs have, in A's order. Raises UserError if an id is repeated.
 
-    They have `key`, `sample_index` if the jobs have it, and the columns of each job as `…_a` and `…_b`. wide: columns
-    that do not go through DuckDB, as it holds 2,048 rows or more at once. scratch: a folder for what exceeds memory.
+    Their columns are `key`, `sample_index` if the jobs have it, and the columns of each job as `…_a` and `…_b`.
+    wide: columns that do not go through DuckDB, because it holds at least 2,048 rows at once. scratch: a folder for
+    data that exceeds memory.
     """
     import duckdb
 
@@ -78,7 +80,7 @@ def joined_rows(
         large = {name: _WideColumns(job, wide, f"{scratch}/{name}") for name, job in jobs.items() if wide}
         num_rows = min([_ROWS_AT_ONCE, *(columns.rows_at_once for columns in large.values())])
         names = [f"{column}_{name}" for column in (*columns, *(["place"] if wide else [])) for name in jobs]
-        # Wide columns can be read quickly only in the order in which they lie.
+        # Wide columns can be read quickly only in the order in which they are stored.
         order = ["place_a"] if wide else ["a.row_index", *sample]
         found: Any = connection.sql(
             f"SELECT {on}, {', '.join(names)} FROM a JOIN b USING ({on}) ORDER BY {', '.join(order)}"
@@ -96,7 +98,7 @@ def joined_rows(
 
 
 def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str, str]) -> None:
-    """columns: those of the job, by their names in the view. Beside them it has each row's place among the job's."""
+    """columns: name in the view → the job's column. The view also has each row's place among the job's rows."""
     # DuckDB ignores case, so it gets names of our own.
     own = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
     connection.read_parquet([glob.escape(str(path)) for path in job.parts]).create_view(f"{view}_parts")
@@ -121,12 +123,13 @@ def _check_ids(connection: Any, view: str, job: Results, on: str) -> None:
 
 
 class _WideColumns:
-    """Wide columns of a job, read in the order of its rows. The first call for another order copies them to a file of
-    plain Arrow, which is mapped into memory.
+    """Wide columns of a job, read in the order of its rows.
+
+    The first call that goes back copies them to an uncompressed Arrow file, which is mapped into memory.
     """
 
     def __init__(self, job: Results, columns: Sequence[str], path: str) -> None:
-        # The largest part is like its others.
+        # The part with the largest rows decides. Rows of one part are assumed to be alike.
         most = max([1.0, *(row_bytes_in(pq.read_metadata(part), columns) for part in job.parts)])
         self.rows_at_once = max(1, min(_ROWS_AT_ONCE, int(_WIDE_BYTES / most)))
         self._job, self._columns, self._path = job, columns, path
@@ -150,7 +153,7 @@ class _WideColumns:
             place, num_rows = place + piece.num_rows, num_rows - piece.num_rows
 
     def _go_to(self, place: int) -> None:
-        """Hold the batch that has the row at this place."""
+        """Make the batch with the row at this place the current one."""
         if self._copy is None and place < self._start:
             self._make_copy()
         if self._copy is not None:
@@ -174,7 +177,7 @@ class _WideColumns:
 
 @dataclass(frozen=True, slots=True)
 class ComparedJob:
-    """One of the two jobs. model, vllm, torch, device: as its first part says; None where it does not."""
+    """One of the two jobs. model, vllm, torch, device: from the footer of its first part; None if it is not there."""
 
     folder: str
     num_rows: int
@@ -187,7 +190,7 @@ class ComparedJob:
 
 @dataclass(frozen=True, slots=True)
 class IdentityChange:
-    """A field of the jobs' identities that differs: a JSON value, None where a job does not have it."""
+    """A field of the jobs' identities that differs. a, b: its JSON values; None if a job does not have it."""
 
     name: str
     a: Any
@@ -196,8 +199,9 @@ class IdentityChange:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What `diff` found. key: what rows were joined by. written_to: None where no file was asked for or no row is in
-    both.
+    """The result of `diff`. key: the column that rows were joined by.
+
+    written_to: the file with the compared rows; None if the user asked for none or no row is in both jobs.
     """
 
     a: ComparedJob
@@ -214,8 +218,8 @@ class DiffReport:
 def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int) -> DiffReport:
     """Compare two output folders.
 
-    on: `row_index` or `id`; None is what fits the inputs. to: a Parquet file that gets a row for each row of both.
-    Raises UserError where the two cannot be joined or compared, or where the file cannot be written.
+    on: `row_index` or `id`; None: chosen by the inputs. to: a Parquet file that gets one row for each row that is in
+    both jobs. Raises UserError if the jobs cannot be joined or compared, or if the file cannot be written.
     """
     first, second = Results(a), Results(b)
     task = _common_task(first, second)
@@ -225,7 +229,7 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
         for_each = joined_rows(first, second, key, changes.columns, changes.wide, scratch)
         _write((changes.take(rows) for rows in for_each), to)
     found = changes.found()
-    # A row of one job is joined with one of the other at most.
+    # A row of one job is joined with at most one row of the other.
     only_a, only_b = (len(job) - found.num_both for job in (first, second))
     written_to = to if found.num_both else None
     jobs = _job(first), _job(second)

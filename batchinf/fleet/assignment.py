@@ -1,8 +1,8 @@
 """Assigns shards: first to replicas whose engine is up, then to those that prepare shards while their engine starts.
 
-`schedule/shards.py` decides; this module carries it out. A replica whose engine is not up has begun no shard. The
-coordinator can take its shards back without an answer, because a starting replica may answer late or never. If a
-replica ends before its engine is up, its shards do not count as tried.
+`schedule/shards.py` decides; this module carries out the decisions. A replica whose engine is not up has begun no
+shard. The coordinator takes its shards back without waiting for an answer, because a starting replica may answer late
+or never. If a replica ends before its engine is up, its shards do not count as tried.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -40,14 +40,14 @@ class Assignment:
             self._hand_out()
 
     def begin(self, replica: FleetReplica) -> None:
-        """A replica's engine is up: let it run the shards that it prepared, or only its case if it has one."""
+        """A replica's engine is up: let it run the shards that it prepared, or only its quarantine case, if any."""
         if self._trials.has_case(replica):
             self._withdraw(replica, tuple(replica.shards))
         if replica.handle is not None:
             replica.handle.send(Begin())
 
     def take_back(self, replica: FleetReplica, shards: Iterable[int]) -> None:
-        """A replica has given these shards back; it had not begun them."""
+        """Make these shards pending again. The replica has given them back and had not begun them."""
         back = [index for index in shards if replica.shards.pop(index, None) is not None]
         self._forget_attempt(back)
         replica.revoking.clear()
@@ -74,9 +74,9 @@ class Assignment:
 
     @property
     def _is_gathering(self) -> bool:
-        """Whether some replicas start for the first time, and the first shards may differ from the rest.
+        """Whether some replicas are starting for the first time, and the first shards may differ from the rest.
 
-        A replica that is up then gets no more than fills its engine.
+        A replica that is up then gets only enough rows to fill its engine.
         """
         replicas = self._fleet.replicas
         is_first = any(m.handle is not None and m.info is None and not m.restarts for m in replicas)
@@ -88,14 +88,14 @@ class Assignment:
     def _load(self, index: int, replica: FleetReplica) -> ReplicaLoad:
         is_up, is_free = replica.is_running, not self._trials.is_on_trial(replica)
         if not is_up:
-            # A case's shards run before all others.
+            # The shards of a quarantine case run before all others.
             is_free = not self._trials.has_case(replica)
         is_accepting = not replica.is_stopping and is_free
         movable = self._trials.movable(replica)
         return ReplicaLoad(index, replica.window_rows, replica.outstanding_rows, movable, is_accepting, is_up)
 
     def _next_attempt(self, shards: Iterable[Shard]) -> int:
-        """Count a new try of these shards, and return the greatest number among them."""
+        """Count one more attempt for each of these shards, and return the highest count."""
         for shard in shards:
             self._attempts[shard.index] = self._attempts.get(shard.index, 0) + 1
         return max(self._attempts[shard.index] for shard in shards)

@@ -1,4 +1,4 @@
-"""A running job at a glance in `status.json`, and its history in `telemetry/`: rows, rates, engines and devices."""
+"""Writes and reads `status.json`, the state of a running job, and `telemetry/`, the history of engines and devices."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ _WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One replica: what it is doing, on what, and how full its engine is."""
+    """One replica: its state, its devices, and how full its engine is."""
 
     replica: int
     state: str
@@ -34,11 +34,11 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One look at a job. num_rows, num_rows_done, num_errors: output rows. `updated_at`: seconds since 1970.
+    """A snapshot of a job. num_rows, num_rows_done, num_errors: output rows. updated_at: seconds since 1970.
 
-    state: starting, running, stopping, done, stopped or failed. num_prompt_tokens, num_output_tokens: what the engines
-    have run and generated since the coordinator started. Rates are over the last minute. They and `left_s` are None
-    until there is something to make them of.
+    state: starting, running, stopping, done, stopped or failed. num_prompt_tokens, num_output_tokens: tokens that the
+    engines have run and generated since the coordinator started. Rates are over the last minute. Rates and `left_s` are
+    None until there is enough data for them.
     """
 
     state: str
@@ -63,7 +63,7 @@ _STATUS = TypeAdapter(JobStatus)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What the engines have done since the coordinator started. num_rows: output rows that they answered."""
+    """Totals of the engines since the coordinator started. num_rows: output rows that the engines answered."""
 
     num_rows: int = 0
     num_prompt_tokens: int = 0
@@ -78,13 +78,13 @@ class Totals:
 
 
 class Rates:
-    """Rates over a moving window, from totals as they grow. The first look is at the moment when an engine is up."""
+    """Rates over a moving window of samples of the totals. The first sample is taken when an engine is up."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, Totals]] = deque()
 
     def look(self, now: float, totals: Totals) -> None:
-        """Note the totals of a moment, in seconds of any clock."""
+        """Note the totals at a time. now: seconds of any clock."""
         self._looks.append((now, totals))
         while len(self._looks) > 2 and now - self._looks[1][0] > _WINDOW_S:
             self._looks.popleft()
@@ -97,7 +97,7 @@ class Rates:
         return self._per_s("num_prompt_tokens"), self._per_s("num_output_tokens")
 
     def left_s(self, num_rows: int, num_in_flight: int) -> float | None:
-        """How long so many output rows will take; None until the engines have answered as many rows as they hold."""
+        """Seconds for `num_rows` output rows; None until the engines have answered as many rows as they now hold."""
         num_answered = self._looks[-1][1].num_rows if self._looks else 0
         rows_per_s = self._per_s("num_rows")
         return num_rows / rows_per_s if rows_per_s > 0 and num_answered >= num_in_flight else None
@@ -110,12 +110,12 @@ class Rates:
 
 
 def write_status(folder: Folder, status: JobStatus) -> None:
-    """Replace `status.json`; it is for looking at, so that losing the last one costs nothing."""
+    """Replace `status.json`, without fsync: it only informs users, so the last one may be lost."""
     folder.write_atomic(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False, fault="status")
 
 
 def read_status(folder: Folder) -> JobStatus | None:
-    """The last snapshot, or None where there is none that can be read."""
+    """The last snapshot; None if there is none or it cannot be read."""
     try:
         return _STATUS.validate_json(folder.read(STATUS_FILE), strict=True)
     except (OSError, ValueError):
@@ -124,16 +124,18 @@ def read_status(folder: Folder) -> JobStatus | None:
 
 TELEMETRY_FOLDER = "telemetry"
 _LEAST_S, _MOST_S = 1.0, 15.0
-# Of the time since the start: 600 looks in the first ten minutes, about 6,000 a day after that.
+# Interval between samples, as a share of the time since the start: 600 samples in the first ten minutes, then about
+# 6,000 a day.
 _SHARE = 1 / 600
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLook:
-    """One look at a replica. Counts are totals of its incarnation; kv_cache_usage is a share from 0 to 1.
+    """One sample of a replica. Counts are totals of its incarnation; kv_cache_usage is a share from 0 to 1.
 
-    num_running, num_waiting: requests in the engine's batch, and in the engine before it. num_ready: those that are
-    tokenised and wait outside. stalled_by_disk_s: time in which the engine had room and the disk lagged behind.
+    num_running: requests in the engine's batch. num_waiting: requests in the engine that wait for the batch. num_ready:
+    tokenised requests that wait outside the engine. stalled_by_disk_s: time in which the engine had room but
+    admission waited for the disk.
     """
 
     replica: int
@@ -154,7 +156,7 @@ class ReplicaLook:
 
     @classmethod
     def of(cls, replica: int, incarnation: str, state: str, progress: Progress) -> "ReplicaLook":
-        """What a replica said last."""
+        """The sample from a replica's last progress message."""
         engine = progress.engine
         return cls(
             replica,
@@ -176,10 +178,10 @@ class ReplicaLook:
 
 
 class Telemetry:
-    """The looks of one epoch. At first one a second; a longer job takes them further apart, up to 15 s."""
+    """Takes the samples of one epoch: one a second at first, and later at most 15 s apart."""
 
     def __init__(self, folder: Folder, epoch: int, watch: DeviceWatch) -> None:
-        """watch: of the job's devices; closed with this."""
+        """watch: reports the job's devices. `close` closes it."""
         folder.make(TELEMETRY_FOLDER)
         self._path = folder.path(f"{TELEMETRY_FOLDER}/{epoch:06d}.jsonl")
         self._began = self._next = time.monotonic()
@@ -187,27 +189,27 @@ class Telemetry:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for a look."""
+        """Whether it is time for a sample."""
         return time.monotonic() >= self._next
 
     def look(self, replicas: Sequence[ReplicaLook]) -> None:
-        """Write down one look at all replicas and devices."""
+        """Write one sample of all replicas and devices."""
         now = time.monotonic()
         self._next = now + min(max((now - self._began) * _SHARE, _LEAST_S), _MOST_S)
         found = {"at": round(time.time(), 3), "replicas": [asdict(replica) for replica in replicas]}
         if devices := self._watch.looks():
             found["devices"] = [asdict(device) for device in devices]
-        # Opened each time: a look is for ever once it is written, and no descriptor is held over a full disk.
+        # The file is opened for each sample. A written sample stays, and no file stays open on a full disk.
         with contextlib.suppress(OSError), open_log(self._path) as file:
             file.write(json.dumps(found).encode() + b"\n")
 
     def close(self) -> None:
-        """Look no more."""
+        """Take no more samples."""
         self._watch.close()
 
 
 def read_looks(folder: Folder) -> Iterator[dict[str, Any]]:
-    """All looks at a job, over its epochs, in order; a line that a crash has torn is left out."""
+    """All samples of a job, over its epochs, in order. Lines that a crash has torn are left out."""
     for name in folder.list(TELEMETRY_FOLDER):
         for line in folder.read(f"{TELEMETRY_FOLDER}/{name}").splitlines():
             with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The rows that a job runs: `input.where`, `sample`, `exclude` and `limit`, resolved once in this order."""
+"""Chooses the rows that a job runs: applies `input.where`, `sample`, `exclude` and `limit` once, in this order."""
 
 import contextlib
 import os
@@ -33,13 +33,13 @@ from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import prompt_hash
 
-# 16 bytes each; sorting takes as much again.
+# A key takes 16 bytes. Sorting takes the same amount again.
 BLOCK_KEYS = 1 << 20
 _ROWS_AT_ONCE = 1 << 16
 
 
 class Keys(NamedTuple):
-    """What rows are known by: two uint64 arrays [num_rows], and bool [num_rows] that says which rows have a key."""
+    """The keys of rows. high, low: uint64 [num_rows], the halves. is_valid: bool [num_rows], which rows have a key."""
 
     high: Uint64Array
     low: Uint64Array
@@ -47,10 +47,10 @@ class Keys(NamedTuple):
 
 
 def keys_of(column: pa.ChunkedArray, field: pa.Field) -> Keys:
-    """Integers are their own keys, of whatever width; anything else is known by the xxh3-128 of its text."""
+    """The keys of a column. An integer of any width is its own key. Other values have the xxh3-128 of their text."""
     if pa.types.is_integer(field.type):
         is_valid = pc.is_valid(column).to_numpy()
-        high = pc.fill_null(column, 0).to_numpy().astype(np.uint64)  # a negative one wraps around
+        high = pc.fill_null(column, 0).to_numpy().astype(np.uint64)  # a negative integer wraps around
         return Keys(high, np.zeros(len(high), np.uint64), is_valid)
     values = texts(column, field)
     data = b"".join(bytes(16) if text is None else xxhash.xxh3_128_digest(text) for text in values)
@@ -59,18 +59,18 @@ def keys_of(column: pa.ChunkedArray, field: pa.Field) -> Keys:
 
 
 class Excluded:
-    """The keys of rows that have an output row without an error in some jobs, as they are now."""
+    """The keys of rows that now have an output row without an error in some jobs."""
 
     def __init__(self, scratch: pathlib.Path | None) -> None:
-        """scratch: the folder for a file of 16 bytes a row, which has no name and goes with the process."""
+        """scratch: the folder for a file of 16 bytes a row. The file has no name and ends with the process."""
         self._file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115
         self._sizes: list[int] = []
 
     @classmethod
     def by(cls, jobs: Sequence[str], column: str, own: pa.Field, scratch: pathlib.Path | None) -> "Excluded":
-        """By `id` or `prompt_hash`; own: the field that it is compared with.
+        """The keys by `id` or `prompt_hash` in the output of these jobs. own: the field they are compared with.
 
-        Raises SpecError, without the field's name, and OutputError where what a job has done cannot be read.
+        Raises SpecError, without the field's name, and OutputError if a job's output cannot be read.
         """
         if is_json_column(own):
             raise SpecError(
@@ -103,7 +103,7 @@ class Excluded:
             self._sizes.append(len(high))
 
     def among(self, keys: Keys) -> BoolArray:
-        """Which of these keys are excluded, bool [num_rows]; what has no key is not."""
+        """Which of these keys are excluded, bool [num_rows]. A row without a key is not excluded."""
         self._file.flush()
         order = np.argsort(keys.high)
         high, low = keys.high[order], keys.low[order]
@@ -119,7 +119,7 @@ class Excluded:
         return found & keys.is_valid
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, which deletes it."""
         self._file.close()
 
 
@@ -167,7 +167,7 @@ def _family(type: pa.DataType) -> str:
     return "text" if pa.types.is_string(type) or pa.types.is_large_string(type) else str(type)
 
 
-# Rows read at once: few at first, then what makes so many bytes.
+# Rows read at once: few at first, then as many as take _BYTES_AT_ONCE.
 _FIRST_ROWS, _MOST_ROWS, _BYTES_AT_ONCE = 64, 16384, 16 << 20
 _ROWS_TO_TOKENIZE = 256
 
@@ -176,7 +176,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The chosen ones of the rows `first_row` to `stop_row` (exclusive). selection: None where it is all of them."""
+    """The chosen rows among `first_row` to `stop_row` (exclusive). selection: None if all of them are chosen."""
 
     num_rows: int
     first_row: int
@@ -184,17 +184,17 @@ class Chosen:
     selection: Selection | None
 
     def write(self, folder: Folder, number: int, start: int) -> Choice:
-        """Make it durable, as what extent `number` (from 1) runs; its first row is at the place `start`."""
+        """Store the bitmap durably for extent `number` (from 1), whose first row is at the place `start`."""
         digest = None if self.selection is None else write_selection(folder, number, self.selection, RUN_FOLDER)
         return Choice(start, self.num_rows, self.first_row, self.stop_row, digest)
 
 
 def begin_selection(job: Job, file: SpecFile, say: Say, check_lock: Callable[[], None]) -> Choice:
-    """The rows that a job, or a slice, runs that has not begun; their bitmap is written, slices agree on theirs.
+    """Choose the rows of a job or slice that has not begun, and write their bitmap. All slices share one choice.
 
-    check_lock: raises where another process runs the job by now, whose bitmap must stay as it is.
+    check_lock: raises if another process runs the job by now. The bitmap of that process must not change.
 
-    Raises UserError, where no row is left too.
+    Raises UserError, also if no row is left.
     """
     if job.slice is None:
         chosen = choose(job, file, 0, job.spec.input.limit, say, job.folder.root)
@@ -217,10 +217,10 @@ def choose(
     may_be_none: bool = False,
     state: State | None = None,
 ) -> Chosen:
-    """The chosen rows from `first_row` on, `limit` of them at most.
+    """The chosen rows from `first_row` on, at most `limit` of them.
 
-    Raises UserError, where no row is left too, unless there may be none.
-    scratch: a folder for temporary files; None is the system's. state: of a job that has begun.
+    scratch: a folder for temporary files; None: the system's. may_be_none: it is no error if no row is left.
+    state: that of a job that has begun. Raises UserError, also if no row is left and `may_be_none` is false.
     """
     given, num_rows = job.spec.input, job.source.num_rows - first_row
     if given.where is None and given.sample is None and given.exclude is None:
@@ -239,7 +239,7 @@ def choose(
 
 
 def restore_selection(job: Job, file: SpecFile, state: State, say: Say) -> None:
-    """Choose again what a file said that is gone or altered. Raises OutputError if other rows are chosen now."""
+    """Choose again the rows of each missing or altered bitmap. Raises OutputError if other rows are chosen now."""
     if job.slice is not None:
         own, whole = state.extents[0], _of_all_slices(job, file, say)
         places = job.slice.rows(whole.num_rows)
@@ -264,7 +264,7 @@ def restore_selection(job: Job, file: SpecFile, state: State, say: Say) -> None:
 
 
 def described(job: Job) -> str:
-    """What chooses the rows, for people."""
+    """The fields that choose the rows, as text for users."""
     chosen = job.spec.input
     said = {
         "where": None if chosen.where is None else repr(chosen.where),
@@ -276,7 +276,7 @@ def described(job: Job) -> str:
 
 
 class _Scan:
-    """One pass over some rows. With `with`, as it may hold a temporary file."""
+    """One pass over some rows. Use it in a `with` statement, because it may hold a temporary file."""
 
     def __init__(self, job: Job, file: SpecFile, scratch: pathlib.Path | None, state: State | None) -> None:
         given = job.spec.input
@@ -295,14 +295,14 @@ class _Scan:
         if given.exclude is not None:
             self._id_column, own = given.id_column, pa.field("prompt_hash", pa.int64())
             if given.exclude.on == "id":
-                self._id_column = given.id_column or "custom_id"  # OpenAI's, whose lines need no word of it
+                self._id_column = given.id_column or "custom_id"  # OpenAI's; a spec need not name it
                 if self._id_column not in schema.names:
                     raise file.error("input.exclude.on", f"got id, but the input has no column {self._id_column!r}")
                 own = schema.field(self._id_column)
                 columns.append(self._id_column)
             else:
                 tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-                # Chat templates that print the date print that of the job's beginning, whenever rows are chosen.
+                # Chat templates that print the date get the date when the job began, even if rows are chosen later.
                 begun = begun_at(job, None if state is None else state.header)
                 self._builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
             with self._naming("input.exclude"):
@@ -324,7 +324,7 @@ class _Scan:
             raise self._file.error(field, str(error)) from None
 
     def run(self, first_row: int, stop_row: int, limit: int | None) -> Chosen:
-        """The chosen rows among these."""
+        """The chosen rows among `first_row` to `stop_row` (exclusive), at most `limit`."""
         selection, num_chosen = Selection(first_row, stop_row - first_row), 0
         for rows in self._left(first_row, stop_row, limit):
             rows = rows if limit is None else rows[: limit - num_chosen]
@@ -338,12 +338,12 @@ class _Scan:
         return Chosen(num_chosen, first_row, stop_row, None if is_all else selection)
 
     def _left(self, first_row: int, stop_row: int, limit: int | None) -> Iterator[Int64Array]:
-        """Positions of the rows that are left over by all, some at a time."""
+        """Positions of the rows that `where`, `sample` and `exclude` leave, some at a time."""
         if self._excluded is None:
             yield from (rows for rows, _ in self._judged(first_row, stop_row))
             return
         held: list[tuple[Int64Array, Keys]] = []
-        # With a limit, few are likely to do.
+        # With a limit, a few rows are probably enough.
         at_once = BLOCK_KEYS if limit is None else min(BLOCK_KEYS, max(4096, 2 * limit))
         for rows, keys in self._judged(first_row, stop_row):
             assert keys is not None
@@ -360,7 +360,7 @@ class _Scan:
         return np.concatenate([rows for rows, _ in held])[~self._excluded.among(Keys(high, low, is_valid))]
 
     def _judged(self, first_row: int, stop_row: int) -> Iterator[tuple[Int64Array, Keys | None]]:
-        """Rows that `where` and `sample` leave, with what they are known by if some are to be excluded."""
+        """Rows that `where` and `sample` leave, with their keys if the spec excludes rows."""
         start, num_rows = first_row, _FIRST_ROWS
         while start < stop_row:
             stop = min(start + num_rows, stop_row)
@@ -393,7 +393,7 @@ class _Scan:
         return is_left
 
     def _is_broken(self, rows: Int64Array, table: pa.Table, may_be: BoolArray) -> BoolArray:
-        """Which rows cannot be read. Such a one has nothing but nulls: of these alone the source is asked again."""
+        """Which rows cannot be read. All their values are null, so only rows of nulls are read again to find them."""
         is_broken = may_be.copy()
         for column in table.columns:
             is_broken &= column.is_null().to_numpy()
@@ -417,7 +417,7 @@ class _Scan:
 
 
 def max_model_len(job: Job) -> int | None:
-    """What the engine will have, as far as can be told without it."""
+    """The engine's maximum length, as far as it is known without the engine."""
     if job.spec.scripted is not None:
         return job.spec.scripted.max_model_len
     given = job.spec.engine.get("max_model_len")
@@ -428,7 +428,7 @@ def max_model_len(job: Job) -> int | None:
 
 
 def _of_all_slices(job: Job, file: SpecFile, say: Say) -> Chosen:
-    """What all slices together run: not the input is cut, but the chosen rows. Who starts first chooses, for all."""
+    """The rows of all slices together. Slices cut the chosen rows, not the input. The first slice to start chooses."""
     if not job.spec.input.selects:
         join_cut(job, job.source.num_rows)
         return Chosen(job.source.num_rows, 0, job.source.num_rows, None)
@@ -448,7 +448,7 @@ def _of_all_slices(job: Job, file: SpecFile, say: Say) -> Chosen:
 
 
 def _cut(whole: Chosen, places: range) -> Chosen:
-    """The rows at some of the places, among all those from the one before them to the next."""
+    """The rows of `whole` at these places. The result covers the positions up to the next slice's first row."""
     if whole.selection is None or not places:
         return Chosen(len(places), places.start, places.stop, None)
     first_row, stop_row = (

@@ -35,8 +35,8 @@ from batchinf.schedule.selection import (
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 
-# Blocks of so many bytes up to a place: 64 are about 16 tokens of text, and 16 token ids, as many as vLLM's own blocks.
-# Long prompts have longer ones later, where a part of a block more or less is little of the whole.
+# (bytes of a block, end of the blocks of this size). 64 bytes are about 16 tokens of text, or 16 token ids, and vLLM's
+# own blocks have 16 tokens. Blocks further back in a long prompt are longer: there a partial block matters little.
 _BLOCKS = ((64, 4 << 10), (256, 32 << 10), (1 << 10, 256 << 10))
 _HASH_BYTES = 4
 _ENDS = [
@@ -48,7 +48,7 @@ _FETCH_ROWS = 1 << 16
 
 
 def prefix_key(beginning: bytes) -> bytes:
-    """4 bytes for each block of a prompt's beginning; the last block may be cut short. At most 1.6 KB."""
+    """The sort key of a prompt: 4 bytes for each block of its beginning; the last may be short. At most 1.6 KB."""
     key, start = bytearray(), 0
     for end in _ENDS:
         if start >= len(beginning):
@@ -59,14 +59,14 @@ def prefix_key(beginning: bytes) -> bytes:
 
 
 def shared_bytes(one: bytes, other: bytes) -> int:
-    """Bytes of prompt that two keys have in common from the beginning: whole blocks alone."""
+    """Bytes that two prompts have in common from the beginning, by their keys. Only whole blocks count."""
     most = min(len(one), len(other)) // _HASH_BYTES
     num_blocks = next((i for i in range(most) if one[4 * i : 4 * i + 4] != other[4 * i : 4 * i + 4]), most)
     return _ENDS[num_blocks - 1] if num_blocks else 0
 
 
 def shared_in_order(keys: Sequence[bytes]) -> int:
-    """Bytes that prompts have in common with an earlier one, all of which are held."""
+    """Bytes that prompts have in common with any earlier one. Assumes a cache that keeps all earlier prompts."""
     seen: set[int] = set()
     total = 0
     for key in keys:
@@ -82,15 +82,15 @@ def shared_in_order(keys: Sequence[bytes]) -> int:
 
 
 def shared_when_sorted(keys: Iterable[bytes]) -> int:
-    """Bytes that prompts have in common with the one before, when they are sorted by their keys."""
+    """Bytes that prompts have in common with the previous prompt, after sorting by their keys."""
     ordered = sorted(keys)
     return sum(shared_bytes(one, other) for one, other in itertools.pairwise(ordered))
 
 
 class KeySort:
-    """Rows sorted by their keys; DuckDB sorts them, and spills to `scratch` what is more than its share of memory.
+    """Rows sorted by their keys. DuckDB sorts them, and spills to `scratch` when they exceed its memory limit.
 
-    With `with`, as it holds a temporary folder.
+    Use it in a `with` statement, because it holds a temporary folder.
     """
 
     def __init__(self, scratch: pathlib.Path | None) -> None:
@@ -115,8 +115,8 @@ class KeySort:
         self._folder.cleanup()
 
     def add(self, rows: Int64Array, keys: Sequence[bytes | None]) -> None:
-        """Take rows, by position, with their keys; those without one come last, in their own order."""
-        # Rows without a prompt have no key. Among the first thousand rows, their errors could end the job.
+        """Add rows, by position, with their keys. Rows without a key come last, in the order of their positions."""
+        # Rows without a prompt have no key. If they ran among the first thousand rows, their errors could end the job.
         batch = pa.table(
             {
                 "is_last": pa.array([key is None for key in keys]),
@@ -130,10 +130,10 @@ class KeySort:
         self._connection.unregister("batch")
 
     def rows(self, num_waves: int = 1, num_hands: int = 1) -> Iterator[Int64Array]:
-        """All rows in order, some at a time; those of one key in their own order.
+        """All rows in order, some at a time. Rows with the same key are in the order of their positions.
 
-        They may be dealt: the rows in order are cut into waves of one size, and each wave is dealt, row by row, into
-        hands, which follow each other.
+        The rows can be dealt like cards: the ordered rows are cut into waves of equal size, and each wave is dealt, row
+        by row, into hands. The hands then follow each other.
         """
         query = "SELECT row FROM keys ORDER BY is_last, key, row"
         with duckdb_errors(self._wrong):
@@ -144,7 +144,7 @@ class KeySort:
                 hand = f"rank % {size} % {num_hands}"
                 query = f"SELECT row FROM ({ranks}) ORDER BY rank // {size}, {hand}, rank"
             found = self._connection.sql(query)
-            # Named otherwise before DuckDB 2.
+            # DuckDB 2 renamed it.
             read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
             batches = iter(read(_FETCH_ROWS))
         while True:
@@ -160,22 +160,25 @@ class KeySort:
 
 # Rows read at once.
 _AT_ONCE = 256
-# `auto` looks at so many rows, in runs of so many: a run stands for what a cache would remember of the input's order.
+# `auto` samples SAMPLED_ROWS rows in runs of RUN_ROWS consecutive rows. A run stands for the rows that a cache would
+# remember if rows ran in the input's order.
 SAMPLED_ROWS, RUN_ROWS = 20_000, 500
-# Share of the prompts that must be saved beyond what the input's order saves.
+# `auto` sorts by prefix if this saves at least this share of the prompts, compared with the input's order.
 LEAST_SAVED = 0.1
 _MOST_TOKENS = 2**32 - 1
-# The longer half of the rows runs first, dealt into hands, each from the longest to the shortest, so that all shards of
-# a half are alike. In plain order, or with more waves, whoever is up first has the longest of all, and the others wait
-# for it at the end (`benchmarks/tail.py`).
+# The longer half of the rows runs first. Each half is dealt into hands, and each hand goes from the longest row to the
+# shortest, so that all shards of a half are alike. In plain order, or with more waves, the replica that is up first
+# gets the longest rows, and the others wait for it at the end (`benchmarks/tail.py`).
 WAVES_AND_HANDS = (2, 128)
 
 
 def begin_or_restore(
     job: Job, file: SpecFile, state: State | None, say: Say, check_lock: Callable[[], None]
 ) -> Choice | None:
-    """The rows of a job that has not begun, chosen and in order; of one that has, the files that say so, made again
-    where they are gone or altered.
+    """Choose and order the rows of a job that has not begun.
+
+    For a job that has begun, make the files with its rows and their order again if they are gone or altered; returns
+    None.
     """
     if state is None:
         return begin_order(job, choose.begin_selection(job, file, say, check_lock), say, check_lock)
@@ -185,7 +188,7 @@ def begin_or_restore(
 
 
 def begin_order(job: Job, choice: Choice, say: Say, check_lock: Callable[[], None]) -> Choice:
-    """The chosen rows of a job that has not begun, with their order, which is written."""
+    """Write the order of a job that has not begun. Returns its chosen rows with this order."""
     ordered_by: str = job.spec.input.order
     if ordered_by == "auto":
         ordered_by = _decide(job, choice, say)
@@ -195,7 +198,7 @@ def begin_order(job: Job, choice: Choice, say: Say, check_lock: Callable[[], Non
 def extend(
     job: Job, extents: Sequence[Extent], choice: Choice, say: Say, check_lock: Callable[[], None] = lambda: None
 ) -> Choice:
-    """The rows that come after `extents`, with the order that `ordered_by` names, which is written."""
+    """Write the order that `ordered_by` names for rows that come after `extents`. Returns the rows with this order."""
     if choice.ordered_by == "input" or choice.num_rows < 2:
         return choice
     began = time.monotonic()
@@ -207,7 +210,7 @@ def extend(
 
 
 def restore_order(job: Job, state: State, say: Say) -> None:
-    """Order again what a file said that is gone or altered. Raises OutputError if the order is another one now."""
+    """Make missing or altered order files again. Raises OutputError if the order is different now."""
     for index, extent in enumerate(state.extents):
         if extent.order is None or read_permutation(job.folder, index + 1, extent.order) is not None:
             continue
@@ -232,10 +235,10 @@ def _write(
     state: State | None,
     check_lock: Callable[[], None] = lambda: None,
 ) -> str:
-    """Order the rows of `extents[index]`; the digest of the file that says so."""
+    """Order the rows of `extents[index]` and write the order. Returns the digest of the file."""
     extent, order = extents[index], RunOrder(job.folder, extents)
-    # The order covers the whole extent, because rows that begin alike may lie anywhere in it. Each part is sorted by
-    # position again. Seeds and prompts depend on positions alone, so the order changes no value.
+    # The order covers the whole extent, because rows with the same prefix may be anywhere in it. Each part is sorted by
+    # position again. Seeds and prompts depend only on positions, so the order changes no value.
     outlines = _Outlines(job, state)
     with KeySort(_scratch(job.folder)) as keys:
         for start in range(extent.start, extent.start + extent.num_rows, _AT_ONCE):
@@ -249,7 +252,7 @@ def _write(
 
 
 def _scratch(folder: Folder) -> pathlib.Path:
-    """Where rows are sorted; what a killed process has left there is removed."""
+    """The folder in which rows are sorted. Removes the leftovers of a killed process."""
     folder.make(RUN_FOLDER)
     for leftover in folder.path(RUN_FOLDER).glob(".order-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -261,13 +264,13 @@ def _key(outline: Outline, ordered_by: str) -> bytes | None:
         return None
     if ordered_by == "prefix":
         return prefix_key(outline.beginning)
-    # What has no limit of its own may be the longest of all.
+    # A row without its own limit may be the longest of all.
     longest = _MOST_TOKENS if outline.max_tokens is None else min(outline.max_tokens, _MOST_TOKENS)
     return (_MOST_TOKENS - longest).to_bytes(4, "big")
 
 
 class _Outlines:
-    """What rows are ordered by."""
+    """Reads rows and makes the outlines of their prompts, by which they are ordered."""
 
     def __init__(self, job: Job, state: State | None) -> None:
         tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
@@ -276,7 +279,7 @@ class _Outlines:
         self._source = job.source
 
     def of(self, rows: Int64Array) -> list[Outline]:
-        """One for each of these positions, ascending."""
+        """The outlines of the rows at these positions, which are ascending."""
         return [self._builder.outline(row) for row in self._source.read_rows(rows, self._builder.columns)]
 
 
@@ -284,7 +287,7 @@ class _Outlines:
 
 
 def _decide(job: Job, choice: Choice, say: Say) -> str:
-    """Which order pays, by a sample; says so in a line."""
+    """Choose the best order from a sample of the rows, and print a line about it."""
     own_lengths = has_own_lengths(job.spec)
     otherwise = ("longest", "by max_tokens, the longer half first") if own_lengths else ("input", "as they stand")
     if (reason := no_cache(job)) is not None:
@@ -300,7 +303,7 @@ def _decide(job: Job, choice: Choice, say: Say) -> str:
 
 
 def no_cache(job: Job) -> str | None:
-    """Why a request finds nothing in vLLM's prefix cache; None where it may."""
+    """The reason why requests never hit vLLM's prefix cache; None if they may."""
     if job.spec.engine.get("enable_prefix_caching") is False:
         return "engine.enable_prefix_caching is false"
     if job.task.reads_prompt_logits:
@@ -309,15 +312,15 @@ def no_cache(job: Job) -> str | None:
 
 
 def has_own_lengths(spec: JobSpec) -> bool:
-    """Whether it is known how long each row's output may be."""
+    """Whether each row has its own limit for the length of its output."""
     return "max_tokens" in spec.sampling.columns
 
 
 def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
-    """Share of the prompts, 0 to 1, that are in a cache if rows are sorted and are not if they run as they stand.
+    """The share of the prompts, 0 to 1, that is cached only if rows are sorted; and the number of rows.
 
-    runs: the beginnings of consecutive rows' prompts; a cache is taken to remember a run. Also the number of rows.
-    What few rows of a large input share is seen too rarely in a sample: it is at least so much.
+    runs: the beginnings of consecutive rows' prompts. The cache is assumed to remember one run. The true share may be
+    larger: a sample of a large input rarely has two rows of a small group with the same prefix.
     """
     keys = [[prefix_key(beginning) for beginning in run] for run in runs]
     total = sum(len(beginning) for run in runs for beginning in run)
@@ -326,7 +329,7 @@ def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
 
 
 def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
-    """Beginnings of the sampled rows' prompts: of all rows where they are few."""
+    """Beginnings of the sampled rows' prompts, by run. A small input is sampled whole."""
     order, outlines = RunOrder(job.folder, [choice.extent(1, 0)]), _Outlines(job, None)
     found = []
     for start, stop in sampled_runs(choice.num_rows):
@@ -337,7 +340,7 @@ def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
 
 
 def sampled_runs(num_rows: int) -> list[tuple[int, int]]:
-    """Runs of at most RUN_ROWS rows, as (start, stop), SAMPLED_ROWS together, evenly spread."""
+    """Runs of at most RUN_ROWS rows, as (start, stop), evenly spread; together at most SAMPLED_ROWS rows."""
     starts = range(0, num_rows, RUN_ROWS)
     most = SAMPLED_ROWS // RUN_ROWS
     if len(starts) > most:

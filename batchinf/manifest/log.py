@@ -29,7 +29,7 @@ def _now() -> str:
 
 
 def snapshot_commits(state: State, replaces: list[str]) -> list[list[Fields]]:
-    """The state as commits. There are several, so that damage to a snapshot is never taken for a torn tail."""
+    """The state as several commits, so that a damaged snapshot is never mistaken for a torn last commit."""
     lines = list(_snapshot_lines(state, replaces))
     commits = [lines[start : start + _LINES_PER_COMMIT] for start in range(0, len(lines), _LINES_PER_COMMIT)]
     return [*commits, [{"kind": "snapshot_end"}]]
@@ -90,22 +90,26 @@ class Manifest:
         return len(commits)
 
     def header(self, header: Header) -> None:
-        """Record what the job is; the last header counts."""
+        """Record what the job is. The last header is the valid one."""
         self._lines.append({"kind": "header", **dataclasses.asdict(header)})
 
     def extent(self, extent: Extent, source_fingerprint: str, more: Fields | None = None) -> None:
-        """Add rows to run; a job that was done is no longer done. more: `limit`, if it is raised."""
+        """Add rows to run; a job that was done is no longer done. more: the new `limit`, if it is raised."""
         self._lines.append(_extent_line(extent, source_fingerprint, more or {}))
 
     def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
-        """Record that a shard is done: this published part holds it. replica, incarnation: which made it, if known."""
+        """Record that a shard is done and that this published part has its rows.
+
+        replica, incarnation: those that made the part, if known.
+        """
         made = dataclasses.replace(part, replica=replica, incarnation=incarnation)
         self._lines.append(part_line("part", made))
 
     def replacing(self, part: Part) -> None:
-        """Record that this part is about to replace its shard's part, whose line counts until this part's own line.
+        """Record that this part is about to replace the old part of its shard.
 
-        After a crash between the two lines, the digest tells which part is in place.
+        The line of the old part is valid until the new part has its own line. After a crash between the two lines, the
+        digest tells which part is in place.
         """
         self._lines.append(part_line("replacing", part))
 
@@ -116,8 +120,8 @@ class Manifest:
     def event(self, name: str, /, **fields: Any) -> None:
         """Record an event. `fields` are JSON values.
 
-        Raises ValueError if the fields are not those that `manifest/lines.py` requires of this event. The `shards` of a
-        `lost` event count as not committed from here on, and the job as not done. An event with `kept_as` stays in
+        Raises ValueError if the fields are not those that `manifest/lines.py` requires of this event. After a `lost`
+        event, its `shards` are no longer committed, and the job is no longer done. An event with `kept_as` stays in
         `State.kept` under that name, until the next one with that name or a `forgotten` event.
         """
         self._lines.append(event_line("event", EventLine(name, _now(), fields)))
@@ -145,6 +149,6 @@ class Manifest:
         self._log.close()
 
     def check_lock(self) -> None:
-        """Raise LockLost unless this process still holds the job. Called before files are written that a line names."""
+        """Raise LockLost unless this process still holds the job. Call it before writing a file that a line names."""
         if self._lock is not None:
             self._lock.check()

@@ -58,16 +58,16 @@ class BatchRequest:
 
 
 def may_be_batch(where: InputSpec) -> bool:
-    """Whether the spec leaves open if the input is a batch file, so that the input's columns decide it."""
+    """Whether the spec does not say if the input is a batch file. The input's columns then decide."""
     is_plain = all(getattr(where, form) is None for form in PROMPT_FORMS)
     return is_plain and where.format in (None, OpenAIBatch.read_as)
 
 
 def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
-    """The section with `format: openai` if the input is a batch file. The columns decide that if the spec does not.
+    """The section with `format: openai` if the input is a batch file. The columns decide if the spec does not say it.
 
     The id is `custom_id`, unless the spec names another column. Raises SpecError if the spec asks for a batch file and
-    the input is none.
+    the input is not one.
     """
     names = list(columns)
     is_said = where.is_batch_file
@@ -87,7 +87,7 @@ _LOOKED_AT = 100
 
 
 def check_batch_models(spec: JobSpec, source: Source) -> None:
-    """Raise SpecError where each of a batch file's first lines names another model than the job has.
+    """Raise SpecError if all of the first lines of a batch file name a model that is not the job's.
 
     spec: resolved, its input `recognised`.
     """
@@ -102,7 +102,7 @@ def check_batch_models(spec: JobSpec, source: Source) -> None:
 
 
 def _body(values: Mapping[str, object]) -> object:
-    """The body; a column of mixed types is kept as JSON. Raises ValueError or RecursionError."""
+    """The body of a line. The body is JSON text if its column has mixed types. Raises ValueError or RecursionError."""
     body = values.get("body")
     return json.loads(body) if isinstance(body, str) else body
 
@@ -144,7 +144,7 @@ class BatchReader:
         return BatchRequest(**prompt, sampling=self._take_sampling(body, is_chat=url == CHAT_URL))
 
     def model_objection(self, values: Mapping[str, object]) -> str | None:
-        """Why the model that a line names is not the job's; None where it names none, or cannot be read."""
+        """The objection if a line names a model that is not the job's; None if it names no model or cannot be read."""
         try:
             body = _body(values)
         except (ValueError, RecursionError):
@@ -249,7 +249,7 @@ def _show(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
-    """A row's text or token ids; the other is None. is_chat: the text already has its special tokens.
+    """The prompt of a row: text or token ids; the other is None. is_chat: the text already has its special tokens.
 
     sampling: fields that replace the job's.
     """

@@ -1,4 +1,4 @@
-"""Jinja2 templates over a row's columns: sandboxed, and bounded in the text that they make."""
+"""Jinja2 templates over a row's columns. They are sandboxed, and the length of their text is limited."""
 
 import datetime
 import decimal
@@ -17,20 +17,20 @@ from jinja2 import nodes
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import describe_error, list_names
 
-# Far beyond any model's context.
+# Far more than any model's context.
 MAX_TEXT_CHARS = 64 << 20
 
 
 class NullPrinted(Exception):
-    """A template prints a null, which would read as the word None."""
+    """A template prints a null. Jinja2 would print the word None."""
 
 
 class TooMuchText(Exception):
-    """A template makes more text than any model takes."""
+    """A template makes more text than any model accepts."""
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """For templates over rows: nothing is random, and printing a null is an error."""
+    """The environment of templates over rows: nothing is random, and printing a null is an error."""
 
     intercepted_binops = frozenset({"*"})
 
@@ -42,14 +42,14 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See jinja2. The factor may be a row's: a text is not repeated beyond the bound."""
+        """See jinja2. A row may give the factor, so a text is not repeated beyond the limit."""
         if max(_num_items(left, right), _num_items(right, left)) > MAX_TEXT_CHARS:
             raise TooMuchText
         return super().call_binop(context, operator, left, right)
 
 
 def _num_items(sequence: Any, factor: Any) -> int:
-    """Length of `sequence * factor`; 0 if that is a number."""
+    """Length of `sequence * factor`; 0 if the product is a number."""
     return len(sequence) * factor if isinstance(sequence, str | list | tuple) and isinstance(factor, int) else 0
 
 
@@ -62,9 +62,9 @@ def _refuse_null(value: Any) -> Any:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As chat templates have it, in contrast to Jinja2's own: nothing is escaped for HTML. Dates are ISO text."""
+    """`tojson` as in chat templates: unlike Jinja2's own filter, it escapes nothing for HTML. Dates become ISO text."""
     if isinstance(value, jinja2.Undefined):
-        str(value)  # raises, with its name
+        str(value)  # raises an error with its name
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_json_text
     )
@@ -85,14 +85,14 @@ _SIDES = ("left", "right")
 
 
 class RowTemplate:
-    """A template of one of the spec's fields. columns: those that it names, sorted."""
+    """A template from a field of the spec. columns: the columns that it uses, sorted."""
 
     def __init__(self, source: str, field: str, cut: CutFunction | None) -> None:
-        """cut: what the filter `truncate_tokens` calls; None where nothing is going to be rendered.
+        """cut: the function that the filter `truncate_tokens` calls; None if no row will be rendered.
 
-        Raises SpecError, with its line, for a template that cannot be.
+        Raises SpecError, with the line, for a wrong template.
         """
-        # In words for error rows: `the template`, or which of a conversation's.
+        # For the messages of error rows: `the template`, or the name of one template of a conversation.
         self._name = "the template" if field == "input.prompt_template" else f"the template {field}"
         environment = Environment()
         environment.filters["truncate_tokens"] = functools.partial(_truncate, cut)
@@ -108,7 +108,7 @@ class RowTemplate:
         self.columns = tuple(sorted(jinja2.meta.find_undeclared_variables(tree)))
 
     def fill(self, values: Mapping[str, object]) -> str | RowError:
-        """The text for a row's values, or why there is none."""
+        """The text for a row's values, or the error."""
         pieces, length = [], 0
         try:
             for piece in self._template.generate(values):
@@ -123,13 +123,13 @@ class RowTemplate:
         except TooMuchText:
             return RowError("template_error", f"{self._name} makes more than {MAX_TEXT_CHARS:,} characters")
         except Exception as error:
-            # A template calls what it likes on what a row holds, so anything may come out.
+            # A template may call any method of a row's values, so it may raise any exception.
             return RowError("template_error", f"{self._name} failed{line_of(error)}: {describe_error(error)}")
         return "".join(pieces)
 
 
 def line_of(error: BaseException) -> str:
-    """Where in its template an exception was raised, as ` at line 3`; empty where that is not known."""
+    """The line of the template that raised an exception, as ` at line 3`; empty if it is not known."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     return f" at line {lines[-1]}" if lines else ""
 
@@ -150,7 +150,7 @@ def _objection(num_tokens: object, side: object) -> str | None:
 
 
 def _wrong_calls(tree: nodes.Template) -> Iterator[tuple[int, str]]:
-    """Calls of `truncate_tokens` that no row can make right, with their lines."""
+    """Calls of `truncate_tokens` that are wrong for every row: (line, message)."""
     for node in tree.find_all(nodes.Filter):
         if node.name != "truncate_tokens" or node.dyn_args is not None or node.dyn_kwargs is not None:
             continue

@@ -24,20 +24,21 @@ _GATHER_ITEMS = 256
 _GATHER_BYTES = 32 << 20
 
 
-# More results than this that are in no segment are journalled before the checkpoint, so that memory stays bounded.
+# If results that are in no segment take more bytes than this, they are journalled before the checkpoint. This keeps
+# memory bounded.
 _MAX_UNJOURNALLED_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """max_bytes: replaces _MAX_UNJOURNALLED_BYTES. num_closers: parts that are written at once."""
+    """Limits of the writer. max_bytes: replaces _MAX_UNJOURNALLED_BYTES. num_closers: parts written at one time."""
 
     max_bytes: int
     num_closers: int
 
 
-# For results of 256 KB. Shards have a few hundred of them, and two or three are open at once. With this much memory
-# each result is written once if the disk keeps up. One thread writes 200 MB/s of float16 as Parquet.
+# For results of 256 KB each. A shard has a few hundred of them, and two or three shards are open at once. With this
+# much memory, each result is written only once if the disk keeps up. One thread writes 200 MB/s of float16 as Parquet.
 _WIDE_CLOSERS = max(1, min(4, (os.cpu_count() or 1) // 4))
 WIDE = Room((128 << 20) * (1 + _WIDE_CLOSERS), _WIDE_CLOSERS)
 
@@ -52,7 +53,10 @@ class Finished:
 
 @dataclass(slots=True, eq=False)
 class Closing:
-    """A finished shard whose part is being written. num_bytes: of its memory. is_kept: all of it is journalled."""
+    """A finished shard whose part is being written.
+
+    num_bytes: memory of its results that are in no segment. is_kept: the journal has all its results.
+    """
 
     shard: OpenShard
     future: Future[None]
@@ -62,9 +66,10 @@ class Closing:
 
 @dataclass(slots=True)
 class WriterTotals:
-    """Output rows stored since the worker started. Of rows and errors, those from the journal count too.
+    """Output rows stored since the worker started.
 
-    num_answered: rows that the engine finished without an error.
+    num_rows, num_errors: include rows that the journal already had. num_answered: rows that the engine finished without
+    an error.
     """
 
     num_rows: int = 0
@@ -103,7 +108,7 @@ class Writer(threading.Thread):
         self.error: BaseException | None = None
 
     def track(self, shard: OpenShard) -> None:
-        """Add a shard that has begun. If the journal holds all of it, it is closed at once."""
+        """Add a shard that has begun. If the journal has all its results, the shard is closed at once."""
         with self._lock:
             self._open[shard.index] = shard
             self.totals.num_rows += shard.num_finished
@@ -122,7 +127,7 @@ class Writer(threading.Thread):
         self._raise_closing()
 
     def run(self) -> None:
-        """Write until told to finish. An exception is kept for the worker to raise."""
+        """Write until told to finish. Keeps an exception in `error`; the worker raises it."""
         try:
             while self._turn():
                 pass
@@ -132,12 +137,12 @@ class Writer(threading.Thread):
             self.error = error
 
     def _turn(self) -> bool:
-        # Read first, so that everything in the queue by then is stored before the end.
+        # Read the flag before the queue: all that was in the queue when it was set is stored before the end.
         is_last = self._is_stopping
         wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
         is_behind = self._closing_bytes() > self._max_bytes()
         if is_behind:
-            # The queue fills up meanwhile, and admission waits.
+            # Take nothing: the queue fills up, and admission waits.
             items = []
             wait([closing.future for closing in self._closing], wait_s, FIRST_COMPLETED)
         else:
@@ -197,18 +202,18 @@ class Writer(threading.Thread):
             shard.tick()
 
     def _spare_s(self, tick_s: float) -> float:
-        """How much earlier the next tick begins, so that its results are durable when the interval is over."""
+        """Seconds by which the next tick begins early, so that its results are durable at the end of the interval."""
         return min(2 * tick_s, self._interval_s / 2) + min(_GATHER_S, self._interval_s / 10)
 
     def _keep_closing(self) -> None:
-        """Journal finished shards whose parts are still being written: a slow disk must not make a crash cost more."""
+        """Journal finished shards whose parts are still being written. Otherwise a crash costs more on a slow disk."""
         for closing in self._closing:
             if closing.is_kept or closing.future.done():
                 continue
             segment = closing.shard.keep()
             closing.is_kept = True
             if segment is not None and closing.future.done() and closing.future.exception() is None:
-                # The coordinator may have dropped the shard's segments before this one was there.
+                # The coordinator may have dropped the shard's segments before this one was written.
                 closing.shard.forget(segment)
 
     def _close_whole(self) -> None:

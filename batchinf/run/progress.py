@@ -1,4 +1,4 @@
-"""What users see of a run: the progress bar or lines, the commonest errors, and the forecast for all rows."""
+"""What users see of a run: the progress bar or lines, the most frequent errors, and the forecast for all rows."""
 
 import contextlib
 import datetime
@@ -40,7 +40,7 @@ class ProgressDisplay:
         self._last_state = ""
 
     def say(self, line: str) -> None:
-        """Print a line above the bar, which stays."""
+        """Print a line above the bar. The bar stays."""
         # A closed terminal or pipe must not end the job.
         with contextlib.suppress(OSError):
             if self._bar is None:
@@ -108,12 +108,12 @@ def _waited(status: JobStatus, separator: str) -> str:
     return f"{separator}waited {duration(status.stalled_by_disk_s)} for the disk"
 
 
-# The error rate is checked once, after this many rows, unless `max_error_rate` allows this share of errors.
+# The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
 FIRST_ROWS = 1000
 HOPELESS_RATE = 0.5
 
 _COLUMNS = ["row_index", "error_type", "error_message"]
-# Limits, so that the closing lines come at once for a job of any size.
+# Limits that make the closing lines quick for a job of any size.
 _MOST_PARTS = 200
 _MOST_ROWS = 10_000
 _SHOWN = 3
@@ -124,7 +124,10 @@ _NUMBER = re.compile(r"\d[\d,.]*")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Error rows of one type whose messages differ at most in numbers. Message and row_index are those of the first."""
+    """Error rows of one type whose messages are equal except for numbers.
+
+    error_message, row_index: those of the first of these rows.
+    """
 
     error_type: str
     error_message: str
@@ -142,7 +145,7 @@ def is_hopeless(num_errors: int, num_begun: int) -> bool:
 
 
 def commonest(folder: Folder, state: State, journal: Journal | None = None) -> list[Failure]:
-    """The commonest failures among the first 10,000 error rows in parts and journal, the most frequent first."""
+    """The three most frequent failures among the first 10,000 error rows in parts and journal, most frequent first."""
     found: dict[tuple[str, str], Failure] = {}
     num_looked_at = 0
     with contextlib.closing(_error_tables(folder, state, journal)) as tables:
@@ -191,7 +194,7 @@ def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> l
 
 
 def report(job: Job, state: State) -> list[str]:
-    """The report of a job that ended early: commonest errors, a prompt of each, what is kept, and what to do."""
+    """The report of a job that ended early: frequent errors with a prompt for each, what is kept, and what to do."""
     found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [
         *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
@@ -220,9 +223,9 @@ def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
 
 
 def forecast(state: State) -> list[str]:
-    """Lines about the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
+    """Lines that forecast the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
 
-    Device time is that of all attempts in which engines had rows, if the manifest still has it.
+    Device time is the time in which engines had rows, over all attempts that the manifest still records.
     """
     given, event = state.header.spec["input"], state.kept.get(CHOSEN)
     is_part = given.get("sample") is not None or given.get("limit") is not None

@@ -34,7 +34,7 @@ _ROWS_AT_ONCE = 16384
 
 @dataclass(frozen=True, slots=True)
 class RetryRequest:
-    """The user's request. is_under_way: an unfinished retry is the same one and continues."""
+    """The user's request. is_under_way: the unfinished retry is the same one, and it continues."""
 
     predicate: Predicate
     overrides: dict[str, Any]
@@ -43,7 +43,10 @@ class RetryRequest:
 
 @dataclass(frozen=True, slots=True)
 class RetryPhase:
-    """The rest of a retry. job: with the retry's sampling. num_chosen: int64 [total_shards], rows to run of each."""
+    """The rest of a retry.
+
+    job: with the retry's sampling. num_chosen: int64 [total_shards], rows to run in each shard.
+    """
 
     retry: Retry
     job: Job
@@ -53,8 +56,8 @@ class RetryPhase:
 def take_request(job: Job, state: State, text: str) -> tuple[Job, RetryRequest]:
     """The job with its original sampling, and the request.
 
-    Raises DriftError if something changed that a retry cannot change, PredicateError, and OutputError if another retry
-    is unfinished.
+    Raises DriftError if something changed that a retry cannot change, PredicateError if the text is not a predicate,
+    and OutputError if another retry is unfinished.
     """
     overrides = _overrides(job, state.header)
     own = _as_begun(job, state.header)
@@ -70,7 +73,7 @@ def take_request(job: Job, state: State, text: str) -> tuple[Job, RetryRequest]:
 
 
 def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryRequest) -> Retry | None:
-    """Choose the rows of a new retry, durably; None if no row matches. All other work of the job must be done."""
+    """Choose the rows of a new retry and store the choice; None if no row matches. All other work must be done."""
     number = 1 + max([0, *state.retries, *(part.retry for part in state.parts.values())])
     shards = range(total_shards(state.extents))
     retry = Retry(number, request.predicate.text, request.overrides, 0, 0, "")
@@ -78,19 +81,19 @@ def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryReques
 
 
 def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
-    """The first unfinished retry. All shards must be committed. A shard that lost its part passes all retries again."""
+    """The first unfinished retry. All shards must be committed. A shard that lost its part repeats all retries."""
     levels = np.array([state.parts[shard].retry for shard in range(total_shards(state.extents))])
     for number in sorted(state.retries):
         retry, behind = state.retries[number], levels < number
         selection = read_selection(job.folder, number, retry.selection)
         if selection is None and behind.any():
-            # The selection is lost. Shards that the retry has not passed are unchanged, so the same rows match again.
+            # The selection is lost. The shards that are behind the retry are unchanged, so the same rows match again.
             predicate = Predicate(retry.predicate, _output_schema(job))
             _choose(job, state, manifest, predicate, retry, np.flatnonzero(behind).tolist())
             selection = read_selection(job.folder, number)
         elif selection is not None and behind.any() and state.event_counts["lost"]:
-            # A lost selection is made again without the shards that have passed the retry. If such a shard loses its
-            # part later, its rows are chosen here. Shards of later extents do not belong to the retry.
+            # When a lost selection was made again, the shards that had finished the retry were left out. If such a
+            # shard loses its part later, its rows are chosen here. Shards of later extents do not belong to the retry.
             order, stop_row = RunOrder(job.folder, state.extents), selection.first_row + selection.num_rows
             is_own = np.array([rows.last < stop_row for rows in order.shards()])
             empty = behind & is_own & (selection.counts(order.shards()) == 0)
@@ -124,7 +127,7 @@ def _choose(
     if not counts.any():
         return None
     num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
-    if retry.selection:  # the numbers of the first time stay
+    if retry.selection:  # keep the numbers of the first choice
         num_rows, num_shards = retry.num_rows, retry.num_shards
     manifest.check_lock()
     digest = write_selection(job.folder, retry.number, selection)

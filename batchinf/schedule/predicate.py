@@ -1,7 +1,7 @@
-"""Which rows a user means: a DuckDB expression over the output's or the input's columns, and nothing but an expression.
+"""Predicates of users: DuckDB expressions over the columns of the output or the input. Rows match if they are true.
 
-It sees one batch of rows at a time, as a table in memory: it can read no file, run no statement and look at no other
-row.
+DuckDB evaluates them on one batch of rows at a time, as a table in memory. An expression cannot read files, run
+statements or use other rows.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from batchinf.base.errors import UserError
 ERRORS_WORD = "errors"
 _SHORT = {ERRORS_WORD: "error_type IS NOT NULL"}
 _KEY = "row_index"
-# Nothing outside of memory is within its reach, and it cannot change that.
+# With these settings DuckDB can access nothing outside of memory, and an expression cannot change them.
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "enable_external_access": "false",
     "autoinstall_known_extensions": "false",
@@ -33,16 +33,16 @@ _NO_COLUMN = re.compile('^Binder Error: Referenced column "(.*)" not found in FR
 
 
 class PredicateError(UserError):
-    """A predicate that says nothing about a row."""
+    """A predicate that is not a condition on one row."""
 
 
 class Predicate:
-    """A checked expression. columns: those that it needs, to be read and given to `matches`; `key` among them."""
+    """A checked expression. columns: the columns that `matches` needs, including `key`."""
 
     def __init__(self, text: str, schema: pa.Schema, table: Literal["output", "input"] = "output") -> None:
-        """schema: of the table. Raises PredicateError with what is wrong, and the columns that there are.
+        """schema: of the table. Raises PredicateError, which says what is wrong and lists the columns.
 
-        The input's rows get a column `key` beside their own, which has their positions.
+        Rows of the input get one more column, `key`, with their positions.
         """
         self.text = text
         self._table = table
@@ -65,14 +65,14 @@ class Predicate:
         self._check_type()
 
     def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
-        """The `key` of the rows for which it holds, of a table that has `columns`; null counts as no."""
+        """The `key` of the rows for which the expression is true, not null. table: has the columns `columns`."""
         key = self._named[self.key]
         query = f'SELECT "{key}" FROM {self._table} WHERE ({self._expression}\n)'
         rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[key], np.int64)
         return rows
 
     def _check_type(self) -> None:
-        # What is no truth value, DuckDB makes one, and stumbles only over a row where it cannot.
+        # DuckDB casts any value to a boolean, and fails only at a row where it cannot.
         query = f"DESCRIBE SELECT ({self._expression}\n) FROM {self._table} WHERE ({self._expression}\n)"
         types = {str(type) for type in self._ask(query, self._schema.empty_table().select(self.columns))["column_type"]}
         if not types <= {"BOOLEAN", '"NULL"'}:
@@ -87,19 +87,19 @@ class Predicate:
                 self._connection.register(self._table, named)
                 return self._connection.execute(query).fetchnumpy()
         finally:
-            # A query that a stop has cut short is still the connection's: it is the stop that counts.
+            # A query that a stop has interrupted still belongs to the connection. The stop is the error that counts.
             with contextlib.suppress(duckdb.Error):
                 self._connection.unregister(self._table)
 
     def _parse(self) -> list[dict[str, Any]]:
-        """All nodes of the expression's tree. Raises PredicateError if it is more than an expression about one row."""
+        """All nodes of the expression's tree. Raises PredicateError unless it is one expression about one row."""
         if not self._expression.strip():
             raise self._wrong("it is empty")
         tree, bare = self._tree(self._expression), self._tree("true")
         if tree.get("error"):
             raise self._wrong(tree.get("error_message", "it cannot be parsed"))
         expressions, _ = _take_list(tree), _take_list(bare)
-        # But for what it selects, the statement must be that of the plainest expression: no FROM, no UNION, no second.
+        # Except for the select list, the statement must equal that of `true`: no FROM, no UNION, no second statement.
         if _shape(tree) != _shape(bare) or len(expressions) != 1:
             raise self._wrong("it must be one expression, not a statement")
         nodes = list(_walk(expressions))
@@ -116,7 +116,7 @@ class Predicate:
         return nodes
 
     def _rename(self, nodes: list[dict[str, Any]]) -> None:
-        """Give the columns of an expression the names that DuckDB knows them by."""
+        """Replace the column names in an expression by the names that DuckDB gets."""
         for node in nodes:
             if node.get("class") != "COLUMN_REF":
                 continue
@@ -137,11 +137,11 @@ class Predicate:
         return tree
 
     def _wrong(self, what: str) -> PredicateError:
-        # Behind its first line DuckDB shows the statement, and names that are like the one that is wrong.
+        # After its first line, DuckDB's message has the statement and suggests similar names.
         said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
         if (found := _NO_COLUMN.search(said)) is not None:
             name = re.escape(found[1])
-            # SQL takes double quotes for names; what is compared with is more often meant as a text.
+            # In SQL, double quotes are for names. A name on the right of a comparison is more often meant as text.
             is_text = re.search(rf"\"{name}\"|[=<>]\s*{name}\b", self.text) is not None
             said = f"there is no column '{found[1]}'" + (
                 f"; a text is in single quotes, '{found[1]}'" if is_text else ""
@@ -156,7 +156,7 @@ class Predicate:
 
 
 def _names_for_duckdb(names: Sequence[str]) -> dict[str, str]:
-    """A name for each column that no other has. DuckDB does not tell names apart that differ in case alone."""
+    """A unique name for each column. For DuckDB, names that differ only in case are the same name."""
     counts = Counter(name.lower() for name in names)
     taken = set(counts)
     named = {}
@@ -188,7 +188,7 @@ def _connect(table: str) -> Any:
 
 
 def _take_list(tree: dict[str, Any]) -> list[Any]:
-    """The select list of a statement's tree, taken out of it."""
+    """Remove the select list from a statement's tree and return it."""
     found: list[Any] = []
     for statement in tree.get("statements", ()):
         found += statement.get("node", {}).pop("select_list", [])
@@ -196,7 +196,7 @@ def _take_list(tree: dict[str, Any]) -> list[Any]:
 
 
 def _shape(tree: Any) -> Any:
-    """A tree without the places of its nodes in the text."""
+    """A tree without the positions of its nodes in the text."""
     if isinstance(tree, dict):
         return {key: _shape(value) for key, value in tree.items() if not key.startswith("query_location")}
     return [_shape(item) for item in tree] if isinstance(tree, list) else tree
@@ -211,13 +211,13 @@ def _walk(tree: Any) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def duckdb_errors(as_ours: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise DuckDB's errors as the error that `as_ours` makes of their text, and a stop as KeyboardInterrupt."""
+    """Convert DuckDB's errors: `as_ours` makes the error from their text, and a stop becomes KeyboardInterrupt."""
     import duckdb
 
     try:
         yield
     except (duckdb.InterruptException, RuntimeError) as error:
-        # DuckDB raises this in place of a signal's KeyboardInterrupt.
+        # DuckDB raises this instead of a signal's KeyboardInterrupt.
         if "interrupted" in str(error).lower():
             raise KeyboardInterrupt from None
         raise
@@ -231,7 +231,7 @@ def _readable(table: pa.Table) -> pa.Table:
 
 
 def without_half_floats(type: pa.DataType) -> pa.DataType:
-    """The type with float32 in place of float16, which DuckDB does not know."""
+    """The type with float32 instead of float16, because DuckDB has no float16."""
     if pa.types.is_float16(type):
         return pa.float32()
     if pa.types.is_list(type):

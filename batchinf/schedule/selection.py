@@ -1,4 +1,4 @@
-"""Which rows run and in which order: bitmaps, permutations, and the positions of a shard's rows."""
+"""Stores which rows run and in which order: bitmaps and permutations. Gives the positions of a shard's rows."""
 
 import bisect
 import struct
@@ -16,13 +16,17 @@ from batchinf.schedule.shards import shard_at, total_rows, total_shards
 
 
 class ShardRows:
-    """Rows `first` to `last` of the source (inclusive), or some of them. Consecutive ones cost no memory."""
+    """The rows of a shard: `first` to `last` of the source (inclusive), or some of them.
+
+    Consecutive rows take no memory. A row's local index is its number among these rows by position, from 0.
+    """
 
     def __init__(
         self, first: int, stop: int, positions: Int64Array | None = None, order: Int64Array | None = None
     ) -> None:
-        """stop: exclusive. positions: int64, those that there are, ascending; None is all. order: int64, the
-        rows' local indices in the order in which they run; None is 0, 1, 2 …
+        """stop: exclusive. positions: int64, the positions of the rows, ascending; None: all from `first` to `stop`.
+
+        order: int64, the rows' local indices in the order in which they run; None: 0, 1, 2 …
         """
         self._order = order
         self.first, self.last = first, stop - 1
@@ -35,7 +39,7 @@ class ShardRows:
 
     @classmethod
     def in_order(cls, positions: Int64Array) -> "ShardRows":
-        """Rows at these positions, int64, at least one, which run in this order."""
+        """Rows at these positions (int64, at least one), which run in the given order."""
         by_position = np.argsort(positions)
         order = np.empty(len(positions), np.int64)
         order[by_position] = np.arange(len(positions))
@@ -50,11 +54,11 @@ class ShardRows:
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether no row is left out between the first and the last."""
+        """Whether all rows between the first and the last belong to the shard."""
         return self._positions is None
 
     def local(self, row_index: int) -> int:
-        """A row's local index. Raises LookupError for a row that is not among them."""
+        """A row's local index. Raises LookupError for a row that is not in the shard."""
         if (index := self._find(row_index)) is None:
             raise LookupError(f"row {row_index} is not one of the shard's rows, {self.first} to {self.last}")
         return index
@@ -68,7 +72,7 @@ class ShardRows:
         return index if self._positions[index] == row_index else None
 
     def locals(self, row_index: Int64Array) -> Int64Array:
-        """The local indices of rows, int64; -1 for a row that is not among these."""
+        """The local indices of rows, int64; -1 for a row that is not in the shard."""
         if self._positions is None:
             is_own, indices = (row_index >= self.first) & (row_index <= self.last), row_index - self.first
         else:
@@ -85,11 +89,11 @@ class ShardRows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether they run in the order of their positions."""
+        """Whether the rows run in the order of their positions."""
         return self._order is None
 
     def to_run(self, first: int, last: int) -> Int64Array:
-        """The local indices of the rows that run as the shard's `first` to `last` (exclusive), as they run."""
+        """The local indices of the rows that run as number `first` to `last` (exclusive) of the shard, in run order."""
         return np.arange(first, last, dtype=np.int64) if self._order is None else self._order[first:last]
 
     def at(self, local: Int64Array) -> Int64Array:
@@ -97,18 +101,19 @@ class ShardRows:
         return local + self.first if self._positions is None else self._positions[local]
 
 
-# Rows that retries chose, by the number of the retry; rows that the job chose, by the number of the extent, from 1.
+# RETRY_FOLDER: rows that retries chose; file names have the number of the retry. RUN_FOLDER: rows that the job chose;
+# file names have the number of the extent, from 1.
 RETRY_FOLDER, RUN_FOLDER = "retry", "selection"
-# Chosen rows are counted in blocks of so many bytes, and looked for in so many of them at once: 2 million rows.
+# Chosen rows are counted in blocks of _BLOCK_BYTES. A search reads _BLOCKS_AT_ONCE blocks at once: 2 million rows.
 _BLOCK_BYTES, _BLOCKS_AT_ONCE = 1 << 10, 1 << 8
 _ONES = np.array([value.bit_count() for value in range(256)], np.uint8)
 
 
 class Selection:
-    """Some of the rows `first_row` to `first_row + num_rows` (exclusive). 12.5 MB for 100 million rows."""
+    """A bitmap of chosen rows among `first_row` to `first_row + num_rows` (exclusive). 12.5 MB for 100 million rows."""
 
     def __init__(self, first_row: int, num_rows: int, bits: npt.NDArray[np.uint8] | None = None) -> None:
-        """bits: uint8 [ceil(num_rows / 8)], the lowest bit first; None where no row is chosen yet."""
+        """bits: uint8 [ceil(num_rows / 8)], the lowest bit first; None: no row is chosen yet."""
         self.first_row = first_row
         self.num_rows = num_rows
         self._bits = np.zeros(-(-num_rows // 8), np.uint8) if bits is None else bits
@@ -116,11 +121,11 @@ class Selection:
 
     @classmethod
     def of(cls, extents: Sequence[Extent]) -> "Selection":
-        """None of these extents' rows."""
+        """An empty selection that covers the rows of these extents."""
         return cls(extents[0].first_row, extents[-1].stop_row - extents[0].first_row)
 
     def copy(self) -> "Selection":
-        """The same, in memory of its own."""
+        """A copy with its own memory."""
         return Selection(self.first_row, self.num_rows, self._bits.copy())
 
     def add(self, rows: Int64Array) -> None:
@@ -130,12 +135,12 @@ class Selection:
         self._firsts = None
 
     def until(self, stop_row: int) -> "Selection":
-        """The same, of rows before `stop_row` alone; no later one may be chosen."""
+        """The same selection for rows before `stop_row` only. No later row may be chosen."""
         num_rows = stop_row - self.first_row
         return Selection(self.first_row, num_rows, self._bits[: -(-num_rows // 8)])
 
     def chosen(self, rows: ShardRows) -> BoolArray:
-        """Which of a shard's rows are chosen, bool [len(rows)]; rows that came later are not."""
+        """Which of a shard's rows are chosen, bool [len(rows)]. Rows after the end of the bitmap are not chosen."""
         if not rows.is_consecutive:
             offsets = rows.positions() - self.first_row
             known = offsets[: np.searchsorted(offsets, self.num_rows)]
@@ -162,14 +167,14 @@ class Selection:
     def rows(self, start: int, stop: int) -> Int64Array:
         """The `row_index` of the chosen rows number `start` to `stop` (exclusive), ascending.
 
-        Raises IndexError where there are not so many.
+        Raises IndexError if fewer rows are chosen.
         """
         firsts = self._counted()
         if not 0 <= start <= stop <= firsts[-1]:
             raise IndexError(f"rows {start} to {stop} of {firsts[-1]} chosen ones")
         found: list[Int64Array] = []
         block = int(np.searchsorted(firsts, start, side="right")) - 1
-        # Blocks without a chosen row are passed over, however many.
+        # Any number of blocks without a chosen row is skipped.
         while start < stop:
             last = min(block + _BLOCKS_AT_ONCE, int(np.searchsorted(firsts, stop)))
             bits = np.unpackbits(self._bits[block * _BLOCK_BYTES : last * _BLOCK_BYTES], bitorder="little")
@@ -180,7 +185,7 @@ class Selection:
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def _counted(self) -> Int64Array:
-        """The chosen rows before each block, and then all: 8 bytes for 8,192 rows."""
+        """The number of chosen rows before each block, and of all at the end. Takes 8 bytes for 8,192 rows."""
         if self._firsts is None:
             counts, at_once = [np.zeros(1, np.int64)], _BLOCK_BYTES * _BLOCKS_AT_ONCE
             for start in range(0, len(self._bits), at_once):
@@ -197,12 +202,12 @@ class Selection:
 
 
 def selection_name(number: int, where: str = RETRY_FOLDER) -> str:
-    """The name in the output folder of what a retry, or the job itself (RUN_FOLDER), chose."""
+    """The file, in the output folder, of the rows that a retry or the job itself (RUN_FOLDER) chose."""
     return f"{where}/{number:06d}.rows"
 
 
 def write_selection(folder: Folder, number: int, selection: Selection, where: str = RETRY_FOLDER) -> str:
-    """Write the file durably, in place of one that may be there; its digest."""
+    """Write the file durably, and replace an old one. Returns its digest."""
     data, digest = selection.encode(number)
     folder.make(where)
     folder.write_atomic(selection_name(number, where), data)
@@ -210,7 +215,7 @@ def write_selection(folder: Folder, number: int, selection: Selection, where: st
 
 
 def chosen_rows(folder: Folder, number: int, where: str = RETRY_FOLDER, digest: str | None = None) -> Selection:
-    """What was chosen. Raises OutputError if the file is not there any more."""
+    """The stored selection. Raises OutputError if the file is gone or altered."""
     selection = read_selection(folder, number, digest, where)
     if selection is None:
         name = folder.path(selection_name(number, where))
@@ -221,7 +226,7 @@ def chosen_rows(folder: Folder, number: int, where: str = RETRY_FOLDER, digest: 
 def read_selection(
     folder: Folder, number: int, digest: str | None = None, where: str = RETRY_FOLDER
 ) -> Selection | None:
-    """What was chosen, mapped; None if the file is gone or altered, or is not the one of this digest."""
+    """The stored selection, memory-mapped; None if the file is gone or altered, or has another digest."""
     try:
         data = np.memmap(folder.path(selection_name(number, where)), np.uint8, "r")
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it is empty
@@ -237,35 +242,35 @@ def read_selection(
 
 
 _ORDER_MAGIC, _ORDER_VERSION = b"bi-order", 1
-# Magic, format version, number of the extent from 1, first row, number of rows, bytes of an item, 12 bytes to spare.
+# Magic, format version, number of the extent from 1, first row, number of rows, bytes of an item, 12 unused bytes.
 _ORDER_HEADER = struct.Struct("<8sIIQQI12x")
 _WIDE = 1 << 32
 
 
 class Permutation:
-    """The rows of an extent in the order in which they run. 4 bytes a row of file; nothing of it stays in memory."""
+    """The rows of an extent in run order. The file has 4 bytes a row; nothing of it stays in memory."""
 
     def __init__(self, first_row: int, items: npt.NDArray[np.uint32] | npt.NDArray[np.uint64]) -> None:
-        """items: [num_rows], each row's position less `first_row`."""
+        """items: [num_rows], each row's position minus `first_row`."""
         self._first_row, self._items = first_row, items
 
     def __len__(self) -> int:
         return len(self._items)
 
     def rows(self, start: int, stop: int) -> Int64Array:
-        """Positions of the rows that run as number `start` to `stop` (exclusive) of the extent, int64, as they run."""
+        """Positions of the rows that run as number `start` to `stop` (exclusive) of the extent: int64, in run order."""
         return self._items[start:stop].astype(np.int64) + self._first_row
 
 
 def permutation_name(number: int) -> str:
-    """The name in the output folder of what says how extent `number` (from 1) is ordered."""
+    """The file, in the output folder, with the order of extent `number` (from 1)."""
     return f"{RUN_FOLDER}/{number:06d}.order"
 
 
 def write_permutation(
     folder: Folder, number: int, first_row: int, stop_row: int, num_rows: int, rows: Iterable[Int64Array]
 ) -> str:
-    """Write the file durably, in place of one that may be there; its digest. rows: positions, as they are to run."""
+    """Write the file durably, and replace an old one. Returns its digest. rows: positions, in run order."""
     item = np.dtype("<u4" if stop_row - first_row < _WIDE else "<u8")
     header = _ORDER_HEADER.pack(_ORDER_MAGIC, _ORDER_VERSION, number, first_row, num_rows, item.itemsize)
     digest, num_written = xxhash.xxh3_128(header), 0
@@ -283,7 +288,7 @@ def write_permutation(
 
 
 def read_permutation(folder: Folder, number: int, digest: str) -> Permutation | None:
-    """What is stored, mapped; None if the file is gone or altered, or is not the one of this digest."""
+    """The stored permutation, memory-mapped; None if the file is gone or altered, or has another digest."""
     try:
         data = np.memmap(folder.path(permutation_name(number)), np.uint8, "r")
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it is empty
@@ -298,7 +303,7 @@ def read_permutation(folder: Folder, number: int, digest: str) -> Permutation | 
 
 
 def stored_permutation(folder: Folder, number: int, digest: str) -> Permutation:
-    """The same. Raises OutputError if the file is not there any more."""
+    """The stored permutation. Raises OutputError if the file is gone or altered."""
     found = read_permutation(folder, number, digest)
     if found is None:
         name = folder.path(permutation_name(number))
@@ -308,9 +313,9 @@ def stored_permutation(folder: Folder, number: int, digest: str) -> Permutation:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The rows of an extent that is not cut yet: see `Extent`. `start` is the place of the first.
+    """The rows of an extent before it is cut into shards: see `Extent`. start: the place of the first row.
 
-    ordered_by: what `order` is the order of, as `input.order` has it.
+    ordered_by: a value of `input.order`, by which the rows are ordered.
     """
 
     start: int
@@ -328,10 +333,10 @@ class Choice:
 
 
 class RunOrder:
-    """The places of some extents; the first of them is `extents[0].start`. Threads may share it.
+    """The run order of some extents. The first place is `extents[0].start`. Threads may share it.
 
-    A bitmap, or an order, is opened when it is first asked for; each method raises OutputError if it is gone or altered
-    by then.
+    The file of a bitmap or an order is opened at its first use. Each method raises OutputError if the file is gone or
+    altered.
     """
 
     def __init__(self, folder: Folder, extents: Sequence[Extent]) -> None:
@@ -342,12 +347,13 @@ class RunOrder:
 
     @property
     def num_places(self) -> int:
-        """How many rows are run."""
+        """Number of rows that run."""
         return total_rows(self.extents)
 
     def rows(self, start: int, stop: int) -> Int64Array:
-        """Positions of the rows at the places `start` to `stop` (exclusive) of one extent, int64, ascending: as if
-        all rows ran in the order of their positions.
+        """Positions of the rows at the places `start` to `stop` (exclusive) of one extent: int64, ascending.
+
+        It ignores stored orders, as if all rows ran by position.
         """
         number = bisect.bisect_right(self.extents, start, key=lambda extent: extent.start) - 1
         extent = self.extents[number]
@@ -378,11 +384,11 @@ class RunOrder:
         return int(self.rows(shard.start, shard.start + 1)[0])
 
     def shards(self) -> Iterator[ShardRows]:
-        """The rows of each shard, in order."""
+        """The rows of each shard, by shard index."""
         return (self.of(shard_at(self.extents, index)) for index in range(total_shards(self.extents)))
 
     def check(self) -> None:
-        """Raises OutputError if a bitmap, or an order, is gone or altered."""
+        """Raise OutputError if the file of a bitmap or an order is gone or altered."""
         for number, extent in enumerate(self.extents):
             if extent.selection is not None:
                 self._selection(number)
@@ -391,7 +397,7 @@ class RunOrder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each bitmap, and each order, is there, as it was written."""
+        """Whether the files of all bitmaps and orders are there and unaltered."""
         try:
             self.check()
         except OutputError:

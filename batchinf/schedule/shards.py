@@ -1,7 +1,7 @@
-"""The cuts of a job's rows into shards, what is left of them, and who gets the next: no input, no output.
+"""Cuts a job's rows into shards, keeps the pending ones, and decides which replica gets the next. Pure computation.
 
-Everything is arithmetic over a few extents: 100 million rows cost no more memory than ten, but for one byte a shard
-that says whether it is still to be handed out.
+Everything is arithmetic over a few extents, so 100 million rows take no more memory than ten, except for one byte a
+shard that says whether the shard is pending.
 """
 
 import bisect
@@ -16,17 +16,17 @@ from batchinf.records import Extent, Shard
 
 PART_BYTES = 64 * 2**20
 MAX_ROWS_PER_SHARD = 50_000
-# A replica finishes at least this many shards, so that the last ones to end are a small share of the whole.
+# Each replica gets at least this many shards, so that the last shards to end are a small share of the work.
 SHARDS_PER_REPLICA = 16
-# Fewer rows in a shard hardly end a small job sooner, as an engine runs hundreds at a time, but make many small files.
+# An engine runs hundreds of rows at a time. Smaller shards hardly end a small job sooner and make many small files.
 SMALL_SHARD_ROWS = 320
-# Given to a replica whose engine is not up: it may not listen for long, and what it is told waits in a socket that
-# holds some 270 messages.
+# The limit for a replica whose engine is not up. It may read no messages for a long time, and the socket in which they
+# wait holds about 270.
 _MOST_EARLY_SHARDS = 64
 
 
 def follows(extents: Sequence[Extent], extent: Extent) -> bool:
-    """Whether an extent may come after these. The first may begin anywhere: a slice's rows are some of the input's."""
+    """Whether an extent may follow these. The first may begin anywhere, because a slice has only some of the rows."""
     start, first_row = (_end(extents), extents[-1].stop_row) if extents else (extent.start, extent.first_row)
     return (extent.start, extent.first_shard, extent.first_row) == (start, total_shards(extents), first_row)
 
@@ -48,7 +48,7 @@ def total_rows(extents: Sequence[Extent]) -> int:
 
 
 def shard_at(extents: Sequence[Extent], index: int) -> Shard:
-    """The shard of this index, counted over all extents. Raises IndexError where there is none."""
+    """The shard of this index, counted over all extents. Raises IndexError if there is none."""
     if not 0 <= index < total_shards(extents):
         raise IndexError(f"got shard {index}; the job has {total_shards(extents)}")
     extent = extents[bisect.bisect_right(extents, index, key=lambda extent: extent.first_shard) - 1]
@@ -59,10 +59,11 @@ def shard_at(extents: Sequence[Extent], index: int) -> Shard:
 def choose_rows_per_shard(
     num_rows: int, num_replicas: int, estimated_bytes_per_row: float, *, is_longest_first: bool = False
 ) -> int:
-    """Rows in a shard: for parts of 64 MiB or a little more, at most 50,000, and 16 shards or more a replica.
+    """Rows in a shard: for parts of 64 MiB or a little more, at most 50,000, and at least 16 shards for each replica.
 
-    In a small job a replica has fewer shards than 16, but none has more than `SMALL_SHARD_ROWS` rows. Where the longest
-    rows run first, the first large shard would have most of the work: there it is 16 in a small job too.
+    In a small job, a replica has fewer than 16 shards, and no shard has more than `SMALL_SHARD_ROWS` rows. If the
+    longest rows run first, the first large shard would have most of the work. A replica then has at least 16 shards
+    in a small job too.
     """
     by_bytes = math.ceil(PART_BYTES / max(estimated_bytes_per_row, 1.0))
     by_replicas = num_rows // (SHARDS_PER_REPLICA * num_replicas)
@@ -71,12 +72,12 @@ def choose_rows_per_shard(
 
 
 def _end(extents: Sequence[Extent]) -> int:
-    # The place behind the last row.
+    # The place after the last row.
     return extents[-1].start + extents[-1].num_rows if extents else 0
 
 
 def _cuts(extent: Extent) -> tuple[int, int]:
-    # Rows that are cut coarsely, and the length of a fine shard.
+    # The number of rows that are cut into large shards, and the number of rows in a small shard.
     return extent.num_rows - extent.num_rows // 8, max(1, extent.rows_per_shard // 4)
 
 
@@ -95,7 +96,7 @@ def _ceil_div(dividend: int, divisor: int) -> int:
 
 
 class PendingShards:
-    """The shards that are to be run and that no replica has; the lowest index goes first."""
+    """The shards that have to run and that no replica has. The lowest index goes first."""
 
     def __init__(
         self,
@@ -103,8 +104,9 @@ class PendingShards:
         committed: npt.NDArray[np.bool_],
         num_chosen: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        """committed: bool [total_shards], the shards that are done; it is copied. num_chosen: int64 [total_shards],
-        the rows that are to be run of each; None is all.
+        """committed: bool [total_shards], the shards that are done; it is copied.
+
+        num_chosen: int64 [total_shards], how many rows of each shard have to run; None: all.
         """
         self.extents = tuple(extents)
         self.is_in_order = all(extent.order is None for extent in extents)
@@ -117,10 +119,10 @@ class PendingShards:
         return self._num
 
     def take(self) -> Shard:
-        """Hand out the next shard. Raises IndexError where none is left."""
+        """Hand out the next shard. Raises IndexError if none is left."""
         if not self._num:
             raise IndexError("no shard is pending")
-        # The cursor never stands behind a pending shard, and argmax stops at the first True: 5 ms over 100 million.
+        # No pending shard is before the cursor, and argmax stops at the first True: 5 ms over 100 million.
         self._cursor += int(self._is_pending[self._cursor :].argmax())
         self._is_pending[self._cursor] = False
         self._num -= 1
@@ -132,14 +134,14 @@ class PendingShards:
         return shard if self._num_chosen is None else replace(shard, num_chosen=int(self._num_chosen[index]))
 
     def withhold(self, indices: Iterable[int]) -> None:
-        """These shards are not handed out from here until they are given back."""
+        """Do not hand out these shards until `give_back` returns them."""
         for index in indices:
             if self._is_pending[index]:
                 self._is_pending[index] = False
                 self._num -= 1
 
     def give_back(self, indices: Iterable[int]) -> None:
-        """Shards that were handed out are to be run again, or after all; one that is pending stays so."""
+        """Make shards pending that were handed out or withheld. A shard that is pending stays pending."""
         for index in indices:
             if not self._is_pending[index]:
                 self._is_pending[index] = True
@@ -149,12 +151,12 @@ class PendingShards:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What one replica has to do.
+    """The work that one replica has.
 
-    window_rows: the rows that keep its engine full, at least 1. outstanding_rows: handed out and not finished, begun
-    or not. unbegun: shards that it has not begun, oldest first; without those that are being taken back, whose rows
-    `outstanding_rows` leaves out too. is_accepting: it takes shards and is not about to end. is_up: so is its engine;
-    else what it has, and it has begun none of it, is prepared for one that starts.
+    window_rows: the rows that keep its engine full, at least 1. outstanding_rows: rows that it was given and has not
+    finished, begun or not. unbegun: shards that it has not begun, oldest first. Shards that are being taken back count
+    in neither. is_accepting: it takes shards and is not about to end. is_up: its engine is up; if not, the replica has
+    begun none of its shards and prepares them for the engine that is starting.
     """
 
     replica: int
@@ -167,7 +169,7 @@ class ReplicaLoad:
 
 @dataclass(slots=True)
 class _Load:
-    """A replica's load while a decision is worked out."""
+    """A replica's load, changed while a decision is computed."""
 
     replica: int
     window_rows: int
@@ -187,21 +189,22 @@ class _Load:
             return False
         if is_gathering or not self.is_up:
             return self.is_accepting and self.rows < self.window_rows
-        # Two windows: one in the engine, one that is on its way when a shard's last long rows leave slots free.
+        # Two windows: one in the engine, and one that is ready when only the last long rows of a shard still run.
         return self.is_accepting and (self.rows < 2 * self.window_rows or not self.unbegun)
 
 
 def next_shards(
     pending: PendingShards, replicas: Sequence[ReplicaLoad], *, is_gathering: bool = False
 ) -> list[tuple[int, Shard]]:
-    """Hand out shards, as (replica, shard) in the order to send them; they are taken out of `pending`.
+    """Take shards out of `pending` and hand them out. Returns (replica, shard) in the order to send them.
 
-    Each accepting replica gets enough to keep its engine full over a shard's edge: two windows of rows, and one shard
-    beyond those that it has begun. Who has the fewest rows outstanding is served first; those whose engine is not up
-    come after all others, and get no more than fills it.
+    Each accepting replica gets enough rows to keep its engine full between two shards: two windows of rows, and one
+    shard that it has not begun. The replica with the fewest outstanding rows comes first. Replicas whose engine is not
+    up come last, and get only enough rows to fill the engine.
 
-    is_gathering: other replicas are about to come up, and rows have an order of their own. Then no one gets more than
-    fills its engine: the first shards may be the longest rows of all, which who comes first must not have alone.
+    is_gathering: other replicas are about to come up, and the rows have a stored order. Each replica then gets only
+    enough rows to fill its engine: the first shards may have the longest rows, and the first replica to come up must
+    not get all of them.
     """
     loads = [_Load.of(load) for load in replicas]
     given = []
@@ -215,12 +218,12 @@ def next_shards(
 
 
 def revocations(pending: PendingShards, replicas: Sequence[ReplicaLoad]) -> dict[int, list[int]]:
-    """The shards to ask back, by replica: nothing is pending, and someone has less than a window to do.
+    """The shards to take back, by replica, if nothing is pending. An idle replica has less than a window of rows.
 
-    The newest unbegun shard of whoever has most to do goes first. A shard is asked back only if its owner still has
-    more to do without it than the idle one has: each move makes the loads more equal, so that none goes to and fro.
-    An owner that takes no more work has no such claim. One whose engine is not up takes nothing from others, and keeps
-    what it has while the idle one has as much to do.
+    The newest unbegun shard of the replica with the most rows is taken first. A shard is taken back only if its owner,
+    without it, still has more rows than the idle replica. So each move makes the loads more equal, and no shard moves
+    back and forth. An owner that accepts no more work gives its shards in any case. A replica whose engine is not up
+    takes nothing from others, and keeps its shards while the idle replica has at least as many rows.
     """
     asked: dict[int, list[int]] = {}
     if pending:
@@ -238,7 +241,7 @@ def revocations(pending: PendingShards, replicas: Sequence[ReplicaLoad]) -> dict
 
 
 def _owner(pending: PendingShards, loads: list[_Load], idle: _Load) -> _Load | None:
-    """Who gives its newest unbegun shard to `idle`."""
+    """The replica that gives its newest unbegun shard to `idle`, if there is one."""
 
     def spares(load: _Load) -> bool:
         if load is idle or not load.unbegun:

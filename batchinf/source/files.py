@@ -37,15 +37,15 @@ class InputFile:
 
     @property
     def is_remote(self) -> bool:
-        """Whether its content has to be fetched: it is read once, from beginning to end."""
+        """Whether its content has to be fetched. Such a file is read once, from beginning to end."""
         return False
 
     def stamp(self) -> tuple[int, int]:
-        """Two numbers. If both are unchanged, so is the content."""
+        """Two numbers. If both are unchanged, the content is unchanged."""
         return stamp(self.path)
 
     def open(self) -> io.BufferedReader:
-        """The file's bytes; `InputError` if it cannot be read."""
+        """The file's bytes. Raises InputError if it cannot be read."""
         try:
             return open(self.path, "rb")
         except OSError as error:
@@ -61,7 +61,7 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def open_input(file: InputFile) -> BinaryIO:
-    """A file's content, decompressed if its first bytes are gzip's or zstandard's; `InputError` if unreadable."""
+    """A file's content, decompressed if it begins like gzip or zstandard. Raises InputError if it cannot be read."""
     stream = file.open()
     kind = _compression(stream.peek(4))
     return stream if kind is None else pa.CompressedInputStream(stream, kind)

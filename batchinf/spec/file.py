@@ -1,4 +1,4 @@
-"""The spec as a YAML file: environment variables and overrides, parsing, checks, and errors with line and column."""
+"""Reads the spec from a YAML file: parses and checks it, applies overrides, and gives errors with line and column."""
 
 import difflib
 import functools
@@ -26,20 +26,21 @@ from batchinf.spec.job import (
     is_task_section,
 )
 
-# Of all files together: job.yaml, which holds what they say, stays short enough to be read as a spec.
+# Limit for all `{file: path}` together. job.yaml has their content, and must be short enough to be read as a spec.
 MAX_VALUE_BYTES = 960 << 10
 
-# Fields of `input` and of `sampling.structured_outputs`. Text is taken as it is, a value as YAML or JSON has it.
+# Fields of `input` and of `sampling.structured_outputs` that accept `{file: path}`. True: the content is parsed
+# as YAML or JSON. All others take it as text.
 _TEXTS = ("prompt_template", "system_prompt", "chat_template")
 _STRUCTURES = {"json": True, "choice": True, "regex": False, "grammar": False}
 
-_SECRETS = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH"  # in a variable's name: its value must stand in no file
+_SECRETS = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH"  # in a variable's name: its value must not be in any file
 
 
 def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
-    """Where `{file: path}` may stand: its holder, its key there, the field's name, whether it is more than text.
+    """The places for `{file: path}`: (mapping, its key, the field's name, whether the file is parsed as YAML).
 
-    Messages come before their contents, as they may be from a file themselves.
+    Messages come before their contents, because the messages may be in a file too.
     """
     section = data.get("input")
     if isinstance(section, dict):
@@ -59,7 +60,7 @@ def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
 
 
 def _paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Where there is a path in a spec: its holder, its key there, the field's name."""
+    """The places of paths in a spec: (mapping, its key, the field's name)."""
     for section, name in PATH_FIELDS:
         held = data.get(section)
         value = held.get(name) if isinstance(held, dict) else None
@@ -70,7 +71,7 @@ def _paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
 
 
 def _expand(path: str) -> str:
-    """A path with environment variables and ~ written out. Raises ValueError, in one line."""
+    """Expand environment variables and ~ in a path. Raises ValueError with a message of one line."""
 
     def variable(match: re.Match[str]) -> str:
         value = "$" if match[0] == "$$" else os.environ.get(match[1] or match[2])
@@ -86,17 +87,17 @@ def _expand(path: str) -> str:
     return expanded if "\0" in expanded else os.path.expanduser(expanded)
 
 
-# A spec is a page of text. The limits keep a wrong or hostile file from costing more than a moment.
+# A spec is a page of text. With these limits a wrong or hostile file is refused quickly.
 MAX_SPEC_BYTES = 2**20
 MAX_NODES = 10_000
 MAX_YAML_DEPTH = 50
 MAX_ERRORS = 10
 
 _TAG = "tag:yaml.org,2002:"
-_DIGITS = "(?:0|[1-9][0-9]{0,99})"  # any number that means something; longer ones are text
+_DIGITS = "(?:0|[1-9][0-9]{0,99})"  # any number that makes sense; longer ones are text
 _OCTAL_OR_HEX = "0o[0-7]{1,99}|0x[0-9a-fA-F]{1,99}"
 _FLOAT = rf"[-+]?(?:\.[0-9]+|{_DIGITS}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-# By tag: what a scalar looks like, and its value.
+# By tag: the pattern of a scalar, and the function that makes its value.
 _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     "null": (re.compile(r"(?:~|null|Null|NULL|)\Z"), lambda text: None),
     "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), lambda text: text.lower() == "true"),
@@ -110,9 +111,9 @@ _IMPLICIT = [(f"{_TAG}{name}", pattern) for name, (pattern, _) in _SCALARS.items
 
 @dataclass(frozen=True, slots=True)
 class SpecFile:
-    """A spec, and where each of its fields was written.
+    """A spec, and the places where its fields are written.
 
-    places: dotted field → `jobs/x.yaml:7:3`, or the `--set` that gave it; '' → the file. slice: of it, the one to run.
+    places: dotted field → `jobs/x.yaml:7:3`, or the `--set` that gave it; '' → the file. slice: the slice to run.
     """
 
     spec: JobSpec
@@ -121,11 +122,11 @@ class SpecFile:
     slice: Slice | None = None
 
     def line(self, field: str, message: str) -> str:
-        """`message` behind the field and its place; a field that was not written has its section's place."""
+        """The field's place, its name, and `message`. A field that is not written has its section's place."""
         return _line(self.places, field, message)
 
     def error(self, field: str, message: str) -> SpecError:
-        """An error about one field, for checks that need more than the spec."""
+        """An error about one field, for checks that need more than the spec itself."""
         return SpecError(self.line(field, message))
 
 
@@ -153,9 +154,9 @@ def read_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Sp
 
 
 def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None:
-    """Raise SpecError for names under `engine` that vLLM's EngineArgs lacks, or that the spec has a field for.
+    """Raise SpecError for names under `engine` that are not in vLLM's EngineArgs, or for which the spec has a field.
 
-    known: the names that the installed vLLM has; None where there is none, and then any name passes.
+    known: the names that the installed vLLM has. None: no vLLM is installed, and all names pass.
     """
     problems = []
     for argument in file.spec.engine:
@@ -171,7 +172,7 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
 
 
 def dump_spec(spec: JobSpec) -> str:
-    """The spec as YAML with all defaults filled in; `read_spec` gives back an equal one."""
+    """The spec as YAML with all defaults. `read_spec` reads an equal spec from it."""
     data = spec.model_dump(mode="json")
     for holder, key, _ in _paths(data):
         holder[key] = holder[key].replace("$", "$$")
@@ -200,14 +201,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    # With the rules of YAML 1.1 as well, so that text which any reader could take for something else is quoted.
+    # Uses the rules of YAML 1.1 too, so that text is quoted if a reader of either version could mistake it for a number
+    # or another value.
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: _IMPLICIT}  # noqa: RUF012
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
-        # Line breaks of YAML 1.1 other than \n come back as \n unless they are escaped.
+        # If they are not escaped, the other line breaks of YAML 1.1 are read back as \n.
         style = '"' if re.search("[\x85\u2028\u2029\ufeff]", text) else "|" if "\n" in text else None
         return self.represent_scalar(f"{_TAG}str", text, style)
 
@@ -216,15 +218,15 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 class _Reader:
-    """Turns YAML into plain values and notes where each field stands."""
+    """Turns YAML into plain values and notes the place of each field."""
 
     def __init__(self, place: Callable[[yaml.Mark], str]) -> None:
         self.places: dict[str, str] = {}
         self._place = place
-        self._budget = MAX_SPEC_BYTES  # characters, with all aliases written out
+        self._budget = MAX_SPEC_BYTES  # characters, with all aliases expanded
 
     def read(self, text: str, field: str = "") -> Any:
-        """The value that `text` holds, `field` being its name; None if it is empty."""
+        """The value of the YAML in `text`; None if it is empty. field: the name of the value."""
         try:
             node = _Loader(text).get_single_node()
             return None if node is None else self._value(node, field, 0)
@@ -266,7 +268,7 @@ class _Reader:
         return self._value(node, field, depth + 1)
 
     def _pairs(self, node: yaml.Node, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        # Own keys win over merged ones (`<<: *base`), and earlier bases over later ones.
+        # A mapping's own keys win over merged keys (`<<: *base`), and earlier bases win over later ones.
         self._spend(node, depth, 1 + len(node.value))
         if not isinstance(node, yaml.MappingNode):
             raise self._wrong(node, "<< takes a mapping, or a list of mappings")
@@ -302,7 +304,7 @@ def _read_text(name: str) -> str:
 
 
 def _write_out_model(data: dict[str, Any]) -> None:
-    # `model: name` is short for `model: {name: name}`. An override or an expansion can reach into the long form.
+    # `model: name` is short for `model: {name: name}`. Overrides and expansions need the long form.
     if isinstance(data.get("model"), str):
         data["model"] = {"name": data["model"]}
 
@@ -326,7 +328,7 @@ def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
         data = data[key]
     data[last] = parsed
     if [*sections] == ["sampling"] and isinstance(data.get("columns"), dict):
-        data["columns"].pop(last, None)  # it is to hold for every row
+        data["columns"].pop(last, None)  # the override applies to every row
     for old in [name for name in places if name.startswith((f"{field}.", f"{field}["))]:
         del places[old]
     places.update({**reader.places, field: place})
@@ -344,7 +346,7 @@ def _expand_paths(data: dict[str, Any], places: Mapping[str, str]) -> None:
 
 
 def _take_in_files(data: dict[str, Any], places: Mapping[str, str]) -> None:
-    """Put the content of each file in the place of its `{file: path}`."""
+    """Replace each `{file: path}` by the content of the file."""
     problems, left = [], MAX_VALUE_BYTES
     for owner, key, field, is_value in _value_places(data):
         file = owner[key]
@@ -360,7 +362,7 @@ def _take_in_files(data: dict[str, Any], places: Mapping[str, str]) -> None:
 
 
 def _read_value(path: str, is_value: bool, most: int) -> tuple[Any, int]:
-    """What a file says, and its size in bytes. Raises ValueError, in one line; SpecError for what is no YAML."""
+    """A file's value and its size in bytes. Raises ValueError with a message of one line; SpecError for wrong YAML."""
     name = _expand(path)
     if not name or "\0" in name:
         raise ValueError(f"got {path!r}; file must be the path of a file")
@@ -376,7 +378,7 @@ def _read_value(path: str, is_value: bool, most: int) -> tuple[Any, int]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"the file {clip(name)} is not UTF-8, at line {line}; save it as UTF-8") from None
-    if not is_value:  # the end of the last line is the editor's, not the text's
+    if not is_value:  # editors add the last line break; it does not belong to the text
         return text.removesuffix("\n"), len(content)
     value = _Reader(lambda at: f"{name}:{at.line + 1}:{at.column + 1}").read(text)
     if value is None:
@@ -397,13 +399,13 @@ def _joined(lines: Sequence[str]) -> SpecError:
 
 
 def _explain(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Each wrong field, once, with what is wrong: of a choice between types pydantic has an error for each."""
+    """Each wrong field once, with its error. If a field accepts several types, pydantic gives an error for each."""
     by_field: dict[str, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         by_field.setdefault(_field(details), []).append(details)
     for field, found in by_field.items():
         if any(other.startswith(f"{field}[") for other in by_field):
-            continue  # a list that is too short without its wrong items
+            continue  # the list's own error: too short without its wrong items
         details = max(found, key=lambda one: len(one["loc"]))
         numbers = [part for part in details["loc"] if isinstance(part, int)]
         item = "".join(f"[{number}]" for number in numbers[field.count("[") :])
@@ -429,7 +431,7 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
         name = str(details["loc"][-1])
         section = _doc_name(field.removesuffix(name).removesuffix("."))
         own = _children(section)
-        # In a task's section, a field of the same name elsewhere means another thing.
+        # In a task's section, a field with the same name in another section has another meaning.
         elsewhere = {} if is_task_section(section) else _elsewhere()
         return f"unknown field{_did_you_mean(name, own, elsewhere) or '.'} Allowed: {', '.join(own)}"
     if details["type"] in ("wrong", "value_error"):
@@ -465,7 +467,7 @@ def _children(section: str) -> list[str]:
 
 @functools.cache
 def _elsewhere() -> dict[str, str]:
-    """By a field's own name, where it stands, for those who look in the wrong section."""
+    """Field name → where the spec has it, for hints to users who wrote the field in the wrong section."""
     found = {name: f"engine.{name}" for name in ("max_model_len", *sorted(RUNTIME_ENGINE_ARGUMENTS))}
     for field in field_docs():
         section, _, name = field.rpartition(".")

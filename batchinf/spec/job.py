@@ -67,7 +67,7 @@ class ModelSpec(Section):
     """The model and how its weights are loaded."""
 
     name: Annotated[Path, RUNTIME]
-    """A Hugging Face id or a folder. A resume uses the same commit of an id. A folder is known by its content."""
+    """A Hugging Face id or a folder. A resume uses the same commit of an id. A folder is identified by its content."""
     revision: Annotated[Text | None, IDENTITY] = None
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: Annotated[Path | None, IDENTITY] = None
@@ -141,7 +141,7 @@ class OutputSpec(Section):
 
 
 class ScriptedSpec(Section):
-    """The deterministic stand-in for vLLM: tries a job's plumbing at full speed without running a model."""
+    """A deterministic engine in place of vLLM. It tries all steps of a job at full speed, without a model."""
 
     max_num_seqs: Annotated[Positive, RUNTIME] = 256
     """Requests in one step of the engine."""
@@ -161,9 +161,9 @@ class ScriptedSpec(Section):
 class TaskSection:
     """A section of the spec that belongs to one task, or to several similar tasks.
 
-    name, annotation, default, meaning: of the field of `JobSpec`. The default meaning is the docstring of the section's
-    class. check: raises the error of `wrong` if the section does not fit the task and the rest of the spec. It runs for
-    every task, so that it can refuse a section that belongs to another task.
+    name, annotation, default, meaning: those of the field in `JobSpec`. If `meaning` is None, the docstring of the
+    section's class is used. check: raises the error of `wrong` if the section does not fit the task and the rest of the
+    spec. It runs for every task, so that it can refuse a section that belongs to another task.
     """
 
     name: str
@@ -203,8 +203,8 @@ class JobSpec(Section):
     on_oom: Annotated[Literal["step_down", "fail"], RUNTIME] = "step_down"
     """If memory runs out: restart the engine with lower batch limits and a lower share of the memory, or give up."""
     max_error_rate: Annotated[float, Field(ge=0, le=1), RUNTIME] = 0.01
-    """Exit with 3 if the share of error rows is larger. With a value below 0.5, a job ends early if half of its first
-    1,000 rows fail."""
+    """Exit with code 3 above this share of error rows. If it is below 0.5, a job ends early if half of the first 1,000
+    rows fail."""
     same_device: Annotated[bool, RUNTIME] = False
     """Refuse a replica if its device or its version of vLLM, torch, transformers or CUDA differs from before."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None
@@ -306,7 +306,7 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
                 kind: Resume = "runtime" if argument in RUNTIME_ENGINE_ARGUMENTS else "identity"
                 yield f"engine.{argument}", setting, kind
         else:
-            # Comparing mappings ignores the order of their keys, but the order of columns matters.
+            # A comparison of mappings ignores the order of keys. The order of columns matters, so this is a list.
             if name == "keep_columns":
                 value = [old if old == new else [old, new] for old, new in value.items()]
             yield f"{prefix}{name}", _json_value(value), resume_of(info.json_schema_extra, f"{prefix}{name}")
@@ -323,7 +323,7 @@ class FieldDoc:
     """A field or section in words, for error messages and the reference in `docs/spec.md`.
 
     name: dotted, as in `sampling.max_tokens`; `input.messages[]` stands for each item of a list.
-    allowed: its values in words. resume: None for a section.
+    allowed: the allowed values in words. resume: None for a section.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The base classes for what `diff` counts and `verify` compares. Each task adds its own part."""
+"""Base classes of the counts of `diff` and the comparisons of `verify`. Each task adds its own part."""
 
 import abc
 import math
@@ -38,7 +38,7 @@ class JobOutput(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeltaSummary:
-    """Differences B - A. num: the finite ones. mean, mean_abs and max_abs are over these; 0 without any."""
+    """Differences B - A. num: how many are finite. mean, mean_abs, max_abs: of the finite ones; 0 if there are none."""
 
     num: int
     num_not_finite: int
@@ -52,7 +52,7 @@ class DeltaSummary:
 
 
 class Found(abc.ABC):
-    """What a task counted: a dataclass, whose fields `--json` gives as `changes.own`."""
+    """The counts of a task: a dataclass. `--json` shows its fields as `changes.own`."""
 
     __slots__ = ()
 
@@ -69,8 +69,8 @@ class Found(abc.ABC):
 class RowChanges:
     """What changed in the rows that are in both jobs.
 
-    num_other_prompts: rows whose prompts have other token ids. examples: rows of the table that `Changes.take` gives,
-    the first that have changed or those that are furthest apart.
+    num_other_prompts: rows whose prompts differ in token ids. examples: rows of the table of `Changes.take`: the first
+    changed rows, or the rows with the greatest distance.
     """
 
     num_both: int
@@ -83,25 +83,27 @@ class RowChanges:
 
 
 class Changes(abc.ABC):
-    """Counts what changed between two jobs of a task: a row is another one if its output is, as each task defines it.
+    """Counts what changed between two jobs of a task. Each task defines when the output of a row has changed.
 
-    columns: of both jobs, that are needed. wide: those of vectors, which can be large.
+    columns: the columns of both jobs that are needed. wide: columns of vectors, which can be large.
     """
 
     wide: Sequence[str] = ()
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int, columns: Sequence[str]) -> None:
-        """columns: of the task; those that both jobs have are compared."""
+        """columns: those of the task. Only columns that both jobs have are compared."""
         wanted = ("prompt_hash", *columns, "error_type")
         self.columns = [name for name in wanted if name in a.schema.names and name in b.schema.names]
         self._num_examples = num_examples
         self._examples: list[tuple[float, dict[str, Any]]] = []
-        # As in RowChanges.
+        # The first five fields of RowChanges.
         self._counts = np.zeros(5, np.int64)
 
     def take(self, rows: pa.RecordBatch) -> pa.Table:
-        """Compare rows of both jobs, whose columns are named `…_a` and `…_b`. The table has a row for each: `key`,
-        `is_same_prompt`, `is_changed`, the task's own columns, and `error_type_a` and `error_type_b`.
+        """Compare rows of both jobs, whose columns are named `…_a` and `…_b`.
+
+        The table has one row for each of them, with the columns `key`, `is_same_prompt`, `is_changed`, the task's own
+        columns, `error_type_a` and `error_type_b`.
         """
         columns: dict[str, Any] = {name: rows[name] for name in ("key", "sample_index") if name in rows.schema.names}
         columns["is_same_prompt"] = is_same = equal(rows, "prompt_hash")
@@ -118,34 +120,34 @@ class Changes(abc.ABC):
 
     @abc.abstractmethod
     def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
-        """Count what is the task's own, and give its columns of the table, `is_changed` first."""
+        """Make the task's own counts. Returns the task's columns of the table, `is_changed` first."""
 
     def _distances(self, table: pa.Table) -> npt.NDArray[np.float64]:
-        """How far the rows are apart, 0 where they are the same. The first of the greatest are the examples."""
+        """The distance of A and B in each row; 0 if they are the same. The most distant rows become the examples."""
         return np.asarray(table["is_changed"], np.float64)
 
     def _both(self, rows: pa.RecordBatch, *names: str) -> dict[str, pa.Array]:
         return {f"{name}_{job}": rows[f"{name}_{job}"] for name in names if name in self.columns for job in "ab"}
 
     def found(self) -> RowChanges:
-        """All that was counted."""
+        """All counts."""
         examples = tuple(row for distance, row in self._examples if distance > 0)
         both, changed, prompts, only_a, only_b = self._counts.tolist()
         return RowChanges(both, changed, prompts, only_a, only_b, self._own_found(), examples)
 
     @abc.abstractmethod
     def _own_found(self) -> Found:
-        """What was counted that is the task's own."""
+        """The task's own counts."""
 
 
 class Comparison(Protocol):
-    """How `diff` begins to compare two jobs of a task. Raises OutputError if they cannot be compared."""
+    """Begins the comparison of two jobs of a task. Raises OutputError if they cannot be compared."""
 
     def __call__(self, a: JobOutput, b: JobOutput, num_examples: int) -> Changes: ...
 
 
 def no_comparison(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
-    """Of a task that does not say how to compare its jobs."""
+    """The `Comparison` of a task whose jobs cannot be compared."""
     raise OutputError(f"{a.folder} is of task {a.spec['task']}, whose outputs cannot be compared")
 
 
@@ -156,21 +158,23 @@ class Deltas:
         self._sums, self._greatest = np.zeros(4), 0.0
 
     def add(self, deltas: npt.NDArray[np.float64]) -> None:
-        """Take in some."""
+        """Add differences."""
         known = deltas[np.isfinite(deltas)]
         absolute = np.abs(known)
         sums = [len(known), len(deltas) - len(known), known.sum(), absolute.sum()]
         self.add_sums(sums, absolute.max(initial=0.0))
 
     def add_sums(self, sums: Sequence[float], greatest: float) -> None:
-        """Take in some that were summed already: how many are finite and how many are not; of the finite ones the sum,
-        that of the absolute values, and the greatest of these.
+        """Add differences that are summed already.
+
+        sums: the number of finite ones, the number of others, the sum of the finite ones, the sum of their absolute
+        values. greatest: the greatest of these absolute values.
         """
         self._sums += sums
         self._greatest = max(self._greatest, float(greatest))
 
     def summary(self) -> DeltaSummary:
-        """All of them."""
+        """The summary of all differences."""
         num, num_others, total, total_abs = self._sums.tolist()
         return DeltaSummary(int(num), int(num_others), total / max(1, num), total_abs / max(1, num), self._greatest)
 
@@ -186,7 +190,7 @@ def delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def number_deltas(rows: pa.RecordBatch, name: str, to: Deltas) -> pa.Array:
-    """B - A of a column of numbers, null where one of the two is. All others are added."""
+    """B - A of a column of numbers; null where A or B is null. Adds all other differences to `to`."""
     a, b = both_columns(rows, name)
     is_null = np.asarray(a.is_null()) | np.asarray(b.is_null())
     found = delta(*(np.asarray(numbers.to_numpy(zero_copy_only=False)) for numbers in (a, b)))
@@ -195,18 +199,18 @@ def number_deltas(rows: pa.RecordBatch, name: str, to: Deltas) -> pa.Array:
 
 
 def both_columns(rows: pa.RecordBatch, name: str) -> list[Any]:
-    """This column of A and of B."""
+    """The column of A and the column of B."""
     return [rows[f"{name}_{job}"] for job in "ab"]
 
 
 def list_pair(rows: pa.RecordBatch, name: str) -> list[Ragged]:
-    """This column of lists of A and of B."""
+    """The column of A and the column of B, which have lists."""
     return [to_ragged(column) for column in both_columns(rows, name)]
 
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """Rows in which a column has these two values, which may be the same."""
+    """How many rows have the value `a` in job A and `b` in job B. The two may be the same."""
 
     a: str | None
     b: str | None
@@ -214,17 +218,17 @@ class ValueChange:
 
 
 def value_changes(pairs: Counter[tuple[str | None, str | None]]) -> tuple[ValueChange, ...]:
-    """The most frequent first."""
+    """The changes, the most frequent first."""
     return tuple(ValueChange(a, b, num_rows) for (a, b), num_rows in pairs.most_common())
 
 
 def value_pairs(rows: pa.RecordBatch, name: str) -> Iterator[tuple[Any, Any]]:
-    """The values of A and B in this column, row by row."""
+    """The values of the column in A and B, row by row."""
     return zip(*(column.to_pylist() for column in both_columns(rows, name)), strict=True)
 
 
 def equal(rows: pa.RecordBatch, name: str) -> BoolArray:
-    """Whether both jobs have the same there, or both nothing."""
+    """Whether both jobs have the same value, or both have null; bool [num_rows]."""
     a, b = both_columns(rows, name)
     is_same = pc.fill_null(pc.equal(a, b), False)
     return np.asarray(pc.or_(is_same, pc.and_(a.is_null(), b.is_null())).to_numpy(zero_copy_only=False), np.bool_)
@@ -241,8 +245,9 @@ def clip_value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """An output row. values: its small columns, by name. columns: the names of the large ones. part, group, place: its
-    file, row group and place in the group.
+    """An output row. values: its small columns, by name. columns: the names of the large columns.
+
+    part, group, place: its file, row group and place in the group.
     """
 
     values: dict[str, Any]
@@ -267,9 +272,10 @@ class StoredRow:
 class StoredLogprobs:
     """Stored logprobs of consecutive tokens of one sequence.
 
-    kind: `output`, `prompt` or `scored`. token_ids: the whole sequence up to the run's last token. first: the run's
-    first place in it, from 1. wanted: int64 [num_positions, k + 1], the token that stands there, then the k others
-    that are stored, the likeliest in their order. values: float32 [num_positions, k + 1], NaN where nothing is stored.
+    kind: `output`, `prompt` or `scored`. token_ids: the whole sequence up to the last of these tokens. first: index of
+    the first of these tokens in the sequence, at least 1. wanted: int64 [num_positions, k + 1], the token at this
+    position, then the k other stored tokens, the likeliest first. values: float32 [num_positions, k + 1], NaN where
+    nothing is stored.
     """
 
     kind: str
@@ -285,7 +291,7 @@ class StoredVectors:
 
     kind: the column. token_ids: the whole sequence. positions: int64 [n], the index of the token of each vector; None:
     one vector for the whole sequence. values: [n, width], in the stored type. has_direction: whether length and
-    direction are compared, and not single numbers.
+    direction are compared instead of single numbers.
     """
 
     kind: str
@@ -297,8 +303,9 @@ class StoredVectors:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceWanted:
-    """The model that a reference loads. adapters: of the job. dtype: of weights and arithmetic. device: torch's name.
-    pooling_type: the type that vLLM reported: LAST, MEAN, CLS …; empty: not reported.
+    """The model that a reference loads. adapters: those of the job. dtype: of weights and arithmetic.
+
+    device: torch's name. pooling_type: the type that vLLM reported: LAST, MEAN, CLS …; empty: not reported.
     """
 
     model: Model
@@ -329,7 +336,7 @@ class Verification(abc.ABC):
 
     @property
     def is_relative(self) -> bool:
-        """Whether to use the tolerance for unit vectors and probabilities, instead of that for logprobs and logits."""
+        """Whether to use the tolerance for unit vectors and probabilities, not the one for logprobs and logits."""
         return False
 
     @property

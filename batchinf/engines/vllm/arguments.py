@@ -1,4 +1,4 @@
-"""A spec in vLLM's words: EngineArgs, SamplingParams, and LoRA adapters with their requests."""
+"""Converts a spec to vLLM's types: EngineArgs, SamplingParams, and requests for LoRA adapters."""
 
 import dataclasses
 import json
@@ -25,13 +25,13 @@ from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
 
-# Adapters that one batch may have rows of, if the spec does not say: each takes its room on the device.
+# Adapters in one batch, if the spec does not say: each takes memory on the device.
 _MOST_IN_A_BATCH = 8
 _MOST_IN_MEMORY = 64
 
 
 def lora_arguments(adapters: tuple[Adapter, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-    """EngineArgs for these adapters; what the spec gives itself stays."""
+    """EngineArgs for these adapters. given: the spec's own arguments, which are kept."""
     if not adapters:
         return {}
     number = len(adapters)
@@ -41,11 +41,12 @@ def lora_arguments(adapters: tuple[Adapter, ...], given: Mapping[str, Any]) -> d
         chosen["max_cpu_loras"] = min(number, _MOST_IN_MEMORY)
     arguments: dict[str, Any] = {name: value for name, value in chosen.items() if name not in given}
     if current_platform.is_cpu():
-        # In 0.32 its kernels take "no adapter", -1, for the last place (torch_ops/lora_ops.py), and give rows of the
-        # plain model whatever adapter lies there. One place more than there are adapters stays empty: all zeros.
+        # The CPU kernels of 0.32 read index -1 ("no adapter") as the last slot (torch_ops/lora_ops.py), so rows of the
+        # plain model get the adapter in that slot. With one slot more than adapters, the last slot stays zero.
         arguments["max_loras"] = max(given.get("max_loras", 0), number + 1)
         arguments["max_cpu_loras"] = max(given.get("max_cpu_loras") or 0, number + 1)
-        # An lm_head that could have an adapter breaks on prompt logprobs there: only what the adapters change can.
+        # On a CPU, an lm_head that can have an adapter fails with prompt logprobs. So only modules that the adapters
+        # change can have one.
         modules = {module for adapter in adapters for module in adapter.modules}
         if all(adapter.modules for adapter in adapters) and not modules & {"experts", "base_layer"}:
             arguments["lora_target_modules"] = given.get("lora_target_modules") or sorted(modules)
@@ -53,7 +54,7 @@ def lora_arguments(adapters: tuple[Adapter, ...], given: Mapping[str, Any]) -> d
 
 
 def lora_requests(adapters: tuple[Adapter, ...]) -> dict[str | None, Any]:
-    """vLLM's record of each adapter, by name; of None, the plain model's: None. Prefixes are cached by these names."""
+    """vLLM's LoRARequest of each adapter, by name; None → None is the plain model. Prefix caches use the names."""
     if not adapters:
         return {None: None}
     from vllm.lora.request import LoRARequest
@@ -65,11 +66,11 @@ def lora_requests(adapters: tuple[Adapter, ...]) -> dict[str | None, Any]:
 
 
 def load_adapters(engine: Any, requests: Mapping[str | None, Any]) -> None:
-    """Load each once: one that cannot be loaded would kill the engine with a request. Raises EngineStartError."""
+    """Load each adapter once. A bad adapter would otherwise kill the engine at a request. Raises EngineStartError."""
     for name, request in requests.items():
         if request is None:
             continue
-        # 0.26 knows no ranks of single modules, and would scale them all by the one of the whole.
+        # vLLM 0.26 ignores ranks of single modules, and would scale all modules by the rank of the whole adapter.
         config = json.loads((pathlib.Path(request.path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         helper = optional("vllm.lora.peft_helper", "PEFTHelper", "patterns of ranks in adapters are not looked for")
         known = None if helper is None else {field.name for field in dataclasses.fields(helper)}
@@ -85,20 +86,21 @@ def load_adapters(engine: Any, requests: Mapping[str | None, Any]) -> None:
             raise EngineStartError(f"vLLM cannot load the LoRA adapter '{name}': {words}") from error
 
 
-# Fields of SamplingSpec that SamplingParams has under the same name; None leaves vLLM's default.
+# Fields of SamplingSpec with the same name in SamplingParams. None: vLLM's default.
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
     include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
-# What a template of SamplingParams is made of; requests with one have `max_tokens` and `seed` of their own.
+# The values that make a template of SamplingParams. Requests share a template and add their own `max_tokens` and
+# `seed`.
 TEMPLATE_OF = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids")
 
 
 def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
-    """EngineArgs by name: the spec's, and what batchinf chooses where the spec is silent."""
+    """EngineArgs by name: those of the spec, and batchinf's choice for others."""
     spec = task.spec
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    if spec.sampling.structured_outputs is not None or spec.input.is_batch_file:  # they begin after the thinking
+    if spec.sampling.structured_outputs is not None or spec.input.is_batch_file:  # it begins after the thinking
         given["reasoning_parser"] = spec.model.reasoning_parser
     given["logprobs_mode"] = task.logprobs_mode
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
@@ -111,7 +113,7 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
         None if current_platform.is_cpu() else current_platform.get_device_total_memory(),
         float(spec.engine.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)),
     )
-    known = EngineArgs.__dataclass_fields__  # they come and go between versions
+    known = EngineArgs.__dataclass_fields__  # names differ between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
     wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0, len(spec.sampling.logprob_token_ids))
     if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < wanted:
@@ -120,20 +122,20 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
 
 
 def wants_late_mask(task: Task) -> bool:
-    """Whether requests may want raw logprobs of structured outputs; lines of a batch file may."""
+    """Whether requests may want raw logprobs of structured outputs. With a batch file they may."""
     sampling = task.spec.sampling
     has_both = sampling.structured_outputs is not None and (sampling.logprobs is not None or sampling.logprob_token_ids)
     return task.logprobs_mode.startswith("raw_") and bool(has_both or task.spec.input.is_batch_file)
 
 
 def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
-    # A seeded request whose prompt comes in chunks kills the engine.
+    # A seeded request with a chunked prompt kills the engine.
     whole = {} if "max_num_batched_tokens" in spec.engine else {"enable_chunked_prefill": False}
     return {"enforce_eager": True, "dtype": on_cpu(spec.model).dtype, **whole}
 
 
 def _vocab_size(model_path: str) -> int | None:
-    """By the model's config, where that lies here."""
+    """The vocabulary size in the model's config; None if the config is not in this folder."""
     path = pathlib.Path(model_path, "config.json")
     try:
         config = json.loads(path.read_bytes())
@@ -143,9 +145,9 @@ def _vocab_size(model_path: str) -> int | None:
 
 
 def extra_of(request: Request) -> dict[str, Any]:
-    """Of SamplingParams, what a request has beside its sampling: which logprobs it wants."""
+    """The fields of SamplingParams that a request adds to its sampling: the logprobs that it wants."""
     if request.rows is not None:
-        # The row after the prompt's last token is that of the first output token.
+        # The row after the prompt's last token belongs to the first output token.
         is_after = request.rows.positions is None or all(
             position == len(request.prompt_token_ids) - 1 for position in request.rows.positions
         )
@@ -156,9 +158,9 @@ def extra_of(request: Request) -> dict[str, Any]:
 
 
 def positions_of(request: Request) -> dict[str, Any] | None:
-    """`extra_args` for our part in vLLM's workers: which rows of the prompt are wanted, where it is not all of them.
+    """`extra_args` for our extension of vLLM's workers: the wanted rows of the prompt; None: no choice of rows.
 
-    The last token's is that of the first output token, and none of the prompt's.
+    The row of the last token belongs to the first output token, not to the prompt.
     """
     if request.rows is None or request.rows.positions is None or isinstance(request.rows.positions, range):
         return None
@@ -170,10 +172,10 @@ def positions_of(request: Request) -> dict[str, Any] | None:
 def sampling_params(
     sampling: SamplingSpec, keeps_special_tokens: bool = False, extra: dict[str, Any] | None = None
 ) -> Any:
-    """SamplingParams that lack only `max_tokens` and `seed`. vLLM decodes only where it must look for stop strings.
+    """SamplingParams without `max_tokens` and `seed`. vLLM decodes text only if it must look for stop strings.
 
-    keeps_special_tokens: in the text, whatever the job says: the marks between thinking and answer may be such. extra:
-    see `extra_of`.
+    keeps_special_tokens: overrides the job and keeps them in the text, because they may mark the end of the thinking.
+    extra: see `extra_of`.
     """
     given = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
     if keeps_special_tokens:
@@ -190,5 +192,5 @@ def sampling_params(
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
         flat_logprobs=True,
-        skip_clone=True,  # a shallow copy in place of a deep one, from 0.26 to 0.33
+        skip_clone=True,  # a shallow copy instead of a deep one, from 0.26 to 0.33
     )

@@ -1,4 +1,4 @@
-"""What runs in vLLM's worker processes for `pooling.layers`: the model gives the states between its layers.
+"""Runs in vLLM's worker processes for `pooling.layers`: makes the model return the states between its layers.
 
 Run with 0.32.0 and read against 0.26.0.
 """
@@ -13,17 +13,17 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker
 
-# What `pooling_arguments` gives as `worker_cls`, and where in `additional_config`, by which vLLM's compiled graphs
-# are told apart too, the layers stand: -1 is the last.
+# `pooling_arguments` gives LAYERS_WORKER as `worker_cls`, and the layers under LAYERS_CONFIG in `additional_config`; -1
+# is the last layer. vLLM also uses `additional_config` to tell compiled graphs apart.
 LAYERS_WORKER = f"{__name__}.LayersWorker"
 LAYERS_CONFIG = "batchinf_layers"
 
 
 class LayersWorker(Worker):
-    """vLLM's worker, whose model gives states between layers."""
+    """vLLM's worker with a model that returns the states between layers."""
 
     def load_model(self, *arguments: Any, **named: Any) -> None:
-        """See vLLM. Afterwards the model is compiled, so that this is the place to change it."""
+        """See vLLM. Changes the model here, because vLLM compiles it afterwards."""
         super().load_model(*arguments, **named)
         depth = self.vllm_config.model_config.hf_text_config.num_hidden_layers
         wanted = self.vllm_config.additional_config[LAYERS_CONFIG]
@@ -31,9 +31,9 @@ class LayersWorker(Worker):
 
 
 def give_layers(model: Any, layers: list[int]) -> None:
-    """Let `model` give [num_tokens, num_layers × hidden_size]: the states after so many layers, side by side.
+    """Make `model` return [num_tokens, num_layers × hidden_size]: the states after each of `layers`, side by side.
 
-    layers: ascending. Raises ValueError where vLLM's implementation of the model cannot give them.
+    layers: ascending. Raises ValueError if vLLM's implementation of the model cannot return them.
     """
     if not hasattr(model, "set_aux_hidden_state_layers"):
         name = type(model).__name__
@@ -54,7 +54,7 @@ def give_layers(model: Any, layers: list[int]) -> None:
 
 
 def _keep_copies(holder: Any) -> None:
-    """vLLM hands out the embedding itself, into which the layers then add what they make."""
+    """Make vLLM return a copy of the embedding. The layers later add their output to the embedding in place."""
 
     def add(found: list[torch.Tensor], layer: int, states: torch.Tensor, residual: torch.Tensor | None) -> Any:
         if layer in holder.aux_hidden_state_layers:

@@ -1,4 +1,4 @@
-"""Names of vLLM that the adapter can do without."""
+"""Imports names of vLLM that the adapter does not strictly need."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ import vllm
 
 
 def optional(module: str, name: str, cost: str, default: Any = None) -> Any:
-    """`name` of vLLM's `module`. Where this version has none: `default`, and a line in the log that says the cost."""
+    """`name` from vLLM's `module`. If this version has no such name: `default`, and a log line that says the cost."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):

@@ -1,8 +1,8 @@
-"""Structured outputs and reasoning parsers: what vLLM would refuse of them, and how it reads a finished text.
+"""Structured outputs and reasoning parsers: finds the ones that vLLM would refuse, and reads finished texts like vLLM.
 
-As a program, `python -m batchinf.engines.vllm.structures` reads a spec and a tokenizer's path as JSON and prints what
-vLLM would refuse. It is a process of its own because vLLM takes 0.5 GB and writes into the environment. Run with vLLM
-0.32.0; what it imports is in 0.26.0 too.
+As a program, `python -m batchinf.engines.vllm.structures` reads a spec and a tokenizer's path as JSON and prints the
+problems. It runs in its own process because vLLM takes 0.5 GB and changes environment variables. Run with vLLM 0.32.0;
+0.26.0 has the same names.
 """
 
 import json
@@ -24,7 +24,7 @@ from batchinf.spec.job import JobSpec
 _MOST_CHARS = 300
 _MOST_CHECKED = 1024
 _BACKENDS = "vllm.v1.structured_output.backend_"
-# What compiles, by backend; all take SamplingParams.
+# The function that compiles a structure, by backend. All take SamplingParams.
 _COMPILE = {
     "xgrammar": "validate_xgrammar_grammar",
     "guidance": "validate_guidance_grammar",
@@ -34,10 +34,10 @@ _COMPILE = {
 
 
 def compiled_by(structure: dict[str, Any], backend: str) -> str:
-    """The backend that vLLM would take, once it has compiled the structure. Raises ValueError with all their reasons.
+    """Compile the structure; returns the backend that vLLM would use. Raises ValueError with each backend's reason.
 
-    backend: of vLLM's `structured_outputs_config`; `auto` is xgrammar, then guidance for what that cannot do, or
-    outlines for schemas with features that guidance has not either.
+    backend: from vLLM's `structured_outputs_config`. `auto` tries xgrammar first, then guidance, or outlines if the
+    schema has features that guidance does not support.
     """
     wanted = ["xgrammar", _second_choice(structure)] if backend == "auto" else [backend]
     reasons = []
@@ -45,7 +45,7 @@ def compiled_by(structure: dict[str, Any], backend: str) -> str:
         try:
             _compile(structure, name)
         except Exception as error:
-            # Each library has exceptions of its own.
+            # Each library has its own exceptions.
             reasons.append(f"{name}: {_words(error)}")
         else:
             return name
@@ -72,14 +72,14 @@ def _second_choice(structure: dict[str, Any]) -> str:
 def _words(error: Exception) -> str:
     said = [str(each) for each in (error, error.__cause__) if each is not None]
     text = said[0] if len(said) == 1 or said[1] in said[0] else ": ".join(said)
-    text = re.sub(r"\[[\d:]+\] \S+:\d+: ", "", text)  # where xgrammar's own source raised it
+    text = re.sub(r"\[[\d:]+\] \S+:\d+: ", "", text)  # the place in xgrammar's source that raised it
     return one_line(text, _MOST_CHARS)
 
 
 def matcher(structure: dict[str, Any]) -> Callable[[str], bool] | None:
-    """Whether a text is whole by a regex or a grammar; None where xgrammar has no say.
+    """A function that says whether a text matches a regex or grammar completely; None if xgrammar cannot compile it.
 
-    About 4 µs for a short text. Python's `re` has another dialect, and may take for ever over a text that was cut.
+    It takes about 4 µs for a short text. Python's `re` has another dialect, and may run forever on a truncated text.
     """
     try:
         import xgrammar
@@ -108,9 +108,9 @@ def _grammar(structure: dict[str, Any]) -> Any:
 
 
 def check_once() -> None:
-    """Have vLLM check each structure at its first request, not at every one.
+    """Make vLLM check each structure only at its first request.
 
-    On the thread that feeds the engine that is 0.5 to 3 ms a request: a schema is converted, a regex in a new thread.
+    A check takes 0.5 to 3 ms on the thread that feeds the engine: vLLM converts a schema, or a regex in a new thread.
     """
     check = getattr(SamplingParams, "_validate_structured_outputs", None)
     if check is None or getattr(check, "is_once", False):
@@ -124,16 +124,16 @@ def check_once() -> None:
         check(params, *arguments, **named)
         if len(checked) >= _MOST_CHECKED:
             checked.clear()
-        checked[id(structure)] = structure  # held, so that no other takes its id
+        checked[id(structure)] = structure  # kept alive, so that no other object gets its id
 
     once.is_once = True  # type: ignore[attr-defined]
     SamplingParams._validate_structured_outputs = once
 
 
 def tell_parser(engine: Any, template_kwargs: dict[str, Any]) -> None:
-    """Have vLLM's core build its reasoning parser with these too, as its server does; from 0.32 on it can.
+    """Make vLLM's core build its reasoning parser with these arguments too, as its server does. Needs vLLM 0.32.
 
-    Some parsers look for a thought only where `thinking` or `enable_thinking` says that there is one.
+    Some parsers look for thinking only if `thinking` or `enable_thinking` is set.
     """
     processor = getattr(engine, "input_processor", None)
     make = getattr(processor, "process_inputs", None)
@@ -150,7 +150,7 @@ def tell_parser(engine: Any, template_kwargs: dict[str, Any]) -> None:
 
 
 def structure_problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[str]], str]:
-    """What vLLM would refuse, as [field, message] each; and the backend that compiled the structure."""
+    """Why vLLM would refuse the spec, as [field, message] each; and the backend that compiled the structure."""
     found, backend = [], ""
     structure = spec.sampling.structured_outputs
     if structure is not None:
@@ -177,17 +177,18 @@ def main() -> None:
 
 
 _FIELD = "model.reasoning_parser"
-# The end of a prompt in which a chat template has shut the thinking already, as it does with `enable_thinking: false`.
+# Tokens at a prompt's end that may hold the end of the thinking. A chat template closes it in the prompt with
+# `enable_thinking: false`.
 _TAIL_TOKENS = 32
 
 
 class Reasoner:
-    """One parser with one tokenizer. For one thread."""
+    """One reasoning parser with one tokenizer. Not thread-safe."""
 
     def __init__(
         self, name: str, tokenizer: Any, template_kwargs: Mapping[str, Any], plugin: str | None = None
     ) -> None:
-        """plugin: a Python file with further parsers. Raises SpecError for a name or a tokenizer that does not do."""
+        """plugin: a Python file with more parsers. Raises SpecError for an unknown name or an unsuitable tokenizer."""
         with importing(_FIELD):
             from vllm.reasoning import ReasoningParserManager
         if plugin:
@@ -205,7 +206,7 @@ class Reasoner:
             raise SpecError(f"{_FIELD}: '{name}' does not go with this model's tokenizer: {reason}") from error
 
     def split(self, text: str, prompt_token_ids: Sequence[int]) -> tuple[str | None, str | None]:
-        """What was thought and what was answered; no answer where it ended inside the thinking."""
+        """The reasoning and the answer. The answer is None if the text ended inside the reasoning."""
         reasoning, answer = self._parser.extract_reasoning(text, self._request)
         if answer is None and text and self._parser.is_reasoning_end(list(prompt_token_ids[-_TAIL_TOKENS:])):
             return None, text
@@ -213,21 +214,21 @@ class Reasoner:
 
 
 def reasoner_of(spec: JobSpec, tokenizer: Any) -> Reasoner:
-    """The reasoner that a spec asks for."""
+    """The `Reasoner` for a spec."""
     plugin = spec.engine.get("reasoning_parser_plugin")
     return Reasoner(spec.model.reasoning_parser or "", tokenizer, spec.input.chat_template_kwargs or {}, plugin)
 
 
 def unknown_parser(name: str, known: Sequence[str]) -> str:
-    """What to say of a name that there is not."""
+    """The error message for an unknown parser name."""
     return f"got '{name}'; the installed vLLM has {', '.join(known)}"
 
 
 def _request(template_kwargs: dict[str, Any]) -> Any:
-    # What `extract_reasoning` takes beside the text: few parsers look at it.
+    # The second argument of `extract_reasoning`. Few parsers use it.
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    except ImportError:  # where it has another place
+    except ImportError:  # other versions may have it in another module
         return None
     return ChatCompletionRequest(messages=[], model="", chat_template_kwargs=template_kwargs)
 

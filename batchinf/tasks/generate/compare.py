@@ -1,4 +1,4 @@
-"""Compares generated text of two jobs, for `diff`, and of a job and its reference, for `verify`."""
+"""Compares generated text: of two jobs for `diff`, and of a job and its reference for `verify`."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,8 +34,9 @@ from batchinf.tasks.compare import (
 
 @dataclass(frozen=True, slots=True)
 class TextsFound(Found):
-    """finish_reasons: of changed rows; None is that of an error row. logprobs: of the tokens that both jobs gave, up to
-    the first difference, in `num_compared_rows` rows.
+    """The counts of task generate. finish_reasons: of changed rows; None for an error row.
+
+    logprobs: of the tokens that both jobs generated, up to the first difference, in `num_compared_rows` rows.
     """
 
     finish_reasons: tuple[ValueChange, ...]
@@ -87,7 +88,7 @@ class TextChanges(Changes):
         return columns | self._both(rows, *_SHOWN)
 
     def _logprob_deltas(self, rows: pa.RecordBatch, common: Int64Array) -> dict[str, Any]:
-        """Over each row's common tokens: how many there are, and the sum and the greatest of B's logprobs less A's."""
+        """For each row's common tokens: their number, and the sum and the maximum of B's logprobs minus A's."""
         a, b = list_pair(rows, "logprobs")
         counts = np.minimum(np.minimum(a.lengths, b.lengths), common)
         found = delta(a.values[a.heads(counts)], b.values[b.heads(counts)])

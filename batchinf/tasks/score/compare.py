@@ -1,4 +1,4 @@
-"""Compares scores of two jobs, for `diff`, and of a job and its reference, for `verify`; counts right answers."""
+"""Compares scores: of two jobs for `diff`, and of a job and its reference for `verify`. Counts right answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +53,7 @@ class Accuracy:
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """Share of right answers: raw, per token and per byte; 0 without answered rows."""
+        """Shares of right answers: raw, per token and per byte; 0 if no row is answered."""
         numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte)
         raw, per_token, per_byte = (number / max(1, self.num_answered) for number in numbers)
         return raw, per_token, per_byte
@@ -69,7 +69,7 @@ class Accuracy:
 def count_right_answers(table: pa.Table) -> PartCounts:
     """The counts of a table with the columns `answer` and `WINNERS`."""
     answer = table.column(ANSWER)
-    # A failed row has no winner, and neither has a row with NaN among its scores.
+    # A failed row has no winner. A row with NaN among its scores has no winner either.
     is_answered = pc.and_(answer.is_valid(), table.column(WINNERS[0]).is_valid())
     raw, per_token, per_byte = (_num(pc.equal(answer, table.column(name))) for name in WINNERS)
     return PartCounts(
@@ -91,8 +91,10 @@ _CHOICE_SUMS = "choice_logprob_sums"
 
 @dataclass(frozen=True, slots=True)
 class ScoresFound(Found):
-    """num_greedy_only_a, num_greedy_only_b: rows that are greedy in one job alone. num_other_lengths: rows with other
-    numbers of scored tokens. token_logprobs: of rows whose tokens are the same in both.
+    """The counts of rows with one text. num_greedy_only_a, num_greedy_only_b: rows that are greedy in one job only.
+
+    num_other_lengths: rows whose numbers of scored tokens differ. token_logprobs: of rows with the same tokens in both
+    jobs.
     """
 
     num_greedy_only_a: int
@@ -122,9 +124,11 @@ class ScoresFound(Found):
 
 @dataclass(frozen=True, slots=True)
 class ChoicesFound(Found):
-    """num_other_best and the next: rows with another winner. num_other_choices: rows with other numbers of choices.
-    choice_logprob_sums: of the choices of all other rows. accuracy_a, accuracy_b: None where the job has no answers.
-    num_right_to_wrong, num_wrong_to_right: rows by `best`, of num_answered that both jobs have an answer and scores of.
+    """The counts of rows with choices. num_other_best, …_per_token, …_per_byte: rows whose winners differ.
+
+    num_other_choices: rows whose numbers of choices differ. choice_logprob_sums: of the choices of all other rows.
+    accuracy_a, accuracy_b: None if the job has no answers. num_answered: rows for which both jobs have an answer and
+    scores. num_right_to_wrong, num_wrong_to_right: how many of these changed, by `best`.
     """
 
     num_other_best: int
@@ -170,7 +174,7 @@ def _changed(row: dict[str, Any], names: Iterable[str]) -> str:
 
 
 def begin_changes(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
-    """What counts the changes. Raises OutputError where one job scores choices, and the other one text a row."""
+    """The counter for these jobs. Raises OutputError if one job scores choices and the other one text for each row."""
     kinds = ["several choices" if _CHOICE_SUMS in job.schema.names else "one text" for job in (a, b)]
     if kinds[0] != kinds[1]:
         raise OutputError(
@@ -200,14 +204,14 @@ class ScoreChanges(Changes):
         return columns | self._both(rows, *_SUMS, "num_tokens", "is_greedy")
 
     def _token_deltas(self, rows: pa.RecordBatch) -> pa.Array:
-        """The greatest over the tokens of each row whose tokens are the same in both."""
+        """The greatest absolute difference over the tokens of each row; null if the tokens differ."""
         (ids, other_ids), (a, b) = list_pair(rows, "token_ids"), list_pair(rows, "logprobs")
         common = common_lengths(ids, other_ids)
         is_same = (common == ids.lengths) & (common == other_ids.lengths) & (common > 0)
         counts = np.where(is_same, np.minimum(a.lengths, b.lengths), 0)
         own, other = a.values[a.heads(counts)], b.values[b.heads(counts)]
         found = delta(own, other)
-        # The first of all tokens has no logprob in either.
+        # The first token of a text has no logprob in either job.
         is_first = np.isnan(own) & np.isnan(other)
         self._tokens.add(found[~is_first])
         found[is_first] = 0.0
@@ -239,8 +243,9 @@ class ChoiceChanges(Changes):
         return {"is_changed": is_changed, **self._sum_deltas(rows), **self._both(rows, *self._shown)}
 
     def _sum_deltas(self, rows: pa.RecordBatch) -> dict[str, Any]:
-        """Over a row's choices: the mean and the greatest of B's sums less A's; null where one of the two has none, or
-        others in number.
+        """For each row's choices: the mean difference and the greatest absolute difference of B's sums minus A's.
+
+        Null if one job has no choices or their numbers differ.
         """
         a, b = list_pair(rows, _CHOICE_SUMS)
         is_other = (a.lengths != b.lengths) & ~a.is_null & ~b.is_null
@@ -289,7 +294,7 @@ class ScoreVerification(Verification):
             raise UserError("the job stored sums alone; run one with output.include_token_logprobs: true")
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
-        """See `Verification`. One for each span."""
+        """See `Verification`. Gives one for each span."""
         spans = () if prompt.scoring is None else prompt.scoring.spans
         columns = _of_choices if "choice_logprobs" in row.values else _of_windows
         for span, own in zip(spans, columns(row.values, spans), strict=True):
@@ -303,7 +308,7 @@ def _of_choices(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, An
 
 
 def _of_windows(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The columns of each window of a text. The output stores the windows end to end."""
+    """The columns of each window of a text. The output stores the windows one after the other."""
     # With `store: all` the first token is stored, too; it has no logprob.
     has_all = len(spans) == 1 and len(row["logprobs"]) == len(spans[0].token_ids)
     starts = [1 if has_all else span.start for span in spans]

@@ -1,4 +1,4 @@
-"""Compares numbers and vectors of two jobs, for `diff`, and of a job and its reference, for `verify`."""
+"""Compares numbers and vectors: of two jobs for `diff`, and of a job and its reference for `verify`."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
 
 
-_BLOCK = 1 << 17  # numbers that are compared together, as float64, in the processor's cache
+_BLOCK = 1 << 17  # numbers that are compared at once; as float64 they fit into the processor's cache
 
 Floats = npt.NDArray[np.float64]
 
@@ -71,13 +71,13 @@ class ColumnFound:
 
 
 _MOST_LABELS = 10
-# Columns of the table that are not shown of an example.
+# Examples do not show these columns of the table.
 _NOT_SHOWN = ("key", "is_", "error_type", "sample_index")
 
 
 @dataclass(frozen=True, slots=True)
 class VectorsFound(Found):
-    """labels: of rows with another one; None where there is none. rewards: where each row has one number."""
+    """labels: of rows whose labels differ; None: no label. rewards: only if each row has one number, else None."""
 
     labels: tuple[ValueChange, ...]
     rewards: DeltaSummary | None
@@ -104,8 +104,9 @@ class VectorsFound(Found):
 
 
 def comparable_columns(a: JobOutput, b: JobOutput) -> list[str]:
-    """The columns of vectors that can be compared. Raises OutputError where two jobs' numbers do not stand for the
-    same: other columns, widths or tokens.
+    """The columns of vectors that can be compared.
+
+    Raises OutputError if the numbers of the two jobs mean different things: their columns, widths or tokens differ.
     """
     task = a.spec.get("task")
     own, other = (_widths(job.schema) for job in (a, b))
@@ -118,7 +119,7 @@ def comparable_columns(a: JobOutput, b: JobOutput) -> list[str]:
             )
     if task == "classify":
         labels = [(job.spec.get("pooling") or {}).get("labels") for job in (a, b)]
-        return shared if labels[0] == labels[1] else []  # other classes, or in another order
+        return shared if labels[0] == labels[1] else []  # the classes or their order differ
     if shared or (task == "reward" and not own and not other):
         return shared
     said = [", ".join(f"{name} of {width:,}" for name, width in found.items()) or "one number a row"
@@ -144,7 +145,7 @@ class VectorChanges(Changes):
     """
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
-        """Raises OutputError where the two cannot be compared: see `comparable_columns`."""
+        """Raises OutputError if the two cannot be compared: see `comparable_columns`."""
         self.wide = comparable_columns(a, b)
         task = str(a.spec.get("task"))
         numbers = ("reward",) if task == "reward" and not self.wide else ()
@@ -154,7 +155,7 @@ class VectorChanges(Changes):
         self._labels: Counter[tuple[str | None, str | None]] = Counter()
 
     def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
-        """With several columns of vectors each has columns of its own, its name before theirs."""
+        """If there are several columns of vectors, each has its own columns in the table, with its name as prefix."""
         is_changed = np.zeros(rows.num_rows, np.bool_)
         columns: dict[str, Any] = {"is_changed": is_changed}
         for name, vectors in self._vectors.items():
@@ -172,10 +173,10 @@ class VectorChanges(Changes):
         return columns | self._both(rows, "label", "reward")
 
     def _counts_of(self, rows: pa.RecordBatch, a: Ragged, b: Ragged) -> Int64Array:
-        """How many vectors of each row can be compared, from the first on."""
+        """How many vectors at the beginning of each row can be compared."""
         counts: Int64Array = np.minimum(a.lengths, b.lengths)
         if "token_ids" in self.columns:
-            # The vector from which the first other token was drawn comes of the same tokens still.
+            # The vector from which the first different token was sampled still depends on the same tokens.
             return np.minimum(counts, common_lengths(*list_pair(rows, "token_ids")) + 1)
         if "positions" in self.columns:
             has_several = (a.lengths > 1) | (b.lengths > 1)
@@ -183,7 +184,7 @@ class VectorChanges(Changes):
         return counts
 
     def _distances(self, table: pa.Table) -> Floats:
-        """Of classes as elsewhere; else the greatest difference."""
+        """See `Changes` for rows with labels; for other rows, the greatest difference."""
         if "label" in self.columns:
             return super()._distances(table)
         names = [name for name in table.column_names if name.endswith("max_abs_delta") or name == "delta"]
@@ -209,8 +210,9 @@ class _Vectors:
         self._deltas = Deltas()
 
     def compare(self, a: Ragged, b: Ragged, counts: Int64Array) -> tuple[dict[str, Any], BoolArray]:
-        """Compare the first `counts` vectors of each row. Gives the table's columns, null where there are none, and
-        which rows have changed.
+        """Compare the first `counts` vectors of each row.
+
+        Returns the columns of the table, with null if a row has no such vector, and which rows have changed.
         """
         width, own, other = a.values.shape[1], a.heads(counts), b.heads(counts)
         sums = np.zeros((len(own), 6))
@@ -250,10 +252,10 @@ class _Vectors:
         return columns, is_changed | (a.is_null != b.is_null)
 
     def _sums(self, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Floats:
-        """[num_vectors, 6]: sum, sum of absolutes and number of finite differences, the greatest absolute one, the
-        cosine, and 1 where the greatest number is in the same place.
+        """[num_vectors, 6]: of the finite differences the sum, the sum of absolute values, the number and the greatest
+        absolute value; then the cosine, and 1 if the greatest number is at the same index.
         """
-        # Once: half floats are slow at anything but this.
+        # Convert once: everything but a conversion is slow with half floats.
         a, b = a.astype(np.float64), b.astype(np.float64)
         sums = np.zeros((len(a), 6))
         if self._has_cosine:
@@ -273,7 +275,7 @@ class _Vectors:
         return sums
 
     def found(self) -> ColumnFound:
-        """All that was counted."""
+        """All counts."""
         has_cosine = self._has_cosine and self._num_cosines > 0
         return ColumnFound(
             self._name,
@@ -296,7 +298,7 @@ def _lists(array: pa.Array) -> Ragged:
 
 
 class _OfPrompt(Verification):
-    """One vector of a whole prompt."""
+    """Verifies tasks that store one vector for a whole prompt."""
 
     has_direction = False
 
