@@ -40,6 +40,7 @@ def _job_folder(context: typer.Context, path: str) -> str:
         return path
     takes = f"{path} is a file; batchinf {context.info_name} takes a job's output folder"
     try:
+        import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
         from batchinf.spec.file import read_spec
 
         raise UserError(f"{takes}: the output.path of this spec is {read_spec(path).spec.output.path}")
