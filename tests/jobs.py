@@ -136,7 +136,8 @@ def finish(path: pathlib.Path, *arguments: str, **options: Any) -> "subprocess.C
 def table_of(out: pathlib.Path) -> pa.Table:
     """All parts in the order of their names."""
     paths = sorted((out / "parts").glob("*.parquet"))
-    return pa.concat_tables([pq.read_table(path) for path in paths])
+    # Each is opened once, because a retry may replace it meanwhile.
+    return pa.concat_tables([pq.read_table(pa.BufferReader(path.read_bytes())) for path in paths])
 
 
 def rows_of(out: pathlib.Path) -> list[dict[str, Any]]:
