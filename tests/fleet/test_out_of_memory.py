@@ -594,6 +594,7 @@ def test_memory_that_runs_out_in_a_step_costs_no_row(tmp_path: pathlib.Path, onc
     assert tuple(jobs.rows_of(tmp_path / "out")) == jobs.unhurt()
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_with_the_lowered_settings(tmp_path: pathlib.Path, once: str) -> None:
     # One replica, which has run out of memory long before ten parts are there.
     path = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1})

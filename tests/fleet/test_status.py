@@ -41,6 +41,7 @@ def test_rates_are_those_of_the_last_minute() -> None:
     assert rates.tokens_per_s == (10.0, 2.0)
 
 
+@pytest.mark.slow
 def test_the_start_of_an_engine_is_no_running_time(tmp_path: pathlib.Path) -> None:
     scripted = {"start_s": 3.0, "step_s": 0.01, "vary_lengths": False}
     jobs.finish(jobs.spec_of(tmp_path, scripted=scripted, parallel={"data_parallel_size": 1}))

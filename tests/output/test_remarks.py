@@ -171,6 +171,7 @@ def test_right_after_a_kill_and_after_a_retry(job: dict[str, Any]) -> None:
     assert said_of(job["out"]) == job["said"]
 
 
+@pytest.mark.slow
 def test_a_report_has_only_the_counts_of_answers(job: dict[str, Any]) -> None:
     found = counted(jobs.rows_of(job["out"]))
     own = ("num_rows", "num_answered", "num_right", "num_right_per_token", "num_right_per_byte")

@@ -318,6 +318,7 @@ def test_a_job_of_chat_that_is_killed_has_the_rows_of_one_never_hurt(tmp_path: p
     assert all(row["prompt"].endswith(ending) for row in rows)
 
 
+@pytest.mark.slow
 def test_the_time_that_a_template_prints_stands_still_over_a_resume(tmp_path: pathlib.Path) -> None:
     out = killed_and_resumed(tmp_path / "hurt", {"chat_template": TO_THE_SECOND})
     begun_at = datetime.datetime.fromisoformat(jobs.state_of(out).header.created_at)

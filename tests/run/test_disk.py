@@ -126,14 +126,13 @@ def finished_unhurt(spec: pathlib.Path, out: pathlib.Path, before: dict[str, byt
 # -- no room -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_tmpfs
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
         (["size=8k", "size=72k", "size=180k", "size=340k"], "no space left on device; make room there"),
-        pytest.param(
-            ["nr_inodes=9", "nr_inodes=14", "nr_inodes=31"], "no space left on device; ", marks=pytest.mark.slow
-        ),
+        (["nr_inodes=9", "nr_inodes=14", "nr_inodes=31"], "no space left on device; "),
     ],
     ids=["bytes", "inodes"],
 )
