@@ -49,4 +49,4 @@ def test_the_start_of_an_engine_is_no_running_time(tmp_path: pathlib.Path) -> No
     at = {event.name: datetime.datetime.fromisoformat(event.at) for event in events}
     run_s = (at["all_committed"] - at["ready"]).total_seconds()
     assert status["num_output_tokens"] == sum(row["num_output_tokens"] or 0 for row in jobs.rows_of(tmp_path / "out"))
-    assert status["output_tokens_per_s"] == pytest.approx(status["num_output_tokens"] / run_s, rel=0.25)
+    assert status["output_tokens_per_s"] == pytest.approx(status["num_output_tokens"] / run_s, rel=0.5)
