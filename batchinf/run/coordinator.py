@@ -16,7 +16,7 @@ from batchinf.fleet.devices import Platforms, kept_as
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.fleet.launcher import note_end, note_started
 from batchinf.fleet.quarantine import Trials
-from batchinf.fleet.status import JobStatus, Rates, ReplicaLook, Telemetry, write_status
+from batchinf.fleet.status import JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.open import Job
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
@@ -234,6 +234,10 @@ class Coordinator:
             versions=event.engine.versions,
             settings=event.engine.settings,
         )
+        if not self._is_measuring:
+            # Rates count from here, not from the next look: by then a short job may be done.
+            self._is_measuring = True
+            self._rates.look(time.monotonic(), Totals())
 
     def _note_ended(self, ended: list[Ended]) -> None:
         for end in ended:
@@ -333,9 +337,7 @@ class Coordinator:
         replicas = self._fleet.replicas
         num_done, num_errors = self._num_finished()
         totals = self._fleet.totals
-        # The time in which engines start is none in which they run rows.
-        if self._is_measuring or any(replica.is_running for replica in replicas):
-            self._is_measuring = True
+        if self._is_measuring:
             self._rates.look(time.monotonic(), totals)
         prompt_per_s, output_per_s = self._rates.tokens_per_s or (None, None)
         left_s = self._rates.left_s(self._num_rows - num_done, sum(m.progress.in_flight for m in replicas))
