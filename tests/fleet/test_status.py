@@ -50,3 +50,9 @@ def test_the_start_of_an_engine_is_no_running_time(tmp_path: pathlib.Path) -> No
     run_s = (at["all_committed"] - at["ready"]).total_seconds()
     assert status["num_output_tokens"] == sum(row["num_output_tokens"] or 0 for row in jobs.rows_of(tmp_path / "out"))
     assert status["output_tokens_per_s"] == pytest.approx(status["num_output_tokens"] / run_s, rel=0.5)
+
+
+def test_a_job_that_is_done_at_the_first_look_has_rates(tmp_path: pathlib.Path) -> None:
+    jobs.finish(jobs.spec_of(tmp_path, input={"limit": 5}, parallel={"data_parallel_size": 1}))
+    status = jobs.snapshot_of(tmp_path / "out")
+    assert min(status["prompt_tokens_per_s"], status["output_tokens_per_s"]) > 0

@@ -55,7 +55,6 @@ def num_journalled(out: pathlib.Path) -> int:
 def is_at_work(out: pathlib.Path) -> bool:
     """Whether a replica has said that requests are in its engine."""
     snapshot = jobs.snapshot_of(out)
-    assert min(snapshot["prompt_tokens_per_s"], snapshot["output_tokens_per_s"]) > 0
     return snapshot.get("state") == "running" and any(replica["in_flight"] for replica in snapshot["replicas"])
 
 
