@@ -293,6 +293,7 @@ class Incarnation:
         self._port = port
         self._abandon = abandon
         self._spec = JobSpec.model_validate_json(launch.spec)
+        self._task = task_of(self._spec)  # of its input not all is known yet
         self._folder = Folder(launch.folder)
         self._tokenizer: Any = None
         self._work: Work | None = None
@@ -319,7 +320,7 @@ class Incarnation:
         engine = self._start_engine(self._tokenizer)
         try:
             self._port.send(StartPhase("compiling kernels for the job's shapes"))
-            engine.warm_up(task_of(self._spec).warm_up_request())
+            engine.warm_up(self._task.warm_up_request())
             start_s = round(time.monotonic() - started, 3)
             if not self._pipeline.done():
                 self._port.send(StartPhase("waiting for the input"))
@@ -339,7 +340,7 @@ class Incarnation:
         self._port.send(Stopped())
 
     def _start_engine(self, tokenizer: object) -> Engine:
-        task, script, launch = task_of(self._spec), self._spec.scripted, self._launch
+        task, script, launch = self._task, self._spec.scripted, self._launch
         if script is not None:
             size = len(tokenizer)  # type: ignore[arg-type]
             if task.pooling is not None:
