@@ -76,9 +76,7 @@ def test_no_tag_of_a_spec_makes_an_object(value: str, tmp_path: pathlib.Path) ->
     assert not trace.exists()
 
 
-def test_only_four_fields_expand_what_the_environment_says(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_path_fields_expand_the_environment(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "SENTINEL")
     path = jobs.spec_of(
         tmp_path,
@@ -90,7 +88,7 @@ def test_only_four_fields_expand_what_the_environment_says(
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "MY_API_KEY", "DB_PASSWORD", "CLIENT_SECRET"])
-@pytest.mark.parametrize("field", ["model.name", "model.tokenizer", "input.path", "output.path"])
+@pytest.mark.parametrize("field", ["model.name", "model.tokenizer", "model.lora", "input.path", "output.path"])
 def test_a_secret_is_not_expanded_into_a_path(
     name: str, field: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
