@@ -3,8 +3,8 @@
     python benchmarks/resume.py --rows 100000000 --parts 100000
 
 The package's own classes make the job without an engine: a Parquet input (a number and the same prompt in each row), a
-manifest, and parts that are links to one small file. Only the last shards are missing. The time of `batchinf run`
-counts until the first replica starts.
+manifest, and parts of no rows whose footers are as the manifest says. Only the last shards are missing. The time of
+`batchinf run` counts until the first replica starts.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from batchinf.base.storage import Folder
 from batchinf.job.open import Job, new_header, new_job_id, open_job
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
-from batchinf.records import Part, PartCounts
+from batchinf.output.proof import expected_statements
+from batchinf.records import Part, PartCounts, Shard
 from batchinf.run.epoch import FOLDERS
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.spec.file import dump_spec, read_spec
@@ -38,8 +39,6 @@ HERE = pathlib.Path(__file__).resolve().parent
 MODEL = HERE.parent / "sample_data" / "tiny-llama"
 _GROUP_ROWS = 20_000
 _COMMIT_PARTS = 100
-# Below the number of hard links to one file that file systems allow.
-_LINKS = 30_000
 
 
 def main() -> None:
@@ -99,26 +98,29 @@ def make_job(job: Job, num_parts: int) -> None:
     manifest.header(header)
     manifest.extent(extent, job.source.fingerprint)
     for index in range(num_parts):
-        manifest.part(make_part(job.folder, index, shard_at((extent,), index).num_rows), 0, "000001.0001")
+        manifest.part(make_part(job.folder, header.job_id, shard_at((extent,), index)), 0, "000001.0001")
         if index % _COMMIT_PARTS == _COMMIT_PARTS - 1:
             manifest.commit()
     manifest.commit()
     manifest.close()
 
 
-def make_part(folder: Folder, shard: int, num_rows: int) -> Part:
+def make_part(folder: Folder, job_id: str, shard: Shard) -> Part:
     """Write a part and return its record for the manifest."""
-    data = b"a part of no rows"
-    target, first = folder.path(f"parts/{part_name(shard)}"), folder.path(f"parts/{part_name(shard - shard % _LINKS)}")
-    if target == first:
-        target.write_bytes(data)
-    else:
-        os.link(first, target)
-    tokens = 4 * num_rows
-    counts = PartCounts(num_rows=num_rows, num_prompt_tokens=tokens, num_output_tokens=tokens)
-    return Part(
-        shard=shard, file=target.name, num_bytes=len(data), digest=f"{shard:032x}", **dataclasses.asdict(counts)
+    tokens = 4 * shard.num_rows
+    counts = PartCounts(num_rows=shard.num_rows, num_prompt_tokens=tokens, num_output_tokens=tokens)
+    part = Part(
+        shard=shard.index,
+        file=part_name(shard.index),
+        num_bytes=0,
+        digest=f"{shard.index:032x}",
+        **dataclasses.asdict(counts),
     )
+    stated = expected_statements(job_id, shard, shard.start, part)
+    schema = pa.schema([], metadata={f"batchinf.{name}": value for name, value in stated.items()})
+    path = folder.path(f"parts/{part.file}")
+    pq.write_table(schema.empty_table(), path)
+    return dataclasses.replace(part, num_bytes=path.stat().st_size)
 
 
 def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -138,6 +140,8 @@ def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
         process.wait()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(event["identity"]["pgid"], signal.SIGKILL)
+    if b"gone or altered" in (out / "logs" / "run.log").read_bytes():
+        sys.exit(f"the run did not accept the parts; see {out / 'logs' / 'run.log'}")
     wall_s = (datetime.datetime.fromisoformat(event["at"]) - at).total_seconds()
     return {"wall_s": min(wall_s, noticed_s), "cpu_s": cpu_s}
 

@@ -270,9 +270,8 @@ def add_tasks(tasks: Iterable[tuple[str, TaskSection | None]]) -> None:
         if section is not None and section not in _task_sections:
             _task_sections.append(section)
     allowed: Any = Literal[tuple(_task_names)]
-    meaning = JobSpec.model_fields["task"].description
     added: dict[str, Any] = {
-        "task": (Annotated[allowed, IDENTITY], Field(_task_names[0], description=meaning)),
+        "task": (Annotated[allowed, IDENTITY], Field(_task_names[0])),
         **{own.name: (own.annotation, Field(own.default, description=own.meaning)) for own in _task_sections},
     }
     made = create_model("_Added", __base__=Section, **added).model_fields
@@ -334,10 +333,21 @@ class FieldDoc:
     meaning: str
 
 
+def _schema() -> dict[str, Any]:
+    """Pydantic's JSON schema, with the text under each field as its description."""
+    schema = JobSpec.model_json_schema()
+    schemas = {**schema["$defs"], "JobSpec": schema}
+    for section in Section.__subclasses__():
+        if section.__name__ in schemas:
+            for name, meaning in section.meanings().items():
+                schemas[section.__name__]["properties"][name].setdefault("description", meaning)
+    return schema
+
+
 @functools.cache
 def field_docs() -> dict[str, FieldDoc]:
     """All sections and fields by name, in the order of the spec."""
-    schema = JobSpec.model_json_schema()
+    schema = _schema()
     return {doc.name: doc for doc in _document(JobSpec, "", {**schema["$defs"], "JobSpec": schema})}
 
 
@@ -357,7 +367,7 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
             is_required=info.is_required(),
             default=schema.get("default"),
             resume=None if inner else resume_of(info.json_schema_extra, f"{prefix}{name}"),
-            meaning=" ".join((info.description or (inner and inner.__doc__) or "").split()),
+            meaning=" ".join((schema.get("description") or (inner and inner.__doc__) or "").split()),
         )
         if inner:
             yield from _document(inner, f"{prefix}{name}.", schemas)
@@ -402,7 +412,7 @@ def _in_words(schema: dict[str, Any]) -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a spec file, which editors use."""
-    schema = JobSpec.model_json_schema()
+    schema = _schema()
     for section in schema["$defs"].values():
         for name, field in section["properties"].items():
             if (short := field.pop("short", None)) is not None:
