@@ -70,9 +70,8 @@ class Extent:
 
     The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
     replicas end together. start: the first place in the run order. first_shard: index of the first shard.
-    The rows were chosen among the positions `first_row` to `stop_row` (exclusive) of the source. selection: digest of
-    the bitmap of the chosen rows; None if all were chosen. order: digest of the file with the order in which they run;
-    None if they run by position.
+    The rows were chosen among the positions `first_row` to `stop_row` (exclusive) of the source. positions: digest of
+    the file with the chosen rows in the order in which they run; None if all were chosen and run by position.
     """
 
     start: Count
@@ -81,8 +80,7 @@ class Extent:
     first_shard: Count
     first_row: Count
     stop_row: Count
-    selection: JsonText | None = None
-    order: JsonText | None = None
+    positions: JsonText | None = None
 
 
 @dataclass(frozen=True, slots=True)

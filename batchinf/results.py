@@ -46,7 +46,7 @@ class Results:
         self.identity: dict[str, Any] = states[0].header.identity
         # Fingerprints of the input at the beginning and after each `--extend`.
         self.taken: tuple[str, ...] = tuple(dict.fromkeys(states[0].source_fingerprints))
-        self._is_in_order = all(extent.order is None for state in states for extent in state.extents)
+        self._is_in_order = all(state.is_in_order for state in states)
         self.num_rows = sum(state.counts.num_rows for state in states)
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
         self.parts: list[pathlib.Path] = [

@@ -62,7 +62,7 @@ class Slice:
 class Cut:
     """The record that all slices of an output folder share. num_rows: of all slices together. identity: of the job.
 
-    begun_at: when the first slice began, in ISO format; may be empty. selection: digest of the bitmap of the chosen
+    begun_at: when the first slice began, in ISO format; may be empty. positions: digest of the file of the chosen
     rows; None if they are the first `num_rows` of the input.
     """
 
@@ -70,7 +70,7 @@ class Cut:
     num_rows: int
     identity: dict[str, Any]
     begun_at: str = ""
-    selection: str | None = None
+    positions: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,9 @@ def read_cut(out: str) -> Cut | None:
 
 
 def _is_typed(cut: Cut) -> bool:
-    has_selection = cut.selection is None or isinstance(cut.selection, str)
+    has_positions = cut.positions is None or isinstance(cut.positions, str)
     types = (type(cut.num_slices), type(cut.num_rows), type(cut.identity), type(cut.begun_at))
-    return has_selection and types == (int, int, dict, str)
+    return has_positions and types == (int, int, dict, str)
 
 
 def write_cut(out: str, cut: Cut) -> Cut:

@@ -23,14 +23,7 @@ from batchinf.output.journal import Journal, list_shards
 from batchinf.output.proof import NUM_THREADS, Flaw, find_flaw, job_of, other_owner
 from batchinf.records import Extent
 from batchinf.run.extend import spec_text
-from batchinf.schedule.selection import (
-    RUN_FOLDER,
-    RunOrder,
-    permutation_name,
-    read_permutation,
-    read_selection,
-    selection_name,
-)
+from batchinf.schedule.positions import RunOrder, positions_name, read_positions
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -284,12 +277,8 @@ def _check_state(check: JobCheck, folder: Folder, state: State, is_deep: bool, r
 
 def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> Iterator[CheckFinding]:
     for number, extent in enumerate(state.extents, 1):
-        name = selection_name(number, RUN_FOLDER)
-        if extent.selection is not None and read_selection(folder, number, extent.selection, RUN_FOLDER) is None:
-            yield CheckFinding("selection_lost", name)
-            return
-        if extent.order is not None and read_permutation(folder, number, extent.order) is None:
-            yield CheckFinding("order_lost", permutation_name(number))
+        if extent.positions is not None and read_positions(folder, number, extent.positions) is None:
+            yield CheckFinding("selection_lost", positions_name(number))
             return
     flaws = _flaws(folder, state, sorted(state.parts), is_deep)
     if flaws:

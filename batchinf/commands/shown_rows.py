@@ -4,9 +4,9 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError, RowError
 from batchinf.prompts.encoder import show
-from batchinf.records import Int64Array, Prompt, Request, Span
+from batchinf.records import Prompt, Request, Span
 from batchinf.source.rows import Source
 from batchinf.source.types import is_json_column
 from batchinf.spec.sampling import SamplingSpec
@@ -117,7 +117,7 @@ class LengthCounts:
 
 
 def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
-    """At most 1,000 of these rows, ascending, in short groups that are spread evenly. The seed determines the rows."""
+    """At most 1,000 of these rows, in short groups that are spread evenly. The seed determines the rows."""
     if len(positions) <= MOST_SAMPLED:
         yield positions
         return
@@ -271,32 +271,8 @@ def _scored(spans: Sequence[Span], answer: int | None, tokenizer: object) -> tup
     return tuple(found)
 
 
-class ChosenRows(Sequence[int]):
-    """Positions of rows, ascending, which are looked up on access."""
-
-    def __init__(self, num_rows: int, rows: Callable[[int, int], Int64Array]) -> None:
-        """rows: returns the positions of the rows with numbers `start` to `stop` (exclusive)."""
-        self._num_rows, self._rows = num_rows, rows
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, int):
-            if not -len(self) <= index < len(self):
-                raise IndexError(index)
-            return int(self._rows(index % len(self), index % len(self) + 1)[0])
-        start, stop, step = index.indices(len(self))
-        found: list[int] = self._rows(start, max(start, stop)).tolist()
-        return found[::step]
-
-
 def random_rows(positions: Sequence[int], num_rows: int, seed: int) -> list[int]:
-    """A random sample of these rows, ascending. The seed determines it."""
+    """A random sample of these rows, in their order. The seed determines it."""
     drawn = random.Random(seed).sample(range(len(positions)), min(num_rows, len(positions)))
     return [positions[number] for number in sorted(drawn)]
 

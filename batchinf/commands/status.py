@@ -21,7 +21,7 @@ from batchinf.manifest.state import State, read_state
 from batchinf.output.journal import Journal
 from batchinf.output.parts import accuracy_of, rules_out_tokens
 from batchinf.records import PartCounts
-from batchinf.schedule.selection import RunOrder
+from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.source.formats.base import python_rows
 from batchinf.spec.job import JobSpec

@@ -3,7 +3,6 @@
 Each check yields a finding, which is shown before a later check fails. `text.validate` makes lines of findings.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import pathlib
@@ -18,7 +17,6 @@ from batchinf.base.errors import DriftError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
 from batchinf.commands.shown_rows import (
-    ChosenRows,
     LengthCounts,
     PromptLengths,
     ShownRow,
@@ -29,15 +27,15 @@ from batchinf.commands.shown_rows import (
 )
 from batchinf.engines.installed import check_structures, is_cpu_build
 from batchinf.fleet.launcher import choose_backend
-from batchinf.job.choose import Chosen, choose, described, max_model_len
+from batchinf.job.choose import choose, described
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import Job, begun_at, check_drift, open_job
+from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.schedule.selection import RunOrder
+from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
@@ -206,15 +204,17 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
             yield SpecFound(str(file.path))
             yield _model(job)
             yield _input(job)
-            chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects and state is None else None
-            if chosen is not None:
+            chosen = None
+            if job.spec.input.selects and state is None:
+                chosen = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch))
                 yield RowsChosen(described(job), chosen.num_rows, job.source.num_rows)
             num_rows = len(job.rows) if chosen is None else chosen.num_rows
             check_size(file, job, None if state is not None else num_rows)
             yield _task(job)
             yield from (Remark("warning", text) for text in job.task.prompt_warnings(job.model, job.source))
             yield from (Remark("structure", text) for text in check_structures(file, job.model.tokenizer))
-            yield from _prompts(job, wanted, state, _positions(job, state, chosen))
+            order = None if chosen is None else chosen.order(Folder(scratch))
+            yield from _prompts(job, wanted, state, order or _positions(job, state))
             yield _output(job, folder, state, chosen)
 
 
@@ -261,15 +261,10 @@ def _settings(job: Job) -> Iterator[Setting]:
         yield Setting(name, value, "spec")
 
 
-def _positions(job: Job, state: State | None, chosen: Chosen | None) -> Sequence[int]:
-    if chosen is not None and chosen.selection is not None:
-        return ChosenRows(chosen.num_rows, chosen.selection.rows)
-    if chosen is not None:
-        return range(chosen.first_row, chosen.stop_row)
+def _positions(job: Job, state: State | None) -> Sequence[int]:
     if state is None or not (order := RunOrder(job.folder, state.extents)).is_whole:
         return job.rows
-    start = order.extents[0].start
-    return ChosenRows(order.num_places, lambda first, stop: order.rows(start + first, start + stop))
+    return order
 
 
 def _with_one_sample(spec: JobSpec) -> JobSpec:
@@ -288,7 +283,9 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
     named = [find_row(job.source, id_column, text) for text in wanted.named]
     lengths = LengthCounts(len(positions), length, job.spec.sampling.max_tokens)
     for sampled in sample_rows(positions, wanted.seed or 0):
-        for prompt in builder.build(job.source.read_rows(np.asarray(sampled, np.int64), builder.columns), length):
+        for prompt in builder.build(
+            job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns), length
+        ):
             lengths.add(prompt)
     yield lengths.summary()
     shown = named or list(positions[: wanted.num_rows])
@@ -301,13 +298,12 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
         [row] = job.source.read(position, position + 1, columns)
         [prompt] = builder.build([row], length)
         [first, *_] = task.expand(prompt, length or _LONG)
-        place = bisect.bisect_left(positions, position)
-        is_run = place < len(positions) and positions[place] == position
+        is_run = position in positions
         row_id = row.values.get(id_column) if id_column else None
         yield shown_row(prompt, row_id, first, tokenizer, sampling, length, is_run=is_run, is_named=bool(named))
 
 
-def _output(job: Job, folder: Folder, state: State | None, chosen: Chosen | None) -> OutputFound:
+def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None) -> OutputFound:
     found = OutputFound(str(folder.root), "nothing", None, 0, None, None)
     if state is not None:
         holds: Literal["done job", "unfinished job"] = "done job" if state.is_done else "unfinished job"

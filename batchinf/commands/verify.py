@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 
 from batchinf.base.errors import DriftError, UserError
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
-from batchinf.job.choose import max_model_len
-from batchinf.job.open import Job, begun_at, check_drift, open_job
+from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt

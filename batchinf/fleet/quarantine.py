@@ -23,7 +23,7 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Shard
 from batchinf.replica.messages import InFlightRequest, Trial
-from batchinf.schedule.selection import RunOrder
+from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at
 
 RowIndices = tuple[int, ...]

@@ -27,7 +27,7 @@ from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.prompts.openai import check_batch_models, recognised
 from batchinf.records import Extent, Prompt
-from batchinf.schedule.selection import Choice
+from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.source.files import InputLocation
 from batchinf.source.formats.registry import read_as
@@ -280,9 +280,9 @@ def location_of(spec: JobSpec) -> InputLocation:
 def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) -> tuple[Header, Extent]:
     """The manifest lines of a new job: its identity, and how its rows are cut into shards.
 
-    choice: the rows that run, whose bitmap is already stored; None: all rows. job_id: None: a new one.
+    choice: the rows that run, whose file is already written; None: all rows. job_id: None: a new one.
     """
-    choice = choice or Choice(job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
+    choice = choice or Choice(1, job.rows.start, len(job.rows), job.rows.start, job.rows.stop)
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
         rows_per_shard = auto_rows_per_shard(job, choice, num_replicas)
@@ -308,6 +308,14 @@ def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
     return choose_rows_per_shard(choice.num_rows, num_replicas, per_row, is_longest_first=is_longest_first)
 
 
+def max_model_len(job: Job) -> int | None:
+    """The engine's maximum length, as far as it is known without the engine."""
+    if job.spec.scripted is not None:
+        return job.spec.scripted.max_model_len
+    given = job.spec.engine.get("max_model_len")
+    return given if isinstance(given, int) and given > 0 else job.model.max_model_len
+
+
 def new_job_id() -> str:
     """A unique id: 32 hexadecimal digits."""
     return uuid.uuid4().hex
@@ -331,17 +339,17 @@ def check_drift(job: Job, header: Header) -> None:
     raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
 
 
-def join_cut(job: Job, num_rows: int, selection: str | None = None) -> None:
-    """Join a slice to the others of its output folder. num_rows: of all slices together.
+def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
+    """Join a slice to the others of its output folder. num_rows, positions: of all slices together.
 
     Raises DriftError if the others began as another job, and OutputError if they run other rows.
     """
     assert job.slice is not None
     out = job.spec.output.path
     check_place(out, job.slice)
-    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), _now(), selection))
+    cut = write_cut(out, Cut(job.slice.num_slices, num_rows, _identity_of_all(job), _now(), positions))
     check_cut(job)
-    if (cut.num_rows, cut.selection) != (num_rows, selection):
+    if (cut.num_rows, cut.positions) != (num_rows, positions):
         raise OutputError(
             f"{out}: its slices began with {cut.num_rows:,} rows, and other rows are chosen now, {num_rows:,}; "
             "put back what chose them, or give the job another output.path"

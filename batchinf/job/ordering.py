@@ -2,12 +2,9 @@
 
 import dataclasses
 import itertools
-import pathlib
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -15,23 +12,14 @@ import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-from batchinf.base.text import one_line
-from batchinf.job import choose
-from batchinf.job.choose import Say
+from batchinf.job.choose import CheckLock, Say, begin_choice, check_slice, choose_again
 from batchinf.job.open import Job, begun_at
+from batchinf.job.scratch import Scratch
 from batchinf.manifest.state import State
 from batchinf.prompts.builder import Outline, PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Extent, Int64Array
-from batchinf.schedule.predicate import duckdb_errors
-from batchinf.schedule.selection import (
-    RUN_FOLDER,
-    Choice,
-    RunOrder,
-    permutation_name,
-    read_permutation,
-    write_permutation,
-)
+from batchinf.records import Int64Array
+from batchinf.schedule.positions import Choice, positions_name, read_positions, write_positions
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 
@@ -44,7 +32,6 @@ _ENDS = [
     *(end for (_, begin), (size, stop) in itertools.pairwise(_BLOCKS) for end in range(begin + size, stop + 1, size)),
 ]
 _MEMORY = "512MB"
-_FETCH_ROWS = 1 << 16
 
 
 def prefix_key(beginning: bytes) -> bytes:
@@ -88,31 +75,20 @@ def shared_when_sorted(keys: Iterable[bytes]) -> int:
 
 
 class KeySort:
-    """Rows sorted by their keys. DuckDB sorts them, and spills to `scratch` when they exceed its memory limit.
+    """Rows sorted by their keys, on disk if they do not fit into memory. Use it in a `with` statement."""
 
-    Use it in a `with` statement, because it holds a temporary folder.
-    """
+    def __init__(self, folder: Folder) -> None:
+        """folder: the output folder, for temporary files."""
+        self._scratch = Scratch(folder, _MEMORY)
 
-    def __init__(self, scratch: pathlib.Path | None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix=".order-", dir=scratch)
-        self._connection: Any = None
-
-    def __enter__(self) -> "KeySort":
-        import duckdb
-
-        settings: dict[str, str | bool | int | float | list[str]] = {
-            "memory_limit": _MEMORY,
-            "temp_directory": self._folder.name,
-            "threads": "2",
-            "preserve_insertion_order": "false",
-        }
-        self._connection = duckdb.connect(f"{self._folder.name}/keys", config=settings)
-        self._connection.execute("CREATE TABLE keys (is_last BOOLEAN, key BLOB, row BIGINT)")
+    def __enter__(self) -> Self:
+        self._scratch.__enter__()
+        self._scratch.run("CREATE TABLE keys (is_last BOOLEAN, key BLOB, row BIGINT)")
+        self._scratch.run("BEGIN")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._connection.close()
-        self._folder.cleanup()
+        self._scratch.__exit__(*exception)
 
     def add(self, rows: Int64Array, keys: Sequence[bytes | None]) -> None:
         """Add rows, by position, with their keys. Rows without a key come last, in the order of their positions."""
@@ -124,38 +100,24 @@ class KeySort:
                 "row": pa.array(rows),
             }
         )
-        self._connection.register("batch", batch)
-        with duckdb_errors(self._wrong):
-            self._connection.execute("INSERT INTO keys SELECT is_last, key, row FROM batch")
-        self._connection.unregister("batch")
+        self._scratch.run("INSERT INTO keys SELECT is_last, key, row FROM batch", batch=batch)
 
     def rows(self, num_waves: int = 1, num_hands: int = 1) -> Iterator[Int64Array]:
-        """All rows in order, some at a time. Rows with the same key are in the order of their positions.
+        """All added rows in order, some at a time. Rows with the same key are in the order of their positions.
 
         The rows can be dealt like cards: the ordered rows are cut into waves of equal size, and each wave is dealt, row
         by row, into hands. The hands then follow each other.
         """
+        self._scratch.run("COMMIT")
         query = "SELECT row FROM keys ORDER BY is_last, key, row"
-        with duckdb_errors(self._wrong):
-            if (num_waves, num_hands) != (1, 1):
-                [[num_rows]] = self._connection.execute("SELECT count(*) FROM keys").fetchall()
-                size = max(1, -(-num_rows // num_waves))
-                ranks = "SELECT row, row_number() OVER (ORDER BY is_last, key, row) - 1 AS rank FROM keys"
-                hand = f"rank % {size} % {num_hands}"
-                query = f"SELECT row FROM ({ranks}) ORDER BY rank // {size}, {hand}, rank"
-            found = self._connection.sql(query)
-            # DuckDB 2 renamed it.
-            read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
-            batches = iter(read(_FETCH_ROWS))
-        while True:
-            with duckdb_errors(self._wrong):
-                batch = next(batches, None)
-            if batch is None:
-                return
+        if (num_waves, num_hands) != (1, 1):
+            num_rows = int(self._scratch.run("SELECT count(*) AS num_rows FROM keys")["num_rows"][0])
+            size = max(1, -(-num_rows // num_waves))
+            ranks = "SELECT row, row_number() OVER (ORDER BY is_last, key, row) - 1 AS rank FROM keys"
+            hand = f"rank % {size} % {num_hands}"
+            query = f"SELECT row FROM ({ranks}) ORDER BY rank // {size}, {hand}, rank"
+        for batch in self._scratch.batches(query):
             yield np.asarray(batch.column(0).to_numpy(), np.int64)
-
-    def _wrong(self, text: str) -> OutputError:
-        return OutputError(f"{self._folder.name}: the rows cannot be sorted there: {one_line(text, 300)}")
 
 
 # Rows read at once.
@@ -172,91 +134,63 @@ _MOST_TOKENS = 2**32 - 1
 WAVES_AND_HANDS = (2, 128)
 
 
-def begin_or_restore(
-    job: Job, file: SpecFile, state: State | None, say: Say, check_lock: Callable[[], None]
-) -> Choice | None:
+def begin_or_restore(job: Job, file: SpecFile, state: State | None, say: Say, check_lock: CheckLock) -> Choice | None:
     """Choose and order the rows of a job that has not begun.
 
-    For a job that has begun, make the files with its rows and their order again if they are gone or altered; returns
-    None.
+    For a job that has begun, make the files with its rows again if they are gone or altered; returns None.
     """
-    if state is None:
-        return begin_order(job, choose.begin_selection(job, file, say, check_lock), say, check_lock)
-    choose.restore_selection(job, file, state, say)
-    restore_order(job, state, say)
-    return None
-
-
-def begin_order(job: Job, choice: Choice, say: Say, check_lock: Callable[[], None]) -> Choice:
-    """Write the order of a job that has not begun. Returns its chosen rows with this order."""
+    if state is not None:
+        _restore(job, file, state, say)
+        return None
+    choice = begin_choice(job, file, say, check_lock)
     ordered_by: str = job.spec.input.order
     if ordered_by == "auto":
         ordered_by = _decide(job, choice, say)
-    return extend(job, (), dataclasses.replace(choice, ordered_by=ordered_by), say, check_lock)
+    return in_order(job, dataclasses.replace(choice, ordered_by=ordered_by), None, say, check_lock)
 
 
-def extend(
-    job: Job, extents: Sequence[Extent], choice: Choice, say: Say, check_lock: Callable[[], None] = lambda: None
-) -> Choice:
-    """Write the order that `ordered_by` names for rows that come after `extents`. Returns the rows with this order."""
+def in_order(job: Job, choice: Choice, state: State | None, say: Say, check_lock: CheckLock) -> Choice:
+    """Store the order that `choice.ordered_by` names. Returns the rows with this order.
+
+    state: that of a job that has begun. check_lock: raises if another process runs the job by now.
+    """
     if choice.ordered_by == "input" or choice.num_rows < 2:
         return choice
     began = time.monotonic()
     say(f"ordering {choice.num_rows:,} rows by {_WORDS[choice.ordered_by]}")
-    extent = choice.extent(1, 0)
-    digest = _write(job, (*extents, extent), len(extents), choice.ordered_by, None, check_lock)
+    # The order covers the whole extent, because rows with the same prefix may be anywhere in it. Each part is sorted by
+    # position again. Seeds and prompts depend only on positions, so the order changes no value.
+    order, outlines = choice.order(job.folder), _Outlines(job, state)
+    with KeySort(job.folder) as keys:
+        for rows in order.pieces(_AT_ONCE):
+            keys.add(rows, [_key(outline, choice.ordered_by) for outline in outlines.of(rows)])
+        rows_in_order = keys.rows(*(WAVES_AND_HANDS if choice.ordered_by == "longest" else ()))
+        check_lock()
+        stored = write_positions(job.folder, choice.number, rows_in_order, job.source.num_rows)
     say(f"the rows are in order; that took {time.monotonic() - began:.1f} s")
-    return dataclasses.replace(choice, order=digest)
+    return dataclasses.replace(choice, positions=stored.digest)
 
 
-def restore_order(job: Job, state: State, say: Say) -> None:
-    """Make missing or altered order files again. Raises OutputError if the order is different now."""
-    for index, extent in enumerate(state.extents):
-        if extent.order is None or read_permutation(job.folder, index + 1, extent.order) is not None:
+def _restore(job: Job, file: SpecFile, state: State, say: Say) -> None:
+    """Make missing or altered files of positions again. Raises OutputError if there are other rows in them now."""
+    if job.slice is not None:
+        check_slice(job, file, state.extents[0], say)
+    ordered_by = str(state.header.layout.get("order", "input"))
+    for number, extent in enumerate(state.extents, 1):
+        if extent.positions is None or read_positions(job.folder, number, extent.positions) is not None:
             continue
-        name = job.folder.path(permutation_name(index + 1))
-        say(f"warning: {name} is gone or altered; ordering its rows again")
-        ordered_by = str(state.header.layout.get("order", "prefix"))
-        if _write(job, state.extents, index, ordered_by, state) != extent.order:
+        name = job.folder.path(positions_name(number))
+        say(f"warning: {name} is gone or altered; {'choosing' if state.is_in_order else 'ordering'} its rows again")
+        choice = dataclasses.replace(choose_again(job, file, number, state, say), ordered_by=ordered_by)
+        choice = in_order(job, choice, state, lambda line: None, lambda: None)
+        if choice.positions != extent.positions:
             raise OutputError(
-                f"{name} is gone, and the rows come in another order now; put the file back, or give the job another "
-                "output.path"
+                f"{name} is gone, and other rows are chosen now, or in another order: {choice.num_rows:,} where "
+                f"{extent.num_rows:,} were; put the file back, or give the job another output.path"
             )
 
 
 _WORDS = {"prefix": "what their prompts begin with", "longest": "their max_tokens, the longer half first"}
-
-
-def _write(
-    job: Job,
-    extents: Sequence[Extent],
-    index: int,
-    ordered_by: str,
-    state: State | None,
-    check_lock: Callable[[], None] = lambda: None,
-) -> str:
-    """Order the rows of `extents[index]` and write the order. Returns the digest of the file."""
-    extent, order = extents[index], RunOrder(job.folder, extents)
-    # The order covers the whole extent, because rows with the same prefix may be anywhere in it. Each part is sorted by
-    # position again. Seeds and prompts depend only on positions, so the order changes no value.
-    outlines = _Outlines(job, state)
-    with KeySort(_scratch(job.folder)) as keys:
-        for start in range(extent.start, extent.start + extent.num_rows, _AT_ONCE):
-            rows = order.rows(start, min(start + _AT_ONCE, extent.start + extent.num_rows))
-            keys.add(rows, [_key(outline, ordered_by) for outline in outlines.of(rows)])
-        rows_in_order = keys.rows(*(WAVES_AND_HANDS if ordered_by == "longest" else ()))
-        check_lock()
-        return write_permutation(
-            job.folder, index + 1, extent.first_row, extent.stop_row, extent.num_rows, rows_in_order
-        )
-
-
-def _scratch(folder: Folder) -> pathlib.Path:
-    """The folder in which rows are sorted. Removes the leftovers of a killed process."""
-    folder.make(RUN_FOLDER)
-    for leftover in folder.path(RUN_FOLDER).glob(".order-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    return folder.path(RUN_FOLDER)
 
 
 def _key(outline: Outline, ordered_by: str) -> bytes | None:
@@ -330,11 +264,10 @@ def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
 
 def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
     """Beginnings of the sampled rows' prompts, by run. A small input is sampled whole."""
-    order, outlines = RunOrder(job.folder, [choice.extent(1, 0)]), _Outlines(job, None)
+    order, outlines = choice.order(job.folder), _Outlines(job, None)
     found = []
     for start, stop in sampled_runs(choice.num_rows):
-        rows = order.rows(choice.start + start, choice.start + stop)
-        taken = (outline.beginning for some in _pieces(rows) for outline in outlines.of(some))
+        taken = (outline.beginning for rows in order.pieces(_AT_ONCE, start, stop) for outline in outlines.of(rows))
         found.append([beginning for beginning in taken if beginning is not None])
     return found
 
@@ -346,7 +279,3 @@ def sampled_runs(num_rows: int) -> list[tuple[int, int]]:
     if len(starts) > most:
         starts = [num_rows * i // most for i in range(most)]  # type: ignore[assignment]
     return [(start, min(start + RUN_ROWS, num_rows)) for start in starts]
-
-
-def _pieces(rows: Int64Array) -> Iterator[Int64Array]:
-    return iter(np.array_split(rows, range(_AT_ONCE, len(rows), _AT_ONCE)))

@@ -44,7 +44,7 @@ class Retry:
     """A retry that has begun.
 
     overrides: the changed sampling fields by dotted name, JSON values. num_rows, num_shards: chosen input rows, and the
-    shards that hold them. selection: digest of the bitmap of the chosen rows.
+    shards that hold them. positions: digest of the file of the chosen rows.
     """
 
     number: PositiveCount
@@ -52,7 +52,7 @@ class Retry:
     overrides: dict[JsonText, Any]
     num_rows: Count
     num_shards: Count
-    selection: JsonText
+    positions: JsonText
 
     def __str__(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
@@ -201,7 +201,7 @@ def read_line(line: Fields) -> Header | Extent | Part | Retry | EventLine | Snap
 
 def _checked(extent: Extent) -> Extent:
     num_rows = extent.stop_row - extent.first_row
-    if num_rows < extent.num_rows or (extent.selection is None and num_rows != extent.num_rows):
+    if num_rows < extent.num_rows or (extent.positions is None and num_rows != extent.num_rows):
         raise ValueError("more rows, or fewer, than there are")
     if 4 * (extent.num_rows // extent.rows_per_shard) > MAX_SHARDS:
         raise ValueError("more shards than can be")

@@ -80,6 +80,11 @@ class State:
         return self.limits[max(self.limits)] if self.limits else self.header.identity.get("input.limit")
 
     @property
+    def is_in_order(self) -> bool:
+        """Whether rows run in the order of their positions."""
+        return "order" not in self.header.layout
+
+    @property
     def is_done(self) -> bool:
         """Whether the job is done, and no rows came later."""
         return self.done is not None

@@ -17,7 +17,7 @@ from batchinf.manifest.state import State
 from batchinf.output.journal import UNSEALED, Journal, SealingWriter, Segment, is_sealed, joined, row_bytes
 from batchinf.prompts import encoder
 from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, BoolArray, Int64Array, Part, PartCounts, Shard
-from batchinf.schedule.selection import ShardRows
+from batchinf.schedule.positions import ShardRows
 from batchinf.source.rows import Source
 from batchinf.tasks.base import Task
 from batchinf.tasks.score.compare import ANSWER, Accuracy, count_right_answers

@@ -24,7 +24,7 @@ from batchinf.manifest.state import State
 from batchinf.output.journal import footer_is_sealed
 from batchinf.output.parts import PART_VERSION
 from batchinf.records import Part, Shard
-from batchinf.schedule.selection import RunOrder, ShardRows
+from batchinf.schedule.positions import RunOrder, ShardRows
 from batchinf.schedule.shards import shard_at
 
 _MAGIC = b"PAR1"

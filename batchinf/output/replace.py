@@ -19,7 +19,7 @@ from batchinf.manifest.names import part_name
 from batchinf.output.journal import is_sealed
 from batchinf.output.parts import PIECE_BYTES, OpenShard, PartTarget, write_part
 from batchinf.records import Part
-from batchinf.schedule.selection import ShardRows
+from batchinf.schedule.positions import ShardRows
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -56,7 +56,7 @@ from batchinf.replica.messages import (
 from batchinf.replica.text import Answers, Detokenizer, NoAnswers
 from batchinf.replica.worker import InFlightRecord, Worker, window
 from batchinf.replica.writer import WIDE, Finished, Writer
-from batchinf.schedule.selection import RunOrder, ShardRows, chosen_rows
+from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
@@ -168,7 +168,7 @@ class Pipeline:
         self._order, self._begun_at = order, begun_at
         self._journal = Journal(folder, incarnation, task.result_schema)
         self._retry = retry_of(incarnation)
-        self._selection = chosen_rows(folder, self._retry) if self._retry else None
+        self._chosen = stored_positions(folder, self._retry, where=RETRY_FOLDER) if self._retry else None
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
         self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
         self.feeder = Feeder(source, task, self._open_shard, self._ready, self._fail, emit)
@@ -225,7 +225,7 @@ class Pipeline:
 
     def _open_shard(self, shard: Shard) -> OpenShard:
         rows = ShardRows(shard.start, shard.stop) if self._order is None else self._order.of(shard)
-        chosen = None if self._selection is None else self._selection.chosen(rows)
+        chosen = None if self._chosen is None else self._chosen.chosen(rows)
         opened = OpenShard(shard, self._task, self._journal, chosen, rows)
         opened.recover()
         return opened

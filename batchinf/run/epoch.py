@@ -37,7 +37,7 @@ from batchinf.run.head_start import HeadStart
 from batchinf.run.progress import ProgressDisplay, forecast
 from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
-from batchinf.schedule.selection import Choice, RunOrder
+from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.shards import PendingShards, total_rows, total_shards
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.remote import is_url
@@ -292,12 +292,13 @@ def _run_rest(
     num_shards = total_shards(state.extents)
     num_rows = total_rows(state.extents) * job.task.num_rows_per_input
     is_done = state.committed
-    pending = PendingShards(state.extents, is_done)
+    num_chosen = None
     if phase is not None:
         num_rows = int(phase.num_chosen.sum()) * job.task.num_rows_per_input
         is_done = phase.num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
-        pending = PendingShards(state.extents, is_done, phase.num_chosen)
+        num_chosen = phase.num_chosen
+    pending = PendingShards(state.extents, is_done, num_chosen, is_in_order=state.is_in_order)
     trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, manifest)
     pending.withhold(trials.shards)
     platforms = Platforms(state, job.spec.same_device)

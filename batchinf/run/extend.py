@@ -11,12 +11,12 @@ import pyarrow as pa
 from batchinf.base import faults
 from batchinf.base.errors import InputError
 from batchinf.job import ordering
-from batchinf.job.choose import Chosen, Say, choose
+from batchinf.job.choose import Say, choose
 from batchinf.job.open import Job, auto_rows_per_shard, carried_columns, open_job
 from batchinf.manifest.lines import CHOSEN
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
-from batchinf.schedule.selection import Choice
+from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column
@@ -64,11 +64,10 @@ def _type_of(field: pa.Field) -> str:
 
 def add_extent(job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say) -> int:
     """Add the new rows to the job, durably. Returns how many of them will run."""
-    chosen = _chosen(job, file, state, say)
-    manifest.check_lock()
-    choice = chosen.write(job.folder, len(state.extents) + 1, total_rows(state.extents))
-    choice = replace(choice, ordered_by=state.header.layout.get("order", "input"))
-    choice = ordering.extend(job, state.extents, choice, say, manifest.check_lock)
+    choice = _chosen(job, file, state, manifest, say)
+    ordered_by = state.header.layout.get("order", "input")
+    choice = replace(choice, start=total_rows(state.extents), ordered_by=ordered_by)
+    choice = ordering.in_order(job, choice, state, say, manifest.check_lock)
     extent = choice.extent(_rows_per_shard(job, state, choice, num_replicas), total_shards(state.extents))
     if job.spec.input.selects:
         num_rows = total_rows(state.extents) + choice.num_rows
@@ -88,13 +87,15 @@ def spec_text(state: State, limit: int | None) -> str:
     return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
 
 
-def _chosen(job: Job, file: SpecFile, state: State, say: Say) -> Chosen:
-    """The new rows that the job's selection chooses, up to its limit."""
-    first_row, limit = state.extents[-1].stop_row, job.spec.input.limit
+def _chosen(job: Job, file: SpecFile, state: State, manifest: Manifest, say: Say) -> Choice:
+    """The new rows that the job's fields choose, up to its limit."""
+    number, rows = len(state.extents) + 1, range(state.extents[-1].stop_row, job.source.num_rows)
+    limit, check_lock = job.spec.input.limit, manifest.check_lock
     left = None if limit is None else limit - total_rows(state.extents)
-    if left == 0 or first_row == job.source.num_rows:
-        return Chosen(0, first_row, first_row, None)
-    return choose(job, file, first_row, left, say, job.folder.root, may_be_none=True, state=state)
+    if left == 0 or not rows:
+        return Choice(number, 0, 0, rows.start, rows.start)
+    own = job.folder, number
+    return choose(job, file, rows, left, *own, say=say, check_lock=check_lock, may_be_none=True, state=state)
 
 
 def _rows_per_shard(job: Job, state: State, choice: Choice, num_replicas: int) -> int:

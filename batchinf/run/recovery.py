@@ -17,8 +17,7 @@ from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces, with_retry
 from batchinf.records import Extent, Part
-from batchinf.schedule import selection
-from batchinf.schedule.selection import RunOrder
+from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 
 
@@ -56,7 +55,7 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
     """Make folder and manifest consistent. The caller commits the new lines of the manifest."""
     folder = job.folder
     own = ("parts", "staging", "journal", "manifest", "source", "source/versions")
-    for name in ("", *own, selection.RETRY_FOLDER, selection.RUN_FOLDER):
+    for name in ("", *own, RETRY_FOLDER, RUN_FOLDER):
         folder.sweep(name)
     _settle(folder, state, manifest)
     lost = _check_parts(job, state, manifest)

@@ -1,8 +1,9 @@
 """`--retry`: chooses the rows that run again, with changed sampling, and finds unfinished retries for `epoch`."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.replace import piece_rows
+from batchinf.records import Int64Array
+from batchinf.schedule.positions import RETRY_FOLDER, Positions, RunOrder, read_positions, write_positions
 from batchinf.schedule.predicate import Predicate
-from batchinf.schedule.selection import RunOrder, Selection, read_selection, write_selection
 from batchinf.schedule.shards import total_shards
 from batchinf.spec.sampling import SamplingSpec
 
@@ -83,30 +85,34 @@ def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryReques
 def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
     """The first unfinished retry. All shards must be committed. A shard that lost its part repeats all retries."""
     levels = np.array([state.parts[shard].retry for shard in range(total_shards(state.extents))])
+    order = RunOrder(job.folder, state.extents)
     for number in sorted(state.retries):
         retry, behind = state.retries[number], levels < number
-        selection = read_selection(job.folder, number, retry.selection)
-        if selection is None and behind.any():
-            # The selection is lost. The shards that are behind the retry are unchanged, so the same rows match again.
+        chosen = _chosen_rows(job, number, retry.positions)
+        if chosen is None and behind.any():
+            # The file is lost. The shards that are behind the retry are unchanged, so the same rows match again.
             predicate = Predicate(retry.predicate, _output_schema(job))
             _choose(job, state, manifest, predicate, retry, np.flatnonzero(behind).tolist())
-            selection = read_selection(job.folder, number)
-        elif selection is not None and behind.any() and state.event_counts["lost"]:
-            # When a lost selection was made again, the shards that had finished the retry were left out. If such a
-            # shard loses its part later, its rows are chosen here. Shards of later extents do not belong to the retry.
-            order, stop_row = RunOrder(job.folder, state.extents), selection.first_row + selection.num_rows
-            is_own = np.array([rows.last < stop_row for rows in order.shards()])
-            empty = behind & is_own & (selection.counts(order.shards()) == 0)
+            chosen = _chosen_rows(job, number)
+        elif chosen is not None and behind.any() and state.event_counts["lost"]:
+            # When a lost file was made again, the shards that had finished the retry were left out. If such a shard
+            # loses its part later, its rows are chosen here. Shards of later extents do not belong to the retry.
+            is_own = np.array([rows.last < chosen.stop_row for rows in order.shards()])
+            empty = behind & is_own & (chosen.counts(order.shards()) == 0)
             if empty.any():
                 predicate = Predicate(retry.predicate, _output_schema(job))
-                _choose(job, state, manifest, predicate, retry, np.flatnonzero(empty).tolist(), selection.copy())
-                selection = read_selection(job.folder, number)
-        if selection is None:
+                _choose(job, state, manifest, predicate, retry, np.flatnonzero(empty).tolist(), chosen)
+                chosen = _chosen_rows(job, number)
+        if chosen is None:
             continue
-        num_chosen = np.where(behind, selection.counts(RunOrder(job.folder, state.extents).shards()), 0)
+        num_chosen = np.where(behind, chosen.counts(order.shards()), 0)
         if num_chosen.any():
             return RetryPhase(retry, _with_overrides(job, retry.overrides), num_chosen)
     return None
+
+
+def _chosen_rows(job: Job, number: int, digest: str | None = None) -> Positions | None:
+    return read_positions(job.folder, number, digest, RETRY_FOLDER)
 
 
 def _choose(
@@ -116,28 +122,43 @@ def _choose(
     predicate: Predicate,
     retry: Retry,
     shards: Iterable[int],
-    selection: Selection | None = None,
+    before: Positions | None = None,
 ) -> Retry | None:
-    """Add matching rows of these shards to `selection` and store it."""
-    selection = selection or Selection.of(state.extents)
-    for shard in shards:
-        for rows in _matching(job, shard, predicate):
-            selection.add(rows)
-    counts = selection.counts(RunOrder(job.folder, state.extents).shards())
-    if not counts.any():
+    """Store the matching rows of these shards, and the rows that were chosen before."""
+    found = (rows for shard in shards for rows in _matching(job, shard, predicate))
+    known = () if before is None else before.pieces(_ROWS_AT_ONCE)
+    first_row, stop_row = state.extents[0].first_row, state.extents[-1].stop_row
+    bits = _bits(itertools.chain(known, found), first_row, stop_row - first_row)
+    if not bits.any():
         return None
-    num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
-    if retry.selection:  # keep the numbers of the first choice
-        num_rows, num_shards = retry.num_rows, retry.num_shards
     manifest.check_lock()
-    digest = write_selection(job.folder, retry.number, selection)
-    retry = dataclasses.replace(retry, num_rows=num_rows, num_shards=num_shards, selection=digest)
+    chosen = write_positions(job.folder, retry.number, _rows_of(bits, first_row), stop_row, RETRY_FOLDER)
+    counts = chosen.counts(RunOrder(job.folder, state.extents).shards())
+    num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
+    if retry.positions:  # keep the numbers of the first choice
+        num_rows, num_shards = retry.num_rows, retry.num_shards
+    retry = dataclasses.replace(retry, num_rows=num_rows, num_shards=num_shards, positions=chosen.digest)
     faults.point("retry.before_line")
     manifest.retry(retry)
     manifest.commit()
     faults.point("retry.after_line")
     state.note_retry(retry)
     return retry
+
+
+def _bits(found: Iterable[Int64Array], first_row: int, num_rows: int) -> npt.NDArray[np.uint8]:
+    """One bit a row from `first_row` on: parts of an ordered job have rows from anywhere, and a row may match twice."""
+    bits = np.zeros(-(-num_rows // 8), np.uint8)
+    for rows in found:
+        offsets = rows - first_row
+        np.bitwise_or.at(bits, offsets >> 3, np.left_shift(1, offsets & 7).astype(np.uint8))
+    return bits
+
+
+def _rows_of(bits: npt.NDArray[np.uint8], first_row: int) -> Iterator[Int64Array]:
+    for start in range(0, len(bits), _ROWS_AT_ONCE):
+        rows = np.flatnonzero(np.unpackbits(bits[start : start + _ROWS_AT_ONCE], bitorder="little"))
+        yield rows + (first_row + 8 * start)
 
 
 def _matching(job: Job, shard: int, predicate: Predicate) -> Iterable[npt.NDArray[np.int64]]:
@@ -154,10 +175,10 @@ def _matching(job: Job, shard: int, predicate: Predicate) -> Iterable[npt.NDArra
 
 
 def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:
-    selection = read_selection(job.folder, retry.number, retry.selection)
-    if selection is None:
+    chosen = _chosen_rows(job, retry.number, retry.positions)
+    if chosen is None:
         return True
-    counts = selection.counts(RunOrder(job.folder, state.extents).shards())
+    counts = chosen.counts(RunOrder(job.folder, state.extents).shards())
     return any(
         counts[shard] and (shard not in state.parts or state.parts[shard].retry < retry.number)
         for shard in range(len(counts))

@@ -103,13 +103,16 @@ class PendingShards:
         extents: Sequence[Extent],
         committed: npt.NDArray[np.bool_],
         num_chosen: npt.NDArray[np.int64] | None = None,
+        *,
+        is_in_order: bool = True,
     ) -> None:
         """committed: bool [total_shards], the shards that are done; it is copied.
 
-        num_chosen: int64 [total_shards], how many rows of each shard have to run; None: all.
+        num_chosen: int64 [total_shards], how many rows of each shard have to run; None: all. is_in_order: whether rows
+        run in the order of their positions.
         """
         self.extents = tuple(extents)
-        self.is_in_order = all(extent.order is None for extent in extents)
+        self.is_in_order = is_in_order
         self._num_chosen = num_chosen
         self._is_pending = ~committed
         self._num = int(np.count_nonzero(self._is_pending))

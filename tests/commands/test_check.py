@@ -28,7 +28,7 @@ from batchinf.manifest.state import State, read_state
 from batchinf.output import proof
 from batchinf.output.journal import Journal
 from batchinf.output.proof import changed_parts, find_flaw
-from batchinf.schedule.selection import RunOrder, ShardRows
+from batchinf.schedule.positions import RunOrder, ShardRows
 from batchinf.schedule.shards import shard_at
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

@@ -4,14 +4,13 @@ import contextlib
 import datetime
 import pathlib
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import jobs
 from batchinf.base.errors import InputError, RowError
-from batchinf.commands.shown_rows import ChosenRows, find_row, random_rows, shown_row
+from batchinf.commands.shown_rows import find_row, random_rows, shown_row
 from batchinf.commands.text.validate import row_lines
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt, Request
@@ -83,15 +82,6 @@ def test_a_seed_draws_the_same_rows() -> None:
     assert set(drawn) <= set(range(100, 100_000))
     assert drawn != random_rows(range(100, 100_000), 20, 4)
     assert random_rows(range(5, 8), 20, 3) == [5, 6, 7]
-
-
-def test_chosen_rows_are_looked_up() -> None:
-    positions = np.array([3, 4, 9, 12], np.int64)
-    rows = ChosenRows(4, lambda start, stop: positions[start:stop])
-    assert (list(rows), rows[1:3], rows[:9], rows[2], rows[-1]) == ([3, 4, 9, 12], [4, 9], [3, 4, 9, 12], 9, 12)
-    assert set(random_rows(rows, 3, 1)) <= {3, 4, 9, 12}
-    with pytest.raises(IndexError):
-        rows[4]
 
 
 JOB = SamplingSpec(temperature=0.0, top_p=1.0, max_tokens=64)

@@ -23,7 +23,7 @@ from batchinf.manifest.state import State
 from batchinf.records import Shard
 from batchinf.replica.messages import InFlightRequest
 from batchinf.replica.worker import InFlightRecord
-from batchinf.schedule.selection import RunOrder
+from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at
 
 WINDOW = 64

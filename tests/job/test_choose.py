@@ -1,23 +1,32 @@
 """Which rows are run: by themselves, and through whole jobs that are hurt, cut, retried and looked at."""
 
+import contextlib
 import gzip
 import json
 import pathlib
 import random
+import tempfile
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from inputs import open_jsonl
 
 import jobs
+from batchinf.base.errors import UserError
+from batchinf.base.storage import Folder
 from batchinf.job import choose as choosing
-from batchinf.job import choose as excluding
-from batchinf.job.choose import Excluded, Keys, keys_of
-from batchinf.job.open import open_job
+from batchinf.job import exclude as excluding
+from batchinf.job.open import max_model_len, open_job
+from batchinf.manifest.lines import Header
 from batchinf.manifest.lock import LockLost
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import part_name
+from batchinf.records import Extent, Part
 from batchinf.source.files import InputLocation
 from batchinf.source.row_hash import is_in_share, row_hashes
 from batchinf.source.rows import Source, open_source
@@ -56,12 +65,15 @@ def chosen_of(spec: pathlib.Path, *overrides: str) -> list[int]:
     """The rows that are chosen, without a run."""
     file = read_spec(spec, overrides)
     job = open_job(file)
-    chosen = choosing.choose(job, file, 0, job.spec.input.limit)
-    job.source.close()
-    if chosen.selection is None:
-        return list(range(chosen.first_row, chosen.stop_row))
-    rows: list[int] = chosen.selection.rows(0, chosen.num_rows).tolist()
-    assert chosen.stop_row > rows[-1]
+    with tempfile.TemporaryDirectory() as scratch, contextlib.closing(job.source):
+        folder = Folder(scratch)
+        choice = choosing.choose(job, file, range(job.source.num_rows), job.spec.input.limit, folder)
+        rows = list(choice.order(folder))
+        assert (choice.positions is None) == (rows == list(range(choice.first_row, choice.stop_row)))
+        assert [path.name for path in (folder.path("selection")).glob("*")] == (
+            [] if choice.positions is None else ["000001.positions"]
+        )
+    assert rows == sorted(rows) and choice.stop_row > max(rows, default=-1)
     return rows
 
 
@@ -109,11 +121,12 @@ def test_broken_rows_are_in_a_sample_by_their_positions(tmp_path: pathlib.Path) 
     assert both == [row for row in rows if row % 2 == 0 or RECORDS[row]["language"] == "de"]
 
 
-def test_all_of_them_need_no_bitmap(tmp_path: pathlib.Path) -> None:
+def test_all_of_them_need_no_file(tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, RECORDS, input={"where": "id >= 0"})
     jobs.finish(spec)
     [extent] = jobs.state_of(tmp_path / "out").extents
-    assert (extent.selection, extent.num_rows, extent.stop_row) == (None, 2000, 2000)
+    assert (extent.positions, extent.num_rows, extent.stop_row) == (None, 2000, 2000)
+    assert not list((tmp_path / "out" / "selection").glob("*"))
 
 
 def test_a_larger_share_has_the_smaller_ones_rows(tmp_path: pathlib.Path) -> None:
@@ -173,30 +186,110 @@ def test_the_hash_never_changes() -> None:
 PINNED = 10313017175085145133
 
 
-@pytest.mark.parametrize("type", ["int64", "string", "int32"])
-@pytest.mark.parametrize("seed", range(4))
-def test_excluded_keys_are_those_of_a_set(
-    type: str, seed: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+WIDE = [None, -(2**63), -1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1]
+TEXTS = [None, "", "a", "a\0", "a\0b", "A", "ä", "\U0001f600", "5", "05", " 5"]
+KINDS: dict[str, list[Any]] = {
+    **{f"{sign}int{width}": WIDE for width in (8, 16, 32, 64) for sign in ("", "u")},
+    "string": TEXTS,
+    "large_string": TEXTS,
+    "double": [None, 0.0, -0.0, 0.5, 1e300, float("inf"), float("nan"), 2.0**53],
+    "bool": [None, True, False],
+    "date32[day]": [None, 0, 1, 20_000],
+}
+
+
+def holds(type: pa.DataType, value: Any) -> bool:
+    with contextlib.suppress(pa.ArrowInvalid, OverflowError):
+        return pa.array([value], type).to_pylist() is not None
+    return False
+
+
+@pytest.mark.parametrize(("own", "theirs"), [
+    *((own, theirs) for own in KINDS for theirs in KINDS if "int" in own and "int" in theirs and "64" in own + theirs),
+    ("string", "string"), ("string", "large_string"), ("large_string", "string"), ("double", "double"),
+    ("bool", "bool"), ("date32[day]", "date32[day]"),
+])  # fmt: skip
+def test_excluded_rows_are_those_whose_value_is_in_a_set(
+    own: str, theirs: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(excluding, "BLOCK_KEYS", 50)
-    chance = random.Random(seed)
-    own_field, their_field = pa.field("id", "string" if type == "string" else "int64"), pa.field("id", type)
+    """No value is cast to another: 2^64 - 1 is not -1, and no long text is cut."""
+    monkeypatch.setattr(excluding, "_MOST_BYTES", 200)
+    chance = random.Random(f"{own} {theirs}")
+    types = [pa.type_for_alias(name.split("[")[0]) for name in (own, theirs)]
 
-    def column(values: list[int | None], field: pa.Field) -> pa.ChunkedArray:
-        texts = field.type == pa.string()
-        return pa.chunked_array([[str(v) if texts and v is not None else v for v in values]], field.type)
+    def values(name: str, type: pa.DataType, num_rows: int) -> list[Any]:
+        possible = [value for value in KINDS[name] if holds(type, value)]
+        return [chance.choice(possible) for _ in range(num_rows)]
 
-    excluded, theirs = Excluded(tmp_path), set()
-    for _ in range(chance.randrange(5)):
-        values = [chance.choice([None, chance.randrange(-300, 300)]) for _ in range(chance.randrange(120))]
-        theirs |= set(values) - {None}
-        excluded._add([keys_of(column(values, their_field), their_field)])
-    own = [chance.choice([None, chance.randrange(-300, 300)]) for _ in range(400)]
-    assert excluded.among(keys_of(column(own, own_field), own_field)).tolist() == [value in theirs for value in own]
-    empty = Keys(np.zeros(0, np.uint64), np.zeros(0, np.uint64), np.zeros(0, np.bool_))
-    assert excluded.among(empty).tolist() == []
-    excluded.close()
-    assert list(tmp_path.iterdir()) == []
+    [own_values, their_values] = [values(n, t, size) for n, t, size in zip((own, theirs), types, (60, 5), strict=True)]
+    own_array, their_array = (pa.array(v, t) for v, t in zip((own_values, their_values), types, strict=True))
+    pq.write_table(pa.table({"id": own_array, "prompt": [f"Say {i}." for i in range(60)]}), tmp_path / "rows.parquet")
+    write_done(tmp_path / "done", their_array)
+    given = {"path": str(tmp_path / "rows.parquet"), "id_column": "id"}
+    spec = jobs.spec_of(tmp_path, input={**given, "exclude": {"job": str(tmp_path / "done"), "on": "id"}},
+                        output={"keep_columns": []})  # fmt: skip
+    done = {repr(value + 0 if value == 0 else value) for value in their_array.to_pylist() if value is not None}
+    left = [row for row, value in enumerate(own_array.to_pylist())
+            if value is None or repr(value + 0 if value == 0 else value) not in done]  # fmt: skip
+    assert len(left) > 0
+    assert chosen_of(spec) == left
+    for limit in {1, len(left) // 2 or 1, len(left)}:
+        assert chosen_of(spec, f"input.limit={limit}") == left[:limit]
+
+
+def write_done(out: pathlib.Path, ids: pa.Array) -> None:
+    """The output folder of a job that has done the rows with these ids, in two parts, each with a failed row too."""
+    folder = Folder(out)
+    folder.make("manifest", "parts")
+    manifest = Manifest(folder, 1)
+    manifest.header(Header(1, "0" * 32, "2026-01-01T00:00:00+00:00", {}, "0" * 32, {}, {}))
+    manifest.extent(Extent(0, 2, 1, 0, 0, 2), "input")
+    for shard in range(2):
+        own = ids[shard::2]
+        table = pa.table({"id": own, "error_type": pa.nulls(len(own), "string")})
+        pq.write_table(table, out / "parts" / part_name(shard), write_page_checksum=True)
+        manifest.part(Part(shard=shard, file=part_name(shard), num_rows=len(own), num_bytes=0, digest=""))
+    manifest.commit()
+    manifest.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_what_is_chosen_is_what_a_loop_chooses(data: st.DataObject) -> None:
+    """All fields together, against a plain loop over the rows."""
+    chance = random.Random(data.draw(st.integers(0, 2**32)))
+    records: list[Any] = chance.sample(RECORDS, data.draw(st.integers(1, 300)))
+    given: dict[str, Any] = {}
+    if data.draw(st.booleans()):
+        given["where"] = data.draw(st.sampled_from(["language = 'de'", "id % 7 < 3", "score > 100 or meta.a = 1"]))
+    if data.draw(st.booleans()):
+        given["sample"] = data.draw(st.sampled_from([0.1, 0.5, 0.9]))
+    limit = data.draw(st.one_of(st.none(), st.integers(1, 40)))
+    done = set(chance.sample(range(2000), 900)) if data.draw(st.booleans()) else set()
+    is_true = {
+        "language = 'de'": lambda row: row["language"] == "de",
+        "id % 7 < 3": lambda row: row["id"] % 7 < 3,
+        "score > 100 or meta.a = 1": lambda row: row["score"] > 100 or row["meta"]["a"] == 1,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        if done:
+            write_done(folder / "done", pa.array(sorted(done)))
+            given["exclude"] = {"job": str(folder / "done"), "on": "id"}
+        spec = spec_over(folder, records, input={**given, **({} if limit is None else {"limit": limit})})
+        hashes = row_hashes(pa.Table.from_pylist(records))
+        left = [
+            position
+            for position, row in enumerate(records)
+            if ("where" not in given or is_true[given["where"]](row))
+            and ("sample" not in given or is_in_share(hashes[position : position + 1], given["sample"])[0])
+            and row["id"] not in done
+        ][:limit]
+        if left:
+            assert chosen_of(spec) == left
+        else:
+            with pytest.raises(UserError, match="leaves none of the"):
+                chosen_of(spec)
 
 
 # -- through jobs ------------------------------------------------------------------------------------------------------
@@ -234,8 +327,8 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
     assert head
     assert {row["row_index"] for row in head} <= set(rows)
     # Which rows are run is found out again where it was lost.
-    (out / "selection" / "000001.rows").unlink()
-    assert "selection/000001.rows" in jobs.run("check", out).stdout
+    (out / "selection" / "000001.positions").unlink()
+    assert "selection/000001.positions" in jobs.run("check", out).stdout
     done = jobs.finish(spec)
     assert jobs.rows_of(out) == expected
     assert ": all input rows that where would leave, about " in done.stdout
@@ -264,7 +357,7 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
 def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, RECORDS[:100], input={"where": "random() < 0.5"})
     jobs.finish(spec)
-    (tmp_path / "out" / "selection" / "000001.rows").write_bytes(b"")
+    (tmp_path / "out" / "selection" / "000001.positions").write_bytes(b"")
     done = jobs.run("run", spec)
     assert done.returncode == 2
     assert "other rows are chosen now" in done.stderr
@@ -309,13 +402,14 @@ def test_prompts_are_those_of_the_jobs_beginning_whenever_rows_are_chosen(tmp_pa
     again = {"exclude": {"job": out, "on": "prompt_hash"}}
     file = read_spec(spec_over(tmp_path, RECORDS[:20], input={**chat, **again}, output={"path": f"{out}-2"}))
     job = open_job(file)
-    # As when more is taken in later, or the bitmap is lost: the hashes in the output are of that time.
-    chosen = choosing.choose(job, file, 0, None, may_be_none=True, state=jobs.state_of(tmp_path / "out"))
-    assert chosen.num_rows == 0
+    # As when more is taken in later, or the file is lost: the hashes in the output are of that time.
+    state, rows = jobs.state_of(tmp_path / "out"), range(job.source.num_rows)
+    choice = choosing.choose(job, file, rows, None, Folder(tmp_path / "scratch"), may_be_none=True, state=state)
+    assert choice.num_rows == 0
     job.source.close()
 
 
-def test_who_has_lost_the_job_writes_no_bitmap(tmp_path: pathlib.Path) -> None:
+def test_who_has_lost_the_job_stores_no_choice(tmp_path: pathlib.Path) -> None:
     def is_lost() -> None:
         raise LockLost("another runs it now")
 
@@ -323,16 +417,16 @@ def test_who_has_lost_the_job_writes_no_bitmap(tmp_path: pathlib.Path) -> None:
     job = open_job(file)
     job.folder.make()
     with pytest.raises(LockLost):
-        choosing.begin_selection(job, file, print, is_lost)
-    assert not job.folder.exists("selection")
-    choosing.begin_selection(job, file, print, lambda: None)
-    assert job.folder.exists("selection/000001.rows")
+        choosing.begin_choice(job, file, print, is_lost)
+    assert not job.folder.list("selection")
+    choosing.begin_choice(job, file, print, lambda: None)
+    assert job.folder.exists("selection/000001.positions")
     job.source.close()
 
 
 def test_a_length_that_the_engine_finds_for_itself_is_the_models_here(tmp_path: pathlib.Path) -> None:
     job = open_job(read_spec(spec_over(tmp_path, RECORDS[:3], scripted=None, engine={"max_model_len": -1})))
-    assert choosing.max_model_len(job) == job.model.max_model_len
+    assert max_model_len(job) == job.model.max_model_len
     job.source.close()
 
 

@@ -11,14 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-import batchinf
-import jobs
-from batchinf.base.errors import OutputError
-from batchinf.base.storage import Folder
-from batchinf.job import ordering
-from batchinf.job.ordering import KeySort, prefix_key, shared_bytes, shared_in_order, shared_when_sorted
-from batchinf.records import Extent
 from batchinf.schedule.selection import (
     RUN_FOLDER,
     RunOrder,
@@ -29,6 +21,14 @@ from batchinf.schedule.selection import (
     write_permutation,
     write_selection,
 )
+
+import batchinf
+import jobs
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.job import ordering
+from batchinf.job.ordering import KeySort, prefix_key, shared_bytes, shared_in_order, shared_when_sorted
+from batchinf.records import Extent
 from batchinf.schedule.shards import shard_at, total_shards
 
 NUM_GROUPS, GROUP_ROWS = 40, 6

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from extents import extent_of_all
 from test_parts import METADATA, SHARD, SPECS, Rows, expected_output, opened, read, write
 from test_tasks_generate import make_results
 
@@ -23,8 +22,6 @@ from batchinf.output.journal import Journal, drop
 from batchinf.output.parts import OpenShard, PartTarget, verify_part
 from batchinf.output.replace import replaces, retry_metadata, with_retry, write_replacement
 from batchinf.records import Part, Result
-from batchinf.schedule.selection import RunOrder, Selection, ShardRows, read_selection, selection_name
-from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -165,47 +162,3 @@ def test_segments_of_one_retry_are_not_taken_for_those_of_another(folder: Folder
         assert [shard.is_finished(SHARD.start + row) for row in range(3)] == [row == retry for row in range(3)]
     drop(folder, SHARD.index, 1)
     assert [retry_of(name.split("-")[1]) for name in folder.list("journal")] == [2]
-
-
-def test_a_selection_is_a_set_of_rows(folder: Folder) -> None:
-    chance = random.Random(7)
-    for _ in range(30):
-        extents = (extent_of_all(chance.choice([0, 13, 8000]), chance.randrange(1, 300), chance.randrange(1, 40), 0),)
-        rows = range(extents[0].start, extents[0].start + extents[0].num_rows)
-        chosen = set(chance.sample(rows, chance.randrange(len(rows) + 1)))
-        selection = Selection.of(extents)
-        for row in chosen:
-            selection.add(np.array([row, row]))
-        data, digest = selection.encode(4)
-        folder.write_atomic(selection_name(4), data)
-        back = read_selection(folder, 4, digest)
-        assert back is not None
-        shards = [shard_at(extents, index) for index in range(total_shards(extents))]
-        for shard in shards:
-            assert back.chosen(ShardRows(shard.start, shard.stop)).tolist() == [
-                row in chosen for row in range(shard.start, shard.stop)
-            ]
-        assert back.counts(RunOrder(folder, extents).shards()).tolist() == [
-            len(chosen & set(range(s.start, s.stop))) for s in shards
-        ]
-        later = ShardRows(rows.stop - 1, rows.stop + 9)
-        assert back.chosen(later).tolist() == [rows.stop - 1 in chosen] + [False] * 9
-
-
-def test_every_byte_of_a_selection_is_guarded(folder: Folder) -> None:
-    selection = Selection(0, 40)
-    selection.add(np.array([3, 39]))
-    data, digest = selection.encode(1)
-    for place in range(len(data)):
-        altered = bytearray(data)
-        altered[place] ^= 4
-        folder.write_atomic(selection_name(1), bytes(altered), durable=False)
-        assert read_selection(folder, 1) is None
-        folder.write_atomic(selection_name(1), data[:place], durable=False)
-        assert read_selection(folder, 1) is None
-    assert read_selection(folder, 2) is None
-    folder.write_atomic(selection_name(2), data)
-    assert read_selection(folder, 2) is None
-    folder.write_atomic(selection_name(1), data)
-    assert read_selection(folder, 1, digest) is not None
-    assert read_selection(folder, 1, "another") is None

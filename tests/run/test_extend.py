@@ -274,7 +274,7 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str, message: str,
 def test_extents_without_rows_are_passed_over() -> None:
     extents = (Extent(0, 5, 2, 0, 0, 5), Extent(5, 0, 2, 4, 5, 5), Extent(5, 3, 2, 4, 5, 8))
     assert total_rows(extents) == 8
-    from batchinf.schedule.selection import RunOrder
+    from batchinf.schedule.positions import RunOrder
 
     order = RunOrder(Folder("nowhere"), extents)
     rows = [int(row) for rows in order.shards() for row in rows.positions()]

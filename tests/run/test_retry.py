@@ -205,7 +205,7 @@ def test_killed_at_every_step(
     with (out / "staging" / line.file).open("r+b") as file:
         file.truncate(1000)
     killed("coordinator.after_publish", *ERRORS, *SLOW)
-    (out / "retry" / "000001.rows").unlink()
+    (out / "retry" / "000001.positions").unlink()
     killed("manifest.mid_line:6", *SLOW)  # without --retry the retry goes on all the same
     # Parts that are lost are made anew, and go through the retry too.
     state = jobs.state_of(out)

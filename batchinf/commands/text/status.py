@@ -86,9 +86,8 @@ _AGAIN = "run the job again: its rows run again"
 # Problem → what is wrong with the file, and what to do.
 _WRONG = {
     "manifest_without_job": ("does not say what the job is", "put back a copy of it"),
-    "selection_lost": ("is gone or altered, and says which rows are run", "run the job again: it chooses them again"),
-    "order_lost": (
-        "is gone or altered, and says in which order rows are run", "run the job again: it orders them again",
+    "selection_lost": (
+        "is gone or altered, and says which rows are run in which order", "run the job again: it chooses them again",
     ),
     "foreign_file": ("is no part of this job, and readers take it for one", "move it away"),
     "spec_missing": ("is missing", "check --repair writes it again from the manifest"),

@@ -1,0 +1,169 @@
+"""`input.exclude`: leaves out the rows that earlier jobs have done. `choose` uses it."""
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinf.base.errors import OutputError, SpecError
+from batchinf.base.slices import job_folders, no_job_message
+from batchinf.base.storage import Folder
+from batchinf.base.text import one_line
+from batchinf.job.open import Job, begun_at, max_model_len
+from batchinf.job.scratch import Scratch
+from batchinf.manifest.names import part_name
+from batchinf.manifest.state import State, read_state
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Int64Array
+from batchinf.source.row_hash import texts
+from batchinf.source.types import is_json_column
+from batchinf.spec.file import SpecFile
+from batchinf.tasks.base import prompt_hash
+
+_MEMORY = "256MB"
+# Bytes of keys that are looked up at once: few at first if there is a limit, as a few rows are then probably enough.
+# One join of all rows is quicker, but with 100 million rows DuckDB runs out of a memory limit of 512 MB.
+_FIRST_BYTES, _MOST_BYTES = 1 << 16, 16 << 20
+_PART_ROWS_AT_ONCE, _ROWS_TO_TOKENIZE = 1 << 16, 256
+
+Batches = Iterable[tuple[Int64Array, pa.Table]]
+
+
+class Exclusion:
+    """Finds the rows that have no output row without an error in the jobs of `input.exclude`.
+
+    columns: those that it reads of the input.
+    """
+
+    def __init__(self, job: Job, file: SpecFile, state: State | None) -> None:
+        """state: of a job that has begun. Raises SpecError."""
+        given, self._job, self._file = job.spec.input, job, file
+        assert given.exclude is not None
+        self._jobs, self._on = given.exclude.job, given.exclude.on
+        self.columns: list[str] = []
+        if self._on == "id":
+            name = given.id_column or "custom_id"  # OpenAI's; a spec need not name it
+            if name not in job.source.schema.names:
+                raise file.error("input.exclude.on", f"got id, but the input has no column {name!r}")
+            self._own, self.columns = job.source.schema.field(name), [name]
+            if is_json_column(self._own):
+                raise file.error(
+                    "input.exclude",
+                    f"got id, but {name} holds values of several types, and nothing tells theirs; say prompt_hash",
+                )
+            return
+        self._own = pa.field("prompt_hash", pa.int64())
+        tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+        # Chat templates that print the date get the date when the job began, even if rows are chosen later.
+        begun = begun_at(job, None if state is None else state.header)
+        self._builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
+
+    def left(self, batches: Batches, folder: Folder, *, has_limit: bool) -> Generator[Int64Array, None, None]:
+        """Positions of the rows that are left. batches: positions, and a table with `columns` of these rows.
+
+        folder: for temporary files. Raises SpecError, and OutputError if a job's output cannot be read.
+        """
+        with Scratch(folder, _MEMORY) as scratch:
+            self._read_done(scratch)
+            held: list[pa.Table] = []
+            most, num_bytes = _FIRST_BYTES if has_limit else _MOST_BYTES, 0
+            for rows, table in batches:
+                held.append(pa.table({"row": rows, "key": self._keys(rows, table)}))
+                num_bytes += held[-1].nbytes
+                if num_bytes >= most:
+                    yield _not_done(scratch, pa.concat_tables(held))
+                    held, most, num_bytes = [], min(2 * most, _MOST_BYTES), 0
+            if held:
+                yield _not_done(scratch, pa.concat_tables(held))
+
+    def _keys(self, rows: Int64Array, table: pa.Table) -> pa.ChunkedArray:
+        if self._on == "id":
+            return key_column(table.column(self._own.name), self._own)
+        hashes: list[int | None] = []
+        for first in range(0, len(rows), _ROWS_TO_TOKENIZE):
+            read = self._job.source.read_rows(rows[first : first + _ROWS_TO_TOKENIZE], self._builder.columns)
+            prompts = self._builder.build(read, max_model_len(self._job))
+            hashes += [prompt_hash(np.array(prompt.token_ids, np.int32)) for prompt in prompts]
+        return pa.chunked_array([hashes], pa.int64())
+
+    def _read_done(self, scratch: Scratch) -> None:
+        """Make the table `done` with the keys of the rows that the jobs have done."""
+        empty = key_column(pa.chunked_array([], self._own.type), self._own)
+        scratch.run("CREATE TABLE done AS SELECT key FROM own", own=pa.table({"key": empty}))
+        type = scratch.run("SELECT column_type FROM (DESCRIBE done)")["column_type"][0]
+        scratch.run("BEGIN")
+        with self._naming():
+            for keys in self._keys_of_jobs():
+                # An integer that the own type cannot hold is equal to none of its values: the cast makes it null.
+                scratch.run(f"INSERT INTO done SELECT TRY_CAST(key AS {type}) FROM theirs", theirs=keys)
+        scratch.run("COMMIT")
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except SpecError as error:
+            raise self._file.error("input.exclude", str(error)) from None
+
+    def _keys_of_jobs(self) -> Iterator[pa.Table]:
+        for out in self._jobs:
+            states = [
+                (found.folder, state)
+                for found in job_folders(out)
+                if found.folder.exists("manifest") and (state := read_state(found.folder)) is not None
+            ]
+            if not states:
+                raise SpecError(no_job_message(out))
+            for folder, state in states:
+                for shard in sorted(state.parts):
+                    yield from self._keys_of_part(out, folder, f"parts/{part_name(shard)}")
+
+    def _keys_of_part(self, out: str, folder: Folder, name: str) -> Iterator[pa.Table]:
+        try:
+            with pq.ParquetFile(folder.path(name), page_checksum_verification=True) as file:
+                self._check_type(out, file.schema_arrow)
+                for batch in file.iter_batches(_PART_ROWS_AT_ONCE, columns=[self._on, "error_type"]):
+                    table = pa.Table.from_batches([batch])
+                    good = table.filter(pc.is_null(table.column("error_type")))
+                    yield pa.table({"key": key_column(good.column(self._on), good.schema.field(self._on))})
+        except (pa.ArrowException, OSError) as error:
+            reason = one_line(error, 300)
+            raise OutputError(
+                f"{folder.path(name)} cannot be read: {reason}; batchinf check {out} says what is wrong"
+            ) from error
+
+    def _check_type(self, out: str, schema: pa.Schema) -> None:
+        if self._on not in schema.names:
+            raise SpecError(f"got id, but the rows in {out} have none: that job has no id_column; say prompt_hash")
+        own, theirs = self._own.type, schema.field(self._on).type
+        if _family(own) != _family(theirs):
+            raise SpecError(
+                f"got {self._on}, but {self._own.name} is {own} here and {theirs} in {out}, so that none would be the "
+                "same; give both one type, or say prompt_hash"
+            )
+
+
+def key_column(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    """Values by which rows are compared: integers and texts as they are, others as the text that `sample` hashes."""
+    if _family(field.type) in ("integer", "text"):
+        return column
+    return pa.chunked_array([pa.array(texts(column, field), pa.large_binary())])
+
+
+def _family(type: pa.DataType) -> str:
+    if pa.types.is_integer(type):
+        return "integer"
+    return "text" if pa.types.is_string(type) or pa.types.is_large_string(type) else str(type)
+
+
+def _not_done(scratch: Scratch, candidates: pa.Table) -> Int64Array:
+    # A semi join of the others takes half the time of an anti join: DuckDB then skips what no candidate can equal.
+    candidates = candidates.append_column("place", pa.array(np.arange(candidates.num_rows)))
+    found = scratch.run("SELECT place FROM candidates SEMI JOIN done USING (key)", candidates=candidates)["place"]
+    is_left = np.ones(candidates.num_rows, np.bool_)
+    is_left[found] = False
+    rows: Int64Array = candidates.column("row").to_numpy()[is_left]
+    return rows

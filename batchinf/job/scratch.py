@@ -1,0 +1,76 @@
+"""A DuckDB database in a temporary folder, for rows that do not fit into memory: `exclude` and `ordering` use it."""
+
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.base.text import one_line
+from batchinf.schedule.positions import RUN_FOLDER
+from batchinf.schedule.predicate import duckdb_errors
+
+_PREFIX = ".scratch-"
+_FETCH_ROWS = 1 << 16
+
+
+class Scratch:
+    """The database. Use it in a `with` statement, because it holds a temporary folder."""
+
+    def __init__(self, folder: Folder, memory: str) -> None:
+        """folder: the output folder. memory: DuckDB's limit, such as `512MB`; data above it is on disk."""
+        folder.make(RUN_FOLDER)
+        for leftover in folder.path(RUN_FOLDER).glob(f"{_PREFIX}*"):  # of a killed process
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder.path(RUN_FOLDER))
+        self._memory = memory
+        self._connection: Any = None
+
+    def __enter__(self) -> Self:
+        import duckdb
+
+        settings: dict[str, str | bool | int | float | list[str]] = {
+            "memory_limit": self._memory,
+            "temp_directory": self._folder.name,
+            "threads": "2",
+            "preserve_insertion_order": "false",
+        }
+        self._connection = duckdb.connect(pathlib.Path(self._folder.name, "rows"), config=settings)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._connection.close()
+        self._folder.cleanup()
+
+    def run(self, statement: str, **tables: pa.Table) -> dict[str, npt.NDArray[Any]]:
+        """The columns of a statement's result. The statement may name `tables`."""
+        with duckdb_errors(self._wrong):
+            for name, table in tables.items():
+                self._connection.register(name, table)
+            found: dict[str, npt.NDArray[Any]] = self._connection.execute(statement).fetchnumpy()
+            for name in tables:
+                self._connection.unregister(name)
+        return found
+
+    def batches(self, query: str) -> Iterator[pa.RecordBatch]:
+        """The result of a query, some rows at a time."""
+        with duckdb_errors(self._wrong):
+            found = self._connection.sql(query)
+            # DuckDB 2 renamed it.
+            read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
+            batches = iter(read(_FETCH_ROWS))
+        while True:
+            with duckdb_errors(self._wrong):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _wrong(self, text: str) -> OutputError:
+        where = pathlib.Path(self._folder.name).parent
+        return OutputError(f"{where}: rows cannot be sorted or compared there: {one_line(text, 300)}")
