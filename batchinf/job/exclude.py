@@ -93,13 +93,11 @@ class Exclusion:
         """Make the table `done` with the keys of the rows that the jobs have done."""
         empty = key_column(pa.chunked_array([], self._own.type), self._own)
         scratch.run("CREATE TABLE done AS SELECT key FROM own", own=pa.table({"key": empty}))
-        type = scratch.run("SELECT column_type FROM (DESCRIBE done)")["column_type"][0]
-        scratch.run("BEGIN")
+        type = scratch.column("SELECT column_type FROM (DESCRIBE done)")[0]
         with self._naming():
             for keys in self._keys_of_jobs():
                 # An integer that the own type cannot hold is equal to none of its values: the cast makes it null.
                 scratch.run(f"INSERT INTO done SELECT TRY_CAST(key AS {type}) FROM theirs", theirs=keys)
-        scratch.run("COMMIT")
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
@@ -162,7 +160,7 @@ def _family(type: pa.DataType) -> str:
 def _not_done(scratch: Scratch, candidates: pa.Table) -> Int64Array:
     # A semi join of the others takes half the time of an anti join: DuckDB then skips what no candidate can equal.
     candidates = candidates.append_column("place", pa.array(np.arange(candidates.num_rows)))
-    found = scratch.run("SELECT place FROM candidates SEMI JOIN done USING (key)", candidates=candidates)["place"]
+    found = scratch.column("SELECT place FROM candidates SEMI JOIN done USING (key)", candidates=candidates)
     is_left = np.ones(candidates.num_rows, np.bool_)
     is_left[found] = False
     rows: Int64Array = candidates.column("row").to_numpy()[is_left]

@@ -84,7 +84,6 @@ class KeySort:
     def __enter__(self) -> Self:
         self._scratch.__enter__()
         self._scratch.run("CREATE TABLE keys (is_last BOOLEAN, key BLOB, row BIGINT)")
-        self._scratch.run("BEGIN")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -103,15 +102,14 @@ class KeySort:
         self._scratch.run("INSERT INTO keys SELECT is_last, key, row FROM batch", batch=batch)
 
     def rows(self, num_waves: int = 1, num_hands: int = 1) -> Iterator[Int64Array]:
-        """All added rows in order, some at a time. Rows with the same key are in the order of their positions.
+        """All rows in order, some at a time. Rows with the same key are in the order of their positions.
 
         The rows can be dealt like cards: the ordered rows are cut into waves of equal size, and each wave is dealt, row
         by row, into hands. The hands then follow each other.
         """
-        self._scratch.run("COMMIT")
         query = "SELECT row FROM keys ORDER BY is_last, key, row"
         if (num_waves, num_hands) != (1, 1):
-            num_rows = int(self._scratch.run("SELECT count(*) AS num_rows FROM keys")["num_rows"][0])
+            num_rows = int(self._scratch.column("SELECT count(*) FROM keys")[0])
             size = max(1, -(-num_rows // num_waves))
             ranks = "SELECT row, row_number() OVER (ORDER BY is_last, key, row) - 1 AS rank FROM keys"
             hand = f"rank % {size} % {num_hands}"

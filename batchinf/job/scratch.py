@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, Self
 
+import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
@@ -47,15 +48,18 @@ class Scratch:
         self._connection.close()
         self._folder.cleanup()
 
-    def run(self, statement: str, **tables: pa.Table) -> dict[str, npt.NDArray[Any]]:
-        """The columns of a statement's result. The statement may name `tables`."""
+    def run(self, statement: str, **tables: pa.Table) -> Any:
+        """Run a statement, which may name `tables`. Returns DuckDB's result, which the caller fetches if it has rows."""
         with duckdb_errors(self._wrong):
             for name, table in tables.items():
                 self._connection.register(name, table)
-            found: dict[str, npt.NDArray[Any]] = self._connection.execute(statement).fetchnumpy()
-            for name in tables:
-                self._connection.unregister(name)
-        return found
+            return self._connection.execute(statement)
+
+    def column(self, query: str, **tables: pa.Table) -> npt.NDArray[Any]:
+        """The one column of a query's result. The query may name `tables`."""
+        with duckdb_errors(self._wrong):
+            [found] = self.run(query, **tables).fetchnumpy().values()
+        return np.asarray(found)
 
     def batches(self, query: str) -> Iterator[pa.RecordBatch]:
         """The result of a query, some rows at a time."""

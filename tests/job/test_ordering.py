@@ -11,24 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batchinf.schedule.selection import (
-    RUN_FOLDER,
-    RunOrder,
-    Selection,
-    ShardRows,
-    permutation_name,
-    read_permutation,
-    write_permutation,
-    write_selection,
-)
 
 import batchinf
 import jobs
-from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.job import ordering
 from batchinf.job.ordering import KeySort, prefix_key, shared_bytes, shared_in_order, shared_when_sorted
-from batchinf.records import Extent
+from batchinf.schedule.positions import RunOrder, positions_name
 from batchinf.schedule.shards import shard_at, total_shards
 
 NUM_GROUPS, GROUP_ROWS = 40, 6
@@ -36,63 +25,6 @@ ONE_REPLICA = {"data_parallel_size": 1}
 
 
 # -- the parts of it ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_shards_rows_run_in_the_stored_order_and_lie_in_their_own(seed: int, tmp_path: pathlib.Path) -> None:
-    chance, folder = random.Random(seed), Folder(tmp_path)
-    chosen = sorted(chance.sample(range(90, 400), 200))
-    run = chance.sample(chosen, len(chosen))
-    selection = Selection(90, 310)
-    selection.add(np.array(chosen))
-    digest = write_selection(folder, 1, selection, RUN_FOLDER)
-    order = write_permutation(folder, 1, 90, 400, len(run), np.array_split(np.array(run), 7))
-    extents = [Extent(7, len(run), chance.randrange(1, 60), 0, 90, 400, digest, order)]
-    extents.append(Extent(7 + len(run), 30, 11, total_shards(extents), 400, 430))
-    found = []
-    for index, own in enumerate(RunOrder(folder, extents).shards()):
-        shard = shard_at(extents, index)
-        ran = own.at(own.to_run(0, len(own))).tolist()
-        assert own.positions().tolist() == sorted(ran)
-        assert RunOrder(folder, extents).first_row(shard) == own.first == min(ran)
-        assert [own.local(row) for row in sorted(ran)] == list(range(len(ran)))
-        middle = len(ran) // 2
-        assert own.at(own.to_run(middle, len(own))).tolist() == ran[middle:]
-        found += ran
-    assert found == [*run, *range(400, 430)]
-
-
-def test_all_rows_of_a_shard_may_be_consecutive_and_run_in_another_order() -> None:
-    own = ShardRows.in_order(np.array([7, 5, 6]))
-    assert own.is_consecutive and not own.is_in_order
-    assert own.at(own.to_run(0, 3)).tolist() == [7, 5, 6]
-    assert own.positions().tolist() == [5, 6, 7]
-
-
-@pytest.mark.parametrize("change", ["gone", "cut", "bit", "empty"])
-def test_an_order_that_is_gone_or_altered_is_none(change: str, tmp_path: pathlib.Path) -> None:
-    folder = Folder(tmp_path)
-    digest = write_permutation(folder, 1, 0, 5, 5, [np.array([4, 2, 0, 1, 3])])
-    found = read_permutation(folder, 1, digest)
-    assert found is not None and found.rows(1, 4).tolist() == [2, 0, 1]
-    path = tmp_path / permutation_name(1)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= change == "bit"
-    path.write_bytes({"cut": data[:-4], "bit": data, "empty": b"", "gone": b""}[change])
-    if change == "gone":
-        path.unlink()
-    assert read_permutation(folder, 1, digest) is None
-    order = RunOrder(folder, [Extent(0, 5, 5, 0, 0, 5, None, digest)])
-    assert not order.is_whole
-    with pytest.raises(OutputError, match="gone or altered"):
-        order.of(shard_at(order.extents, 0))
-
-
-def test_more_rows_than_32_bits_count_keep_their_positions(tmp_path: pathlib.Path) -> None:
-    far = 1 << 40
-    digest = write_permutation(Folder(tmp_path), 1, 3, far + 1, 2, [np.array([far, 3])])
-    found = read_permutation(Folder(tmp_path), 1, digest)
-    assert found is not None and found.rows(0, 2).tolist() == [far, 3]
 
 
 def text(chance: random.Random, num_bytes: int) -> bytes:
@@ -125,7 +57,7 @@ def test_sorted_keys_have_each_group_together_however_long_what_all_share() -> N
 def test_rows_are_sorted_out_of_core_as_in_memory(tmp_path: pathlib.Path) -> None:
     chance = random.Random(2)
     keys = [None if chance.random() < 0.1 else bytes(chance.choices(b"ab", k=chance.randrange(6))) for _ in range(5000)]
-    with KeySort(tmp_path) as sort:
+    with KeySort(Folder(tmp_path)) as sort:
         for start in range(0, 5000, 700):
             sort.add(np.arange(start, min(start + 700, 5000)), keys[start : start + 700])
         found = np.concatenate(list(sort.rows())).tolist()
@@ -134,7 +66,7 @@ def test_rows_are_sorted_out_of_core_as_in_memory(tmp_path: pathlib.Path) -> Non
     assert found == in_order
     waves = [in_order[:1667], in_order[1667:3334], in_order[3334:]]
     assert dealt == [row for wave in waves for hand in range(4) for row in wave[hand::4]]
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == [tmp_path / "selection"]
 
 
 def grouped_texts(*, shuffled: bool) -> list[bytes]:
@@ -221,7 +153,7 @@ def test_a_job_that_is_killed_extended_and_retried_in_an_order_of_its_own(tmp_pa
     killed.communicate()
     assert jobs.are_gone(everyone)
     # What says the order is lost too, and made again; the rest goes on from there.
-    os.unlink(tmp_path / "out" / permutation_name(1))
+    os.unlink(tmp_path / "out" / positions_name(1))
     done = jobs.finish(spec, "--set", "max_error_rate=0.9")
     assert "ordering its rows again" in done.stderr
     assert edges(tmp_path / "out") <= 12
@@ -230,7 +162,7 @@ def test_a_job_that_is_killed_extended_and_retried_in_an_order_of_its_own(tmp_pa
     write_jsonl(folder / "b.jsonl", make_rows(1000, seed=1))
     jobs.finish(spec, "--extend", "--set", "input.limit=460", "--set", "max_error_rate=0.9")
     [first, second] = jobs.state_of(tmp_path / "out").extents
-    assert None not in (first.order, second.order) and first.stop_row == second.first_row == 230
+    assert None not in (first.positions, second.positions) and first.stop_row == second.first_row == 230
     retry = ("--retry", "id IN (4, 1004)", "--set", "sampling.max_tokens=5", "--set", "max_error_rate=0.9")
     jobs.finish(spec, "--set", "input.limit=460", *retry)
     checked = jobs.run("check", tmp_path / "out", "--deep")
