@@ -49,7 +49,7 @@ class Scratch:
         self._folder.cleanup()
 
     def run(self, statement: str, **tables: pa.Table) -> Any:
-        """Run a statement, which may name `tables`. Returns DuckDB's result, which the caller fetches if it has rows."""
+        """Run a statement, which may name `tables`. Returns DuckDB's result, which is fetched if it has rows."""
         with duckdb_errors(self._wrong):
             for name, table in tables.items():
                 self._connection.register(name, table)
