@@ -2,8 +2,8 @@
 
     python benchmarks/selection.py --rows 1000000 10000000
 
-The input is Parquet. The earlier job has done every other row. RSS is the kernel's own peak and includes pages of
-mapped files. `anonymous` excludes those and is sampled ten times a second.
+The input is Parquet. The earlier job has done every other row. `CPU` is processor time of all threads. RSS is the
+kernel's own peak and includes pages of mapped files. `anonymous` excludes those and is sampled ten times a second.
 """
 
 import argparse
@@ -44,8 +44,8 @@ def main() -> None:
     if arguments.one:
         choose_once(pathlib.Path(arguments.one[0]), arguments.one[1])
         return
-    print("| rows | chosen by | chosen rows | seconds | peak RSS | anonymous |")
-    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    print("| rows | chosen by | chosen rows | seconds | CPU | peak RSS | anonymous |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
     for num_rows in arguments.rows:
         with tempfile.TemporaryDirectory() as scratch:
             folder = pathlib.Path(scratch)
@@ -58,7 +58,7 @@ def main() -> None:
                 found = json.loads(done.stdout.splitlines()[-1])
                 print(
                     f"| {num_rows:,} | {case} | {found['num_chosen']:,} | {found['seconds']:.1f} | "
-                    f"{found['rss']:.0f} MiB | {found['anonymous']:.0f} MiB |",
+                    f"{found['cpu']:.2f} | {found['rss']:.0f} MiB | {found['anonymous']:.0f} MiB |",
                     flush=True,
                 )
 
@@ -94,7 +94,7 @@ def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
     folder.make("manifest", "parts")
     manifest = Manifest(folder, 1)
     manifest.header(Header(1, "0" * 32, "2026-01-01T00:00:00+00:00", {}, "0" * 32, {}, {}))
-    manifest.extent(Extent.of_all(0, num_rows // 2, _PART_ROWS, 0), "input")
+    manifest.extent(Extent(0, num_rows // 2, _PART_ROWS, 0, 0, num_rows // 2), "input")
     for shard, start in enumerate(range(0, num_rows, 2 * _PART_ROWS)):
         ids = range(start, min(start + 2 * _PART_ROWS, num_rows), 2)
         values = pa.array([f"document-{number:012d}" for number in ids]) if is_text else pa.array(ids, "int64")
@@ -123,12 +123,13 @@ def choose_once(folder: pathlib.Path, case: str) -> None:
     job = open_job(file, folder / "cache")
     anonymous = [0]
     threading.Thread(target=_watch, args=(anonymous,), daemon=True).start()
-    began = time.monotonic()
-    (folder / "out").mkdir(exist_ok=True)
-    chosen = choose(job, file, 0, job.spec.input.limit, scratch=folder / "out")
+    began, began_cpu = time.monotonic(), time.process_time()
+    job.folder.make()
+    chosen = choose(job, file, range(job.source.num_rows), job.spec.input.limit, job.folder)
     found = {
         "num_chosen": chosen.num_rows,
         "seconds": time.monotonic() - began,
+        "cpu": time.process_time() - began_cpu,
         "rss": _kilobytes("status", "VmHWM:") / 1024,
         "anonymous": max(anonymous[0], _kilobytes("smaps_rollup", "Anonymous:")) / 1024,
     }

@@ -111,7 +111,7 @@ _SETTLE_S = 1.0
 # The problems before the empty line are damage. Those after it are harmless.
 Problem = Literal[
     "manifest_damaged", "manifest_without_job", "manifest_incomplete", "manifest_of_other_job", "selection_lost",
-    "order_lost", "part_damaged", "foreign_file", "spec_missing",
+    "part_damaged", "foreign_file", "spec_missing",
 
     "part_unnamed", "journal_damaged", "spec_restored",
 ]  # fmt: skip
