@@ -38,9 +38,7 @@ CheckLock = Callable[[], None]
 def begin_choice(job: Job, file: SpecFile, say: Say, check_lock: CheckLock) -> Choice:
     """Choose the rows of a job or slice that has not begun, and store them. All slices share one choice.
 
-    check_lock: raises if another process runs the job by now. The file of that process must not change.
-
-    Raises UserError, also if no row is left.
+    check_lock: see `write_positions`. Raises UserError, also if no row is left.
     """
     if job.slice is None:
         rows = range(job.source.num_rows)
@@ -91,11 +89,14 @@ def choose(
         if not num_left and not may_be_none:
             what = f"{described(job)} leaves none of the {len(rows):,} input rows; there is nothing to run"
             raise file.error("input", what)
-        check_lock()
 
     began = time.monotonic()
     say(f"choosing rows by {described(job)}")
-    choice = _choice(write_positions(folder, number, first_left(), job.source.num_rows), number, rows, limit)
+    try:
+        stored = write_positions(folder, number, first_left(), job.source.num_rows, check_lock=check_lock)
+    except PredicateError as error:
+        raise file.error("input.where", str(error)) from None
+    choice = _choice(stored, number, rows, limit)
     if choice.positions is None:
         folder.delete(positions_name(number))
     took_s = time.monotonic() - began
@@ -134,8 +135,7 @@ def _left(
     given, schema, columns = job.spec.input, job.source.schema, list[str]()
     where = exclusion = None
     if given.where is not None:
-        with _naming(file):
-            where = Predicate(given.where, schema, "input")
+        where = Predicate(given.where, schema, "input")
         columns += [name for name in where.columns if name != where.key]
     if given.exclude is not None:
         exclusion = Exclusion(job, file, state)
@@ -144,7 +144,7 @@ def _left(
     columns = schema.names if given.sample is not None else list(dict.fromkeys(columns)) or schema.names[:1]
     batches = _read(job.source, rows, columns)
     if where is not None:
-        batches = _matching(batches, where, file, job.source)
+        batches = _matching(batches, where, job.source)
     if given.sample is not None:
         batches = _sampled(batches, given.sample, job.source)
     if exclusion is not None:
@@ -162,11 +162,10 @@ def _read(source: Source, rows: range, columns: Sequence[str]) -> Batches:
         start, num_rows = stop, max(1, min(likely, 4 * num_rows, _MOST_ROWS))
 
 
-def _matching(batches: Batches, where: Predicate, file: SpecFile, source: Source) -> Batches:
+def _matching(batches: Batches, where: Predicate, source: Source) -> Batches:
     """The rows for which the expression is true, and those that cannot be read."""
     for rows, table in batches:
-        with _naming(file):
-            matching = where.matches(table.append_column(where.key, pa.array(rows)).select(where.columns))
+        matching = where.matches(table.append_column(where.key, pa.array(rows)).select(where.columns))
         is_left = np.zeros(len(rows), np.bool_)
         is_left[matching - rows[0]] = True
         is_left |= _is_broken(rows, table, ~is_left, source)
@@ -191,14 +190,6 @@ def _is_broken(rows: Int64Array, table: pa.Table, may_be: BoolArray, source: Sou
     if is_broken.any():
         is_broken[is_broken] = [row.error is not None for row in source.read_rows(rows[is_broken], [])]
     return is_broken
-
-
-@contextlib.contextmanager
-def _naming(file: SpecFile) -> Iterator[None]:
-    try:
-        yield
-    except PredicateError as error:
-        raise file.error("input.where", str(error)) from None
 
 
 # -- slices ------------------------------------------------------------------------------------------------------------
@@ -240,7 +231,6 @@ def _of_slice(job: Job, whole: Choice, check_lock: CheckLock) -> Choice:
     """Store the slice's part of `whole`. It was chosen among the positions up to the next slice's first row."""
     assert job.slice is not None
     places = job.slice.rows(whole.num_rows)
-    check_lock()
     if whole.positions is None or not places:
         return Choice(1, places.start, len(places), places.start, places.stop)
     order = whole.order(Folder(job.spec.output.path))
@@ -251,5 +241,5 @@ def _of_slice(job: Job, whole: Choice, check_lock: CheckLock) -> Choice:
     if len(places) == stop_row - first_row:
         return Choice(1, places.start, len(places), first_row, stop_row)
     rows = order.pieces(_MOST_ROWS, places.start, places.stop)
-    stored = write_positions(job.folder, 1, rows, job.source.num_rows)
+    stored = write_positions(job.folder, 1, rows, job.source.num_rows, check_lock=check_lock)
     return Choice(1, places.start, len(places), first_row, stop_row, stored.digest)

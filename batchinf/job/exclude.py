@@ -1,6 +1,5 @@
 """`input.exclude`: leaves out the rows that earlier jobs have done. `choose` uses it."""
 
-import contextlib
 from collections.abc import Generator, Iterable, Iterator
 
 import numpy as np
@@ -50,9 +49,8 @@ class Exclusion:
                 raise file.error("input.exclude.on", f"got id, but the input has no column {name!r}")
             self._own, self.columns = job.source.schema.field(name), [name]
             if is_json_column(self._own):
-                raise file.error(
-                    "input.exclude",
-                    f"got id, but {name} holds values of several types, and nothing tells theirs; say prompt_hash",
+                raise self._wrong(
+                    f"got id, but {name} holds values of several types, and nothing tells theirs; say prompt_hash"
                 )
             return
         self._own = pa.field("prompt_hash", pa.int64())
@@ -94,17 +92,12 @@ class Exclusion:
         empty = key_column(pa.chunked_array([], self._own.type), self._own)
         scratch.run("CREATE TABLE done AS SELECT key FROM own", own=pa.table({"key": empty}))
         type = scratch.column("SELECT column_type FROM (DESCRIBE done)")[0]
-        with self._naming():
-            for keys in self._keys_of_jobs():
-                # An integer that the own type cannot hold is equal to none of its values: the cast makes it null.
-                scratch.run(f"INSERT INTO done SELECT TRY_CAST(key AS {type}) FROM theirs", theirs=keys)
+        for keys in self._keys_of_jobs():
+            # An integer that the own type cannot hold is equal to none of its values: the cast makes it null.
+            scratch.run(f"INSERT INTO done SELECT TRY_CAST(key AS {type}) FROM theirs", theirs=keys)
 
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except SpecError as error:
-            raise self._file.error("input.exclude", str(error)) from None
+    def _wrong(self, what: str) -> SpecError:
+        return self._file.error("input.exclude", what)
 
     def _keys_of_jobs(self) -> Iterator[pa.Table]:
         for out in self._jobs:
@@ -114,7 +107,7 @@ class Exclusion:
                 if found.folder.exists("manifest") and (state := read_state(found.folder)) is not None
             ]
             if not states:
-                raise SpecError(no_job_message(out))
+                raise self._wrong(no_job_message(out))
             for folder, state in states:
                 for shard in sorted(state.parts):
                     yield from self._keys_of_part(out, folder, f"parts/{part_name(shard)}")
@@ -135,10 +128,10 @@ class Exclusion:
 
     def _check_type(self, out: str, schema: pa.Schema) -> None:
         if self._on not in schema.names:
-            raise SpecError(f"got id, but the rows in {out} have none: that job has no id_column; say prompt_hash")
+            raise self._wrong(f"got id, but the rows in {out} have none: that job has no id_column; say prompt_hash")
         own, theirs = self._own.type, schema.field(self._on).type
         if _family(own) != _family(theirs):
-            raise SpecError(
+            raise self._wrong(
                 f"got {self._on}, but {self._own.name} is {own} here and {theirs} in {out}, so that none would be the "
                 "same; give both one type, or say prompt_hash"
             )

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -74,48 +73,39 @@ def shared_when_sorted(keys: Iterable[bytes]) -> int:
     return sum(shared_bytes(one, other) for one, other in itertools.pairwise(ordered))
 
 
-class KeySort:
-    """Rows sorted by their keys, on disk if they do not fit into memory. Use it in a `with` statement."""
+KeyedRows = tuple[Int64Array, Sequence[bytes | None]]
 
-    def __init__(self, folder: Folder) -> None:
-        """folder: the output folder, for temporary files."""
-        self._scratch = Scratch(folder, _MEMORY)
 
-    def __enter__(self) -> Self:
-        self._scratch.__enter__()
-        self._scratch.run("CREATE TABLE keys (is_last BOOLEAN, key BLOB, row BIGINT)")
-        return self
+def sort_rows(
+    folder: Folder, keyed: Iterable[KeyedRows], num_waves: int = 1, num_hands: int = 1
+) -> Iterator[Int64Array]:
+    """Sort rows by their keys, on disk in the output folder if they do not fit into memory; some rows at a time.
 
-    def __exit__(self, *exception: object) -> None:
-        self._scratch.__exit__(*exception)
+    keyed: rows, by position, and the key of each. Rows with the same key are in the order of their positions. Rows
+    without a key come last.
 
-    def add(self, rows: Int64Array, keys: Sequence[bytes | None]) -> None:
-        """Add rows, by position, with their keys. Rows without a key come last, in the order of their positions."""
-        # Rows without a prompt have no key. If they ran among the first thousand rows, their errors could end the job.
-        batch = pa.table(
-            {
-                "is_last": pa.array([key is None for key in keys]),
-                "key": pa.array([key or b"" for key in keys], pa.binary()),
-                "row": pa.array(rows),
-            }
-        )
-        self._scratch.run("INSERT INTO keys SELECT is_last, key, row FROM batch", batch=batch)
-
-    def rows(self, num_waves: int = 1, num_hands: int = 1) -> Iterator[Int64Array]:
-        """All rows in order, some at a time. Rows with the same key are in the order of their positions.
-
-        The rows can be dealt like cards: the ordered rows are cut into waves of equal size, and each wave is dealt, row
-        by row, into hands. The hands then follow each other.
-        """
+    The rows can be dealt like cards: the ordered rows are cut into waves of equal size, and each wave is dealt, row by
+    row, into hands. The hands then follow each other.
+    """
+    with Scratch(folder, _MEMORY) as scratch:
+        scratch.run("CREATE TABLE keys (is_last BOOLEAN, key BLOB, row BIGINT)")
+        num_rows = 0
+        for rows, keys in keyed:
+            # Rows without a prompt have no key. If they ran among the first thousand rows, their errors could end the
+            # job.
+            is_last, filled = [key is None for key in keys], [key or b"" for key in keys]
+            batch = pa.table(
+                [pa.array(is_last), pa.array(filled, pa.binary()), pa.array(rows)], ["is_last", "key", "row"]
+            )
+            scratch.run("INSERT INTO keys FROM batch", batch=batch)
+            num_rows += len(rows)
         query = "SELECT row FROM keys ORDER BY is_last, key, row"
         if (num_waves, num_hands) != (1, 1):
-            num_rows = int(self._scratch.column("SELECT count(*) FROM keys")[0])
             size = max(1, -(-num_rows // num_waves))
             ranks = "SELECT row, row_number() OVER (ORDER BY is_last, key, row) - 1 AS rank FROM keys"
-            hand = f"rank % {size} % {num_hands}"
-            query = f"SELECT row FROM ({ranks}) ORDER BY rank // {size}, {hand}, rank"
-        for batch in self._scratch.batches(query):
-            yield np.asarray(batch.column(0).to_numpy(), np.int64)
+            query = f"SELECT row FROM ({ranks}) ORDER BY rank // {size}, rank % {size} % {num_hands}, rank"
+        for found in scratch.batches(query):
+            yield np.asarray(found.column(0).to_numpy(), np.int64)
 
 
 # Rows read at once.
@@ -150,7 +140,7 @@ def begin_or_restore(job: Job, file: SpecFile, state: State | None, say: Say, ch
 def in_order(job: Job, choice: Choice, state: State | None, say: Say, check_lock: CheckLock) -> Choice:
     """Store the order that `choice.ordered_by` names. Returns the rows with this order.
 
-    state: that of a job that has begun. check_lock: raises if another process runs the job by now.
+    state: that of a job that has begun. check_lock: see `write_positions`.
     """
     if choice.ordered_by == "input" or choice.num_rows < 2:
         return choice
@@ -159,12 +149,12 @@ def in_order(job: Job, choice: Choice, state: State | None, say: Say, check_lock
     # The order covers the whole extent, because rows with the same prefix may be anywhere in it. Each part is sorted by
     # position again. Seeds and prompts depend only on positions, so the order changes no value.
     order, outlines = choice.order(job.folder), _Outlines(job, state)
-    with KeySort(job.folder) as keys:
-        for rows in order.pieces(_AT_ONCE):
-            keys.add(rows, [_key(outline, choice.ordered_by) for outline in outlines.of(rows)])
-        rows_in_order = keys.rows(*(WAVES_AND_HANDS if choice.ordered_by == "longest" else ()))
-        check_lock()
-        stored = write_positions(job.folder, choice.number, rows_in_order, job.source.num_rows)
+    keyed = (
+        (rows, [_key(outline, choice.ordered_by) for outline in outlines.of(rows)]) for rows in order.pieces(_AT_ONCE)
+    )
+    rows_in_order = sort_rows(job.folder, keyed, *(WAVES_AND_HANDS if choice.ordered_by == "longest" else ()))
+    own = job.folder, choice.number
+    stored = write_positions(*own, rows_in_order, job.source.num_rows, check_lock=check_lock)
     say(f"the rows are in order; that took {time.monotonic() - began:.1f} s")
     return dataclasses.replace(choice, positions=stored.digest)
 

@@ -131,8 +131,8 @@ def _choose(
     bits = _bits(itertools.chain(known, found), first_row, stop_row - first_row)
     if not bits.any():
         return None
-    manifest.check_lock()
-    chosen = write_positions(job.folder, retry.number, _rows_of(bits, first_row), stop_row, RETRY_FOLDER)
+    own, rows = (job.folder, retry.number), _rows_of(bits, first_row)
+    chosen = write_positions(*own, rows, stop_row, RETRY_FOLDER, manifest.check_lock)
     counts = chosen.counts(RunOrder(job.folder, state.extents).shards())
     num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
     if retry.positions:  # keep the numbers of the first choice

@@ -1,7 +1,7 @@
 """Stores which rows run and in which order, as files of positions. Gives the positions of a shard's rows."""
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -155,11 +155,17 @@ def positions_name(number: int, where: str = RUN_FOLDER) -> str:
 
 
 def write_positions(
-    folder: Folder, number: int, rows: Iterable[Int64Array], stop_row: int, where: str = RUN_FOLDER
+    folder: Folder,
+    number: int,
+    rows: Iterable[Int64Array],
+    stop_row: int,
+    where: str = RUN_FOLDER,
+    check_lock: Callable[[], None] = lambda: None,
 ) -> Positions:
     """Write the file durably, and replace an old one, when `rows` has ended without an error.
 
-    rows: int64, below `stop_row`, in the order in which they are stored.
+    rows: int64, below `stop_row`, in the order in which they are stored. check_lock: raises if another process runs the
+    job by now. The file of that process must not change.
     """
     item = np.dtype("<u4" if stop_row < _WIDE else "<u8")
     digest, num_rows = xxhash.xxh3_128(), 0
@@ -173,6 +179,7 @@ def write_positions(
             num_rows += len(some)
         file.seek(0)
         file.write(FileHeader(number, stop_row, num_rows, digest.digest()).encode())
+        check_lock()
     return stored_positions(folder, number, digest.hexdigest(), where)
 
 

@@ -16,7 +16,7 @@ import batchinf
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.job import ordering
-from batchinf.job.ordering import KeySort, prefix_key, shared_bytes, shared_in_order, shared_when_sorted
+from batchinf.job.ordering import prefix_key, shared_bytes, shared_in_order, shared_when_sorted, sort_rows
 from batchinf.schedule.positions import RunOrder, positions_name
 from batchinf.schedule.shards import shard_at, total_shards
 
@@ -57,11 +57,10 @@ def test_sorted_keys_have_each_group_together_however_long_what_all_share() -> N
 def test_rows_are_sorted_out_of_core_as_in_memory(tmp_path: pathlib.Path) -> None:
     chance = random.Random(2)
     keys = [None if chance.random() < 0.1 else bytes(chance.choices(b"ab", k=chance.randrange(6))) for _ in range(5000)]
-    with KeySort(Folder(tmp_path)) as sort:
-        for start in range(0, 5000, 700):
-            sort.add(np.arange(start, min(start + 700, 5000)), keys[start : start + 700])
-        found = np.concatenate(list(sort.rows())).tolist()
-        dealt = np.concatenate(list(sort.rows(3, 4))).tolist()
+    batches = [(np.arange(start, min(start + 700, 5000)), keys[start : start + 700]) for start in range(0, 5000, 700)]
+    found, dealt = (
+        np.concatenate(list(sort_rows(Folder(tmp_path), batches, *dealing))).tolist() for dealing in ((), (3, 4))
+    )
     in_order = sorted(range(5000), key=lambda row: (keys[row] is None, keys[row] or b"", row))
     assert found == in_order
     waves = [in_order[:1667], in_order[1667:3334], in_order[3334:]]
