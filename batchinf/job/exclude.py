@@ -12,7 +12,7 @@ from batchinf.base.slices import job_folders, no_job_message
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.job.open import Job, begun_at, max_model_len
-from batchinf.job.scratch import Scratch
+from batchinf.job.scratch import Scratch, scratch_database
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.encoder import load_tokenizer
@@ -22,7 +22,7 @@ from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import prompt_hash
 
-_MEMORY = "256MB"
+_MEMORY = "128MB"
 # Bytes of keys that are looked up at once: few at first if there is a limit, as a few rows are then probably enough.
 # One join of all rows is quicker, but with 100 million rows DuckDB runs out of a memory limit of 512 MB.
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 16 << 20
@@ -64,7 +64,7 @@ class Exclusion:
 
         folder: for temporary files. Raises SpecError, and OutputError if a job's output cannot be read.
         """
-        with Scratch(folder, _MEMORY) as scratch:
+        with scratch_database(folder, _MEMORY) as scratch:
             self._read_done(scratch)
             held: list[pa.Table] = []
             most, num_bytes = _FIRST_BYTES if has_limit else _MOST_BYTES, 0

@@ -13,7 +13,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.job.choose import CheckLock, Say, begin_choice, check_slice, choose_again
 from batchinf.job.open import Job, begun_at
-from batchinf.job.scratch import Scratch
+from batchinf.job.scratch import scratch_database
 from batchinf.manifest.state import State
 from batchinf.prompts.builder import Outline, PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
@@ -87,7 +87,7 @@ def sort_rows(
     The rows can be dealt like cards: the ordered rows are cut into waves of equal size, and each wave is dealt, row by
     row, into hands. The hands then follow each other.
     """
-    with Scratch(folder, _MEMORY) as scratch:
+    with scratch_database(folder, _MEMORY) as scratch:
         scratch.run("CREATE TABLE keys (is_last BOOLEAN, key BLOB, row BIGINT)")
         num_rows = 0
         for rows, keys in keyed:

@@ -1,10 +1,10 @@
 """A DuckDB database in a temporary folder, for rows that do not fit into memory: `exclude` and `ordering` use it."""
 
-import pathlib
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,33 +20,36 @@ _PREFIX = ".scratch-"
 _FETCH_ROWS = 1 << 16
 
 
-class Scratch:
-    """The database. Use it in a `with` statement, because it holds a temporary folder."""
+@contextlib.contextmanager
+def scratch_database(folder: Folder, memory: str) -> Iterator["Scratch"]:
+    """A database that ends with the block. folder: the output folder.
 
-    def __init__(self, folder: Folder, memory: str) -> None:
-        """folder: the output folder. memory: DuckDB's limit, such as `512MB`; data above it is on disk."""
-        folder.make(RUN_FOLDER)
-        for leftover in folder.path(RUN_FOLDER).glob(f"{_PREFIX}*"):  # of a killed process
-            shutil.rmtree(leftover, ignore_errors=True)
-        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder.path(RUN_FOLDER))
-        self._memory = memory
-        self._connection: Any = None
+    memory: DuckDB's limit, such as `512MB`; data above it is on disk.
+    """
+    import duckdb
 
-    def __enter__(self) -> Self:
-        import duckdb
-
+    folder.make(RUN_FOLDER)
+    where = folder.path(RUN_FOLDER)
+    for leftover in where.glob(f"{_PREFIX}*"):  # of a killed process
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where) as name:
         settings: dict[str, str | bool | int | float | list[str]] = {
-            "memory_limit": self._memory,
-            "temp_directory": self._folder.name,
+            "memory_limit": memory,
+            "temp_directory": name,
             "threads": "2",
             "preserve_insertion_order": "false",
+            # Compressing took a third of the time of sorting 200,000 rows by keys of 1,200 bytes.
+            "force_compression": "uncompressed",
         }
-        self._connection = duckdb.connect(pathlib.Path(self._folder.name, "rows"), config=settings)
-        return self
+        with duckdb.connect(f"{name}/rows", config=settings) as connection:
+            yield Scratch(connection, folder)
 
-    def __exit__(self, *exception: object) -> None:
-        self._connection.close()
-        self._folder.cleanup()
+
+class Scratch:
+    """The open database. Its methods raise OutputError if the folder or the memory does not suffice."""
+
+    def __init__(self, connection: Any, folder: Folder) -> None:
+        self._connection, self._folder = connection, folder
 
     def run(self, statement: str, **tables: pa.Table) -> Any:
         """Run a statement, which may name `tables`. Returns DuckDB's result, which is fetched if it has rows."""
@@ -76,5 +79,5 @@ class Scratch:
             yield batch
 
     def _wrong(self, text: str) -> OutputError:
-        where = pathlib.Path(self._folder.name).parent
+        where = self._folder.path(RUN_FOLDER)
         return OutputError(f"{where}: rows cannot be sorted or compared there: {one_line(text, 300)}")

@@ -205,6 +205,24 @@ def test_slices_order_their_own_rows_and_a_choice_of_them(tmp_path: pathlib.Path
     assert list((tmp_path / "out" / "source").glob("*.rows"))
 
 
+def test_chosen_rows_in_an_order_are_shown_and_found_again(tmp_path: pathlib.Path) -> None:
+    path, chosen = tmp_path / "rows.jsonl", {"where": "id % 3 != 0", "limit": 50}
+    write_jsonl(path, make_rows())
+    spec = make_spec(tmp_path, path, "longest", sampling={"max_tokens": {"column": "budget"}}, input=chosen)
+    jobs.finish(spec)
+    file = tmp_path / "out" / positions_name(1)
+    data, rows = file.read_bytes(), [row["row_index"] for row in in_order(tmp_path / "out")]
+    assert rows == [row for row in range(75) if row % 3]
+    done = jobs.run("validate", spec, "--json", "--row", "4", "--row", "3", "--row", "200")
+    shown = {row["row_index"]: row["is_run"] for row in json.loads(done.stdout)["rows"]}
+    assert shown == {4: True, 3: False, 200: False}
+    # Half of it is there, as after a torn write.
+    file.write_bytes(data[: len(data) // 2])
+    assert "selection/000001.positions" in jobs.run("check", tmp_path / "out").stdout
+    jobs.finish(spec)
+    assert file.read_bytes() == data
+
+
 def test_the_longest_run_first_where_lengths_are_known(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "rows.jsonl"
     write_jsonl(path, make_rows())
