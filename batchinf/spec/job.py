@@ -88,6 +88,9 @@ class ModelSpec(Section):
     commit of an id."""
 
 
+Devices = Annotated[tuple[Whole | Text, ...], Field(strict=False, min_length=1)]
+
+
 class ParallelSpec(Section):
     """Degrees of parallelism. A replica uses tensor × pipeline devices."""
 
@@ -97,6 +100,18 @@ class ParallelSpec(Section):
     """Devices over which the layers are distributed. Only for CUDA devices: vLLM has no pipelines on a CPU."""
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
     """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU."""
+    devices: Annotated[Devices | None, RUNTIME] = None
+    """The CUDA devices of this job, named as in `nvidia-smi` and `CUDA_VISIBLE_DEVICES`, such as `[0, 1]`; default: all
+    that `CUDA_VISIBLE_DEVICES` lets it see. Jobs on other devices can run beside it."""
+
+    @field_validator("devices")
+    @classmethod
+    def _each_device_once(cls, devices: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
+        names = [str(device) for device in devices or ()]
+        for name in names:
+            if names.count(name) > 1:
+                raise wrong(f"got {name} twice; name each device once")
+        return devices
 
 
 class OutputSpec(Section):
