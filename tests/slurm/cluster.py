@@ -53,8 +53,8 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdLogFile={folder}/slurmd-%n.log
-NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=8000 Gres=gpu:a100:2
-NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=8000 Gres=gpu:a100:2
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=8000 Gres=gpu:a100:2
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=8000 Gres=gpu:a100:2
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=YES
 """
 
