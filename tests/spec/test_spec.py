@@ -35,7 +35,7 @@ PAGE = ROOT / "docs" / "spec.md"
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 LEAST = "model: a/b\ninput: {path: x.jsonl}\noutput: {path: out}\n"
 TOP = ", ".join(name for name in field_docs() if "." not in name)
-PARALLEL = "tensor_parallel_size, pipeline_parallel_size, data_parallel_size, devices"
+PARALLEL = "tensor_parallel_size, pipeline_parallel_size, devices, data_parallel_size"
 
 
 @pytest.fixture(autouse=True)
