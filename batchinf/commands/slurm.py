@@ -239,11 +239,12 @@ def _run_with_ray(file: SpecFile, wishes: Wishes) -> list[str]:
 
 
 # Ray's own ports are free ones (0), as other jobs may run Ray on the same nodes. Ray writes the head's address into its
-# folder. USR1 before the time limit goes to all steps; Ray has to outlive it until batchinf has drained.
+# folder. USR1 before the time limit goes to all steps; Ray has to outlive it until batchinf has drained. At the end all
+# nodes of Ray get SIGTERM at once, and without the DRAIN_TIMEOUT each would wait 30 s for a head that is gone.
 _RAY = (
     """\
 # Ray on the nodes of this job alone: with a token, an address, ports and a folder of its own.
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 ray_folder
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 ray_folder
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 ray_folder=/tmp/ray-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
