@@ -113,7 +113,7 @@ test-slow: install
 
 test-slurm: install
 	$(VENV)/bin/python tests/slurm/cluster.py --install
-	$(VENV)/bin/python -m pytest tests/slurm $(ARGS)
+	$(VENV)/bin/python -m pytest --reruns 1 -rR tests/slurm $(ARGS)
 
 MINUTES ?= 30
 CASES ?= 50000

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -101,7 +101,7 @@ class Cluster:
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         own = [f"--{option}={self._folder}/munge.{name}" for option, name in files.items()]
         self._start("munged", "--force", "--foreground", *own)
-        _wait_until(lambda: (self._folder / "munge.socket").exists(), "munged has no socket")
+        _wait_until(lambda: (self._folder / "munge.socket").exists(), lambda: "munged has no socket")
 
     def _start(self, *command: str) -> None:
         with (self._folder / "daemons.log").open("ab") as log:
@@ -145,11 +145,11 @@ class Cluster:
                     process.kill()
 
 
-def _wait_until(condition: "object", message: "object", wait_s: float = 60.0) -> None:
+def _wait_until(condition: Callable[[], object], message: Callable[[], str], wait_s: float = 60.0) -> None:
     deadline = time.monotonic() + wait_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(message() if callable(message) else message)
+            raise TimeoutError(message())
         time.sleep(0.2)
 
 

@@ -101,7 +101,7 @@ def test_a_node_that_fails_costs_no_row(slurm: cluster.Cluster, submit: Any, tmp
 
 def test_an_array_of_three_with_one_task_killed(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
-    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.06}, parallel={"data_parallel_size": 1})
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.04}, parallel={"data_parallel_size": 1})
     job = submit(spec, "--array", "3")
     jobs.wait_until(lambda: all(num_committed(out / f"slice-{index}") for index in range(3)), 120)
     report = job_status(str(out))
