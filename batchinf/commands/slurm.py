@@ -238,9 +238,10 @@ def _run_with_ray(file: SpecFile, wishes: Wishes) -> list[str]:
     ]
 
 
-# Ray's own ports are free ones (0), as other jobs may run Ray on the same nodes. Ray writes the head's address into its
-# folder. USR1 before the time limit goes to all steps; Ray has to outlive it until batchinf has drained. At the end all
-# nodes of Ray get SIGTERM at once, and without the DRAIN_TIMEOUT each would wait 30 s for a head that is gone.
+# Ray's own ports are free ones (0), as other jobs may run Ray on the same nodes. On a slow node `ray start` gives up after
+# 30 s, which is a constant of Ray 2.60, so it is tried three times. Ray writes the head's address into its folder. USR1
+# before the time limit goes to all steps; Ray has to outlive it until batchinf has drained. At the end all nodes of Ray
+# get SIGTERM at once, and without the DRAIN_TIMEOUT each would wait 30 s for a head that is gone.
 _RAY = (
     """\
 # Ray on the nodes of this job alone: with a token, an address, ports and a folder of its own.
@@ -252,9 +253,11 @@ step=(srun --overlap --no-kill --cpus-per-task="$SLURM_CPUS_PER_TASK")
 on_head=("${{step[@]}}" --nodes=1 --ntasks=1 --nodelist="${{nodes[0]}}")
 on_others=("${{step[@]}}" --nodes={num_others} --ntasks={num_others} --exclude="${{nodes[0]}}")
 log=(--output={log} --open-mode=append)
-run_ray='trap "" USR1; trap : TERM
-{ray} "$@" --block --num-cpus="$SLURM_CPUS_ON_NODE" --min-worker-port=0 --max-worker-port=0 \\
-    --dashboard-agent-listen-port=0
+run_ray='trap "" USR1; trap is_over=1 TERM
+for attempt in 1 2 3; do
+    [ -n "${{is_over:-}}" ] || {ray} "$@" --block --num-cpus="$SLURM_CPUS_ON_NODE" \\
+        --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0
+done
 rm -rf "$ray_folder"'""",
     """\
 # The head's address is the one that leads to the last node. Ray's client server takes no 0 for a free port.
@@ -273,7 +276,7 @@ for ((second = 0; second < {wait_s}; second++)); do
     [ -s "$ray_folder/ray_current_cluster" ] && break
     sleep 1
 done
-address=$(<"$ray_folder/ray_current_cluster")
+address=$(<"$ray_folder/ray_current_cluster") || exit 1
 "${{on_others[@]}}" "${{log[@]}}" bash -c "$run_ray" ray --address="$address" &""",
     """\
 {python} - "$address" <<'END' &&
