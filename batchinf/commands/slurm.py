@@ -238,10 +238,10 @@ def _run_with_ray(file: SpecFile, wishes: Wishes) -> list[str]:
     ]
 
 
-# Ray's own ports are free ones (0), as other jobs may run Ray on the same nodes. On a slow node `ray start` gives up after
-# 30 s, which is a constant of Ray 2.60, so it is tried three times. Ray writes the head's address into its folder. USR1
-# before the time limit goes to all steps; Ray has to outlive it until batchinf has drained. At the end all nodes of Ray
-# get SIGTERM at once, and without the DRAIN_TIMEOUT each would wait 30 s for a head that is gone.
+# Ray's own ports are free ones (0), as other jobs may run Ray on the same nodes. On a slow node `ray start` gives up
+# after 30 s, which is a constant of Ray 2.60, so it is tried three times. Ray writes the head's address into its
+# folder. USR1 before the time limit goes to all steps; Ray has to outlive it until batchinf has drained. At the end all
+# nodes of Ray get SIGTERM at once, and without the DRAIN_TIMEOUT each would wait 30 s for a head that is gone.
 _RAY = (
     """\
 # Ray on the nodes of this job alone: with a token, an address, ports and a folder of its own.
