@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check test-slow soak fuzz lint format lock
+.PHONY: help install quickstart test check test-slow test-slurm soak fuzz lint format lock
 
 VENV ?= .venv
 UV ?= uv
@@ -34,6 +34,7 @@ help:
 	@echo 'make quickstart   install, run jobs/quickstart.yaml, show its first rows'
 	@echo 'make test         the checks and the tests (make check is the same)'
 	@echo 'make test-slow    the tests that are marked slow; ARGS="tests/run -k kill" chooses tests, here and above'
+	@echo 'make test-slurm   the tests on a real Slurm of two nodes on this host; as root, it installs Slurm with apt-get'
 	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
 	@echo 'make lint         ruff, mypy, and the order of imports'
@@ -105,10 +106,14 @@ test: check
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR
 
 check: lint
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow and not slurm' $(ARGS)
 
 test-slow: install
 	$(PYTEST) -m slow $(ARGS)
+
+test-slurm: install
+	$(VENV)/bin/python tests/slurm/cluster.py --install
+	$(VENV)/bin/python -m pytest --reruns 1 -rR tests/slurm $(ARGS)
 
 MINUTES ?= 30
 CASES ?= 50000

@@ -4,8 +4,10 @@ import dataclasses
 import io
 import json
 import os
+import pathlib
 import random
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterable
@@ -234,6 +236,56 @@ def verify(
     report = verify_job(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
     _show(report, verify_lines(report), as_json)
     raise_if_beyond(report)
+
+
+@app.command()
+def slurm(
+    spec: SpecPath,
+    set_: Overrides = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes; more than 1 runs Ray on them.")] = 1,
+    array: Annotated[
+        int | None, typer.Option("--array", min=1, metavar="N", help="Run N slices as a job array, on a node each.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4.")
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option("--cpus", min=1, help="CPU cores of each node. Default: 8 for each GPU.")
+    ] = None,
+    mem: Annotated[str | None, typer.Option("--mem", help="Memory of each node, such as 200G.")] = None,
+    time: Annotated[str | None, typer.Option("--time", help="Time limit, such as 12:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition")] = None,
+    account: Annotated[str | None, typer.Option("--account")] = None,
+    constraint: Annotated[str | None, typer.Option("--constraint", help="Features of the nodes.")] = None,
+    modules: Annotated[list[str] | None, typer.Option("--module", help="A module to load. May be repeated.")] = None,
+    venv: Annotated[str | None, typer.Option("--venv", help="A virtual environment to activate.")] = None,
+    container: Annotated[str | None, typer.Option("--container", help="An Apptainer image with batchinf.")] = None,
+    directives: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sbatch", metavar="OPTION", help="A further option of sbatch, as --sbatch=--qos=high. May be repeated."
+        ),
+    ] = None,
+    script: Annotated[
+        str | None, typer.Option("--script", metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
+    ] = None,
+    submits: Annotated[
+        bool, typer.Option("--submit", help="Submit the script, if `sbatch --test-only` accepts it.")
+    ] = False,
+) -> None:
+    """Write an sbatch script that runs a job under Slurm until it is done."""
+    import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
+    from batchinf.commands.slurm import Wishes, folder_of, script_of, submit, submitted_lines, write_script
+
+    file = _read(spec, set_)
+    wishes = Wishes(
+        nodes, array, gpus, cpus, mem, time, partition, account, constraint, tuple(modules or ()), venv, container,
+        tuple(directives or ()), tuple(set_ or ()), shlex.join(["batchinf", *sys.argv[1:]]),
+    )  # fmt: skip
+    path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
+    write_script(path, script_of(file, wishes), file)
+    submitted = submit(path, file, wishes) if submits else None
+    _print(submitted_lines(path, submitted, file))
 
 
 @app.command()

@@ -1,8 +1,12 @@
-"""The batch scripts of `docs/slurm.md`, run by bash with stand-ins for Slurm's commands; and its reading example."""
+"""`batchinf slurm`: its scripts, run by bash with stand-ins for Slurm's commands; its refusals; the reading example.
+
+`slurm/test_on_slurm.py` runs the scripts on a real Slurm.
+"""
 
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,13 +14,25 @@ import sys
 import pytest
 
 import jobs
+from batchinf.base.errors import UserError
+from batchinf.cli import app
+from batchinf.commands.slurm import Wishes, script_of
+from batchinf.spec.file import SpecFile, read_spec
 
-PAGE = (jobs.ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+FILES = sorted((jobs.ROOT / "jobs" / "slurm").glob("*.sbatch"))
+ONE_NODE, ARRAY = ((jobs.ROOT / "jobs" / "slurm" / f"{name}.sbatch").read_text() for name in ("one_node", "array"))
+WAYS = [
+    (ONE_NODE, "batchinf run jobs/quickstart.yaml", "scontrol requeue 71"),
+    # Not SLURM_JOB_ID: in one of the tasks it is the id of the whole array.
+    (ARRAY, "batchinf run jobs/quickstart.yaml --slice 2/3", "scontrol requeue 70_2"),
+]
 
 # Says what it was called with; srun takes its own options away and runs the rest, as Slurm's does.
 STAND_INS = {
     "srun": 'while [[ "$1" == -* ]]; do shift; done\nexec "$@"\n',
     "scontrol": 'echo "scontrol $*" >>"$CALLS"\n',
+    "sbatch": 'echo "sbatch $*" >>"$CALLS"\n'
+    'if [ "$1" = "$REFUSED" ]; then echo "sbatch: error: no such partition" >&2; exit 1; fi\necho "12;far"\n',
 }
 BATCHINF = 'echo "batchinf $*" >>"$CALLS"\nexit "$CODE"\n'
 # In place of a run that is being stopped: it ends with 75 after the signal that its shell gets too.
@@ -27,45 +43,58 @@ while :; do sleep 0.05; done
 """
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
-ONE_NODE, ARRAY = blocks("bash")
-WAYS = [
-    (ONE_NODE, "batchinf run job.yaml", "scontrol requeue 71"),
-    (ARRAY, "batchinf run job.yaml --slice 5/8", "scontrol requeue 70_5"),
-]
-
-
 def place(folder: pathlib.Path, script: str, batchinf: str) -> dict[str, str]:
     """Put script and stand-ins into a folder; the environment to run it with."""
-    (folder / "bin").mkdir()
+    (folder / ".venv" / "bin").mkdir(parents=True)
     for name, text in {**STAND_INS, "batchinf": batchinf}.items():
-        path = folder / "bin" / name
+        path = folder / ".venv" / "bin" / name
         path.write_text(f"#!/bin/bash\n{text}")
         path.chmod(0o755)
+    (folder / ".venv" / "bin" / "activate").write_text(f"PATH={folder}/.venv/bin:$PATH\n")
     (folder / "script").write_text(script)
     return {
         **os.environ,
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "CALLS": str(folder / "calls"),
         "SLURM_JOB_ID": "71",
         "SLURM_CPUS_PER_TASK": "4",
         "SLURM_ARRAY_JOB_ID": "70",
-        "SLURM_ARRAY_TASK_ID": "5",
+        "SLURM_ARRAY_TASK_ID": "2",
     }
 
 
-@pytest.mark.parametrize("script", [ONE_NODE, ARRAY], ids=["one node", "array"])
-def test_a_script_is_bash_and_asks_for_what_it_needs(script: str) -> None:
+def command(line: str, monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
+    """Run a command of batchinf in a folder that has `jobs` and `sample_data`."""
+    for name in ("jobs", "sample_data"):
+        if not (folder / name).exists():
+            (folder / name).mkdir()
+            for path in (jobs.ROOT / name).iterdir():
+                if path.name != "slurm":
+                    (folder / name / path.name).symlink_to(path)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", shlex.split(line))
+    app(sys.argv[1:], standalone_mode=False)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_each_file_is_what_its_command_writes(
+    file: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = file.read_text()
+    command(written.split("\n")[1].removeprefix("# "), monkeypatch, tmp_path)
+    assert (tmp_path / "jobs" / "slurm" / file.name).read_text() == written
+    assert (tmp_path / "out" / "quickstart.slurm").is_dir()  # of the logs: without it, Slurm cannot start the job
+    assert str(file.relative_to(jobs.ROOT)) in (jobs.ROOT / "docs" / "slurm.md").read_text()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_a_script_is_bash_and_asks_for_what_it_needs(file: pathlib.Path) -> None:
+    script = file.read_text()
     checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert script.startswith("#!/bin/bash\n#SBATCH ")
     options = re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE)
-    assert {"--requeue", "--signal", "--time", "--open-mode"} <= set(options)
+    assert {"--requeue", "--signal", "--time", "--open-mode", "--gres"} <= set(options)
     # Slurm reads options up to the first line that is none.
-    assert script[: script.rindex("#SBATCH")].count("\n") == len(options)
+    assert script[: script.rindex("#SBATCH")].count("\n") == len(options) + 1
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 75, 137, 143])
@@ -84,13 +113,100 @@ def test_only_75_goes_back_into_the_queue(
 def test_the_shell_outlives_a_signal_to_all(
     script: str, ran: str, requeued: str, number: signal.Signals, tmp_path: pathlib.Path
 ) -> None:
+    """SIGTERM is from `scancel`: `scontrol requeue` would revive the job."""
     environment = place(tmp_path, script, SIGNALLED)
     process = subprocess.Popen(["bash", "script"], cwd=tmp_path, env=environment, start_new_session=True)
     calls = tmp_path / "calls"
     jobs.wait_until(lambda: calls.exists() and ran in calls.read_text())
     os.killpg(process.pid, number)
     assert process.wait(60) == 75
-    assert calls.read_text().splitlines() == [ran, "batchinf was told", requeued]
+    again = [requeued] if number == signal.SIGUSR1 else []
+    assert calls.read_text().splitlines() == [ran, "batchinf was told", *again]
+
+
+def spec_in(folder: pathlib.Path, **fields: object) -> SpecFile:
+    return read_spec(jobs.spec_of(folder, **fields))
+
+
+def test_options_become_directives(tmp_path: pathlib.Path) -> None:
+    file = spec_in(tmp_path, output={"path": "out/50% of it/"}, stop_before_s=90.5)
+    script = script_of(
+        file,
+        Wishes(
+            gpus="a100:4", cpus=48, mem="200G", time="1-12", partition="long", account="me", constraint="a100&ib",
+            modules=("cuda/12.9", "apptainer"), container="my image.sif", directives=("--qos=high", "--exclusive"),
+            overrides=("sampling.max_tokens=5",),
+        ),
+    )  # fmt: skip
+    directives = re.findall("^#SBATCH (.*)$", script, re.MULTILINE)
+    assert directives == [
+        "--job-name='50% of it'", "--output='out/50%% of it.slurm/%j.log'", "--open-mode=append", "--requeue",
+        "--signal=USR1@91", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=48", "--gres=gpu:a100:4", "--mem=200G",
+        "--time=1-12", "--partition=long", "--account=me", "--constraint='a100&ib'", "--qos=high", "--exclusive",
+    ]  # fmt: skip
+    assert "\nmodule load cuda/12.9\nmodule load apptainer\n" in script
+    run = f"apptainer exec --nv 'my image.sif' batchinf run {file.path} --set sampling.max_tokens=5\n"
+    assert f'\nsrun --cpus-per-task="$SLURM_CPUS_PER_TASK" {run}' in script
+    # Eight cores for each GPU; no GPU, no --gres and no --nv.
+    assert "--cpus-per-task=16\n" in script_of(file, Wishes(gpus="2"))
+    without = script_of(file, Wishes(container="image.sif"))
+    assert "--gres" not in without
+    assert "--nv" not in without
+
+
+@pytest.mark.parametrize(
+    ("wishes", "fields", "message"),
+    [
+        ({"gpus": "a100"}, {}, "--gpus: got 'a100'; must be a number or type:number"),
+        ({"gpus": "0"}, {}, "--gpus: got '0'; must be a number or type:number"),
+        ({"gpus": "2"}, {"scripted": None, "parallel": {"tensor_parallel_size": 4, "data_parallel_size": "auto"}},
+         "parallel: needs 4 devices, but --gpus 2 on 1 node"),
+        ({"gpus": "2", "num_nodes": 2}, {"scripted": None, "parallel": {"data_parallel_size": 5}},
+         "parallel: needs 5 devices, but --gpus 2 on 2 node"),
+        ({"num_nodes": 2, "num_slices": 2}, {}, "got --array with --nodes"),
+        ({"num_slices": 10**6}, {}, "--array: got 1000000; must be at most 999999"),
+        ({"venv": ".venv", "container": "x.sif"}, {}, "got --venv with --container"),
+        ({"time": "soon"}, {}, "--time: got 'soon'; must be a time such as 90"),
+        ({"time": "2"}, {}, "--time: got 2, which is 120 s, but the job stops 120 s before that"),
+        ({"time": "0-00:02"}, {}, "which is 120 s"),
+        ({"time": "0:01:59"}, {}, "which is 119 s"),
+        ({"time": "1:30"}, {}, "which is 90 s"),
+        ({"directives": ("qos=high",)}, {}, "--sbatch: got 'qos=high'; must be an option of sbatch"),
+        ({"command": "batchinf slurm 'a\nb'"}, {}, "a line of an sbatch script cannot hold such characters"),
+        ({}, {"stop_before_s": 0}, "stop_before_s: got 0; under Slurm it must be from 1 to 65535"),
+        ({}, {"drain_timeout_s": 200}, "drain_timeout_s: got 200, but Slurm kills the job stop_before_s = 120 s"),
+    ],
+)  # fmt: skip
+def test_wishes_that_cannot_be_met_are_refused(
+    wishes: dict[str, object], fields: dict[str, object], message: str, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        script_of(spec_in(tmp_path, **fields), Wishes(**wishes))  # type: ignore[arg-type]
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("refused", ["", "--test-only", "--parsable"])
+def test_a_script_is_submitted_if_slurm_accepts_it(
+    refused: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**place(tmp_path, "", ""), "REFUSED": refused}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{tmp_path}/.venv/bin:{os.environ['PATH']}")
+    line, script = "batchinf slurm jobs/quickstart.yaml --array 2 --submit", "out/quickstart.slurm/job.sbatch"
+    if refused:
+        with pytest.raises(UserError, match=f"^sbatch {refused} refuses {script}: no such partition$"):
+            command(line, monkeypatch, tmp_path)
+    else:
+        command(line, monkeypatch, tmp_path)
+        assert "submitted job 12; its log: out/quickstart.slurm/12_%a.log" in capsys.readouterr().out
+    tried = [f"sbatch --test-only {script}", f"sbatch --parsable {script}"]
+    assert (tmp_path / "calls").read_text().splitlines() == tried[: 1 if refused == "--test-only" else 2]
+
+
+def test_without_slurm_nothing_is_submitted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"there is no sbatch here; run `sbatch out/quickstart\.slurm/job\.sbatch` on"):
+        command("batchinf slurm jobs/quickstart.yaml --submit", monkeypatch, tmp_path)
 
 
 def test_readers_read_all_slices(tmp_path: pathlib.Path) -> None:
@@ -100,14 +216,13 @@ def test_readers_read_all_slices(tmp_path: pathlib.Path) -> None:
     )
     for index in (1, 0):
         jobs.finish(spec, "--slice", f"{index}/2")
-    [example] = blocks("python")
+    page = (jobs.ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     lines = example.strip().split("\n")
     checks = ["print(rows['row_index'] == sorted(rows['row_index']), len(rows))", f"print({lines[-1]}.fetchall())"]
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", "\n".join([*lines[:-1], *checks])]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    code = [sys.executable, "-c", "\n".join([*lines[:-1], *checks])]
+    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     num_rows = len(jobs.rows_of(out / "slice-0")) + len(jobs.rows_of(out / "slice-1"))
     assert done.stdout.splitlines()[0] == f"True {num_rows}"

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, Slice, job_folders, no_job_message, read_cut, source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
-from batchinf.fleet.status import JobStatus, read_status
+from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.job.open import carried_columns, open_job_input
 from batchinf.manifest.lock import live_holder
 from batchinf.manifest.names import part_name
@@ -88,7 +88,8 @@ class JobState:
 
     slice: such as `3/8`; None: a whole job. process: None unless a live process seems to run it. totals: None before it
     has begun. extents: numbers of input rows that were added at the beginning and by each `--extend`. progress: a live
-    job's `status.json`, which is `progress_age_s` seconds old.
+    job's `status.json`, which is `progress_age_s` seconds old. replicas: of a live job, or of the last run of one that
+    is not done.
     """
 
     folder: str
@@ -100,15 +101,38 @@ class JobState:
     retry: RetryProgress | None = None
     progress: JobStatus | None = None
     progress_age_s: float | None = None
+    replicas: tuple[ReplicaStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """All replicas of a running job, or of all slices that run. num_up: those with a running engine.
+
+    hosts: sorted. num_devices: GPUs. num_restarts: since the jobs were started. Rates are over the last minute. left_s:
+    of the slice that takes longest. Rates and `left_s` are None until there is enough data for them.
+    """
+
+    hosts: tuple[str, ...]
+    num_replicas: int
+    num_up: int
+    num_devices: int
+    num_restarts: int
+    prompt_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    left_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
-    """The report of `status`. jobs: one, or all slices in the order of their rows. totals: of those that have begun."""
+    """The report of `status`. jobs: one, or all slices in the order of their rows. totals: of those that have begun.
+
+    load: of those that run; None if none runs.
+    """
 
     folder: str
     num_slices: int | None
     totals: JobTotals | None
+    load: Load | None
     jobs: tuple[JobState, ...]
 
 
@@ -117,11 +141,34 @@ def job_status(out: str) -> StatusReport:
     folders = job_folders(out)
     if folders[0].slice is None:
         job = _job_state(folders[0], open_state(out)[1])
-        return StatusReport(out, None, job.totals, (job,))
+        return StatusReport(out, None, job.totals, _load([job]), (job,))
     found = [(job, read_job(job.folder)) for job in folders]
     jobs = tuple(_job_state(job, state) for job, state in found)
     begun = [(job.folder, state) for job, state in found if state is not None]
-    return StatusReport(out, len(folders), _slice_totals(out, begun) if begun else None, jobs)
+    return StatusReport(out, len(folders), _slice_totals(out, begun) if begun else None, _load(jobs), jobs)
+
+
+def _load(jobs: Sequence[JobState]) -> Load | None:
+    running = [job.progress for job in jobs if job.progress is not None]
+    if not running:
+        return None
+    replicas = [replica for progress in running for replica in progress.replicas]
+    return Load(
+        hosts=tuple(sorted({replica.host for replica in replicas if replica.host})),
+        num_replicas=len(replicas),
+        num_up=sum(replica.state == "running" for replica in replicas),
+        num_devices=sum(len(replica.devices) for replica in replicas),
+        num_restarts=sum(replica.restarts for replica in replicas),
+        prompt_tokens_per_s=_sum(progress.prompt_tokens_per_s for progress in running),
+        output_tokens_per_s=_sum(progress.output_tokens_per_s for progress in running),
+        left_s=None if any(progress.left_s is None for progress in running) else max(p.left_s or 0.0 for p in running),
+    )
+
+
+def _sum(rates: Iterable[float | None]) -> float | None:
+    """The sum of those that are known; None if none is."""
+    known = [rate for rate in rates if rate is not None]
+    return round(sum(known), 1) if known else None
 
 
 def _slice_totals(out: str, begun: Sequence[tuple[Folder, State]]) -> JobTotals:
@@ -136,9 +183,8 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
     name = None if job.slice is None else str(job.slice)
     if state is None:
         return JobState(str(job.folder.root), name, "not begun")
-    holder, snapshot = None if state.is_done else live_holder(job.folder), read_status(job.folder)
-    if holder is None:
-        snapshot = None  # from an earlier run
+    holder, last = None if state.is_done else live_holder(job.folder), read_status(job.folder)
+    snapshot = None if holder is None else last  # else from an earlier run
     num_rows = total_rows(state.extents) * task_of(stored_spec(state.header.spec)).num_rows_per_input
     return JobState(
         folder=str(job.folder.root),
@@ -150,6 +196,7 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
         retry=_retry(state),
         progress=snapshot,
         progress_age_s=None if snapshot is None else time.time() - snapshot.updated_at,
+        replicas=() if last is None or state.is_done else last.replicas,
     )
 
 

@@ -91,6 +91,8 @@ class FleetReplica:
     shards: assigned to the running incarnation and not closed, oldest first.
     early_window: the expected window of an engine that is not up yet, if the replica prepares shards for it.
     failures: ends since it last finished a row. recovered_rows: output rows from the journal.
+    host: where its last incarnation ran; "" before it has said so. heard_at: when its last event came, in seconds since
+    1970; None before the first.
     cause: why the last incarnation ended.
     """
 
@@ -115,6 +117,8 @@ class FleetReplica:
     failed: Failed | None = None
     failed_at: float = 0.0
     cause: str = ""
+    host: str = ""
+    heard_at: float | None = None
     steps_changed_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -162,12 +166,15 @@ class FleetReplica:
         return ReplicaStatus(
             self.number,
             self.state,
+            self.host,
             self.slot.devices,
+            self.info.device if self.info is not None else "",
             self.progress.in_flight,
             engine.num_running,
             engine.num_waiting,
             engine.kv_cache_usage,
             self.restarts,
+            self.heard_at,
         )
 
 
@@ -198,9 +205,10 @@ class Ended:
 
 def update(replica: FleetReplica, event: Event) -> None:
     """Update a replica with an event that it sent."""
+    replica.heard_at = round(time.time(), 3)
     match event:
-        case messages.StartPhase(name):
-            replica.state = name
+        case messages.StartPhase(name, host):
+            replica.state, replica.host = name, host or replica.host
         case messages.TakesShards(size):
             replica.early_window = size
         case Ready(engine, _):

@@ -263,7 +263,7 @@ def _changes(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit) -> list[st
     else:
         changes = []
     if cause.kind == "free":
-        return [*changes, "end what else runs on the device, or choose another with CUDA_VISIBLE_DEVICES"]
+        return [*changes, "end what else runs on the device, or choose another with parallel.devices"]
     if cause.kind in ("cache", "length", "load"):
         changes += _more_room(cause, now, fit)
     changes += _new_job(cause, engine, now, fit)

@@ -20,16 +20,23 @@ _WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One replica: its state, its devices, and how full its engine is."""
+    """One replica: its state, its place, and how full its engine is.
+
+    host: "" before it has said so. device: the model of its devices; "" before its engine is up. heard_at: when its
+    last message came, in seconds since 1970; None before the first.
+    """
 
     replica: int
     state: str
+    host: str
     devices: tuple[str, ...]
+    device: str
     in_flight: int
     num_running: int
     num_waiting: int
     kv_cache_usage: float
     restarts: int
+    heard_at: float | None
 
 
 @dataclass(frozen=True, slots=True)

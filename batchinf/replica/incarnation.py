@@ -308,7 +308,7 @@ class Incarnation:
     def run(self) -> None:
         """Start the engine, work until stopped, and send `Stopped`."""
         started = time.monotonic()
-        self._port.send(StartPhase("loading the tokenizer and opening the input"))
+        self._port.send(StartPhase("loading the tokenizer and opening the input", os.uname().nodename))
         self._tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
         guard_forks()
         with self._lock:

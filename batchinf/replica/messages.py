@@ -94,9 +94,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class StartPhase:
-    """From a replica: the phase of its start."""
+    """From a replica: the phase of its start. host: where it runs; the first phase has it."""
 
     name: str
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import AfterValidator, Field, create_model, field_validator, model_validator
 
 from batchinf.spec.fields import (
     IDENTITY,
@@ -88,6 +88,17 @@ class ModelSpec(Section):
     commit of an id."""
 
 
+def _each_device_once(devices: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    names = [str(device) for device in devices]
+    for name in names:
+        if names.count(name) > 1:
+            raise wrong(f"got {name} twice; name each device once")
+    return devices
+
+
+Devices = Annotated[tuple[Whole | Text, ...], Field(strict=False, min_length=1), AfterValidator(_each_device_once)]
+
+
 class ParallelSpec(Section):
     """Degrees of parallelism. A replica uses tensor × pipeline devices."""
 
@@ -95,6 +106,9 @@ class ParallelSpec(Section):
     """Devices over which each layer is split."""
     pipeline_parallel_size: Annotated[Positive, RUNTIME] = 1
     """Devices over which the layers are distributed. Only for CUDA devices: vLLM has no pipelines on a CPU."""
+    devices: Annotated[Devices | None, RUNTIME] = None
+    """The CUDA devices of this job, named as in `nvidia-smi` and `CUDA_VISIBLE_DEVICES`, such as `[0, 1]`; default: all
+    that `CUDA_VISIBLE_DEVICES` lets it see. Jobs on other devices can run beside it."""
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
     """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+import test_placement
 
 import jobs
 from batchinf.fleet.devices import Slot
@@ -17,13 +18,13 @@ NUM_PORTS = 40
 
 
 @pytest.fixture
-def start(tmp_path: pathlib.Path) -> Iterator[Callable[[int], LocalReplica]]:
-    """Starts a replica of a job of its own, which stands still."""
+def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., LocalReplica]]:
+    """Starts a replica of a job of its own, in a slot, which stands still."""
     replicas: list[LocalReplica] = []
 
-    def started(number: int) -> LocalReplica:
+    def started(number: int, slot: Slot = Slot(0, (), ())) -> LocalReplica:  # noqa: B008
         launch = Launch(0, "000001.0001", str(tmp_path), f"job{number}", "", "", "", None)
-        replicas.append(LocalBackend().start(launch, Slot(0, (), ()), tmp_path / f"{number}.log"))
+        replicas.append(LocalBackend().start(launch, slot, tmp_path / f"{number}.log"))
         replicas[-1].process.send_signal(signal.SIGSTOP)
         return replicas[-1]
 
@@ -33,10 +34,14 @@ def start(tmp_path: pathlib.Path) -> Iterator[Callable[[int], LocalReplica]]:
             replica.end()
 
 
-def port_of(replica: LocalReplica) -> int:
+def environment_of(replica: LocalReplica) -> dict[str, str]:
     process = psutil.Process(replica.process.pid)
     jobs.wait_until(process.environ)  # it is empty until the new program has begun
-    return int(process.environ()["VLLM_PORT"])
+    return process.environ()
+
+
+def port_of(replica: LocalReplica) -> int:
+    return int(environment_of(replica)["VLLM_PORT"])
 
 
 def test_replicas_of_several_jobs_have_ports_of_their_own(
@@ -58,6 +63,20 @@ def test_the_port_that_a_user_sets_is_kept(
 ) -> None:
     monkeypatch.setenv("VLLM_PORT", "31000")
     assert port_of(start(0)) == 31000
+
+
+def test_jobs_on_disjoint_devices_run_side_by_side(
+    start: Callable[..., LocalReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_placement.install(monkeypatch, 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,4,5,6")
+    first, second = (
+        test_placement.spec_of(parallel={"tensor_parallel_size": 2, "devices": devices}) for devices in ([4, 5], [7, 6])
+    )
+    slots = [slot for spec in (first, second) for slot in LocalBackend().place(spec)]
+    replicas = [start(number, slot) for number, slot in enumerate(slots)]
+    assert [environment_of(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas] == ["4,5", "7,6"]
+    assert port_of(replicas[0]) != port_of(replicas[1])
 
 
 @pytest.mark.parametrize(("version", "expected"), [("0.26.0", "1"), ("0.32.0", None), ("0.33.1.dev2", None)])

@@ -303,7 +303,7 @@ def test_a_large_device_has_large_batches_unless_it_is_an_a100() -> None:
             {},
             {},
             ["15.0 GiB for its weights", "max_model_len 131,072 takes 16.0 GiB", "vLLM asked for 72.8 GiB",
-             "60.2 GiB were free", "engine.gpu_memory_utilization to 0.75", "CUDA_VISIBLE_DEVICES"],
+             "60.2 GiB were free", "engine.gpu_memory_utilization to 0.75", "parallel.devices"],
             ["tensor_parallel_size", "max_model_len 1 "],
         ),
         (
@@ -313,7 +313,7 @@ def test_a_large_device_has_large_batches_unless_it_is_an_a100() -> None:
             ["takes 16.0 GiB", "9.2 GiB were left for it", "raise engine.gpu_memory_utilization to 0.45",
              "engine.max_model_len 75440 or less", "another output.path", "engine.kv_cache_dtype fp8",
              "parallel.tensor_parallel_size to 2"],
-            ["CUDA_VISIBLE_DEVICES"],
+            ["parallel.devices"],
         ),
         # 131 GiB of weights: no share of one device holds them, nor half of them; four devices do.
         (

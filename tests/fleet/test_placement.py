@@ -113,6 +113,44 @@ def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], needed: s
         place(spec_of(parallel=parallel), ["0", "1", "2", "3"], range(16))
 
 
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({"devices": [3, 1]}, [("3",), ("1",)]),
+        ({"devices": ["1", 2], "tensor_parallel_size": 2}, [("1", "2")]),
+        ({"devices": [0, 1, 2], "data_parallel_size": 1}, [("0",)]),
+        ({"devices": ["GPU-b"]}, [("GPU-b",)]),
+    ],
+)
+def test_a_job_takes_the_devices_that_it_names(parallel: dict[str, Any], expected: list[Any]) -> None:
+    visible = ["GPU-a", "GPU-b"] if "GPU-b" in parallel["devices"] else ["0", "1", "2", "3"]
+    assert [slot.devices for slot in place(spec_of(parallel=parallel), visible, range(16))] == expected
+    assert place(spec_of(parallel=parallel, scripted={}), visible, range(16))[0].devices == ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "message"),
+    [
+        ([1, 9, "GPU-a"], ["0", "1"], "got 9, GPU-a, but only 0, 1 can be seen"),
+        ([0], [], "got 0, but no CUDA device can be seen"),
+        ([3], ["4"], r"got 3, but only 4 can be seen \(CUDA_VISIBLE_DEVICES is '4'\)"),
+    ],
+)
+def test_devices_that_cannot_be_seen_are_refused(
+    devices: list[Any], visible: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible == ["4"]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(SpecError, match=f"^parallel.devices: {message}.*; name devices that can be seen$"):
+        place(spec_of(parallel={"devices": devices}), visible, range(4))
+
+
+def test_too_few_devices_for_the_degrees_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"need 4 devices, but 2 are in parallel.devices \(0, 3\); .* add devices$"):
+        place(spec_of(parallel={"tensor_parallel_size": 4, "devices": [0, 3]}), ["0", "1", "2", "3"], range(4))
+
+
 def test_a_pipeline_needs_devices() -> None:
     wrong = r"^parallel\.pipeline_parallel_size: got 2, but no CUDA device is visible, .*; use tensor_parallel_size$"
     with pytest.raises(SpecError, match=wrong):

@@ -35,7 +35,7 @@ PAGE = ROOT / "docs" / "spec.md"
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 LEAST = "model: a/b\ninput: {path: x.jsonl}\noutput: {path: out}\n"
 TOP = ", ".join(name for name in field_docs() if "." not in name)
-PARALLEL = "tensor_parallel_size, pipeline_parallel_size, data_parallel_size"
+PARALLEL = "tensor_parallel_size, pipeline_parallel_size, devices, data_parallel_size"
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +154,9 @@ QUOTES = "text that looks like something else needs quotes"
         ("sampling.min_p", "'1'", "got '1'; must be a number, at least 0 and at most 1; write it without quotes"),
         ("drain_timeout_s", "false", "got false; must be a number, at least 0 and at most 1000000000"),
         ("parallel.data_parallel_size", "0", f"got 0; must be {POSITIVE}, or auto"),
+        ("parallel.devices", "[]", f"got an empty list; must be {field_docs()['parallel.devices'].allowed} that is not "
+         "empty"),
+        ("parallel.devices", "[1, GPU-a, '1']", "got 1 twice; name each device once"),
         ("parallel.data_parallel_size", "all", f"got 'all'; must be {POSITIVE}, or auto"),
         ("task", "chat", "got 'chat'; must be one of generate, score, logits, embed, classify, reward, hidden_states"),
         ("scripted", "5", f"got 5; must be {field_docs()['scripted'].allowed}"),

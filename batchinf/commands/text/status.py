@@ -1,12 +1,14 @@
 """The reports of `status` and `check` as text."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 from batchinf.base.errors import OutputError
-from batchinf.base.text import duration, short_count
+from batchinf.base.text import duration, list_names, short_count
 from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
-from batchinf.commands.status import JobState, JobTotals, RetryProgress, StatusReport
+from batchinf.commands.status import JobState, JobTotals, Load, RetryProgress, StatusReport
+from batchinf.fleet.status import ReplicaStatus
 from batchinf.output.parts import accuracy_lines, non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
 from batchinf.run.progress import status_line
@@ -26,12 +28,9 @@ def status_lines(report: StatusReport) -> Iterator[str]:
     if job.retry is not None:
         yield _retry_line(job.retry)
     yield from _progress_lines(job, "")
-    if job.progress is not None:
-        for replica in job.progress.replicas:
-            yield (
-                f"  replica {replica.replica}: {replica.state}, {replica.in_flight} requests in the engine, "
-                f"{replica.num_running} running, KV cache {replica.kv_cache_usage:.0%}, {replica.restarts} restarts"
-            )
+    yield from _load_lines(report.load)
+    for replica in job.replicas:
+        yield f"  {_place(replica)}: {_condition(replica, job)}{_last_sign(replica)}"
 
 
 def _slices_lines(report: StatusReport, num_slices: int) -> Iterator[str]:
@@ -39,6 +38,7 @@ def _slices_lines(report: StatusReport, num_slices: int) -> Iterator[str]:
     yield f"{report.folder}: {num_slices} slices: " + ", ".join(f"{number} {name}" for name, number in numbers.items())
     if report.totals is not None:
         yield from _total_lines(report.totals)
+    yield from _load_lines(report.load, has_rates=True)
     for job in report.jobs:
         if job.totals is None:
             yield f"  slice {job.slice} has not begun"
@@ -58,6 +58,44 @@ def _activity(job: JobState) -> str:
 def _progress_lines(job: JobState, indent: str) -> Iterator[str]:
     if job.progress is not None:
         yield f"{indent}{duration(job.progress_age_s)} ago: {status_line(job.progress)}"
+
+
+def _load_lines(load: Load | None, *, has_rates: bool = False) -> Iterator[str]:
+    if load is None:
+        return
+    parts = [
+        *([f"{len(load.hosts)} host(s): {list_names(load.hosts)}"] if load.hosts else []),
+        f"{load.num_up} of {load.num_replicas} replicas up",
+        *([f"{load.num_devices} GPUs"] if load.num_devices else []),
+        f"{load.num_restarts} restarts",
+    ]
+    if has_rates:
+        rates = (("in", load.prompt_tokens_per_s), ("out", load.output_tokens_per_s))
+        parts += [f"{name} {short_count(rate)} tok/s" for name, rate in rates if rate is not None]
+        parts += [] if load.left_s is None else [f"left {duration(load.left_s)}"]
+    yield "now: " + " · ".join(parts)
+
+
+def _place(replica: ReplicaStatus) -> str:
+    host = f" on host {replica.host}" if replica.host else ""
+    devices = f", GPU {', '.join(replica.devices)}" if replica.devices else ""
+    model = f" ({replica.device})" if replica.devices and replica.device else ""
+    return f"replica {replica.replica}{host}{devices}{model}"
+
+
+def _condition(replica: ReplicaStatus, job: JobState) -> str:
+    if job.progress is None:
+        return f"{replica.restarts} restarts in the last run"
+    return (
+        f"{replica.state}, {replica.in_flight} requests in the engine, {replica.num_running} running, "
+        f"KV cache {replica.kv_cache_usage:.0%}, {replica.restarts} restarts"
+    )
+
+
+def _last_sign(replica: ReplicaStatus) -> str:
+    if replica.heard_at is None:
+        return ""
+    return f", last heard from {duration(max(0.0, time.time() - replica.heard_at))} ago"
 
 
 def _retry_line(retry: RetryProgress) -> str:

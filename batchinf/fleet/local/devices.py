@@ -119,11 +119,25 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(itertools.takewhile(lambda name: name in every or name[:4] in ("GPU-", "MIG-"), names))
 
 
-def place(spec: JobSpec, devices: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
+def _chosen_devices(spec: JobSpec, visible: Sequence[str]) -> Sequence[str]:
+    """The devices of `parallel.devices`, or all visible ones. Raises SpecError for one that is not visible."""
+    if spec.parallel.devices is None or spec.scripted is not None:
+        return visible
+    names = [str(device) for device in spec.parallel.devices]
+    if absent := [name for name in names if name not in visible]:
+        there = f"only {', '.join(visible)} can be seen" if visible else "no CUDA device can be seen"
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if allowed is None else f" (CUDA_VISIBLE_DEVICES is '{allowed}')"
+        raise SpecError(f"parallel.devices: got {', '.join(absent)}, but {there}{why}; name devices that can be seen")
+    return names
+
+
+def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
     """One slot for each replica. Raises SpecError if the degrees do not fit the devices.
 
     Devices are assigned in order, so that a replica's tensor-parallel ranks are neighbours.
     """
+    devices = _chosen_devices(spec, visible)
     degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
     wanted = spec.parallel.data_parallel_size
     if not devices and spec.scripted is None and spec.parallel.pipeline_parallel_size > 1:
@@ -137,11 +151,13 @@ def place(spec: JobSpec, devices: Sequence[str], cpus: Sequence[int]) -> list[Sl
         return [Slot(i, (), share) for i, share in enumerate(share_cpus(cpus, num_replicas))]
     num_replicas = len(devices) // degree if wanted == "auto" else wanted
     if num_replicas * degree > len(devices) or num_replicas == 0:
+        is_all = spec.parallel.devices is None
+        which, remedy = ("visible", "widen CUDA_VISIBLE_DEVICES") if is_all else ("in parallel.devices", "add devices")
         raise SpecError(
             f"parallel: {num_replicas or 1} replica(s) of tensor_parallel_size "
             f"{spec.parallel.tensor_parallel_size} x pipeline_parallel_size {spec.parallel.pipeline_parallel_size} "
-            f"need {max(1, num_replicas) * degree} devices, but {len(devices)} are visible "
-            f"({', '.join(devices)}); lower a degree, or widen CUDA_VISIBLE_DEVICES"
+            f"need {max(1, num_replicas) * degree} devices, but {len(devices)} are {which} "
+            f"({', '.join(devices)}); lower a degree, or {remedy}"
         )
     shares = share_cpus(cpus, num_replicas)
     return [Slot(i, tuple(devices[i * degree : (i + 1) * degree]), shares[i]) for i in range(num_replicas)]
@@ -171,7 +187,7 @@ def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
             raise UserError(
                 f"device {device} is held by {holders}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, "
                 f"gpu_memory_utilization {share} needs {share * total / 2**30:.1f}; end that program, choose other "
-                f"devices with CUDA_VISIBLE_DEVICES, or lower engine.gpu_memory_utilization"
+                f"devices with parallel.devices, or lower engine.gpu_memory_utilization"
             )
 
 

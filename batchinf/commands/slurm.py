@@ -1,0 +1,337 @@
+"""`batchinf slurm`: writes an sbatch script that runs a job to its end, and submits it.
+
+A script has one of three forms: one node, a job array of slices, or several nodes with Ray. See docs/slurm.md.
+"""
+
+import math
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from batchinf.base.errors import SpecError, UserError
+from batchinf.base.slices import MAX_SLICES
+from batchinf.base.text import clip
+from batchinf.spec.file import SpecFile
+
+# Slurm's limit for --signal.
+_MOST_SIGNAL_S = 65_535
+_CPUS_PER_GPU = 8
+_RAY_WAIT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Options of a script. None, or empty: the cluster's default.
+
+    num_nodes: more than one starts Ray. num_slices: tasks of a job array; None for no array. gpus: of each node, such
+    as `4` or `a100:4`. cpus: of each node. time, mem: as Slurm writes them. container: an image for Apptainer.
+    directives: further options of sbatch. overrides: those of `--set`. command: what the user typed, for a comment.
+    """
+
+    num_nodes: int = 1
+    num_slices: int | None = None
+    gpus: str | None = None
+    cpus: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    constraint: str | None = None
+    modules: tuple[str, ...] = ()
+    venv: str | None = None
+    container: str | None = None
+    directives: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    command: str = "batchinf slurm"
+
+    @property
+    def num_gpus(self) -> int | None:
+        """GPUs of each node; None if no GPU is asked for. Raises SpecError."""
+        if self.gpus is None:
+            return None
+        match = re.fullmatch(r"(?:[\w.-]+:)?([1-9][0-9]{0,3})", self.gpus)
+        if match is None:
+            raise SpecError(f"--gpus: got {clip(self.gpus)!r}; must be a number or type:number, such as 4 or a100:4")
+        return int(match[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A job in Slurm's queue. log: where it writes; `%a` stands for the number of a slice."""
+
+    job_id: str
+    log: str
+
+
+def folder_of(file: SpecFile) -> pathlib.Path:
+    """The folder of a job's script and logs, beside its output folder."""
+    out = file.spec.output.path.rstrip("/")
+    return pathlib.Path(f"{out}.slurm")
+
+
+def script_of(file: SpecFile, wishes: Wishes) -> str:
+    """The text of a script. Raises SpecError for options that do not fit together or do not fit the spec."""
+    _check(file, wishes)
+    setup = [*(f"module load {shlex.quote(module)}" for module in wishes.modules),
+             *([] if wishes.venv is None else [f"source {shlex.quote(f'{wishes.venv}/bin/activate')}"])]  # fmt: skip
+    run = _run_with_ray(file, wishes) if wishes.num_nodes > 1 else [f"{_run(file, wishes)}\ncode=$?"]
+    blocks = [
+        "\n".join(["#!/bin/bash", f"# {wishes.command}", *(f"#SBATCH {line}" for line in _directives(file, wishes))]),
+        "# This shell has to outlive the signals that stop the job, to see the exit code of batchinf.\n"
+        "trap : INT HUP USR1\n"
+        "trap is_cancelled=1 TERM  # by scancel, or by a pre-emption, after which Slurm itself queues the job again",
+        *(["\n".join(setup)] if setup else []),
+        *run,
+        _END.format(job=_ARRAY_TASK if wishes.num_slices is not None else "$SLURM_JOB_ID"),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _check(file: SpecFile, wishes: Wishes) -> None:
+    if wishes.num_nodes > 1 and wishes.num_slices is not None:
+        raise SpecError(
+            "got --array with --nodes; slices need one node each, and Ray needs no slices: give one of them"
+        )
+    if wishes.num_slices is not None and wishes.num_slices > MAX_SLICES:
+        raise SpecError(f"--array: got {wishes.num_slices}; must be at most {MAX_SLICES}")
+    if wishes.venv is not None and wishes.container is not None:
+        raise SpecError("got --venv with --container; batchinf is in one of them: give that one")
+    for text in (wishes.command, file.spec.output.path):
+        if not text.isprintable():
+            raise SpecError(f"got {clip(text, 200)}; a line of an sbatch script cannot hold such characters")
+    for line in wishes.directives:
+        if not line.startswith("-"):
+            raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
+    stop_before_s = math.ceil(file.spec.stop_before_s)
+    if not 1 <= stop_before_s <= _MOST_SIGNAL_S:
+        limits = f"under Slurm it must be from 1 to {_MOST_SIGNAL_S}"
+        raise file.error("stop_before_s", f"got {file.spec.stop_before_s:g}; {limits}")
+    if file.spec.drain_timeout_s >= stop_before_s:
+        raise file.error(
+            "drain_timeout_s",
+            f"got {file.spec.drain_timeout_s:g}, but Slurm kills the job stop_before_s = {stop_before_s} s after its "
+            "signal; lower the one, or raise the other",
+        )
+    if wishes.time is not None and (time_s := _seconds(wishes.time)) <= stop_before_s:
+        raise SpecError(
+            f"--time: got {wishes.time}, which is {time_s} s, but the job stops {stop_before_s} s before that: ask for "
+            "more time, or lower stop_before_s"
+        )
+    _check_devices(file, wishes)
+
+
+def _check_devices(file: SpecFile, wishes: Wishes) -> None:
+    if wishes.num_gpus is None or file.spec.scripted is not None:
+        return
+    parallel = file.spec.parallel
+    degree = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    needed = degree * (1 if parallel.data_parallel_size == "auto" else parallel.data_parallel_size)
+    num_devices = wishes.num_gpus * wishes.num_nodes
+    if needed > num_devices:
+        raise file.error(
+            "parallel",
+            f"needs {needed} devices, but --gpus {wishes.gpus} on {wishes.num_nodes} node(s) gives {num_devices}; ask "
+            "for more, or lower a degree",
+        )
+
+
+def _seconds(time: str) -> int:
+    """A time limit in seconds. Raises SpecError for text that is no time of Slurm's."""
+    match = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,9}(?::[0-9]{1,5}){0,2})", time)
+    if match is None:
+        raise SpecError(f"--time: got {clip(time)!r}; must be a time such as 90 (minutes), 12:00:00 or 1-12:00:00")
+    numbers = [int(number) for number in match[2].split(":")]
+    if match[1] is not None:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:  # minutes[:seconds]
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(match[1] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _log(file: SpecFile, name: str) -> str:
+    """A log as Slurm names it: `%` begins a field such as the job's id."""
+    return str(folder_of(file)).replace("%", "%%") + f"/{name}.log"
+
+
+def _directives(file: SpecFile, wishes: Wishes) -> Iterator[str]:
+    """The options of sbatch. Slurm sends the signal up to 60 s earlier than asked."""
+    name = pathlib.Path(file.spec.output.path).name
+    num_gpus = wishes.num_gpus
+    cpus = wishes.cpus if wishes.cpus is not None else _CPUS_PER_GPU * (num_gpus or 1)
+    options = {
+        "job-name": name,
+        "output": _log(file, "%A_%a" if wishes.num_slices is not None else "%j"),
+        "open-mode": "append",
+        "requeue": "",
+        "signal": f"USR1@{math.ceil(file.spec.stop_before_s)}",
+        "array": None if wishes.num_slices is None else f"0-{wishes.num_slices - 1}",
+        "nodes": str(wishes.num_nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(cpus),
+        "gres": None if wishes.gpus is None else f"gpu:{wishes.gpus}",
+        "mem": wishes.mem,
+        "time": wishes.time,
+        "partition": wishes.partition,
+        "account": wishes.account,
+        "constraint": wishes.constraint,
+        # Ray's other nodes go on without a node that fails.
+        "no-kill": "" if wishes.num_nodes > 1 else None,
+    }
+    for option, value in options.items():
+        if value is not None:
+            yield f"--{option}" + (f"={shlex.quote(value)}" if value else "")
+    yield from wishes.directives
+
+
+_ARRAY_TASK = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+
+_END = """\
+# 75: stopped on request, with work left. Any other code is final: done, or an error to fix.
+if [ "$code" -eq 75 ] && [ -z "${{is_cancelled:-}}" ]; then
+    scontrol requeue "{job}"
+fi
+exit "$code"
+"""
+
+
+def _prefix(wishes: Wishes) -> list[str]:
+    """The words before a command that runs in the job's environment."""
+    if wishes.container is None:
+        return []
+    return ["apptainer", "exec", *(["--nv"] if wishes.gpus is not None else []), wishes.container]
+
+
+def _batchinf(file: SpecFile, wishes: Wishes) -> str:
+    settings = [word for text in wishes.overrides for word in ("--set", text)]
+    return shlex.join([*_prefix(wishes), "batchinf", "run", file.path, *settings])
+
+
+def _run(file: SpecFile, wishes: Wishes) -> str:
+    # Since 22.05, srun does not take --cpus-per-task from the script.
+    command = f'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {_batchinf(file, wishes)}'
+    if wishes.num_slices is None:
+        return command
+    # SLURM_ARRAY_TASK_COUNT would be 2 in `sbatch --array=3,5 script`.
+    return f'{command} --slice "$SLURM_ARRAY_TASK_ID/{wishes.num_slices}"'
+
+
+def _run_with_ray(file: SpecFile, wishes: Wishes) -> list[str]:
+    ray = shlex.join([*_prefix(wishes), "ray", "start"])
+    return [
+        part.format(
+            ray=ray,
+            python=shlex.join([*_prefix(wishes), "python3"]),
+            num_nodes=wishes.num_nodes,
+            num_others=wishes.num_nodes - 1,
+            log=shlex.quote(_log(file, "%j-ray")),
+            batchinf=_batchinf(file, wishes),
+            wait_s=_RAY_WAIT_S,
+        )
+        for part in _RAY
+    ]
+
+
+# Ray's own ports are free ones (0), as other jobs may run Ray on the same nodes. On a slow node `ray start` gives up
+# after 30 s, which is a constant of Ray 2.60, so it is tried three times. Ray writes the head's address into its
+# folder. USR1 before the time limit goes to all steps; Ray has to outlive it until batchinf has drained. At the end all
+# nodes of Ray get SIGTERM at once, and without the DRAIN_TIMEOUT each would wait 30 s for a head that is gone.
+_RAY = (
+    """\
+# Ray on the nodes of this job alone: with a token, an address, ports and a folder of its own.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 ray_folder
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+ray_folder=/tmp/ray-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+step=(srun --overlap --no-kill --cpus-per-task="$SLURM_CPUS_PER_TASK")
+on_head=("${{step[@]}}" --nodes=1 --ntasks=1 --nodelist="${{nodes[0]}}")
+on_others=("${{step[@]}}" --nodes={num_others} --ntasks={num_others} --exclude="${{nodes[0]}}")
+log=(--output={log} --open-mode=append)
+run_ray='trap "" USR1; trap is_over=1 TERM
+for attempt in 1 2 3; do
+    [ -n "${{is_over:-}}" ] || {ray} "$@" --block --num-cpus="$SLURM_CPUS_ON_NODE" \\
+        --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0
+done
+rm -rf "$ray_folder"'""",
+    """\
+# The head's address is the one that leads to the last node. Ray's client server takes no 0 for a free port.
+last=$(scontrol --oneliner show node "${{nodes[-1]}}" | sed 's/.* NodeAddr=\\([^ ]*\\).*/\\1/')
+read -r ip client_port < <({python} - "$last" <<'END'
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there, socket.socket() as free:
+    there.connect((sys.argv[1], 9))
+    free.bind(("", 0))
+    print(there.getsockname()[0], free.getsockname()[1])
+END
+)
+"${{on_head[@]}}" "${{log[@]}}" bash -c "$run_ray" ray --head --port=0 --node-ip-address="$ip" \\
+    --temp-dir="$ray_folder" --include-dashboard=false --ray-client-server-port="$client_port" &
+for ((second = 0; second < {wait_s}; second++)); do
+    [ -s "$ray_folder/ray_current_cluster" ] && break
+    sleep 1
+done
+address=$(<"$ray_folder/ray_current_cluster") || exit 1
+"${{on_others[@]}}" "${{log[@]}}" bash -c "$run_ray" ray --address="$address" &""",
+    """\
+{python} - "$address" <<'END' &&
+import ray, sys, time
+ray.init(sys.argv[1], log_to_driver=False, logging_level="error")
+end = time.monotonic() + {wait_s}
+while (num_nodes := sum(node["Alive"] for node in ray.nodes())) < {num_nodes}:
+    if time.monotonic() > end:
+        sys.exit(f"{{num_nodes}} of {num_nodes} nodes have joined Ray after {wait_s} s; its log says why")
+    time.sleep(1)
+END
+"${{on_head[@]}}" {batchinf} --set backend=ray --set ray.address="$address"
+code=$?
+scancel --signal=TERM "$SLURM_JOB_ID"  # all steps, so Ray on all nodes
+for ((second = 0; second < 30; second++)); do
+    [ -z "$(jobs -r)" ] && break
+    sleep 1
+done""",
+)
+
+
+def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
+    """Write a script, and make the folder of its logs, without which Slurm cannot start the job."""
+    folder_of(file).mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def submit(path: pathlib.Path, file: SpecFile, wishes: Wishes) -> Submitted:
+    """Submit a script if `sbatch --test-only` accepts it. Raises UserError with sbatch's words."""
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            f"--submit: there is no sbatch here; run `sbatch {path}` on a machine of the cluster, in the folder "
+            f"{os.getcwd()}"
+        )
+    _sbatch(path, "--test-only")
+    # On a federation of clusters sbatch prints `id;cluster`.
+    job_id = _sbatch(path, "--parsable").strip().partition(";")[0]
+    return Submitted(job_id, f"{folder_of(file)}/{job_id}{'_%a' if wishes.num_slices is not None else ''}.log")
+
+
+def _sbatch(path: pathlib.Path, option: str) -> str:
+    done = subprocess.run(["sbatch", option, str(path)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.split("\n") if line.strip())
+        raise UserError(f"sbatch {option} refuses {path}: {clip(said, 500)}")
+    return done.stdout
+
+
+def submitted_lines(path: pathlib.Path, submitted: Submitted | None, file: SpecFile) -> Sequence[str]:
+    """What the command says at its end."""
+    if submitted is None:
+        return [f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf"]
+    return [
+        f"wrote {path}",
+        f"submitted job {submitted.job_id}; its log: {submitted.log}; its state: batchinf status "
+        f"{file.spec.output.path}",
+    ]

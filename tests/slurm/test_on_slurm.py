@@ -1,0 +1,157 @@
+"""`batchinf slurm` on a real Slurm of two nodes: scripts that are accepted, signalled, queued again and killed."""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import cluster
+import pytest
+import yaml
+
+import jobs
+from batchinf.commands.status import job_status
+
+pytestmark = pytest.mark.slurm
+
+FILES = sorted(path for path in (jobs.ROOT / "jobs" / "slurm").glob("*.sbatch") if path.stem != "two_nodes")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[cluster.Cluster]:
+    # A short path: munged's socket must fit into 107 bytes.
+    folder = pathlib.Path(f"/tmp/batchinf-slurm-{os.getpid()}")
+    with contextlib.closing(cluster.Cluster(folder)) as started:
+        yield started
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def submit(slurm: cluster.Cluster, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Submits a job with `batchinf slurm` and returns its id."""
+    for name, value in {**jobs.quick_start(), "SLURM_CONF": slurm.environment["SLURM_CONF"]}.items():
+        monkeypatch.setenv(name, value)
+
+    def submitted(spec: pathlib.Path, *options: str) -> str:
+        done = jobs.run("slurm", spec, "--venv", sys.prefix, "--cpus", "2", *options, "--submit")
+        assert done.returncode == 0, done.stderr
+        [job] = re.findall(r"submitted job (\d+)", done.stdout)
+        return str(job)
+
+    return submitted
+
+
+def wait_for(slurm: cluster.Cluster, job: str, wait_s: float = 240.0) -> str:
+    """The state in which a job ends."""
+    jobs.wait_until(lambda: time.sleep(0.5) or slurm.state(job) in ENDED, wait_s)
+    return slurm.state(job)
+
+
+def log_of(folder: pathlib.Path) -> str:
+    return "\n".join(path.read_text() for path in sorted((folder / "out.slurm").glob("*.log")))
+
+
+def num_committed(out: pathlib.Path) -> int:
+    with contextlib.suppress(Exception):
+        return jobs.state_of(out).counts.num_rows
+    return 0
+
+
+def test_a_job_is_signalled_before_its_limit_and_queued_again_until_it_is_done(
+    slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path
+) -> None:
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.09}, stop_before_s=10, drain_timeout_s=1)
+    job = submit(spec, "--time", "1", "--gpus", "a100:1")
+    assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
+    assert int(slurm.state(job, "Restarts")) >= 1
+    assert "SIGUSR1: finishing" in log_of(tmp_path)
+    assert "Exited with exit code 75" in log_of(tmp_path)
+    assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
+    assert jobs.state_of(tmp_path / "out").last_epoch == int(slurm.state(job, "Restarts")) + 1
+
+
+def test_a_cancelled_job_stays_cancelled(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    job = submit(jobs.spec_of(tmp_path, scripted={"step_s": 0.1}))
+    jobs.wait_until(lambda: num_committed(out))
+    slurm.call("scancel", job)
+    jobs.wait_until(lambda: "Exited with exit code 75" in log_of(tmp_path))
+    slurm.wait_for_nodes()
+    assert (slurm.state(job), slurm.state(job, "Restarts")) == ("CANCELLED", "0")
+    assert job_status(str(out)).jobs[0].activity == "stopped"
+
+
+def test_a_node_that_fails_costs_no_row(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
+    job = submit(jobs.spec_of(tmp_path, scripted={"step_s": 0.03}))
+    jobs.wait_until(lambda: num_committed(tmp_path / "out"))
+    node = slurm.state(job, "BatchHost")
+    slurm.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
+    assert slurm.state(job, "Restarts") == "1"
+    assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
+
+
+def test_an_array_of_three_with_one_task_killed(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.04}, parallel={"data_parallel_size": 1})
+    job = submit(spec, "--array", "3")
+    jobs.wait_until(lambda: all(num_committed(out / f"slice-{index}") for index in range(3)), 120)
+    report = job_status(str(out))
+    assert report.load is not None
+    assert (report.load.num_replicas, report.load.hosts) == (3, (os.uname().nodename,))
+    process = report.jobs[1].process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert [wait_for(slurm, f"{job}_{index}") for index in range(3)] == ["COMPLETED", "FAILED", "COMPLETED"]
+    assert [job.activity for job in job_status(str(out)).jobs] == ["done", "stopped", "done"]
+
+    again = slurm.call("sbatch", "--parsable", "--array=1", f"{out}.slurm/job.sbatch", cwd=jobs.ROOT)
+    assert wait_for(slurm, f"{again}_1") == "COMPLETED", log_of(tmp_path)
+    assert [job.activity for job in job_status(str(out)).jobs] == ["done"] * 3
+    rows = [row for index in range(3) for row in jobs.rows_of(out / f"slice-{index}")]
+    assert rows == list(jobs.unhurt())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_the_files_that_the_docs_show(file: pathlib.Path, slurm: cluster.Cluster, tmp_path: pathlib.Path) -> None:
+    """Run as they are, in a folder whose quickstart has the scripted engine."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "out" / "quickstart.slurm").mkdir(parents=True)
+    (tmp_path / "sample_data").symlink_to(jobs.ROOT / "sample_data")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    spec = yaml.safe_load((jobs.ROOT / "jobs" / "quickstart.yaml").read_text())
+    (tmp_path / "jobs" / "quickstart.yaml").write_text(yaml.safe_dump({**spec, "scripted": {}}))
+    assert not subprocess.run(["sbatch", "--test-only", file], env=slurm.environment, check=False).returncode
+    job = slurm.call("sbatch", "--parsable", str(file), cwd=tmp_path, **jobs.quick_start())
+    tasks = [f"{job}_{index}" for index in range(3)] if file.stem == "array" else [job]
+    assert [wait_for(slurm, task) for task in tasks] == ["COMPLETED"] * len(tasks)
+    report = job_status(str(tmp_path / "out" / "quickstart"))
+    assert report.totals is not None
+    assert [job.activity for job in report.jobs] == ["done"] * len(tasks)
+    assert report.totals.num_rows_committed == report.totals.num_rows == len(jobs.unhurt())
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--partition=nowhere", "invalid partition specified: nowhere"),
+        ("--gpus=h100:1", "Requested node configuration is not available"),
+        ("--sbatch=--no-such-option", "unrecognized option '--no-such-option'"),
+    ],
+)
+def test_a_script_that_slurm_refuses_is_not_submitted(
+    option: str, message: str, slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path
+) -> None:
+    before = slurm.call("squeue", "--noheader")
+    refused = jobs.run("slurm", jobs.spec_of(tmp_path), option, "--submit")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(rf"error: sbatch --test-only refuses \S+: .*{message}.*\n", refused.stderr)
+    assert slurm.call("squeue", "--noheader") == before
