@@ -29,11 +29,12 @@ class TestCluster:
 
     __test__ = False
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, num_cpus: int = 0) -> None:
+        """num_cpus: of the head."""
         from ray.cluster_utils import Cluster
 
         os.environ.update(SETTINGS)
-        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE}
+        head = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _STORE}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
         self.nodes: list[Any] = []
@@ -51,6 +52,11 @@ class TestCluster:
         self.nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def node_of(self, replica: psutil.Process) -> Any:
+        """The node that a replica runs on."""
+        pid = int(replica.environ()["RAY_RAYLET_PID"])
+        return next(node for node in self.nodes if node.all_processes["raylet"][0].process.pid == pid)
+
     def restore(self, num_nodes: int) -> None:
         """Add nodes until there are `num_nodes`."""
         while len(self.nodes) < num_nodes:
@@ -62,15 +68,15 @@ class TestCluster:
 
     def section(self, **fields: Any) -> dict[str, Any]:
         """The sections of a spec that run a job here."""
-        return {"backend": "ray", "ray": {"address": self.address, "resources": SLOT, **fields}}
+        return {"backend": "ray", "ray": {"address": self.address, "resources": dict(SLOT), **fields}}
 
 
 @contextlib.contextmanager
-def running(num_nodes: int) -> Iterator[TestCluster]:
-    """A cluster of a head and `num_nodes` nodes."""
+def running(num_nodes: int, num_cpus: int = 0) -> Iterator[TestCluster]:
+    """A cluster of a head and `num_nodes` nodes. num_cpus: of the head."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cluster = TestCluster(num_nodes)
+        cluster = TestCluster(num_nodes, num_cpus)
         try:
             yield cluster
         finally:
