@@ -68,7 +68,13 @@ class TestCluster:
 
     def section(self, **fields: Any) -> dict[str, Any]:
         """The sections of a spec that run a job here."""
-        return {"backend": "ray", "ray": {"address": self.address, "resources": dict(SLOT), **fields}}
+        return section_of(self.address, **{"resources": dict(SLOT), **fields})
+
+
+def section_of(address: str, **fields: Any) -> dict[str, Any]:
+    """The sections of a spec that run a job on the cluster at an address. Its replicas start as fast as those here."""
+    quick = {name: value for name, value in jobs.quick_start().items() if name != "PYTHONPATH"}
+    return {"backend": "ray", "ray": {"address": address, "env_vars": quick, **fields}}
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ _RECORD_EVERY_S = 1.0
 _FREE_WITHIN_S = 20.0
 _ONE_HOST = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_RPC_BASE_PATH")
 # Read by vLLM and its libraries; the replica gets the coordinator's value if the node has none.
-_FORWARDED = ("BATCHINF_", "HF_", "NCCL_", "OMP_", "QUICK_START", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "VLLM_")
+_FORWARDED = ("BATCHINF_", "HF_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "VLLM_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,13 @@ class Order:
 class Report:
     """Events of a replica from the number `first` on, and its state.
 
-    in_flight: requests in its engine. looks: at its devices. has_ended: it is gone, and this has its last events.
+    in_flight: requests in its engine; None if it was not looked at. looks: at its devices. has_ended: it is gone, and
+    this has its last events.
     """
 
     first: int
     events: tuple[Event, ...]
-    in_flight: tuple[int, ...]
+    in_flight: tuple[int, ...] | None
     looks: tuple[DeviceLook, ...]
     has_ended: bool
 
@@ -103,7 +104,7 @@ class ReplicaActor:
         self._replica: LocalReplica | None = None
         self._record: InFlightRecord | None = None
         self._ending: Ending | None = None
-        self._told_at = 0.0
+        self._looked_at = 0.0
         self._cache_lock: IO[bytes] | None = None
         self._cache_key: str | None = None
         self._watch: Any = None
@@ -186,10 +187,12 @@ class ReplicaActor:
             self._backend.note_cache_warm(self._cache_key)
         return has_ended
 
-    def _in_flight(self) -> tuple[int, ...]:
+    def _in_flight(self) -> tuple[int, ...] | None:
+        """The requests in the engine, once a second: reading the record takes 10 ms."""
         with self._lock:
-            if self._record is None or self._ending is not None:
-                return ()
+            if self._record is None or time.monotonic() - self._looked_at < _RECORD_EVERY_S:
+                return None
+            self._looked_at = time.monotonic()
             return packed(self._record.requests())
 
     def end(self, num_received: int) -> Ending:

@@ -84,13 +84,13 @@ class Cluster:
         return results
 
     def groups(self, names: Container[str]) -> list[Any]:
-        """The placement groups of these names that are not removed."""
+        """The placement groups with these names before their number, unless they are removed."""
         from ray.util.placement_group import PlacementGroup, placement_group_table
 
         return [
             PlacementGroup(self.ray.PlacementGroupID(bytes.fromhex(found["placement_group_id"])))
             for found in placement_group_table().values()
-            if found["name"] in names and found["state"] != "REMOVED"
+            if found["name"].rpartition("/")[0] in names and found["state"] != "REMOVED"
         ]
 
     def remove_group(self, group: Any) -> None:

@@ -20,10 +20,10 @@ from batchinf.replica.messages import Command, Event, Failed, StartPhase
 
 _LISTEN_S = 1.0
 # Ray may keep a group on a node that it does not know to be dead yet. A new group is placed anew.
-_PLACE_S = 30.0
+_PLACE_S = 20.0
 # A node that does not answer for so long counts as lost, although Ray has not noticed it.
 _SILENCE_S = 90.0
-_END_S = 60.0
+_END_S = 30.0
 _AGAIN_S = 0.5
 
 
@@ -45,7 +45,7 @@ class RayReplica:
     """See `ReplicaHandle`."""
 
     def __init__(self, cluster: Cluster, name: str, order: Order, plan: Callable[[], Group], log: pathlib.Path) -> None:
-        """name: of the placement group. plan: what to ask of the cluster now."""
+        """name: of the placement groups, before a number. plan: what to ask of the cluster now."""
         self._cluster, self._name, self._order, self._plan, self._log = cluster, name, order, plan, log
         self._log_start = log.stat().st_size if log.exists() else 0
         self._commands: list[Command] = []
@@ -56,6 +56,7 @@ class RayReplica:
         self._has_ended = False
         self._lost: tuple[EndedBy, str] | None = None
         self._up_since: float | None = None
+        self._num_groups = 0
         self._heard_at = self._retry_at = time.monotonic()
         self._actor = self._place()
         self.looks: tuple[DeviceLook, ...] = ()
@@ -83,9 +84,11 @@ class RayReplica:
 
         wanted, ray = self._plan(), self._cluster.ray
         labels = None if wanted.nodes is None else [{"ray.io/node-id": node} for node in wanted.nodes]
+        self._num_groups += 1
+        name = f"{self._name}/{self._num_groups}"
         # Not detached: Ray removes the group and the actor when the coordinator ends.
         group = placement_group(
-            list(wanted.bundles), strategy=wanted.strategy, name=self._name, bundle_label_selector=labels
+            list(wanted.bundles), strategy=wanted.strategy, name=name, bundle_label_selector=labels
         )
         launch, num_devices = self._order.launch, self._order.num_devices
         if wanted.spans_hosts:
@@ -98,7 +101,6 @@ class RayReplica:
                 num_gpus=num_devices,
                 max_restarts=0,
                 max_task_retries=0,
-                name=self._name,
                 runtime_env=self._cluster.runtime_env,
                 max_concurrency=4,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
@@ -170,7 +172,8 @@ class RayReplica:
     def _note(self, report: Report) -> None:
         self._news += report.events[max(0, self._num_received - report.first) :]
         self._num_received = max(self._num_received, report.first + len(report.events))
-        self._in_flight, self.looks = report.in_flight, report.looks
+        self._in_flight = self._in_flight if report.in_flight is None else report.in_flight
+        self.looks = report.looks
         self._has_ended = report.has_ended
         if not report.has_ended:
             self._listen()
