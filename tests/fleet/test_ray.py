@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_a_job_on_a_cluster_of_one_node(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "step"),
-    [("node", "worker.store:3"), ("node", "writer.close:2"), ("actor", "worker.store:3"), ("driver", "writer.close:2")],
+    [("node", "writer.close:2"), ("actor", "worker.store:3"), ("driver", "writer.close:2")],
 )
 def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
     marker, once, out = tmp_path / "held", tmp_path / "once", tmp_path / "out"
@@ -94,6 +95,29 @@ def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_pa
     if victim == "node":
         # Rows of a lost node count as not tried.
         assert set(jobs.table_of(out)["attempts"].to_pylist()) == {1}
+
+
+@pytest.mark.slow
+def test_a_row_that_kills_its_node_is_found(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    marker, out = tmp_path / "held", tmp_path / "out"
+    spec = spec_of(tmp_path, two_nodes, input={"limit": 40}, max_error_rate=0.1, output={"rows_per_shard": 10})
+    process = start(spec, f"engine.prompt.20:*=hold {marker}")
+    num_lost = 0
+    while process.poll() is None:
+        if marker.exists() and (text := marker.read_text()):
+            # The coordinator has to hear which rows are in the engine: at first once a second.
+            time.sleep(1.5)
+            two_nodes.kill(two_nodes.node_of(psutil.Process(int(text))))
+            marker.unlink()
+            two_nodes.restore(2)
+            num_lost += 1
+        time.sleep(0.05)
+    errors = finish(process)
+    assert [row["row_index"] for row in jobs.rows_of(out) if row["error_type"]] == [20]
+    assert 3 <= num_lost <= 5
+    first, second, *_ = jobs.events_of(out, "death")
+    assert (first["stage"], second["stage"]) == ("lost", "probe")
+    assert "rows that were in the engine count as not tried" in errors
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from batchinf.spec.job import JobSpec
 
 _POLL_S = 0.05
 _RECORD_EVERY_S = 1.0
+_FEW = 8
 # The processes of a lost incarnation end within a second; their memory comes back a little later.
 _FREE_WITHIN_S = 20.0
 _ONE_HOST = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_RPC_BASE_PATH")
@@ -67,8 +68,8 @@ class Order:
 class Report:
     """Events of a replica from the number `first` on, and its state.
 
-    in_flight: requests in its engine; None if it was not looked at. looks: at its devices. has_ended: it is gone, and
-    this has its last events.
+    in_flight: requests in its engine; None if the last report had them. looks: at its devices. has_ended: it is gone,
+    and this has its last events.
     """
 
     first: int
@@ -104,7 +105,8 @@ class ReplicaActor:
         self._replica: LocalReplica | None = None
         self._record: InFlightRecord | None = None
         self._ending: Ending | None = None
-        self._looked_at = 0.0
+        self._told: tuple[int, ...] = ()
+        self._told_at = 0.0
         self._cache_lock: IO[bytes] | None = None
         self._cache_key: str | None = None
         self._watch: Any = None
@@ -169,12 +171,12 @@ class ReplicaActor:
                 has_ended = self._look()
                 del self._news[: max(0, num_received - self._first)]
                 self._first = max(self._first, num_received)
-                events = tuple(self._news)
-            if events or has_ended or time.monotonic() >= deadline:
+                events, in_flight = tuple(self._news), self._new_in_flight()
+            if events or has_ended or in_flight is not None or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_S)
         looks = self._watch.looks() if self._watch is not None else ()
-        return Report(self._first, events, self._in_flight(), looks, has_ended)
+        return Report(self._first, events, in_flight, looks, has_ended)
 
     def _look(self) -> bool:
         """Take what the replica has sent. Returns whether it has ended."""
@@ -187,13 +189,19 @@ class ReplicaActor:
             self._backend.note_cache_warm(self._cache_key)
         return has_ended
 
-    def _in_flight(self) -> tuple[int, ...] | None:
-        """The requests in the engine, once a second: reading the record takes 10 ms."""
-        with self._lock:
-            if self._record is None or time.monotonic() - self._looked_at < _RECORD_EVERY_S:
-                return None
-            self._looked_at = time.monotonic()
-            return packed(self._record.requests())
+    def _new_in_flight(self) -> tuple[int, ...] | None:
+        """The requests in the engine if the coordinator has to know: once a second, or at once if there are few.
+
+        If a row kills its host, it is alone in the engine when it is tried, and may not be there for a second.
+        """
+        if self._record is None:
+            return None
+        found = packed(self._record.requests())
+        is_due = len(found) <= _FEW or time.monotonic() - self._told_at >= _RECORD_EVERY_S
+        if not is_due or found == self._told:
+            return None
+        self._told, self._told_at = found, time.monotonic()
+        return found
 
     def end(self, num_received: int) -> Ending:
         """End the replica with everything that it started. `events` begin with the number `num_received`."""

@@ -87,9 +87,7 @@ class RayReplica:
         self._num_groups += 1
         name = f"{self._name}/{self._num_groups}"
         # Not detached: Ray removes the group and the actor when the coordinator ends.
-        group = placement_group(
-            list(wanted.bundles), strategy=wanted.strategy, name=name, bundle_label_selector=labels
-        )
+        group = placement_group(list(wanted.bundles), strategy=wanted.strategy, name=name, bundle_label_selector=labels)
         launch, num_devices = self._order.launch, self._order.num_devices
         if wanted.spans_hosts:
             ranks = RayGroup(self._cluster.address, group.id.hex(), wanted.bundles)
