@@ -107,7 +107,9 @@ def test_a_row_that_kills_its_node_is_found(two_nodes: TestCluster, tmp_path: pa
         if marker.exists() and (text := marker.read_text()):
             # The coordinator has to hear which rows are in the engine: at first once a second.
             time.sleep(1.5)
-            two_nodes.kill(two_nodes.node_of(psutil.Process(int(text))))
+            replica = psutil.Process(int(text))
+            two_nodes.kill(two_nodes.node_of(replica))
+            assert jobs.are_gone([replica]), "a replica outlived its actor"
             marker.unlink()
             two_nodes.restore(2)
             num_lost += 1
