@@ -1,6 +1,7 @@
 """A job over two hosts with addresses of their own, and what is refused if the second host is not like the first."""
 
 import importlib.metadata
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -41,6 +42,34 @@ def test_a_job_over_two_hosts(hosts: TwoHosts, tmp_path: pathlib.Path) -> None:
     assert jobs.rows_of(out) == list(jobs.unhurt())
     assert {event["replica"] for event in jobs.events_of(out, "ready")} == {0, 1}
     assert len(list((out / "logs").glob("replica-*.log"))) == 2
+
+
+def test_one_replica_over_two_hosts(hosts: TwoHosts, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    lines = jobs.PROMPTS.read_text(encoding="utf-8").strip().split("\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(lines[::32]) + "\n", encoding="utf-8")
+    real = {
+        "input": {"path": str(prompts)},
+        "engine": {"max_model_len": 512, "max_num_seqs": 8},
+        "scripted": None,
+        "checkpoint_interval_s": 60,
+    }
+    (tmp_path / "alone").mkdir()
+    jobs.finish(jobs.spec_of(tmp_path / "alone", **real, parallel={"data_parallel_size": 1}))
+    path = f"{jobs.ROOT / 'tests' / 'ray_on_cpu'}{os.pathsep}{jobs.ROOT}"
+    section = {"backend": "ray", "ray": {"address": hosts.address}}
+    parallel = {"tensor_parallel_size": 2, "data_parallel_size": "auto"}
+    spec = jobs.spec_of(tmp_path, **real, **section, parallel=parallel)
+    jobs.finish(spec, prefix=hosts.prefix(), PYTHONPATH=path)
+    rows, alone = jobs.rows_of(tmp_path / "out"), jobs.rows_of(tmp_path / "alone" / "out")
+    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in alone]
+    for row, one in zip(rows, alone, strict=True):
+        assert row["cumulative_logprob"] == pytest.approx(one["cumulative_logprob"], abs=1e-3)
+    [ready] = jobs.events_of(tmp_path / "out", "ready")
+    assert ready["settings"]["tensor_parallel_size"] == 2
+    assert ready["settings"]["environment"]["VLLM_HOST_IP"] in ("10.77.0.1", "10.77.0.2")
+    jobs.wait_until(lambda: not hosts.left(), 30)
 
 
 @pytest.mark.parametrize("which", ["output", "model"])

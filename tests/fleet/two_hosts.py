@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import psutil
 import ray_cluster
 
 import jobs
@@ -37,7 +38,7 @@ def why_not() -> str:
 
 @dataclass(slots=True)
 class TwoHosts:
-    """Hosts 0, with the head of the cluster, and 1. Each has one CPU, so it holds one replica."""
+    """Hosts 0, with the head of the cluster, and 1. Each has one CPU, and a GPU by name only."""
 
     folder: pathlib.Path = field(default_factory=lambda: pathlib.Path(tempfile.mkdtemp(prefix="hosts-", dir="/tmp")))
     names: tuple[str, str] = field(default_factory=lambda: _names())
@@ -62,7 +63,7 @@ class TwoHosts:
         for name, address in zip(self.names, _ADDRESSES, strict=True):
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
-        store = ["--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+        store = ["--num-cpus=1", "--num-gpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
         head = ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={self.folder}"]
         self._ray(0, [*head, *store])
         jobs.wait_until(lambda: self._is_up(0), 60)
@@ -79,7 +80,9 @@ class TwoHosts:
 
     def _ray(self, host: int, arguments: Sequence[str]) -> None:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={_ADDRESSES[host]}"]
-        script = f"mount --make-rprivate / && exec {shlex.join([*command, *arguments])}"
+        # Ray keeps the host's address in its folder, so each host has one of its own.
+        own = "" if host == 0 else f"mount -t tmpfs none {self.folder} && "
+        script = f"mount --make-rprivate / && {own}exec {shlex.join([*command, *arguments])}"
         with (self.folder / f"host-{host}.log").open("wb") as log:
             self.processes.append(
                 subprocess.Popen(
@@ -95,13 +98,18 @@ class TwoHosts:
         assert self.processes[host].poll() is None, (self.folder / f"host-{host}.log").read_text()
         return "This command will now block" in (self.folder / f"host-{host}.log").read_text()
 
+    def left(self) -> list[str]:
+        """The replicas, engines and ranks that run on a host."""
+        words = ("batchinf.fleet.local.process", "ReplicaActor", "RayWorkerProc", "EngineCore")
+        commands = [_command(pid) for name in self.names for pid in _pids(name)]
+        return [command for command in commands if any(word in command for word in words)]
+
     def end(self) -> None:
         """End all processes on both hosts, and remove the hosts."""
         for name in self.names:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
-            for pid in pids.split():
+            for pid in _pids(name):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait(30)
         for name in self.names:
@@ -112,6 +120,17 @@ class TwoHosts:
 def _names() -> tuple[str, str]:
     mark = uuid.uuid4().hex[:6]
     return f"batchinf-a-{mark}", f"batchinf-b-{mark}"
+
+
+def _pids(name: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
 
 
 def _ip(*arguments: str) -> None:
