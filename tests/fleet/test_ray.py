@@ -56,7 +56,8 @@ def backends_of(out: pathlib.Path) -> list[str]:
 
 def test_a_job_on_a_cluster_of_one_node(tmp_path: pathlib.Path) -> None:
     with ray_cluster.running(0, num_cpus=1) as cluster:
-        errors = finish(start(jobs.spec_of(tmp_path, **cluster.section(resources={}), parallel=None)))
+        errors = jobs.finish(jobs.spec_of(tmp_path, **cluster.section(resources={}), parallel=None)).stderr
+        jobs.wait_until(lambda: not ray_cluster.actors(), 30)
         out = tmp_path / "out"
         assert jobs.rows_of(out) == list(jobs.unhurt())
         assert backends_of(out) == ["ray"]

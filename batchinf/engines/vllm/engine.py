@@ -328,6 +328,8 @@ def _is_whole(output: Any) -> bool:
 
 
 def _describe(error: Exception) -> str:
+    # Ray's error of a rank on another host begins with a long traceback.
+    error = cause if isinstance(cause := getattr(error, "cause", None), Exception) else error
     # All lines: the first line of pydantic's errors only says how many there are.
     return one_line(f"{type(error).__name__}: {error}", 400)
 
