@@ -13,6 +13,7 @@ from functools import cached_property
 
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.fleet.local.backend import sweep_sockets
 from batchinf.fleet.ray.actor import Order, forwarded
 from batchinf.fleet.ray.cluster import Cluster
 from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, report
@@ -60,6 +61,9 @@ class RayBackend:
         self._read_ahead: tuple[Model, str] | None = None
         self._cache_key: str | None = None
         self._ticked_at = 0.0
+        # Of the cluster as it was when the slots were made.
+        self._demand = Demand(False, 1, 1, {})
+        self._is_small = True
 
     @cached_property
     def _cluster(self) -> Cluster:
@@ -72,10 +76,13 @@ class RayBackend:
     @cached_property
     def _reports(self) -> list[tuple[Node, HostReport]]:
         """The nodes that may hold a replica, and what they have."""
-        nodes = self._cluster.nodes()
-        demand = Demand.of(self._spec, nodes)
-        able = [node for node in nodes if node.total.get(GPU if demand.has_gpus else CPU)]
+        able = self._able_nodes()
         return list(zip(able, self._cluster.call_on_each(able, report, [()] * len(able)), strict=True))
+
+    def _able_nodes(self) -> list[Node]:
+        nodes = self._cluster.nodes()
+        has_gpus = Demand.of(self._spec, nodes).has_gpus
+        return [node for node in nodes if node.total.get(GPU if has_gpus else CPU)]
 
     def devices(self) -> tuple[str, ...]:
         """See `Backend`. Ray chooses the devices of a replica when it places it."""
@@ -89,6 +96,7 @@ class RayBackend:
         """See `Backend`. Devices have names of the job: `gpu-0` is the first one of the first replica."""
         nodes = self._cluster.nodes()
         demand, number = Demand.of(spec, nodes), num_replicas(spec, nodes)
+        self._demand, self._is_small = demand, demand.is_small(nodes)
         degree = demand.degree if demand.has_gpus else 0
         return [Slot(at, tuple(f"gpu-{at * degree + rank}" for rank in range(degree)), ()) for at in range(number)]
 
@@ -116,7 +124,7 @@ class RayBackend:
             log=os.fspath(log.absolute()),
             software=self._software,
             num_devices=len(slot.devices),
-            num_cpus=max(1, int(self._demand().bundle(max(1, len(slot.devices))).get(CPU, 1))),
+            num_cpus=max(1, int(self._demand.bundle(max(1, len(slot.devices))).get(CPU, 1))),
             environment=forwarded(dict(os.environ)),
             env_vars=dict(spec.ray.env_vars),
             folder=os.fspath(pathlib.Path.cwd()),
@@ -130,15 +138,15 @@ class RayBackend:
         self._replicas[launch.incarnation] = replica, slot
         return replica
 
-    def _demand(self) -> Demand:
-        return Demand.of(self._spec, self._cluster.nodes())
-
     def _plan(self) -> Group:
-        """The group of one more replica. If there is no room now, one that fits a node with nothing else on it."""
+        """The group of one more replica. If there is no room now, one that has room when nothing else runs."""
+        demand = self._demand
+        whole = Group((demand.bundle(demand.degree),), "STRICT_PACK")
+        if self._is_small:
+            return whole
         nodes = self._cluster.nodes()
-        demand = Demand.of(self._spec, nodes)
         empty = [replace(node, free=node.total) for node in nodes]
-        return demand.group(nodes) or demand.group(empty) or Group((demand.bundle(demand.degree),), "STRICT_PACK")
+        return demand.group(nodes) or demand.group(empty) or whole
 
     def poll(self, wait_s: float) -> list[tuple[RayReplica, Event]]:
         """See `Backend`."""
@@ -166,19 +174,25 @@ class RayBackend:
                 replica.tick(live)
 
     def _live(self) -> list[RayReplica]:
-        self._replicas = {name: pair for name, pair in self._replicas.items() if not pair[0].is_removed}
+        for name in [name for name, (replica, _) in self._replicas.items() if replica.is_removed]:
+            del self._replicas[name]
         return [replica for replica, _ in self._replicas.values()]
 
     def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> None:
         """See `Backend`. Ray itself removes what a dead coordinator left; this waits for it, and removes the rest."""
         names = {str(one.identity.get("group")) for one in replicas if one.backend == self.name}
+        if not names:
+            return
         deadline = time.monotonic() + _LEFTOVERS_S
-        while names and (left := self._cluster.groups(names)):
+        while left := self._cluster.groups(names):
             if time.monotonic() > deadline:
                 for group in left:
                     self._cluster.remove_group(group)
-                return
+                break
             time.sleep(0.2)
+        if job_id is not None:
+            nodes = self._able_nodes()
+            self._cluster.call_on_each(nodes, sweep_sockets, [(job_id,)] * len(nodes))
 
     def is_cache_warm(self, key: str) -> bool:
         """See `Backend`. Each host has its own cache, so its actors decide which of them compiles into it."""

@@ -21,6 +21,7 @@ from batchinf.replica.messages import Command, Event, Failed, StartPhase
 _LISTEN_S = 1.0
 # Ray may keep a group on a node that it does not know to be dead yet. A new group is placed anew.
 _PLACE_S = 20.0
+_PINNED_S = 2
 # A node that does not answer for so long counts as lost, although Ray has not noticed it.
 _SILENCE_S = 90.0
 _END_S = 30.0
@@ -88,6 +89,9 @@ class RayReplica:
         name = f"{self._name}/{self._num_groups}"
         # Not detached: Ray removes the group and the actor when the coordinator ends.
         group = placement_group(list(wanted.bundles), strategy=wanted.strategy, name=name, bundle_label_selector=labels)
+        if wanted.spans_hosts:
+            # So that the next replica's plan sees what this one takes.
+            group.wait(timeout_seconds=_PINNED_S)
         launch, num_devices = self._order.launch, self._order.num_devices
         if wanted.spans_hosts:
             ranks = RayGroup(self._cluster.address, group.id.hex(), wanted.bundles)
@@ -129,9 +133,10 @@ class RayReplica:
     def hear(self, call: Any) -> None:
         """Take the result of a call that has come back."""
         actor = self._actor
-        is_starting, is_listening = call is actor.starting, call is actor.listening
-        actor.starting = None if is_starting else actor.starting
-        actor.listening = None if is_listening else actor.listening
+        kind = next((kind for kind in ("starting", "listening", "taking") if getattr(actor, kind) is call), None)
+        if kind is None:  # it belongs to an actor that was given up
+            return
+        setattr(actor, kind, None)
         exceptions = self._cluster.ray.exceptions
         try:
             result = self._cluster.ray.get(call)
@@ -140,21 +145,22 @@ class RayReplica:
         except exceptions.ActorUnavailableError:
             # The actor may live. What is under way is asked for again, until it answers or Ray says that it died.
             self._retry_at = time.monotonic() + _AGAIN_S
-            actor.taking = None if call is actor.taking else actor.taking
-            if is_starting:
+            if kind == "starting":
                 self._note_lost("outside", "its actor could not be reached when it started")
         except exceptions.RayError as error:
             self._note_gone(error)
         else:
             self._heard_at = time.monotonic()
-            if is_starting:
-                self._note_started(result)
-            elif is_listening:
-                self._note(result)
-            elif call is actor.taking:
-                actor.taking = None
-                self._num_taken += actor.num_taking
-                del self._commands[: actor.num_taking]
+            self._note(kind, result)
+
+    def _note(self, kind: str, result: Any) -> None:
+        if kind == "starting":
+            self._note_started(result)
+        elif kind == "listening":
+            self._note_report(result)
+        else:
+            self._num_taken += self._actor.num_taking
+            del self._commands[: self._actor.num_taking]
         self._give()
 
     def _note_started(self, node: str) -> None:
@@ -167,7 +173,7 @@ class RayReplica:
     def _listen(self) -> None:
         self._actor.listening = self._actor.handle.listen.remote(self._num_received, _LISTEN_S)
 
-    def _note(self, report: Report) -> None:
+    def _note_report(self, report: Report) -> None:
         self._news += report.events[max(0, self._num_received - report.first) :]
         self._num_received = max(self._num_received, report.first + len(report.events))
         self._in_flight = self._in_flight if report.in_flight is None else report.in_flight
@@ -210,8 +216,9 @@ class RayReplica:
             self._note_lost("host", self._node_words())
         elif now - self._heard_at > _SILENCE_S:
             self._note_lost("host", f"the silence of its node {self._node} for {_SILENCE_S:.0f} s")
-        elif actor.listening is None and now >= self._retry_at:
-            self._listen()
+        elif now >= self._retry_at:
+            if actor.listening is None:
+                self._listen()
             self._give()
 
     def _is_placed(self) -> bool:
