@@ -104,7 +104,7 @@ def run(
         if fresh:
             check_input_is_there(file)
             move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
-        summary = run_job(file, choose_backend(), display, retry, extends=extend)
+        summary = run_job(file, choose_backend(file.spec), display, retry, extends=extend)
     _print(summary.lines())
 
 

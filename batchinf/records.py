@@ -329,3 +329,15 @@ class StartedReplica:
     incarnation: JsonText
     backend: JsonText
     identity: dict[JsonText, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RayGroup:
+    """A placement group of Ray whose bundles hold one engine on several hosts, one device each.
+
+    address: of the cluster. group_id: in hexadecimal digits. bundles: what each asks for, by Ray's names.
+    """
+
+    address: str
+    group_id: str
+    bundles: tuple[dict[str, float], ...]

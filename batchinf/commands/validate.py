@@ -222,7 +222,8 @@ def _model(job: Job) -> ModelFound:
     model = job.model
     check_weights(model, job.spec.model.load_format)
     # All devices are assumed to be alike.
-    backend = choose_backend()
+    # It needs no cluster: devices of other hosts are not looked at.
+    backend = choose_backend(job.spec.model_copy(update={"backend": "local"}))
     device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
     runs_on_cpu = device_bytes is None and is_cpu_build()
     spec = job.spec.model_copy(update={"model": on_cpu(job.spec.model)}) if runs_on_cpu else job.spec

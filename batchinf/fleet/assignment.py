@@ -2,7 +2,7 @@
 
 `schedule/shards.py` decides; this module carries out the decisions. A replica whose engine is not up has begun no
 shard. The coordinator takes its shards back without waiting for an answer, because a starting replica may answer late
-or never. If a replica ends before its engine is up, its shards do not count as tried.
+or never. If a replica ends before its engine is up, or with its host, its shards do not count as tried.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -56,7 +56,7 @@ class Assignment:
     def note_ended(self, end: Ended, held: Container[int]) -> None:
         """An incarnation has ended: its shards become pending again, except those that are `held`."""
         shards = [shard.index for shard in end.shards]
-        if end.replica.info is None:
+        if end.replica.info is None or end.was_host_lost:
             self._forget_attempt(shards)
         self._pending.give_back(index for index in shards if index not in held)
 

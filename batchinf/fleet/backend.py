@@ -1,4 +1,5 @@
-"""The protocol of a backend, which runs the fleet's replicas. `fleet/local/` runs them as processes of one host.
+"""The protocol of a backend, which runs the fleet's replicas. `fleet/local/` runs them as processes of one host,
+`fleet/ray/` on the nodes of a Ray cluster.
 
 The coordinator decides what replicas do; a backend decides where they run and how messages reach them. Only the backend
 knows process ids, sockets, shared memory, ports and NVML. It runs an `Incarnation` (`replica/incarnation.py`) for each
@@ -16,9 +17,9 @@ from batchinf.records import StartedReplica
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch
 from batchinf.spec.job import JobSpec
 
-# `itself`: it exited or crashed; its log may say why. `outside`: it was killed, by a signal or with its host.
-# `coordinator`: it was still running, and `ReplicaHandle.end` ended it.
-EndedBy = Literal["itself", "outside", "coordinator"]
+# `itself`: it exited or crashed; its log may say why. `outside`: it was killed, for example by a signal. `host`: its
+# host was lost. `coordinator`: it was still running, and `ReplicaHandle.end` ended it.
+EndedBy = Literal["itself", "outside", "host", "coordinator"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,9 @@ class Ending:
 
     description: in a few words, such as "exit code 1" or "its node was lost".
     events: its last events that no `poll` has returned.
-    in_flight: requests that were in its engine, oldest first. Empty if the backend knows that no row is the cause, for
-    example if a host was lost; then none of them is suspected.
+    in_flight: requests that were in its engine, oldest first. Empty if the backend knows that no row is the cause; then
+    none of them is suspected. If its host was lost, those of its last report: they count as not tried, and are
+    suspected only after the loss of a second host.
     lifetime_s: how long it occupied its devices.
     """
 
@@ -95,6 +97,10 @@ class Backend(Protocol):
     def name(self) -> str:
         """The name that the manifest stores beside each identity."""
 
+    @property
+    def processors(self) -> str:
+        """The place of replicas without devices, for people."""
+
     def devices(self) -> tuple[str, ...]:
         """The devices that jobs may use; empty if engines run on processors."""
 
@@ -103,6 +109,9 @@ class Backend(Protocol):
 
     def place(self, spec: JobSpec) -> list[Slot]:
         """One slot for each replica of a job, numbered from 0. Raises SpecError if its degrees do not fit."""
+
+    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
+        """Raise UserError if a host has other software, or does not share the folder of the output or of the model."""
 
     def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
         """Raise UserError if other programs occupy memory that the slots' engines will ask for."""

@@ -183,7 +183,8 @@ class Ended:
     """An incarnation that has ended. Its shards have to be assigned again, unless its last events close them.
 
     in_flight: requests that were in its engine; empty if no row can be the cause. was_killed: from outside, as far as
-    known. out_of_memory: what happens to its replica if memory ran out, else None.
+    known. was_host_lost: its host was lost; its rows count as not tried. out_of_memory: what happens to its replica if
+    memory ran out, else None.
     """
 
     replica: FleetReplica
@@ -196,6 +197,7 @@ class Ended:
     in_flight: tuple[InFlightRequest, ...]
     was_killed: bool
     out_of_memory: Verdict | None
+    was_host_lost: bool = False
 
     @property
     def lowered(self) -> Lowered | None:
@@ -367,8 +369,9 @@ class Fleet:
             replica.cause,
             was_asked,
             ending.in_flight if not was_asked and _may_be_a_rows_doing(failed, verdict) else (),
-            failed.was_killed if failed is not None else ending.ended_by == "outside",
+            failed.was_killed if failed is not None else ending.ended_by in ("outside", "host"),
             verdict,
+            ending.ended_by == "host",
         )
         if verdict is not None:
             replica.cause = verdict.words

@@ -1,6 +1,7 @@
 """Makes what a job's replicas are started with, their messages about its rows, and their events in the manifest."""
 
 import os
+import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,12 @@ from batchinf.spec.job import JobSpec, fingerprint
 from batchinf.tasks.registry import task_of
 
 
-def choose_backend() -> Backend:
-    """The backend for a job that is started here. Only this function names a backend."""
+def choose_backend(spec: JobSpec) -> Backend:
+    """The backend of a job. Only this function names a backend."""
+    if spec.backend == "ray":
+        from batchinf.fleet.ray.backend import RayBackend
+
+        return RayBackend(spec)
     return LocalBackend()
 
 
@@ -58,6 +63,8 @@ class Launcher:
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
         slots = backend.place(spec)
+        # A hub id has no folder here.
+        backend.check_hosts(folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
         settings = _settings(spec, model, size, state, say)

@@ -9,6 +9,9 @@
 
 A row that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from
 outside. That holds only if the suspects' shards stay with their replica, even if another one is idle.
+
+If a replica is lost with its host, its rows count as not tried, and any replica may run them. Rows that were in the
+engines of two lost hosts are accused, as after step 2.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -38,14 +41,14 @@ class Case:
     origin: the incarnation that died first. shards: those with suspects; they stay with the replica. suspects: rows
     that were in the engine at every death so far. accused: suspects to try now, in this order. later: groups to try
     afterwards. is_found: a row was condemned since the last full run. doubted: the row that was alone in the engine at
-    the last death, if that death may have had another cause.
+    the last death, if that death may have had another cause. The stage `lost` only remembers the rows of a lost host.
     """
 
     origin: str
     replica: int
     shards: RowIndices
     suspects: RowIndices
-    stage: Literal["replay", "probe", "halve"] = "replay"
+    stage: Literal["replay", "probe", "halve", "lost"] = "replay"
     accused: RowIndices = ()
     later: tuple[RowIndices, ...] = ()
     num_deaths: int = 1
@@ -66,7 +69,7 @@ class Case:
     @property
     def is_on_trial(self) -> bool:
         """Whether only accused rows may run on the replica."""
-        return self.stage != "replay"
+        return self.stage in ("probe", "halve")
 
     @property
     def groups(self) -> tuple[RowIndices, ...]:
@@ -146,11 +149,12 @@ class Quarantine:
     @property
     def shards(self) -> set[int]:
         """Shards that only their case's replica may run."""
-        return {shard for case in self._cases.values() for shard in case.shards}
+        return {shard for case in self._cases.values() if case.stage != "lost" for shard in case.shards}
 
     def of(self, replica: int) -> Case | None:
         """The oldest open case of a replica."""
-        return next((case for case in self._cases.values() if case.replica == replica), None)
+        own = (case for case in self._cases.values() if case.replica == replica and case.stage != "lost")
+        return next(own, None)
 
     def died(
         self,
@@ -161,13 +165,17 @@ class Quarantine:
         is_fresh: bool = True,
         is_outside: bool = False,
         rows_of: Callable[[Shard], Container[int]] = lambda shard: range(shard.start, shard.stop),
+        *,
+        is_host_lost: bool = False,
     ) -> tuple[Case, int | None]:
         """The case of a replica after its death, and the row that is condemned, if any. shards: those that it held.
 
-        is_fresh, is_outside: see `Case.died`. rows_of: the rows of a shard.
+        is_fresh, is_outside: see `Case.died`. rows_of: the rows of a shard. is_host_lost: its host was lost with it.
         """
         case, row = self.of(replica), None
-        if case is None:
+        if case is None and is_host_lost:
+            case = self._lost_with_host(replica, incarnation, in_flight)
+        elif case is None:
             case = Case(incarnation, replica, (), _rows(in_flight))
         else:
             case, row = case.died(in_flight, is_fresh, is_outside)
@@ -177,6 +185,14 @@ class Quarantine:
         case = replace(case, shards=tuple(sorted({*case.shards, *hit})))
         self._cases[case.origin] = case
         return case, row
+
+    def _lost_with_host(self, replica: int, incarnation: str, in_flight: Sequence[InFlightRequest]) -> Case:
+        """Accuse the rows that were on another lost host before; if there are none, only remember these rows."""
+        before = {row for case in self._cases.values() if case.stage == "lost" for row in case.suspects}
+        again = tuple(row for row in _rows(in_flight) if row in before)
+        if not again:
+            return Case(incarnation, replica, (), _rows(in_flight), stage="lost")
+        return Case(incarnation, replica, (), again)._accuse(in_flight)
 
     def survived(self, replica: int, rows: Iterable[int]) -> Case | None:
         """The case of a replica after its engine survived rows on trial; None if it has no case."""
@@ -275,7 +291,14 @@ class Trials:
         is_fresh = end.incarnation not in self._tried_in
         before = self._quarantine.of(number)
         case, row = self._quarantine.died(
-            number, end.incarnation, end.shards, end.in_flight, is_fresh, end.was_killed, self._order.of
+            number,
+            end.incarnation,
+            end.shards,
+            end.in_flight,
+            is_fresh,
+            end.was_killed,
+            self._order.of,
+            is_host_lost=end.was_host_lost,
         )
         self._keep(case, end)
         if row is not None:
@@ -291,6 +314,8 @@ class Trials:
             # The search makes progress with each death, until one row is left.
             self._fleet.excuse(end.replica)
             said = f"{len(case.accused)} rows are suspected of it, and run apart"
+        elif case.stage == "lost":
+            said = f"the {len(case.suspects)} rows that were in the engine count as not tried"
         else:
             said = f"the {len(case.suspects)} rows that were in the engine run again"
         self._hand_over()

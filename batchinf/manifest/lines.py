@@ -115,7 +115,7 @@ class _Death(_Event):
     replica: Count
     shards: list[Count]
     suspects: list[Count]
-    stage: Literal["replay", "probe", "halve"]
+    stage: Literal["replay", "probe", "halve", "lost"]
     accused: list[Count]
     later: list[list[Count]]
     num_deaths: Count

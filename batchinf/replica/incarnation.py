@@ -346,14 +346,15 @@ class Incarnation:
             if task.pooling is not None:
                 return ScriptedPooling(task, script, size)
             return ScriptedEngine(script, size, getattr(tokenizer, "eos_token_id", None) or 0)
+        given = task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters, launch.ray_group
         with importing(f"task {task.name}"):
             if task.pooling is not None:
                 from batchinf.engines.vllm.pooling import VllmPooling
 
-                return VllmPooling(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
+                return VllmPooling(*given)
             from batchinf.engines.vllm.engine import VllmEngine
 
-            return VllmEngine(task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters)
+            return VllmEngine(*given)
 
     def _open(self, work: Work) -> None:
         """Open the input and start the pipeline. If that fails, `run` raises the error when it needs the pipeline."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from batchinf.model.lora import Adapter
-from batchinf.records import EngineInfo, EngineStats, Extent, Part, Shard
+from batchinf.records import EngineInfo, EngineStats, Extent, Part, RayGroup, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,7 @@ class Launch:
     spec: the resolved JobSpec as JSON; the `input` in `Work` replaces its own. revision: the commit if model_path is a
     hub id. cpus: the processor cores that it may use; empty means all that it inherited. adapters: those that requests
     may name. config_limits: `max_model_len` and `vocab_size` from the model's config; None if it does not say.
+    ray_group: where the engine's ranks run if it has several hosts.
     """
 
     replica: int
@@ -26,6 +27,7 @@ class Launch:
     cpus: tuple[int, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     config_limits: tuple[int | None, int | None] = (None, None)
+    ray_group: RayGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

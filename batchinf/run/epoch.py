@@ -353,7 +353,7 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
         ("" if job.slice is None else f"slice {job.slice}: ")
         + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of them done; "
         + f"{len(slots)} replica(s) on "
-        + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else "this machine's processor")
+        + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else launcher.backend.processors)
     )
 
 

@@ -21,6 +21,7 @@ from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
     PATH_FIELDS,
     RUNTIME_ENGINE_ARGUMENTS,
+    SECRET_NAME,
     JobSpec,
     field_docs,
     is_task_section,
@@ -33,8 +34,6 @@ MAX_VALUE_BYTES = 960 << 10
 # as YAML or JSON. All others take it as text.
 _TEXTS = ("prompt_template", "system_prompt", "chat_template")
 _STRUCTURES = {"json": True, "choice": True, "regex": False, "grammar": False}
-
-_SECRETS = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH"  # in a variable's name: its value must not be in any file
 
 
 def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
@@ -78,7 +77,7 @@ def _expand(path: str) -> str:
         plain = "or write $$ for a plain $"
         if not value:
             raise ValueError(f"{clip(match[0])} is unset or empty in the environment; set it, {plain}")
-        if re.search(_SECRETS, match[0]):
+        if re.search(SECRET_NAME, match[0]):
             named = f"{clip(match[0])} is named like a secret, and paths are recorded"
             raise ValueError(f"{named}; take another variable, {plain}")
         return value

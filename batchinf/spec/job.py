@@ -6,6 +6,7 @@
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
@@ -110,7 +111,49 @@ class ParallelSpec(Section):
     """The CUDA devices of this job, named as in `nvidia-smi` and `CUDA_VISIBLE_DEVICES`, such as `[0, 1]`; default: all
     that `CUDA_VISIBLE_DEVICES` lets it see. Jobs on other devices can run beside it."""
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
-    """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU."""
+    """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU. With `backend: ray`: as many as
+    the cluster has room for at the start, or without GPUs one on each node."""
+
+
+# Part of a variable's name: its value must not be in any file, and the spec is stored.
+SECRET_NAME = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH"
+
+
+class RaySpec(Section):
+    """The Ray cluster of `backend: ray`. See docs/cluster.md."""
+
+    address: Annotated[Text | None, RUNTIME] = None
+    """Address of the cluster's head, such as `10.0.0.1:6379`, or `auto` for the cluster that this host belongs to.
+    Default: the environment variable `RAY_ADDRESS`."""
+    resources: Annotated[dict[Text, Annotated[float, Field(ge=0, le=10**9)]], RUNTIME] = Field(default_factory=dict)
+    """What a replica asks for on each of its hosts besides its GPUs, by Ray's names, such as `{CPU: 8, memory: 2e10}`.
+    Without `CPU`, it asks for 1 CPU for each GPU, or 1 without GPUs."""
+    env_vars: Annotated[dict[Text, str], RUNTIME] = Field(default_factory=dict)
+    """Environment variables of the replicas. They override those of the nodes. Do not put secrets here."""
+
+    @field_validator("address")
+    @classmethod
+    def _of_a_driver(cls, address: str | None) -> str | None:
+        if address is not None and "://" in address:
+            raise wrong(f"got {address!r}, the address of a Ray Client or a dashboard; batchinf runs on a host of the "
+                        "cluster: write host:port of its head, or auto")  # fmt: skip
+        return address
+
+    @field_validator("resources")
+    @classmethod
+    def _without_gpus(cls, resources: dict[str, float]) -> dict[str, float]:
+        if "GPU" in resources:
+            raise wrong("must not name GPU: a replica asks for tensor × pipeline GPUs", "GPU")
+        return resources
+
+    @field_validator("env_vars")
+    @classmethod
+    def _without_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name in variables:
+            if re.search(SECRET_NAME, name):
+                raise wrong("is named like a secret, and the spec is stored; set it where batchinf or the Ray node is "
+                            "started", name)  # fmt: skip
+        return variables
 
 
 class OutputSpec(Section):
@@ -201,6 +244,9 @@ class JobSpec(Section):
     sampling: SamplingSpec = SamplingSpec()
     # The sections of the tasks follow here.
     parallel: ParallelSpec = ParallelSpec()
+    backend: Annotated[Literal["local", "ray"], RUNTIME] = "local"
+    """Where the replicas run: on this host, or on the nodes of a Ray cluster. A resume may change it."""
+    ray: RaySpec = RaySpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
     """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
     output: OutputSpec

@@ -126,6 +126,7 @@ class InProcessBackend:
     """loses: name of the incarnation that is lost when it begins its second shard."""
 
     name = "in-process"
+    processors = "this machine's processor"
 
     def __init__(self, loses: str = "") -> None:
         self._loses = loses
@@ -141,6 +142,9 @@ class InProcessBackend:
     def place(self, spec: JobSpec) -> list[Slot]:
         wanted = spec.parallel.data_parallel_size
         return [Slot(number, (), ()) for number in range(2 if wanted == "auto" else wanted)]
+
+    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
+        pass
 
     def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
         pass

@@ -45,8 +45,10 @@ class Engine:
         return None
 
 
-def search(engine: Engine, rows: list[int], is_outside: bool = False) -> tuple[list[int], int]:
-    """Rows condemned and deaths until a run of all the others goes well."""
+def search(
+    engine: Engine, rows: list[int], is_outside: bool = False, is_host_lost: bool = False
+) -> tuple[list[int], int]:
+    """Rows condemned and deaths until a run of all the others goes well. is_host_lost: each takes a host with it."""
     quarantine, condemned, deaths, is_fresh = Quarantine(), [], 0, True
     shards = [Shard(0, 0, max(rows) + 1)]
     while True:
@@ -65,7 +67,8 @@ def search(engine: Engine, rows: list[int], is_outside: bool = False) -> tuple[l
                 quarantine.survived(0, group)
                 continue
         deaths += 1
-        case, row = quarantine.died(0, f"life {deaths}", shards, in_flight, is_fresh, is_outside)
+        name, is_outside = f"life {deaths}", is_outside or is_host_lost
+        case, row = quarantine.died(0, name, shards, in_flight, is_fresh, is_outside, is_host_lost=is_host_lost)
         is_fresh = True
         assert Case.of(case.fields()) == case
         if row is not None:
@@ -85,6 +88,42 @@ def test_every_single_killer_is_found_within_the_bound(num_rows: int) -> None:
         condemned, deaths = search(Engine(at_prompt=[killer]), rows, is_outside=True)
         assert condemned == [killer]
         assert deaths <= 4
+
+
+@pytest.mark.parametrize("num_rows", [2, 13, WINDOW])
+def test_a_row_that_kills_its_host_is_found(num_rows: int) -> None:
+    rows = list(range(num_rows))
+    for killer in rows:
+        condemned, deaths = search(Engine(at_prompt=[killer]), rows, is_host_lost=True)
+        assert condemned == [killer]
+        assert deaths <= 4
+        condemned, deaths = search(Engine(later=[killer]), rows, is_host_lost=True)
+        assert condemned == [killer]
+        assert deaths <= math.log2(num_rows) + 3
+
+
+def test_rows_of_a_lost_host_are_suspected_after_a_second_one() -> None:
+    quarantine, shards = Quarantine(), [Shard(0, 0, 10), Shard(1, 10, 20)]
+
+    def lost(replica: int, name: str, rows: Iterable[int]) -> Case:
+        in_flight = [InFlightRequest(row, False) for row in rows]
+        case, row = quarantine.died(replica, name, shards, in_flight, is_outside=True, is_host_lost=True)
+        assert row is None
+        assert Case.of(case.fields()) == case
+        return case
+
+    # Any replica may run their shards, and other rows on a second lost host are not suspected either.
+    for name, rows in (("a", range(5)), ("b", range(5, 10))):
+        assert not lost(0, name, rows).is_on_trial
+        assert quarantine.of(0) is None
+        assert not quarantine.shards
+    case = lost(1, "c", [9, 12, 3])
+    assert (case.stage, case.suspects, case.shards) == ("probe", (9, 3), (0, 1))
+    assert quarantine.of(1) is case
+    # An ordinary death of another replica knows nothing of lost hosts.
+    case, _ = quarantine.died(0, "d", shards, [InFlightRequest(4, False)])
+    assert case.stage == "replay"
+    assert [sorted(quarantine.committed(shard)) for shard in (0, 1)] == [["a", "b", "d"], ["c"]]
 
 
 def test_several_killers_are_all_found_and_nobody_else() -> None:

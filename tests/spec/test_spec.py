@@ -254,6 +254,18 @@ def test_refused_files(text, message):
     assert refusal(text) == f"job.yaml:{message}"
 
 
+def test_the_section_of_a_ray_cluster():
+    spec = read(LEAST + "backend: ray\nray: {address: 'h:6379', resources: {CPU: 8, slot: 0.5}, env_vars: {A: b}}").spec
+    assert (spec.backend, spec.ray.resources) == ("ray", {"CPU": 8.0, "slot": 0.5})
+    # A job may go on elsewhere.
+    assert {name for name in fields(spec, "runtime") if name.split(".")[0] in ("backend", "ray")} == {
+        "backend", "ray.address", "ray.resources", "ray.env_vars",
+    }  # fmt: skip
+    assert "'ray://h:10001', the address of a Ray Client" in refusal(LEAST + "ray: {address: 'ray://h:10001'}")
+    assert "ray.resources.GPU: must not name GPU" in refusal(LEAST + "ray: {resources: {GPU: 1}}")
+    assert "ray.env_vars.HF_TOKEN: is named like a secret" in refusal(LEAST + "ray: {env_vars: {HF_TOKEN: x}}")
+
+
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "long.yaml").write_bytes(b"#" * (MAX_SPEC_BYTES + 1))
     (tmp_path / "folder").mkdir()

@@ -5,6 +5,7 @@ Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comme
 
 import contextlib
 import copy
+import functools
 import gc
 import json
 import os
@@ -44,7 +45,7 @@ from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocab
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.worker import install_late_mask, install_rows
 from batchinf.model.lora import Adapter
-from batchinf.records import Completion, EngineInfo, EngineStats, Request
+from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, Request
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
 
@@ -93,15 +94,23 @@ class VllmEngine:
         tokenizer_path: str,
         revision: str | None = None,
         adapters: tuple[Adapter, ...] = (),
+        ray_group: RayGroup | None = None,
     ) -> None:
+        """ray_group: see `Launch`."""
         environment = _environment()  # before vLLM adds its own
         self._task, spec, rows = task, task.spec, task.vocabulary_rows
         arguments = self.arguments(task, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
         self._stats = _Stats()
         install_arrays()
+        start: Any = LLMEngine.from_engine_args
+        if ray_group is not None:
+            from batchinf.engines.vllm.hosts import engine_on_hosts
+
+            start = functools.partial(engine_on_hosts, ray_group)
+            arguments["distributed_executor_backend"] = "ray"
         try:
-            self._engine: Any = LLMEngine.from_engine_args(
+            self._engine: Any = start(
                 self._engine_args(arguments),
                 usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
                 stat_loggers=[lambda *_: self._stats],
@@ -319,6 +328,8 @@ def _is_whole(output: Any) -> bool:
 
 
 def _describe(error: Exception) -> str:
+    # Ray's error of a rank on another host begins with a long traceback.
+    error = cause if isinstance(cause := getattr(error, "cause", None), Exception) else error
     # All lines: the first line of pydantic's errors only says how many there are.
     return one_line(f"{type(error).__name__}: {error}", 400)
 

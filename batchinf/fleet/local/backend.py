@@ -246,6 +246,16 @@ _FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, sig
 _LOG_TAIL_BYTES = 1 << 20
 
 
+def read_log(path: pathlib.Path, start: int) -> list[str]:
+    """The last lines of a log, from the byte `start` on, about 1 MiB at most; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(start, path.stat().st_size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 @dataclass
 class LocalReplica:
     """A running replica: its process, the channel to it, and the memory with its requests in flight.
@@ -285,12 +295,7 @@ class LocalReplica:
 
     def log_tail(self) -> list[str]:
         """See `ReplicaHandle`."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(self.log_start, self.log.stat().st_size - _LOG_TAIL_BYTES))
-                return file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return []
+        return read_log(self.log, self.log_start)
 
     def end(self) -> Ending:
         """See `ReplicaHandle`."""
@@ -331,6 +336,7 @@ class LocalBackend:
     """See `Backend`, whose methods are described there."""
 
     name = "local"
+    processors = "this machine's processor"
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -346,6 +352,9 @@ class LocalBackend:
     def place(self, spec: JobSpec) -> list[Slot]:
         """See `Backend`."""
         return devices.place(spec, devices.visible_devices(), devices.own_cpus())
+
+    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
+        """See `Backend`. There is one host."""
 
     def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
         """See `Backend`."""

@@ -1,0 +1,209 @@
+"""The Ray backend: each replica is an actor of a Ray cluster, in a placement group of its own.
+
+The coordinator is the driver, on a host of the cluster. Messages pass through Ray's calls. Rows do not: replicas read
+and write them on the shared file system. Ray restarts nothing; the fleet does.
+"""
+
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from batchinf.fleet.backend import DeviceWatch
+from batchinf.fleet.devices import DeviceLook, Slot
+from batchinf.fleet.local.backend import sweep_sockets
+from batchinf.fleet.ray.actor import Order, forwarded
+from batchinf.fleet.ray.cluster import Cluster
+from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, report
+from batchinf.fleet.ray.placement import CPU, GPU, Demand, Group, Node, num_replicas
+from batchinf.fleet.ray.replica import RayReplica
+from batchinf.model.identity import Model
+from batchinf.records import StartedReplica
+from batchinf.replica.messages import Event, Launch
+from batchinf.spec.job import JobSpec
+
+_TICK_S = 1.0
+# Ray removes the groups of a dead coordinator by itself, a moment after its death.
+_LEFTOVERS_S = 20.0
+
+
+class RayWatch:
+    """See `DeviceWatch`. The actors look at their devices; this gives what they reported last."""
+
+    def __init__(self, replicas: dict[str, tuple[RayReplica, Slot]]) -> None:
+        self._replicas = replicas
+
+    def looks(self) -> tuple[DeviceLook, ...]:
+        """See `DeviceWatch`."""
+        pairs = [
+            (device, look)
+            for replica, slot in list(self._replicas.values())
+            if len(slot.devices) == len(replica.looks)
+            for device, look in zip(slot.devices, replica.looks, strict=True)
+        ]
+        return tuple(replace(look, device=device) for device, look in pairs)
+
+    def close(self) -> None:
+        """See `DeviceWatch`."""
+
+
+class RayBackend:
+    """See `Backend`, whose methods are described there. It connects to the cluster when it first needs it."""
+
+    name = "ray"
+    processors = "the cluster's processors"
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._replicas: dict[str, tuple[RayReplica, Slot]] = {}
+        self._read_ahead: tuple[Model, str] | None = None
+        self._cache_key: str | None = None
+        self._ticked_at = 0.0
+        # Of the cluster as it was when the slots were made.
+        self._demand = Demand(False, 1, 1, {})
+        self._is_small = True
+
+    @cached_property
+    def _cluster(self) -> Cluster:
+        return Cluster(self._spec.ray)
+
+    @cached_property
+    def _software(self) -> HostReport:
+        return report()
+
+    @cached_property
+    def _reports(self) -> list[tuple[Node, HostReport]]:
+        """The nodes that may hold a replica, and what they have."""
+        able = self._able_nodes()
+        return list(zip(able, self._cluster.call_on_each(able, report, [()] * len(able)), strict=True))
+
+    def _able_nodes(self) -> list[Node]:
+        nodes = self._cluster.nodes()
+        has_gpus = Demand.of(self._spec, nodes).has_gpus
+        return [node for node in nodes if node.total.get(GPU if has_gpus else CPU)]
+
+    def devices(self) -> tuple[str, ...]:
+        """See `Backend`. Ray chooses the devices of a replica when it places it."""
+        return ()
+
+    def device_size(self, device: str) -> tuple[int | None, str]:
+        """See `Backend`. All devices of the cluster are assumed to be alike."""
+        return next((found.device for _, found in self._reports if found.device[0] is not None), (None, ""))
+
+    def place(self, spec: JobSpec) -> list[Slot]:
+        """See `Backend`. Devices have names of the job: `gpu-0` is the first one of the first replica."""
+        nodes = self._cluster.nodes()
+        demand, number = Demand.of(spec, nodes), num_replicas(spec, nodes)
+        self._demand, self._is_small = demand, demand.is_small(nodes)
+        degree = demand.degree if demand.has_gpus else 0
+        return [Slot(at, tuple(f"gpu-{at * degree + rank}" for rank in range(degree)), ()) for at in range(number)]
+
+    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
+        """See `Backend`. Asks every node that may hold a replica."""
+        check_versions(self._software, [(node.name, found) for node, found in self._reports])
+        check_shared(self._cluster, [node for node, _ in self._reports], output, model)
+
+    def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
+        """See `Backend`. The actors check it, when they know their devices."""
+
+    def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
+        """See `Backend`."""
+        return RayWatch(self._replicas)
+
+    def read_ahead(self, model: Model, load_format: str) -> None:
+        """See `Backend`. The actors read, each on its host."""
+        self._read_ahead = model, load_format
+
+    def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> RayReplica:
+        """See `Backend`. The replica waits until the cluster has room for it."""
+        spec = self._spec
+        order = Order(
+            launch=launch,
+            log=os.fspath(log.absolute()),
+            software=self._software,
+            num_devices=len(slot.devices),
+            num_cpus=max(1, int(self._demand.bundle(max(1, len(slot.devices))).get(CPU, 1))),
+            environment=forwarded(dict(os.environ)),
+            env_vars=dict(spec.ray.env_vars),
+            folder=os.fspath(pathlib.Path.cwd()),
+            umask=_umask(),
+            has_own_cache=has_own_cache,
+            read_ahead=self._read_ahead,
+            cache_key=self._cache_key if slot.devices else None,
+        )
+        name = f"batchinf-{launch.job_id}-{launch.incarnation}"
+        replica = RayReplica(self._cluster, name, order, self._plan, log)
+        self._replicas[launch.incarnation] = replica, slot
+        return replica
+
+    def _plan(self) -> Group:
+        """The group of one more replica. If there is no room now, one that has room when nothing else runs."""
+        demand = self._demand
+        whole = Group((demand.bundle(demand.degree),), "STRICT_PACK")
+        if self._is_small:
+            return whole
+        nodes = self._cluster.nodes()
+        empty = [replace(node, free=node.total) for node in nodes]
+        return demand.group(nodes) or demand.group(empty) or whole
+
+    def poll(self, wait_s: float) -> list[tuple[RayReplica, Event]]:
+        """See `Backend`."""
+        self._tick()
+        by_call = {call: replica for replica in self._live() for call in replica.calls()}
+        if by_call:
+            self._hear(by_call, wait_s)
+        else:
+            time.sleep(wait_s)
+        return [(replica, event) for replica in self._live() for event in replica.news()]
+
+    def _hear(self, by_call: "dict[object, RayReplica]", wait_s: float) -> None:
+        ray, calls = self._cluster.ray, list(by_call)
+        ready, _ = ray.wait(calls, num_returns=1, timeout=wait_s)
+        if ready:
+            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        for call in ready:
+            by_call[call].hear(call)
+
+    def _tick(self) -> None:
+        if self._replicas and time.monotonic() - self._ticked_at >= _TICK_S:
+            self._ticked_at = time.monotonic()
+            live = self._cluster.live_ids()
+            for replica in self._live():
+                replica.tick(live)
+
+    def _live(self) -> list[RayReplica]:
+        for name in [name for name, (replica, _) in self._replicas.items() if replica.is_removed]:
+            del self._replicas[name]
+        return [replica for replica, _ in self._replicas.values()]
+
+    def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> None:
+        """See `Backend`. Ray itself removes what a dead coordinator left; this waits for it, and removes the rest."""
+        names = {str(one.identity.get("group")) for one in replicas if one.backend == self.name}
+        if not names:
+            return
+        deadline = time.monotonic() + _LEFTOVERS_S
+        while left := self._cluster.groups(names):
+            if time.monotonic() > deadline:
+                for group in left:
+                    self._cluster.remove_group(group)
+                break
+            time.sleep(0.2)
+        if job_id is not None:
+            nodes = self._able_nodes()
+            self._cluster.call_on_each(nodes, sweep_sockets, [(job_id,)] * len(nodes))
+
+    def is_cache_warm(self, key: str) -> bool:
+        """See `Backend`. Each host has its own cache, so its actors decide which of them compiles into it."""
+        self._cache_key = key
+        return False
+
+    def note_cache_warm(self, key: str) -> None:
+        """See `Backend`. The actors have noted it, each on its host."""
+
+
+def _umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask

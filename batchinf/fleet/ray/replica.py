@@ -1,0 +1,270 @@
+"""The coordinator's handle of a replica on a Ray cluster: its actor, the calls that are under way, and its end."""
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchinf.base.errors import BatchinfError
+from batchinf.fleet.backend import EndedBy, Ending
+from batchinf.fleet.devices import DeviceLook
+from batchinf.fleet.local.backend import read_log
+from batchinf.fleet.ray.actor import Order, ReplicaActor, Report, unpacked
+from batchinf.fleet.ray.cluster import Cluster, cause_of
+from batchinf.fleet.ray.placement import Group
+from batchinf.records import RayGroup
+from batchinf.replica.incarnation import last_words
+from batchinf.replica.messages import Command, Event, Failed, StartPhase
+
+_LISTEN_S = 1.0
+# Ray may keep a group on a node that it does not know to be dead yet. A new group is placed anew.
+_PLACE_S = 20.0
+_PINNED_S = 2
+# A node that does not answer for so long counts as lost, although Ray has not noticed it.
+_SILENCE_S = 90.0
+_END_S = 30.0
+_AGAIN_S = 0.5
+
+
+@dataclass(slots=True)
+class _Actor:
+    """An actor in its placement group, and Ray's references to the calls that are under way; None: no such call."""
+
+    group: Any
+    handle: Any
+    starting: Any
+    since: float
+    listening: Any = None
+    taking: Any = None
+    num_taking: int = 0
+    nodes: frozenset[str] = frozenset()
+
+
+class RayReplica:
+    """See `ReplicaHandle`."""
+
+    def __init__(self, cluster: Cluster, name: str, order: Order, plan: Callable[[], Group], log: pathlib.Path) -> None:
+        """name: of the placement groups, before a number. plan: what to ask of the cluster now."""
+        self._cluster, self._name, self._order, self._plan, self._log = cluster, name, order, plan, log
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self._commands: list[Command] = []
+        self._news: list[Event] = []
+        self._num_taken = self._num_received = 0
+        self._node = ""
+        self._in_flight: tuple[int, ...] = ()
+        self._has_ended = False
+        self._lost: tuple[EndedBy, str] | None = None
+        self._up_since: float | None = None
+        self._num_groups = 0
+        self._heard_at = self._retry_at = time.monotonic()
+        self._actor = self._place()
+        self.looks: tuple[DeviceLook, ...] = ()
+        self.is_removed = False
+
+    @property
+    def incarnation(self) -> str:
+        """See `ReplicaHandle`."""
+        return self._order.launch.incarnation
+
+    @property
+    def has_own_cache(self) -> bool:
+        """See `ReplicaHandle`. The actor decides in the end, for its host."""
+        return self._order.has_own_cache
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `ReplicaHandle`."""
+        return {"cluster": self._cluster.address, "group": self._name}
+
+    def _place(self) -> _Actor:
+        """Ask for a placement group and for an actor in it. Returns without waiting for them."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wanted, ray = self._plan(), self._cluster.ray
+        labels = None if wanted.nodes is None else [{"ray.io/node-id": node} for node in wanted.nodes]
+        self._num_groups += 1
+        name = f"{self._name}/{self._num_groups}"
+        # Not detached: Ray removes the group and the actor when the coordinator ends.
+        group = placement_group(list(wanted.bundles), strategy=wanted.strategy, name=name, bundle_label_selector=labels)
+        if wanted.spans_hosts:
+            # So that the next replica's plan sees what this one takes.
+            group.wait(timeout_seconds=_PINNED_S)
+        launch, num_devices = self._order.launch, self._order.num_devices
+        if wanted.spans_hosts:
+            ranks = RayGroup(self._cluster.address, group.id.hex(), wanted.bundles)
+            launch, num_devices = replace(launch, ray_group=ranks), 0
+        actor = (
+            ray.remote(ReplicaActor)
+            .options(
+                num_cpus=0,
+                num_gpus=num_devices,
+                max_restarts=0,
+                max_task_retries=0,
+                runtime_env=self._cluster.runtime_env,
+                max_concurrency=4,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            )
+            .remote()
+        )
+        self._news.append(StartPhase("waiting for room in the cluster"))
+        starting = actor.start.remote(replace(self._order, launch=launch, num_devices=num_devices))
+        return _Actor(group, actor, starting, time.monotonic())
+
+    def send(self, command: Command) -> None:
+        """See `ReplicaHandle`."""
+        self._commands.append(command)
+        self._give()
+
+    def _give(self) -> None:
+        """Hand the commands to the actor. One call at a time, so that they arrive in order."""
+        actor = self._actor
+        if self._commands and actor.taking is None and self._up_since is not None and self._lost is None:
+            actor.num_taking = len(self._commands)
+            actor.taking = actor.handle.take.remote(self._num_taken, self._commands[: actor.num_taking])
+
+    def calls(self) -> list[Any]:
+        """References to the calls that are under way."""
+        actor = self._actor
+        return [call for call in (actor.starting, actor.listening, actor.taking) if call is not None]
+
+    def hear(self, call: Any) -> None:
+        """Take the result of a call that has come back."""
+        actor = self._actor
+        kind = next((kind for kind in ("starting", "listening", "taking") if getattr(actor, kind) is call), None)
+        if kind is None:  # it belongs to an actor that was given up
+            return
+        setattr(actor, kind, None)
+        exceptions = self._cluster.ray.exceptions
+        try:
+            result = self._cluster.ray.get(call)
+        except exceptions.RayTaskError as error:
+            self._fail(error)
+        except exceptions.ActorUnavailableError:
+            # The actor may live. What is under way is asked for again, until it answers or Ray says that it died.
+            self._retry_at = time.monotonic() + _AGAIN_S
+            if kind == "starting":
+                self._note_lost("outside", "its actor could not be reached when it started")
+        except exceptions.RayError as error:
+            self._note_gone(error)
+        else:
+            self._heard_at = time.monotonic()
+            self._note(kind, result)
+
+    def _note(self, kind: str, result: Any) -> None:
+        if kind == "starting":
+            self._note_started(result)
+        elif kind == "listening":
+            self._note_report(result)
+        else:
+            self._num_taken += self._actor.num_taking
+            del self._commands[: self._actor.num_taking]
+        self._give()
+
+    def _note_started(self, node: str) -> None:
+        from ray.util.placement_group import placement_group_table
+
+        self._node, self._up_since = node, time.monotonic()
+        self._actor.nodes = frozenset(placement_group_table(self._actor.group)["bundles_to_node_id"].values())
+        self._listen()
+
+    def _listen(self) -> None:
+        self._actor.listening = self._actor.handle.listen.remote(self._num_received, _LISTEN_S)
+
+    def _note_report(self, report: Report) -> None:
+        self._news += report.events[max(0, self._num_received - report.first) :]
+        self._num_received = max(self._num_received, report.first + len(report.events))
+        self._in_flight = self._in_flight if report.in_flight is None else report.in_flight
+        self.looks = report.looks
+        self._has_ended = report.has_ended
+        if not report.has_ended:
+            self._listen()
+
+    def _fail(self, error: Any) -> None:
+        """The actor raised an exception: the replica could not start, or its actor has a bug."""
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        failed = last_words(cause) if isinstance(cause, (BatchinfError, OSError)) else None
+        self._news.append(failed or Failed(type(cause).__name__, cause_of(error), 1))
+        self._has_ended = True
+
+    def _note_gone(self, error: Exception) -> None:
+        """Ray says that the actor is dead: with its node, or alone."""
+        if self._actor.nodes and not self._actor.nodes <= self._cluster.live_ids():
+            self._note_lost("host", self._node_words())
+        else:
+            self._note_lost("outside", f"the end of its actor: {cause_of(error)}")
+
+    def _note_lost(self, ended_by: EndedBy, words: str) -> None:
+        self._lost = self._lost or (ended_by, words)
+
+    def _node_words(self) -> str:
+        return f"the loss of its node {self._node}"
+
+    def tick(self, live: frozenset[str]) -> None:
+        """Look after calls that do not come back. live: ids of the nodes that are alive. Called about once a second."""
+        now, actor = time.monotonic(), self._actor
+        if self._lost is not None or self._has_ended:
+            return
+        if self._up_since is None:
+            if actor.starting is not None and now - actor.since > _PLACE_S and not self._is_placed():
+                self._remove()
+                self._actor = self._place()
+            return
+        if not actor.nodes <= live:
+            self._note_lost("host", self._node_words())
+        elif now - self._heard_at > _SILENCE_S:
+            self._note_lost("host", f"the silence of its node {self._node} for {_SILENCE_S:.0f} s")
+        elif now >= self._retry_at:
+            if actor.listening is None:
+                self._listen()
+            self._give()
+
+    def _is_placed(self) -> bool:
+        from ray.util.placement_group import placement_group_table
+
+        return bool(placement_group_table(self._actor.group).get("state") == "CREATED")
+
+    def news(self) -> list[Event]:
+        """Events that were not returned yet."""
+        news, self._news = self._news, []
+        return news
+
+    def has_ended(self) -> bool:
+        """See `ReplicaHandle`."""
+        return self._has_ended or self._lost is not None
+
+    def log_tail(self) -> list[str]:
+        """See `ReplicaHandle`. The log is on the shared file system."""
+        return read_log(self._log, self._log_start)
+
+    def end(self) -> Ending:
+        """See `ReplicaHandle`."""
+        ending = self._end() if self._up_since is not None and self._lost is None else None
+        self._remove()
+        self.is_removed = True
+        lifetime_s = 0.0 if self._up_since is None else time.monotonic() - self._up_since
+        if ending is None:
+            ended_by, words = self._lost or ("itself" if self._has_ended else "coordinator", "no room in the cluster")
+            ending = Ending(ended_by, words, (), unpacked(self._in_flight), lifetime_s)
+        elif not self._actor.nodes <= self._cluster.live_ids():
+            # A rank on another host is gone, and the engine with it.
+            ending = replace(ending, ended_by="host", description=self._node_words())
+        return replace(ending, events=(*self.news(), *ending.events), lifetime_s=lifetime_s)
+
+    def _end(self) -> Ending | None:
+        """Let the actor end the replica; None if it is lost."""
+        exceptions = self._cluster.ray.exceptions
+        try:
+            ending: Ending = self._cluster.ray.get(self._actor.handle.end.remote(self._num_received), timeout=_END_S)
+            return ending
+        except (exceptions.RayError, TimeoutError) as error:
+            self._note_gone(error)
+            return None
+
+    def _remove(self) -> None:
+        """Give up the actor and its placement group."""
+        with contextlib.suppress(self._cluster.ray.exceptions.RayError, ValueError):
+            self._cluster.ray.kill(self._actor.handle)
+        self._cluster.remove_group(self._actor.group)

@@ -1,0 +1,199 @@
+"""Whole jobs on a real Ray cluster of several nodes on this host: kills at named steps, resumes, bad clusters."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray_cluster
+from ray_cluster import TestCluster, spec_of
+
+import jobs
+
+pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.real_starts,
+    # Ray's own, in this process, which starts the clusters.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[TestCluster]:
+    """A head and two nodes for one replica each. A test that kills a node adds another."""
+    with ray_cluster.running(2) as cluster:
+        yield cluster
+
+
+def start(spec: pathlib.Path, faults: str = "", **environment: str) -> "subprocess.Popen[str]":
+    return jobs.start("run", spec, faults=faults, **environment)
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    """Wait for a job, which must succeed; what it said. Nothing of it may stay."""
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    jobs.wait_until(lambda: not ray_cluster.actors(), 30)
+    return errors
+
+
+def held_at(marker: pathlib.Path, process: "subprocess.Popen[str]") -> psutil.Process:
+    """The replica that a fault holds."""
+    jobs.wait_until(lambda: process.poll() is not None or (marker.exists() and marker.read_text()), 120)
+    assert process.poll() is None, process.communicate()[1]
+    return psutil.Process(int(marker.read_text()))
+
+
+def backends_of(out: pathlib.Path) -> list[str]:
+    return [event["backend"] for event in jobs.events_of(out, "replica_started")]
+
+
+def test_a_job_on_a_cluster_of_one_node(tmp_path: pathlib.Path) -> None:
+    with ray_cluster.running(0, num_cpus=1) as cluster:
+        errors = jobs.finish(jobs.spec_of(tmp_path, **cluster.section(resources={}), parallel=None)).stderr
+        jobs.wait_until(lambda: not ray_cluster.actors(), 30)
+        out = tmp_path / "out"
+        assert jobs.rows_of(out) == list(jobs.unhurt())
+        assert backends_of(out) == ["ray"]
+        assert "1 replica(s) on the cluster's processors" in errors
+        assert "replica 0 incarnation 000001.0001" in (out / "logs" / "replica-0.log").read_text()
+        assert not list(tmp_path.rglob(".batchinf-*")) and not list(jobs.MODEL.glob(".batchinf-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "step"),
+    [("node", "writer.close:2"), ("actor", "worker.store:3"), ("driver", "writer.close:2")],
+)
+def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    marker, once, out = tmp_path / "held", tmp_path / "once", tmp_path / "out"
+    once.mkdir()
+    spec = spec_of(tmp_path, two_nodes)
+    process = start(spec, f"{step}=hold {marker}", BATCHINF_FAULTS_ONCE=str(once))
+    replica = held_at(marker, process)
+    if victim == "node":
+        two_nodes.kill(two_nodes.node_of(replica))
+        two_nodes.restore(2)
+    else:
+        os.kill(process.pid if victim == "driver" else replica.ppid(), signal.SIGKILL)
+    assert jobs.are_gone([replica]), "a replica outlived its actor"
+    if victim == "driver":
+        process.communicate(timeout=60)
+        jobs.wait_until(lambda: not ray_cluster.actors(), 30)
+        # The same job goes on with processes of this host.
+        jobs.finish(jobs.spec_of(tmp_path, backend="local"))
+    else:
+        errors = finish(process)
+        assert ("the loss of its node" if victim == "node" else "the end of its actor") in errors
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    assert set(backends_of(out)) == ({"ray", "local"} if victim == "driver" else {"ray"})
+    if victim == "node":
+        # Rows of a lost node count as not tried.
+        assert set(jobs.table_of(out)["attempts"].to_pylist()) == {1}
+
+
+@pytest.mark.slow
+def test_a_row_that_kills_its_node_is_found(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    marker, out = tmp_path / "held", tmp_path / "out"
+    spec = spec_of(tmp_path, two_nodes, input={"limit": 40}, max_error_rate=0.1, output={"rows_per_shard": 10})
+    process = start(spec, f"engine.prompt.20:*=hold {marker}")
+    num_lost = 0
+    while process.poll() is None:
+        if marker.exists() and (text := marker.read_text()):
+            # The coordinator has to hear which rows are in the engine: at first once a second.
+            time.sleep(1.5)
+            replica = psutil.Process(int(text))
+            two_nodes.kill(two_nodes.node_of(replica))
+            assert jobs.are_gone([replica]), "a replica outlived its actor"
+            marker.unlink()
+            two_nodes.restore(2)
+            num_lost += 1
+        time.sleep(0.05)
+    errors = finish(process)
+    assert [row["row_index"] for row in jobs.rows_of(out) if row["error_type"]] == [20]
+    assert 3 <= num_lost <= 5
+    first, second, *_ = jobs.events_of(out, "death")
+    assert (first["stage"], second["stage"]) == ("lost", "probe")
+    assert "rows that were in the engine count as not tried" in errors
+
+
+@pytest.mark.slow
+def test_a_job_that_began_with_processes_goes_on_in_a_cluster(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    slow, out = {"step_s": 0.02, "max_num_seqs": 4}, tmp_path / "out"
+    process = start(jobs.spec_of(tmp_path, scripted=slow))
+    jobs.wait_until(lambda: process.poll() is not None or jobs.snapshot_of(out).get("num_shards_done", 0))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    process.communicate()
+    # In a cluster: told to stop once more, and then to the end.
+    process = start(spec_of(tmp_path, two_nodes, scripted=slow, drain_timeout_s=0))
+    done = jobs.snapshot_of(out)["num_shards_done"]
+    jobs.wait_until(lambda: process.poll() is not None or jobs.snapshot_of(out).get("num_shards_done", 0) > done, 120)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    jobs.wait_until(lambda: not ray_cluster.actors(), 30)
+    finish(start(spec_of(tmp_path, two_nodes)))
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    assert backends_of(out) == ["local", "local", "ray", "ray", "ray", "ray"]
+
+
+def refused(spec: pathlib.Path, **options: Any) -> str:
+    """What a job says that must be refused: one line."""
+    done = jobs.run("run", spec, **options)
+    assert done.returncode == 2, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    return line
+
+
+def test_no_cluster_at_the_address(tmp_path: pathlib.Path) -> None:
+    said = refused(jobs.spec_of(tmp_path, backend="ray", ray={"address": "127.0.0.1:1"}))
+    assert "no Ray cluster answers at 127.0.0.1:1" in said
+    assert "RAY_ADDRESS" in refused(jobs.spec_of(tmp_path, backend="ray"))
+
+
+def test_ray_is_not_installed(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('no module named ray')")
+    path = os.pathsep.join([str(tmp_path), jobs.quick_start()["PYTHONPATH"]])
+    said = refused(jobs.spec_of(tmp_path, backend="ray", ray={"address": "127.0.0.1:1"}), PYTHONPATH=path)
+    assert "pip install 'batchinf[ray]'" in said
+
+
+@pytest.mark.slow
+def test_a_group_that_can_never_be_placed(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    said = refused(spec_of(tmp_path, two_nodes, parallel={"data_parallel_size": 3}))
+    assert "3 replica(s) can never be placed: each asks for 1 CPU, 1 slot" in said
+    assert said.count("1 CPU, 1 slot") == 3
+    said = refused(jobs.spec_of(tmp_path, **two_nodes.section(resources={"CPU": 5}), parallel=None))
+    assert "1 replica(s) can never be placed: each asks for 5 CPU" in said
+
+
+@pytest.mark.slow
+def test_real_vllm_on_two_nodes_of_which_one_is_killed(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    lines = jobs.PROMPTS.read_text(encoding="utf-8").strip().split("\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(lines[::16]) + "\n", encoding="utf-8")
+    real: dict[str, Any] = {
+        "input": {"path": str(prompts)},
+        "engine": {"max_model_len": 512, "max_num_seqs": 4},
+        "scripted": None,
+        "output": {"rows_per_shard": 4},
+    }
+    (tmp_path / "alone").mkdir()
+    jobs.finish(jobs.spec_of(tmp_path / "alone", **real, parallel={"data_parallel_size": 1}))
+    marker, once, out = tmp_path / "held", tmp_path / "once", tmp_path / "out"
+    once.mkdir()
+    process = start(
+        spec_of(tmp_path, two_nodes, **real), f"engine.step:20=hold {marker}", BATCHINF_FAULTS_ONCE=str(once)
+    )
+    two_nodes.kill(two_nodes.node_of(held_at(marker, process)))
+    two_nodes.restore(2)
+    assert "the loss of its node" in finish(process)
+    assert jobs.rows_of(out) == jobs.rows_of(tmp_path / "alone" / "out")
