@@ -1,24 +1,19 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
-import dataclasses
 import io
 import json
 import os
-import random
 import re
 import sys
 import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from batchinf import __version__
 from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError
 from batchinf.base.stop_signals import interruptible
-
-if TYPE_CHECKING:
-    from batchinf.spec.file import SpecFile
 
 app = typer.Typer(
     add_completion=False,
@@ -50,13 +45,6 @@ def _job_folder(context: typer.Context, path: str) -> str:
 
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.", callback=_job_folder)]
 
-
-_NOT_EXTENDED = {
-    "--fresh": "the one goes on with a job, the other begins it anew: give one of them",
-    "--retry": "the one runs rows that are new, the other those that are done: give one after the other",
-    "--slice": "a job in slices has the rows that it began with: give the new ones a job of their own, with "
-    "input.exclude",
-}
 
 SliceText = Annotated[
     str | None,
@@ -90,27 +78,11 @@ def run(
     ] = False,
 ) -> None:
     """Run a job, or resume an unfinished one."""
-    _check_run_options(retry, fresh, slice_, extend)
-    with interruptible():
-        from batchinf.base.slices import Slice, job_folder
-        from batchinf.fleet.launcher import choose_backend
-        from batchinf.run.epoch import check_input_is_there, move_job_aside, run_job
-        from batchinf.run.progress import ProgressDisplay
+    with interruptible(ends_process=True):
+        from batchinf import api
 
-        wanted = None if slice_ is None else Slice.parse(slice_)
-        file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
-        if fresh:
-            check_input_is_there(file)
-            move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
-        summary = run_job(file, choose_backend(), display, retry, extends=extend)
+        summary = api.run(spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_)
     _print(summary.lines())
-
-
-def _check_run_options(retry: str | None, fresh: bool, slice_: str | None, extend: bool) -> None:
-    if fresh and retry is not None:
-        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
-    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
-        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
 
 
 @app.command()
@@ -131,27 +103,29 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Check spec, input, model and prompts, and show rows as they will run. Needs no engine and no GPU."""
-    if rows and (is_random or seed is not None):
-        raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
+    from batchinf import api
     from batchinf.commands.text.validate import finding_lines
-    from batchinf.commands.validate import RowsToShow, ValidateReport, validate_job
 
-    if is_random and seed is None:
-        seed = random.randrange(100_000)
-    findings = validate_job(_read(spec, set_), RowsToShow(num_rows, tuple(rows or ()), seed))
+    report = api.validate(
+        spec,
+        overrides=set_ or (),
+        num_rows=num_rows,
+        rows=rows or (),
+        random=is_random,
+        seed=seed,
+        found=None if as_json else lambda finding: _print(finding_lines(finding)),
+    )
     if as_json:
-        _show(ValidateReport.of(findings), (), as_json)
-    else:
-        _print(line for finding in findings for line in finding_lines(finding))
+        _show(report, (), as_json)
 
 
 @app.command()
 def status(out: Out, as_json: AsJson = False) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
-    from batchinf.commands.status import job_status
+    from batchinf import api
     from batchinf.commands.text.status import status_lines
 
-    report = job_status(out)
+    report = api.status(out)
     _show(report, status_lines(report), as_json)
 
 
@@ -228,10 +202,11 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
+    from batchinf import api
     from batchinf.commands.text.compare import raise_if_beyond, verify_lines
     from batchinf.commands.verify import Wanted, verify_job
 
-    report = verify_job(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
+    report = verify_job(api.read_checked(spec, set_ or ()), Wanted(num_rows, seed, dtype, device, tolerance))
     _show(report, verify_lines(report), as_json)
     raise_if_beyond(report)
 
@@ -258,16 +233,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-def _read(path: str, overrides: list[str] | None) -> "SpecFile":
-    from batchinf.engines.installed import engine_argument_names
-    from batchinf.spec.file import check_engine_arguments, read_spec
-
-    file = read_spec(path, overrides or ())
-    if file.spec.scripted is None:
-        check_engine_arguments(file, engine_argument_names())
-    return file
 
 
 def main() -> NoReturn:

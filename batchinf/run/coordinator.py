@@ -76,7 +76,7 @@ class Coordinator:
 
         Raises Interrupted, HopelessJob, EngineStartError, or OutputError if the disk is full.
         """
-        with on_stop_signals(self._requests.note):
+        with on_stop_signals():
             try:
                 self._work()
             except BaseException as error:
