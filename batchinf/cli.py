@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ import typer
 from batchinf import __version__
 from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError
 from batchinf.base.stop_signals import interruptible
+from batchinf.base.text import plain, to_json
 
 app = typer.Typer(
     add_completion=False,
@@ -130,11 +130,34 @@ def status(out: Out, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 5) -> None:
-    """Show the first finished rows as JSON lines, while the job runs or after."""
-    from batchinf.commands.status import head_rows
+def head(
+    out: Out,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option("--columns", metavar="A,B", help="Show these columns. May be repeated."),
+    ] = None,
+    only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each row, with all columns.")
+    ] = False,
+) -> None:
+    """Show the first finished rows as a table, while the job runs or after."""
+    from batchinf.commands.head import read_head
+    from batchinf.commands.text.head import head_table, nothing_line
 
-    _print(json.dumps(row, ensure_ascii=False, default=str) for row in head_rows(out, num_rows))
+    wanted = [name for text in columns or () for name in text.split(",") if name]
+    found = read_head(out, num_rows, columns=wanted, only_errors=only_errors)
+    if not found.rows:
+        print(plain(nothing_line(out, only_errors=only_errors)), file=sys.stderr if as_json else sys.stdout)
+    elif as_json:
+        _print(json.dumps(row, ensure_ascii=False, default=str) for row in found.rows)
+    else:
+        from batchinf.commands.text.screen import console
+
+        screen = console()
+        for item in head_table(found, wanted, screen.width):
+            screen.print(item)
 
 
 @app.command()
@@ -243,7 +266,7 @@ def main() -> NoReturn:
         app()
     except BatchinfError as error:
         prefix = "" if isinstance(error, Interrupted) else "error: "
-        print(f"{prefix}{_plain(str(error))}", file=sys.stderr)
+        print(f"{prefix}{plain(str(error))}", file=sys.stderr)
         if isinstance(error, Interrupted):
             print("run the same command again to go on", file=sys.stderr)
         elif not isinstance(error, UserError) and error.exit_code == 1:
@@ -252,22 +275,15 @@ def main() -> NoReturn:
     except OSError as error:
         from batchinf.base.storage import disk_error
 
-        print(f"error: {_plain(disk_error(error))}", file=sys.stderr)
+        print(f"error: {plain(disk_error(error))}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
 
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
-    from batchinf.base.text import to_json
-
     _print([to_json(report)] if as_json else lines)
 
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        print(_plain(line))
-
-
-def _plain(text: str) -> str:
-    """Escape control characters, which a terminal would obey: names of columns and files come from other people."""
-    return re.sub("[\0-\b\v-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda match: f"\\u{ord(match[0]):04x}", text)
+        print(plain(line))

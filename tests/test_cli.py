@@ -238,15 +238,6 @@ def test_a_run_in_another_folder_leaves_nothing(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_head_shows_the_first_rows(done: Any) -> None:
-    _, out, _ = done
-    shown = jobs.run("head", out, "-n", "30")
-    assert shown.returncode == 0
-    first = [json.loads(line) for line in shown.stdout.splitlines()]
-    expected = jobs.rows_of(out)[:30]
-    assert [{k: v for k, v in row.items() if k != "attempts"} for row in first] == expected
-
-
 def test_validate_shows_all_and_writes_nothing(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path)
     shown = jobs.run("validate", spec, "-n", "3")
