@@ -16,13 +16,22 @@ from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import plain, to_json
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Offline batch inference with vLLM: a job spec in, Parquet with logprobs out. Jobs can be resumed.",
 )
 
-SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
+
+def _spec_file(context: typer.Context, path: str) -> str:
+    """Return the argument. Raises UserError for a folder, because people give the job's output folder."""
+    if not os.path.isdir(path):
+        return path
+    takes = f"{path} is a folder; batchinf {context.info_name} takes a job's spec, a YAML file"
+    held = os.path.join(path, "job.yaml")
+    raise UserError(f"{takes}: the spec of the job in this folder is {held}" if os.path.isfile(held) else takes)
+
+
+SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.", callback=_spec_file)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
 ]
@@ -52,7 +61,52 @@ SliceText = Annotated[
 ]
 
 
-@app.command()
+_PURPOSES = "label, generate, score, logits or embed"
+
+
+@app.command(epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")
+def init(
+    path: Annotated[str, typer.Argument(metavar="JOB.yaml", help="The file to write.")] = "job.yaml",
+    purpose: Annotated[
+        str | None, typer.Option("--for", metavar="WHAT", help=f"What the job is for: {_PURPOSES}.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A Hugging Face id, or the model's folder.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="The rows: a file, a glob, a folder, a URL.")] = None,
+    labels: Annotated[
+        str | None, typer.Option("--labels", metavar="A,B", help="With --for label: the words to choose from.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", help="The output folder; default: out/ and the spec's name.")
+    ] = None,
+) -> None:
+    """Write a short commented spec that fits your data. Asks for what no option gives."""
+    purpose = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?")
+    data = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?")
+    model = _asked(model, "--model", "Which model (a Hugging Face id or a folder)?")
+    from batchinf.commands.init import Wanted, has_chat_template, look_at, write
+
+    found = look_at(data, [label.strip() for label in labels.split(",") if label.strip()] if labels else ())
+    has_template = has_chat_template(model)
+    where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
+    write(path, purpose, found, Wanted(model, has_template is not False, where))
+    _print([f"{path}: rows from {data} ({found.num_rows:,}), text from the column {found.text!r}"])
+    if purpose == "label":
+        _print([f"labels: {', '.join(found.labels)}; change them in {path} if they are not yours"])
+    if has_template is None:
+        _print([f"the model {model} is not here yet; the spec assumes that it has a chat template"])
+    _print([f"next: batchinf validate {path}"])
+
+
+def _asked(value: str | None, option: str, question: str) -> str:
+    """The option's value, or the user's answer."""
+    if value is not None:
+        return value
+    if not sys.stdin.isatty():
+        raise UserError(f"{option}: missing. {question} Give it as {option}")
+    return str(typer.prompt(question))
+
+
+@app.command(epilog="Example: batchinf run job.yaml --set sampling.max_tokens=64")
 def run(
     spec: SpecPath,
     set_: Overrides = None,
@@ -85,7 +139,7 @@ def run(
     _print(summary.lines())
 
 
-@app.command()
+@app.command(epilog="Example: batchinf validate job.yaml -n 5 --random")
 def validate(
     spec: SpecPath,
     set_: Overrides = None,
@@ -119,7 +173,7 @@ def validate(
         _show(report, (), as_json)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf status out/job")
 def status(out: Out, as_json: AsJson = False) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
     from batchinf import api
@@ -129,7 +183,7 @@ def status(out: Out, as_json: AsJson = False) -> None:
     _show(report, status_lines(report), as_json)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf head out/job -n 20 --columns id,text")
 def head(
     out: Out,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
@@ -160,7 +214,7 @@ def head(
             screen.print(item)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf check out/job --deep")
 def check(
     out: Out,
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,
@@ -178,7 +232,7 @@ def check(
     raise_if_wrong(report)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf diff out/base out/other --out changes.parquet")
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=_job_folder)],
     b: Annotated[
@@ -208,7 +262,7 @@ def diff(
     _show(report, diff_lines(report, to), as_json)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
 def verify(
     spec: SpecPath,
     set_: Overrides = None,
@@ -234,7 +288,7 @@ def verify(
     raise_if_beyond(report)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf schema > batchinf.schema.json")
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
     import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
@@ -263,7 +317,7 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # rows may have characters that the terminal cannot show
     try:
-        app()
+        app(prog_name="batchinf")
     except BatchinfError as error:
         prefix = "" if isinstance(error, Interrupted) else "error: "
         print(f"{prefix}{plain(str(error))}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The command line as users meet it: exit codes, one clear line for each mistake, what each command shows."""
 
 import json
+import os
 import pathlib
 import resource
 import shutil
@@ -14,6 +15,7 @@ import yaml
 
 import batchinf
 import jobs
+from batchinf import cli
 
 
 @pytest.fixture(scope="module")
@@ -309,3 +311,32 @@ def test_the_schema_is_json() -> None:
     shown = jobs.run("schema")
     assert shown.returncode == 0
     assert "sampling" in json.loads(shown.stdout)["properties"]
+
+
+COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    shown = jobs.run(command, "--help", COLUMNS="120")
+    assert f"Example: batchinf {command}" in shown.stdout
+    assert "Usage: batchinf" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "validate", "verify"])
+def test_a_command_that_takes_a_spec_says_so_for_a_folder(command: str, done: Any, tmp_path: pathlib.Path) -> None:
+    _, out, _ = done
+    takes = f"error: {out} is a folder; batchinf {command} takes a job's spec, a YAML file"
+    assert jobs.run(command, out).stderr == f"{takes}: the spec of the job in this folder is {out}/job.yaml\n"
+    assert jobs.run(command, tmp_path).stderr.endswith("a YAML file\n")
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    def completed(*words: str) -> list[str]:
+        asked = {"COMP_WORDS": " ".join(["batchinf", *words]), "COMP_CWORD": str(len(words))}
+        environment = {**os.environ, **jobs.quick_start(), "_BATCHINF_COMPLETE": "complete_bash", **asked}
+        command = [sys.executable, "-m", "batchinf"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("val") == ["validate"]
+    assert {"--retry", "--fresh"} <= {*completed("run", "--")}
