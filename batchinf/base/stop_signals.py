@@ -104,6 +104,19 @@ class StopRequests:
         """
         return any(number == signal.SIGINT for number, _ in self._heard[1:])
 
+    @property
+    def advice(self) -> str:
+        """Which setting, or which other way to stop, leaves running requests more time."""
+        leaves = f"drain_timeout_s leaves them {self._drain_timeout_s:g} s"
+        if self.is_at_once:
+            return f"a second Ctrl-C loses them, and what has finished since the last checkpoint; after one, {leaves}"
+        number = min(self._heard, key=lambda heard: heard[1] + self._drain_s(heard[0]))[0]
+        if self._drain_s(number) == self._drain_timeout_s:
+            return f"{leaves}: a larger value keeps more"
+        if number == _TIMER:
+            return f"stop_before_s is {self._stop_before_s:g} s, and {leaves}: larger values keep more"
+        return f"{request_name(number)} leaves them {self._drain_s(number):g} s; after SIGINT or SIGUSR1, {leaves}"
+
     def _drain_s(self, number: int) -> float:
         if number == signal.SIGTERM:
             return min(self._drain_timeout_s, _TERM_DRAIN_S)

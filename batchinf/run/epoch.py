@@ -5,9 +5,10 @@ import itertools
 import os
 import pathlib
 import shutil
+import time
 
 from batchinf.base import faults
-from batchinf.base.errors import HopelessJob, OutputError
+from batchinf.base.errors import HopelessJob, Interrupted, OutputError
 from batchinf.base.slices import check_place, is_slice_folder, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder, reason, sync_folder
@@ -30,7 +31,7 @@ from batchinf.output.proof import changed_parts
 from batchinf.prompts.builder import setting
 from batchinf.run import progress
 from batchinf.run.coordinator import Coordinator
-from batchinf.run.ending import Summary, finished
+from batchinf.run.ending import Summary, finished, stopped_lines
 from batchinf.run.extend import add_extent, has_more, open_extended, said
 from batchinf.run.head_start import HeadStart
 from batchinf.run.progress import ProgressDisplay
@@ -96,6 +97,7 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
+    began = time.monotonic()
     check_place(file.spec.output.path, file.slice)
     folder = job_folder(file.spec.output.path, file.slice)
     state = read_state(folder) if folder.exists("manifest") else None
@@ -109,7 +111,7 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
         if is_finished:
             if extends:
                 display.say(NOTHING_NEW)
-            return finished(file, state, was_done=True)
+            return finished(file, state)
     if state is None:
         check_input_is_there(file)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
@@ -117,7 +119,7 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
         _hold_and_run(file, backend, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
-    return finished(file, done, was_done=False)
+    return finished(file, done, time.monotonic() - began)
 
 
 def check_input_is_there(file: SpecFile) -> None:
@@ -279,10 +281,16 @@ def _run_rest(
     pending.withhold(trials.shards)
     platforms = Platforms(state, job.spec.same_device)
     telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
+    coordinator = Coordinator(
+        job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
+    )
     try:
-        Coordinator(
-            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
-        ).run()
+        coordinator.run()
+    except Interrupted as error:
+        found = read_state(job.folder)
+        assert found is not None
+        kept = stopped_lines(job.folder, found, num_rows, coordinator.num_unfinished, coordinator.requests.advice)
+        raise Interrupted("\n".join([str(error), *kept])) from None
     except HopelessJob as error:
         found = read_state(job.folder)
         assert found is not None
