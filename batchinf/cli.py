@@ -214,6 +214,33 @@ def head(
             screen.print(item)
 
 
+@app.command(epilog="Example: batchinf inspect out/job --row review-17 --html row.html")
+def inspect(
+    out: Out,
+    row: Annotated[str, typer.Option("--row", metavar="ID", help="The row's id, or its position from 0.")],
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one row whole: its prompt, and its tokens with their logprobs and alternatives."""
+    from batchinf.commands.inspect import inspect_row
+
+    report = inspect_row(out, row)
+    if as_json:
+        _show(report, (), as_json)
+        return
+    from batchinf.commands.text.inspect import row_items
+    from batchinf.commands.text.page import write_page
+    from batchinf.commands.text.screen import console
+
+    if html is not None:
+        write_page(report, html)
+        _print([f"row {row} of {out} is in {html}"])
+        return
+    screen = console()
+    for item in row_items(report):
+        screen.print(item)
+
+
 @app.command(epilog="Example: batchinf check out/job --deep")
 def check(
     out: Out,
