@@ -84,6 +84,7 @@ def test_columns_are_those_that_are_named(out: pathlib.Path) -> None:
     assert refused.stderr.startswith("error: --columns: no column nothing; the output has id, row_index")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "sections", "wanted"), [
     ("score", {"input": {"text_column": "prompt"}}, "id language logprob_sum logprob_mean perplexity bits_per_byte"),
     ("embed", {}, "id language embedding"),
