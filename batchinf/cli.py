@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterable
-from typing import Annotated, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -136,7 +138,7 @@ def run(
         from batchinf import api
 
         summary = api.run(spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_)
-    _print(summary.lines())
+    _print(_wrapped(summary.lines(), sys.stdout))
 
 
 @app.command(epilog="Example: batchinf validate job.yaml -n 5 --random")
@@ -286,7 +288,7 @@ def diff(
     from batchinf.commands.text.compare import diff_lines
 
     report = diff_jobs(a, b, on, to, num_rows)
-    _show(report, diff_lines(report, to), as_json)
+    _show(report, _wrapped(diff_lines(report, to), sys.stdout), as_json)
 
 
 @app.command(epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
@@ -347,7 +349,8 @@ def main() -> NoReturn:
         app(prog_name="batchinf")
     except BatchinfError as error:
         prefix = "" if isinstance(error, Interrupted) else "error: "
-        print(f"{prefix}{plain(str(error))}", file=sys.stderr)
+        lines = plain(f"{prefix}{error}").split("\n")
+        print("\n".join(_wrapped(lines, sys.stderr)), file=sys.stderr)
         if isinstance(error, Interrupted):
             print("run the same command again to go on", file=sys.stderr)
         elif not isinstance(error, UserError) and error.exit_code == 1:
@@ -363,6 +366,18 @@ def main() -> NoReturn:
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
     _print([to_json(report)] if as_json else lines)
+
+
+def _wrapped(lines: Iterable[str], stream: TextIO) -> Iterator[str]:
+    """Lines that end between words in a terminal, which would cut words. Elsewhere they stay whole."""
+    if not stream.isatty():
+        yield from lines
+        return
+    width = shutil.get_terminal_size().columns
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        yield from textwrap.wrap(line, width, subsequent_indent=indent, drop_whitespace=True,
+                                 break_long_words=False, break_on_hyphens=False) or [""]  # fmt: skip
 
 
 def _print(lines: Iterable[str]) -> None:
