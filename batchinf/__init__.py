@@ -1,16 +1,88 @@
-"""batchinf: offline batch inference with vLLM, from a job spec to Parquet with logprobs."""
+"""batchinf: offline batch inference with vLLM, from a job spec to Parquet with logprobs.
 
-import os
-from typing import TYPE_CHECKING
+    import batchinf
+
+    summary = batchinf.run("job.yaml")        # or a mapping, or a JobSpec; the same call resumes the job
+    rows = batchinf.open("out/my-job").table()
+
+`batchinf.api` has the functions, `batchinf.results` the reader, `batchinf.base.errors` the exceptions.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from batchinf.base.errors import (
+    BatchinfError,
+    DriftError,
+    EngineStartError,
+    ErrorRateExceeded,
+    HopelessJob,
+    InputError,
+    Interrupted,
+    ModelError,
+    OutputError,
+    SpecError,
+    UserError,
+    VerificationFailed,
+)
 
 if TYPE_CHECKING:
-    from batchinf.results import Results
+    from batchinf.api import (
+        JobSpec,
+        JobStatus,
+        Results,
+        StatusReport,
+        Summary,
+        ValidateReport,
+        open,
+        run,
+        status,
+        validate,
+    )
 
 __version__ = "0.1.0"
 
+_OF_API = (
+    "JobSpec", "JobStatus", "Results", "StatusReport", "Summary", "ValidateReport", "open", "run", "status", "validate",
+)  # fmt: skip
 
-def open(out: str | os.PathLike[str]) -> "Results":
-    """The output of a job, from its folder: see `batchinf.results.Results`."""
-    from batchinf.results import Results
+__all__ = [
+    "BatchinfError",
+    "DriftError",
+    "EngineStartError",
+    "ErrorRateExceeded",
+    "HopelessJob",
+    "InputError",
+    "Interrupted",
+    "JobSpec",
+    "JobStatus",
+    "ModelError",
+    "OutputError",
+    "Results",
+    "SpecError",
+    "StatusReport",
+    "Summary",
+    "UserError",
+    "ValidateReport",
+    "VerificationFailed",
+    "open",
+    "run",
+    "status",
+    "validate",
+]
 
-    return Results(out)
+# The package `batchinf.run` would become the attribute when it is first imported. Now `__getattr__` gives the function.
+importlib.import_module("batchinf.run")
+del globals()["run"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is first used, so that `batchinf --help` stays fast.
+    if name not in _OF_API:
+        raise AttributeError(f"module 'batchinf' has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module("batchinf.api"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OF_API})

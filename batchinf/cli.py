@@ -1,35 +1,41 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
-import dataclasses
 import io
 import json
 import os
 import pathlib
-import random
-import re
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
 from batchinf import __version__
 from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError
 from batchinf.base.stop_signals import interruptible
-
-if TYPE_CHECKING:
-    from batchinf.spec.file import SpecFile
+from batchinf.base.text import plain, to_json
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Offline batch inference with vLLM: a job spec in, Parquet with logprobs out. Jobs can be resumed.",
 )
 
-SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
+
+def _spec_file(context: typer.Context, path: str) -> str:
+    """Return the argument. Raises UserError for a folder, because people give the job's output folder."""
+    if not os.path.isdir(path):
+        return path
+    takes = f"{path} is a folder; batchinf {context.info_name} takes a job's spec, a YAML file"
+    held = os.path.join(path, "job.yaml")
+    raise UserError(f"{takes}: the spec of the job in this folder is {held}" if os.path.isfile(held) else takes)
+
+
+SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.", callback=_spec_file)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
 ]
@@ -53,20 +59,58 @@ def _job_folder(context: typer.Context, path: str) -> str:
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.", callback=_job_folder)]
 
 
-_NOT_EXTENDED = {
-    "--fresh": "the one goes on with a job, the other begins it anew: give one of them",
-    "--retry": "the one runs rows that are new, the other those that are done: give one after the other",
-    "--slice": "a job in slices has the rows that it began with: give the new ones a job of their own, with "
-    "input.exclude",
-}
-
 SliceText = Annotated[
     str | None,
     typer.Option("--slice", metavar="i/N", help="Run only slice i of N, counted from 0, in OUT/slice-i."),
 ]
 
 
-@app.command()
+_PURPOSES = "label, generate, score, logits or embed"
+
+
+@app.command(epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")
+def init(
+    path: Annotated[str, typer.Argument(metavar="JOB.yaml", help="The file to write.")] = "job.yaml",
+    purpose: Annotated[
+        str | None, typer.Option("--for", metavar="WHAT", help=f"What the job is for: {_PURPOSES}.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A Hugging Face id, or the model's folder.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="The rows: a file, a glob, a folder, a URL.")] = None,
+    labels: Annotated[
+        str | None, typer.Option("--labels", metavar="A,B", help="With --for label: the words to choose from.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", help="The output folder; default: out/ and the spec's name.")
+    ] = None,
+) -> None:
+    """Write a short commented spec that fits your data. Asks for what no option gives."""
+    purpose = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?")
+    data = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?")
+    model = _asked(model, "--model", "Which model (a Hugging Face id or a folder)?")
+    from batchinf.commands.init import Wanted, has_chat_template, look_at, write
+
+    found = look_at(data, [label.strip() for label in labels.split(",") if label.strip()] if labels else ())
+    has_template = has_chat_template(model)
+    where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
+    write(path, purpose, found, Wanted(model, has_template is not False, where))
+    _print([f"{path}: rows from {data} ({found.num_rows:,}), text from the column {found.text!r}"])
+    if purpose == "label":
+        _print([f"labels: {', '.join(found.labels)}; change them in {path} if they are not yours"])
+    if has_template is None:
+        _print([f"the model {model} is not here yet; the spec assumes that it has a chat template"])
+    _print([f"next: batchinf validate {path}"])
+
+
+def _asked(value: str | None, option: str, question: str) -> str:
+    """The option's value, or the user's answer."""
+    if value is not None:
+        return value
+    if not sys.stdin.isatty():
+        raise UserError(f"{option}: missing. {question} Give it as {option}")
+    return str(typer.prompt(question))
+
+
+@app.command(epilog="Example: batchinf run job.yaml --set sampling.max_tokens=64")
 def run(
     spec: SpecPath,
     set_: Overrides = None,
@@ -92,30 +136,14 @@ def run(
     ] = False,
 ) -> None:
     """Run a job, or resume an unfinished one."""
-    _check_run_options(retry, fresh, slice_, extend)
-    with interruptible():
-        from batchinf.base.slices import Slice, job_folder
-        from batchinf.fleet.launcher import choose_backend
-        from batchinf.run.epoch import check_input_is_there, move_job_aside, run_job
-        from batchinf.run.progress import ProgressDisplay
+    with interruptible(ends_process=True):
+        from batchinf import api
 
-        wanted = None if slice_ is None else Slice.parse(slice_)
-        file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
-        if fresh:
-            check_input_is_there(file)
-            move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
-        summary = run_job(file, choose_backend(file.spec), display, retry, extends=extend)
-    _print(summary.lines())
+        summary = api.run(spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_)
+    _print(_wrapped(summary.lines(), sys.stdout))
 
 
-def _check_run_options(retry: str | None, fresh: bool, slice_: str | None, extend: bool) -> None:
-    if fresh and retry is not None:
-        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
-    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice_ else ""):
-        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
-
-
-@app.command()
+@app.command(epilog="Example: batchinf validate job.yaml -n 5 --random")
 def validate(
     spec: SpecPath,
     set_: Overrides = None,
@@ -133,39 +161,91 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Check spec, input, model and prompts, and show rows as they will run. Needs no engine and no GPU."""
-    if rows and (is_random or seed is not None):
-        raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
+    from batchinf import api
     from batchinf.commands.text.validate import finding_lines
-    from batchinf.commands.validate import RowsToShow, ValidateReport, validate_job
 
-    if is_random and seed is None:
-        seed = random.randrange(100_000)
-    findings = validate_job(_read(spec, set_), RowsToShow(num_rows, tuple(rows or ()), seed))
+    report = api.validate(
+        spec,
+        overrides=set_ or (),
+        num_rows=num_rows,
+        rows=rows or (),
+        random=is_random,
+        seed=seed,
+        found=None if as_json else lambda finding: _print(finding_lines(finding)),
+    )
     if as_json:
-        _show(ValidateReport.of(findings), (), as_json)
-    else:
-        _print(line for finding in findings for line in finding_lines(finding))
+        _show(report, (), as_json)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf status out/job")
 def status(out: Out, as_json: AsJson = False) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
-    from batchinf.commands.status import job_status
+    from batchinf import api
     from batchinf.commands.text.status import status_lines
 
-    report = job_status(out)
+    report = api.status(out)
     _show(report, status_lines(report), as_json)
 
 
-@app.command()
-def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 5) -> None:
-    """Show the first finished rows as JSON lines, while the job runs or after."""
-    from batchinf.commands.status import head_rows
+@app.command(epilog="Example: batchinf head out/job -n 20 --columns id,text")
+def head(
+    out: Out,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option("--columns", metavar="A,B", help="Show these columns. May be repeated."),
+    ] = None,
+    only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each row, with all columns.")
+    ] = False,
+) -> None:
+    """Show the first finished rows as a table, while the job runs or after."""
+    from batchinf.commands.head import read_head
+    from batchinf.commands.text.head import head_table, nothing_line
 
-    _print(json.dumps(row, ensure_ascii=False, default=str) for row in head_rows(out, num_rows))
+    wanted = [name for text in columns or () for name in text.split(",") if name]
+    found = read_head(out, num_rows, columns=wanted, only_errors=only_errors)
+    if not found.rows:
+        print(plain(nothing_line(out, only_errors=only_errors)), file=sys.stderr if as_json else sys.stdout)
+    elif as_json:
+        _print(json.dumps(row, ensure_ascii=False, default=str) for row in found.rows)
+    else:
+        from batchinf.commands.text.screen import console
+
+        screen = console()
+        for item in head_table(found, wanted, screen.width):
+            screen.print(item)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf inspect out/job --row review-17 --html row.html")
+def inspect(
+    out: Out,
+    row: Annotated[str, typer.Option("--row", metavar="ID", help="The row's id, or its position from 0.")],
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one row whole: its prompt, and its tokens with their logprobs and alternatives."""
+    from batchinf.commands.inspect import inspect_row
+
+    report = inspect_row(out, row)
+    if as_json:
+        _show(report, (), as_json)
+        return
+    from batchinf.commands.text.inspect import row_items
+    from batchinf.commands.text.page import write_page
+    from batchinf.commands.text.screen import console
+
+    if html is not None:
+        write_page(report, html)
+        _print([f"row {row} of {out} is in {html}"])
+        return
+    screen = console()
+    for item in row_items(report):
+        screen.print(item)
+
+
+@app.command(epilog="Example: batchinf check out/job --deep")
 def check(
     out: Out,
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,
@@ -183,7 +263,7 @@ def check(
     raise_if_wrong(report)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf diff out/base out/other --out changes.parquet")
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=_job_folder)],
     b: Annotated[
@@ -210,10 +290,10 @@ def diff(
     from batchinf.commands.text.compare import diff_lines
 
     report = diff_jobs(a, b, on, to, num_rows)
-    _show(report, diff_lines(report, to), as_json)
+    _show(report, _wrapped(diff_lines(report, to), sys.stdout), as_json)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
 def verify(
     spec: SpecPath,
     set_: Overrides = None,
@@ -230,15 +310,16 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
+    from batchinf import api
     from batchinf.commands.text.compare import raise_if_beyond, verify_lines
     from batchinf.commands.verify import Wanted, verify_job
 
-    report = verify_job(_read(spec, set_), Wanted(num_rows, seed, dtype, device, tolerance))
+    report = verify_job(api.read_checked(spec, set_ or ()), Wanted(num_rows, seed, dtype, device, tolerance))
     _show(report, verify_lines(report), as_json)
     raise_if_beyond(report)
 
 
-@app.command()
+@app.command(epilog="Example: batchinf slurm job.yaml --gpus a100:4 --time 12:00:00 --submit")
 def slurm(
     spec: SpecPath,
     set_: Overrides = None,
@@ -274,10 +355,10 @@ def slurm(
     ] = False,
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
-    import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
+    from batchinf.api import read_checked
     from batchinf.commands.slurm import Wishes, folder_of, script_of, submit, submitted_lines, write_script
 
-    file = _read(spec, set_)
+    file = read_checked(spec, set_ or ())
     wishes = Wishes(
         nodes, array, gpus, cpus, mem, time, partition, account, constraint, tuple(modules or ()), venv, container,
         tuple(directives or ()), tuple(set_ or ()), shlex.join(["batchinf", *sys.argv[1:]]),
@@ -289,6 +370,7 @@ def slurm(
 
 
 @app.command()
+@app.command(epilog="Example: batchinf schema > batchinf.schema.json")
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
     import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
@@ -312,25 +394,16 @@ def _options(
     pass
 
 
-def _read(path: str, overrides: list[str] | None) -> "SpecFile":
-    from batchinf.engines.installed import engine_argument_names
-    from batchinf.spec.file import check_engine_arguments, read_spec
-
-    file = read_spec(path, overrides or ())
-    if file.spec.scripted is None:
-        check_engine_arguments(file, engine_argument_names())
-    return file
-
-
 def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # rows may have characters that the terminal cannot show
     try:
-        app()
+        app(prog_name="batchinf")
     except BatchinfError as error:
         prefix = "" if isinstance(error, Interrupted) else "error: "
-        print(f"{prefix}{_plain(str(error))}", file=sys.stderr)
+        lines = plain(f"{prefix}{error}").split("\n")
+        print("\n".join(_wrapped(lines, sys.stderr)), file=sys.stderr)
         if isinstance(error, Interrupted):
             print("run the same command again to go on", file=sys.stderr)
         elif not isinstance(error, UserError) and error.exit_code == 1:
@@ -339,22 +412,27 @@ def main() -> NoReturn:
     except OSError as error:
         from batchinf.base.storage import disk_error
 
-        print(f"error: {_plain(disk_error(error))}", file=sys.stderr)
+        print(f"error: {plain(disk_error(error))}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
 
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
-    from batchinf.base.text import to_json
-
     _print([to_json(report)] if as_json else lines)
+
+
+def _wrapped(lines: Iterable[str], stream: TextIO) -> Iterator[str]:
+    """Lines that end between words in a terminal, which would cut words. Elsewhere they stay whole."""
+    if not stream.isatty():
+        yield from lines
+        return
+    width = shutil.get_terminal_size().columns
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        yield from textwrap.wrap(line, width, subsequent_indent=indent, drop_whitespace=True,
+                                 break_long_words=False, break_on_hyphens=False) or [""]  # fmt: skip
 
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        print(_plain(line))
-
-
-def _plain(text: str) -> str:
-    """Escape control characters, which a terminal would obey: names of columns and files come from other people."""
-    return re.sub("[\0-\b\v-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda match: f"\\u{ord(match[0]):04x}", text)
+        print(plain(line))

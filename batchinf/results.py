@@ -3,6 +3,7 @@
     results = batchinf.open("out/my-job")
     logprobs = results.ragged("logprobs")     # logprobs[i]: of output row i
     means = logprobs.mean()                   # one number for each row, without a Python loop
+    words = results.tokens()                  # the texts of the output tokens, in the same shape
     dataset = results.dataset()               # a datasets.Dataset, memory-mapped
     for rows in results.arrays("row_index", "logits"):  # of task logits, in bounded memory
         rows["logits"][0]                     # [num_positions, vocab_size]
@@ -21,11 +22,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.base.errors import OutputError
+from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.slices import job_folders, no_job_message
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
+from batchinf.model.identity import resolve
+from batchinf.prompts.encoder import load_tokenizer, token_texts
+from batchinf.spec.job import ModelSpec
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -114,6 +118,38 @@ class Results:
         pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
         found = join_ragged(pieces) if pieces else to_ragged(pa.array([], type))
         return found if (places := self._places()) is None else found.take(places)
+
+    def tokens(self, column: str = "token_ids") -> Ragged:
+        """The texts of a column of token ids, such as `token_ids`, `prompt_token_ids` or `top_token_ids`.
+
+        The shape is that of `ragged(column)`: `tokens(...)[i]` has the texts of row i. The job's own tokenizer decodes
+        each id by itself; an id that holds a part of a character has its name in the vocabulary. Raises OutputError for
+        a column without token ids; see also `tokenizer`.
+        """
+        found = self.ragged(column)
+        if not column.endswith("token_ids"):
+            raise OutputError(f"column {column!r} has no token ids: give one whose name ends with token_ids")
+        ids, places = np.unique(found.values, return_inverse=True)
+        # An id of -1 stands for null.
+        known = [int(token_id) for token_id in ids if token_id >= 0]
+        texts = [""] * (len(ids) - len(known)) + token_texts(self.tokenizer(), known)
+        values = (
+            np.array(texts, np.object_)[places.reshape(found.values.shape)] if texts else found.values.astype(object)
+        )
+        return Ragged(values, found.offsets, found.is_null)
+
+    def tokenizer(self) -> Any:
+        """The job's own transformers tokenizer, at the commit that the job began with.
+
+        Raises ModelError if it is not here, and DriftError if the model's folder has other content now.
+        """
+        spec = ModelSpec.model_validate(self.spec["model"])
+        model = resolve(spec, str(self.identity["model"]))
+        if model.fingerprint != self.identity["model"]:
+            raise DriftError(
+                f"the model in {model.path} is not the one that the job began with: put that back to decode its tokens"
+            )
+        return load_tokenizer(model.tokenizer, spec.trust_remote_code)
 
     def arrays(self, *columns: str, num_rows: int = 64) -> Iterator[dict[str, "Ragged | npt.NDArray[Any]"]]:
         """Columns by name, at most `num_rows` rows at a time, for output that does not fit in memory, such as logits.

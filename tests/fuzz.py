@@ -42,7 +42,8 @@ from hypothesis import strategies as st
 import jobs
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import FileHeader, Folder
-from batchinf.commands.status import head_rows, job_status, stored_spec
+from batchinf.commands.head import read_head
+from batchinf.commands.status import job_status, stored_spec
 from batchinf.commands.text.status import status_lines
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
@@ -333,7 +334,9 @@ def _look(out: pathlib.Path, num_rows: int = 30) -> None:
     errors = []
     for lines in (
         lambda path: status_lines(job_status(path)),
-        lambda path: map(functools.partial(json.dumps, ensure_ascii=False, default=str), head_rows(path, num_rows)),
+        lambda path: map(
+            functools.partial(json.dumps, ensure_ascii=False, default=str), read_head(path, num_rows).rows
+        ),
     ):
         try:
             for line in lines(str(out)):

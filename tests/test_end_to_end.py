@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
-from batchinf.commands.status import head_rows
+from batchinf.commands.head import read_head
 
 pytest.importorskip("vllm")
 
@@ -150,7 +150,7 @@ def test_a_signal_to_all_processes_engine_core_included(
     state = jobs.state_of(out)
     assert not state.committed.all()
     assert not any(event["cause"] for event in jobs.events_of(out, "replica_ended"))
-    stopped = head_rows(str(out), 1000)
+    stopped = read_head(str(out), 1000).rows
     assert {row["finish_reason"] for row in stopped} <= {"stop", "length"}
     assert len(stopped) < NUM_ROWS
     jobs.finish(spec)

@@ -19,7 +19,7 @@ import pytest
 import jobs
 from batchinf.base.errors import InputError, OutputError
 from batchinf.base.storage import Folder
-from batchinf.commands.status import head_rows
+from batchinf.commands.head import read_head
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest import commit_log
@@ -205,7 +205,7 @@ def test_head_names_a_damaged_part(job: pathlib.Path, tmp_path: pathlib.Path) ->
     part = min((out / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:-100])
     with pytest.raises(OutputError, match=r"part-000000\.parquet is damaged"):
-        head_rows(str(out), 5)
+        read_head(str(out), 5)
     assert LOCK in {path.name for path in out.iterdir()}
 
 

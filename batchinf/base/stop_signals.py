@@ -1,7 +1,8 @@
 """Requests to stop: signals, Slurm's time limit, and how much time each leaves. The coordinator acts on them.
 
 A signal while a job is opened ends it at once (`interruptible`). While it runs, replicas admit nothing more and drain
-for as long as the request allows. Replicas ignore signals: their coordinator tells them to stop.
+for as long as the request allows. Replicas ignore signals: their coordinator tells them to stop. Python gives signals
+to the main thread only, so a job on another thread has its own requests: an event, and Slurm's time limit.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ SENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # The process's own timer, which goes off ahead of Slurm's time limit.
 _TIMER = signal.SIGALRM
 STOP_SIGNALS = (*SENT_SIGNALS, _TIMER)
+# Stands for the event of a job in Python; no signal has this number.
+_EVENT = 0
 
 # Slurm and Kubernetes kill 30 s after SIGTERM. The rest is for writing parts and freeing devices.
 _TERM_DRAIN_S = 20.0
@@ -32,8 +35,20 @@ _END_TIME, _START_TIME = "SLURM_JOB_END_TIME", "SLURM_JOB_START_TIME"
 _SECONDS = re.compile("[1-9][0-9]{0,11}")
 _LONGEST_S = 10.0**9
 
-# All signals so far, with their times. Global, because signals belong to the process.
-_heard: list[tuple[int, float]] = []
+
+class _ThreadRequests(threading.local):
+    """What asks the job of this thread to stop.
+
+    heard: signals so far, with their times. event: asks for a stop when it is set. is_open: within `interruptible`.
+    """
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, float]] = []
+        self.event: threading.Event | None = None
+        self.is_open = False
+
+
+_own = _ThreadRequests()
 
 # How many `shielded` blocks the main thread is in, and whether an interruption waits for their end.
 _shields = 0
@@ -42,7 +57,7 @@ _is_put_off = False
 
 def request_name(number: int) -> str:
     """The name of a request, for people."""
-    return "Slurm's time limit" if number == _TIMER else signal.Signals(number).name
+    return {_TIMER: "Slurm's time limit", _EVENT: "request"}.get(number) or signal.Signals(number).name
 
 
 class StopRequests:
@@ -52,13 +67,16 @@ class StopRequests:
         self._drain_timeout_s = drain_timeout_s
         self._stop_before_s = stop_before_s
         # A library may have swallowed an interruption while the job was opened; it still counts.
-        self._heard = list(_heard)
+        self._heard = _own.heard if _own.is_open else []
+        self._event = _own.event
 
     def note(self, number: int) -> None:
-        """Record a signal; called from its handler."""
+        """Record a request."""
         self._heard.append((number, time.monotonic()))
 
     def __bool__(self) -> bool:
+        if self._event is not None and self._event.is_set() and not self._heard:
+            self.note(_EVENT)
         return bool(self._heard)
 
     @property
@@ -86,6 +104,19 @@ class StopRequests:
         """
         return any(number == signal.SIGINT for number, _ in self._heard[1:])
 
+    @property
+    def advice(self) -> str:
+        """Which setting, or which other way to stop, leaves running requests more time."""
+        leaves = f"drain_timeout_s leaves them {self._drain_timeout_s:g} s"
+        if self.is_at_once:
+            return f"a second Ctrl-C loses them, and what has finished since the last checkpoint; after one, {leaves}"
+        number = min(self._heard, key=lambda heard: heard[1] + self._drain_s(heard[0]))[0]
+        if self._drain_s(number) == self._drain_timeout_s:
+            return f"{leaves}: a larger value keeps more"
+        if number == _TIMER:
+            return f"stop_before_s is {self._stop_before_s:g} s, and {leaves}: larger values keep more"
+        return f"{request_name(number)} leaves them {self._drain_s(number):g} s; after SIGINT or SIGUSR1, {leaves}"
+
     def _drain_s(self, number: int) -> float:
         if number == signal.SIGTERM:
             return min(self._drain_timeout_s, _TERM_DRAIN_S)
@@ -99,17 +130,25 @@ class StopRequests:
 
 
 @contextlib.contextmanager
-def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Call `note` with each signal that asks for a stop. Signals that are ignored, as under nohup, stay ignored."""
+def on_stop_signals(act: Callable[[int], None] | None = None) -> Iterator[None]:
+    """Record each signal that asks for a stop, and call `act` with it.
+
+    Signals that are ignored, as under nohup, stay ignored. A handler of the program that called batchinf stays too.
+    """
+    heard = _own.heard
 
     def handle(number: int, frame: FrameType | None) -> None:
-        _heard.append((number, time.monotonic()))
-        note(number)
+        heard.append((number, time.monotonic()))
+        if act is not None:
+            act(number)
 
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    heeded = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    heeded = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        heeded = {number: handler for number, handler in before.items() if _is_ours_to_replace(handler)}
     for number in heeded:
         signal.signal(number, handle)
+    handle.is_batchinf = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -118,36 +157,50 @@ def on_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """End the block at once when a stop is asked for, and raise Interrupted.
+def _is_ours_to_replace(handler: object) -> bool:
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or hasattr(handler, "is_batchinf")
 
-    After the block the process ignores these signals to its end, so that they cannot change the exit code.
+
+@contextlib.contextmanager
+def interruptible(event: threading.Event | None = None, *, ends_process: bool = False) -> Iterator[None]:
+    """End the block at once when a stop is asked for, and raise Interrupted. A block within another one adds nothing.
+
+    event: asks for a stop too, but only a job that runs looks at it. ends_process: after the block the process ignores
+    signals to its end, so that they cannot change the exit code. Otherwise the handlers are put back.
     """
+    if _own.is_open:
+        yield
+        return
+
+    heard: list[tuple[int, float]] = []
 
     def interrupt(number: int) -> None:
         # The first signal starts the unwinding, which releases the lock. Only a further Ctrl-C may disturb that.
         global _is_put_off
-        if len(_heard) == 1 and _shields:
+        if len(heard) == 1 and _shields:
             _is_put_off = True
-        elif len(_heard) == 1 or number == signal.SIGINT:
+        elif len(heard) == 1 or number == signal.SIGINT:
             # Not a subclass of Exception: libraries catch and drop those.
             raise KeyboardInterrupt
 
-    with on_stop_signals(interrupt):
-        try:
+    _own.heard, _own.event, _own.is_open = heard, event, True
+    try:
+        with on_stop_signals(interrupt):
             try:
-                yield
-            except KeyboardInterrupt:
-                # CPython remembers a KeyboardInterrupt from `exec` of text, which dataclasses use, until the next
-                # `exec`. Otherwise it kills the process with SIGINT at its end, whatever the exit code.
-                exec("")
-                number = _heard[0][0] if _heard else signal.SIGINT
-                raise Interrupted(f"stopped on {request_name(number)}") from None
-        finally:
-            # The exit code is settled now.
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+                try:
+                    yield
+                except KeyboardInterrupt:
+                    # CPython remembers a KeyboardInterrupt from `exec` of text, which dataclasses use, until the next
+                    # `exec`. Otherwise it kills the process with SIGINT at its end, whatever the exit code.
+                    exec("")
+                    number = heard[0][0] if heard else signal.SIGINT
+                    raise Interrupted(f"stopped on {request_name(number)}") from None
+            finally:
+                if ends_process:
+                    for number in STOP_SIGNALS:
+                        signal.signal(number, signal.SIG_IGN)
+    finally:
+        _own.heard, _own.event, _own.is_open = [], None, False
 
 
 @contextlib.contextmanager
@@ -171,17 +224,30 @@ def shielded() -> Iterator[None]:
 def ahead_of_time_limit(stop_before_s: float, say: Callable[[str], None]) -> Iterator[None]:
     """In a Slurm job, ask for a stop `stop_before_s` before its time limit. Raises SpecError for a shorter limit.
 
-    A kernel timer sends a signal, so a job that is still being opened stops too.
+    A kernel timer sends a signal, so a job that is still being opened stops too. On another thread than the main one,
+    or if the program uses the signal itself, only a job that runs stops.
     """
     left_s = seconds_left(stop_before_s, say, os.environ)
     if left_s is None:
         yield
         return
-    signal.setitimer(signal.ITIMER_REAL, min(max(left_s, 1e-3), _LONGEST_S))
+    left_s = min(max(left_s, 1e-3), _LONGEST_S)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and hasattr(signal.getsignal(_TIMER), "is_batchinf"):
+        signal.setitimer(signal.ITIMER_REAL, left_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return
+    heard = _own.heard
+    timer = threading.Timer(min(left_s, threading.TIMEOUT_MAX), lambda: heard.append((_TIMER, time.monotonic())))
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        timer.cancel()
 
 
 def seconds_left(stop_before_s: float, say: Callable[[str], None], environment: Mapping[str, str]) -> float | None:

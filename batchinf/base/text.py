@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,6 +45,23 @@ def clip(text: str, length: int = 60) -> str:
     """At most `length` characters in one line, with control characters escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: length + 1])
     return shown if len(text) <= length else f"{shown[:length]}…"
+
+
+def plain(text: str) -> str:
+    """Escape characters that a terminal would obey: control characters, and marks that change the direction of text.
+
+    Names of columns and files, and rows, come from other people.
+    """
+    return _OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+_OBEYED = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def plain_line(text: str, most: int = 2000) -> str:
+    """The same in one line of at most `most` characters; a line break becomes ↵."""
+    cut = text[: most + 1].replace("\r\n", "\n").replace("\n", "↵").replace("\t", " ")
+    return plain(cut if len(text) <= most else f"{cut[:most]}…")
 
 
 def name_type(value: object) -> str:

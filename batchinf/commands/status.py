@@ -1,29 +1,19 @@
-"""`batchinf status` and `head`: the state of a job, read from its files only, and its first finished rows."""
+"""`batchinf status`: the state of a job, read from its files only."""
 
-import contextlib
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, Slice, job_folders, no_job_message, read_cut, source_folder
+from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_cut
 from batchinf.base.storage import Folder
-from batchinf.base.text import one_line
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
-from batchinf.job.open import carried_columns, open_job_input
 from batchinf.manifest.lock import live_holder
-from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
-from batchinf.output.journal import Journal
 from batchinf.output.parts import accuracy_of, rules_out_tokens
 from batchinf.records import PartCounts
-from batchinf.schedule.positions import RunOrder
-from batchinf.schedule.shards import shard_at, total_rows, total_shards
-from batchinf.source.formats.base import python_rows
+from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 from batchinf.tasks.score.compare import Accuracy
@@ -263,84 +253,3 @@ def stored_spec(spec: dict[str, Any]) -> JobSpec:
         return JobSpec.model_validate(spec)
     except ValueError as error:
         raise OutputError("the manifest holds a job that this batchinf cannot read: use the right version") from error
-
-
-_SHARDS_TO_LOOK_AT = 1000
-
-
-def head_rows(out: str, num_rows: int) -> list[dict[str, Any]]:
-    """The first `num_rows` finished rows as Python values: those of the first parts, in input order within a part."""
-    rows: list[dict[str, Any]] = []
-    with contextlib.closing(_tables_of_all(out, num_rows)) as tables:
-        for table in tables:
-            found = python_rows(table.slice(0, num_rows - len(rows)))
-            rows.extend(values or {"error": error} for values, error in found)
-            if len(rows) >= num_rows:
-                break
-    return rows
-
-
-def _tables_of_all(out: str, num_rows: int) -> Generator[pa.Table, None, None]:
-    jobs = job_folders(out)
-    if jobs[0].slice is None:
-        yield from _finished_tables(*open_state(out), num_rows)
-        return
-    for job in jobs:
-        if (state := read_job(job.folder)) is not None:
-            yield from _finished_tables(job.folder, state, num_rows)
-
-
-def _finished_tables(folder: Folder, state: State, num_rows: int) -> Generator[pa.Table, None, None]:
-    with contextlib.ExitStack() as stack:
-        journalled = None
-        for shard in range(min(total_shards(state.extents), _SHARDS_TO_LOOK_AT)):
-            if shard in state.parts:
-                yield from _part_tables(folder, f"parts/{part_name(shard)}")
-            else:
-                if journalled is None:
-                    journalled = _Journalled(folder, state)
-                    stack.callback(journalled.close)
-                yield journalled.rows(shard, num_rows)
-
-
-def _part_tables(folder: Folder, name: str) -> Generator[pa.Table, None, None]:
-    try:
-        with pq.ParquetFile(folder.path(name)) as file:
-            yield from (file.read_row_group(index) for index in range(file.num_row_groups))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise OutputError(f"{folder.path(name)} is damaged: {one_line(error, 300)}") from error
-
-
-class _Journalled:
-    """Finished rows that are in no part yet."""
-
-    def __init__(self, folder: Folder, state: State) -> None:
-        self._spec = stored_spec(state.header.spec)
-        self._task = task_of(self._spec)
-        self._journal = Journal(folder, "look", self._task.result_schema)
-        cache = source_folder(folder, Slice.of(state.header.identity))
-        self._source = open_job_input(self._spec, cache, state.source_fingerprints, "ignore")
-        self._columns = carried_columns(self._spec)
-        self._order = RunOrder(folder, state.extents)
-
-    def close(self) -> None:
-        self._source.close()
-
-    def rows(self, shard: int, num_rows: int) -> pa.Table:
-        """The journal's first results of one shard, as output rows."""
-        # The results of a segment that has just been deleted are in a part. The next call shows them.
-        tables = []
-        for segment in self._journal.recover(shard).segments:
-            with contextlib.suppress(FileNotFoundError):
-                tables.append(segment.table())
-        results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
-        own = self._order.of(shard_at(self._order.extents, shard))
-        is_own = pa.array(own.locals(results["row_index"].to_numpy()) >= 0)
-        order = [("row_index", "ascending"), ("request_index", "ascending")]
-        results = results.filter(is_own).sort_by(order).slice(0, num_rows)
-        indices = list(dict.fromkeys(results["row_index"].to_pylist()))
-        if not self._columns:
-            return self._task.reduce(None, results)
-        columns = [self._source.read_columns(index, index + 1, self._columns) for index in indices]
-        empty = self._source.read_columns(0, 0, self._columns)
-        return self._task.reduce(pa.concat_tables(columns or [empty]), results)

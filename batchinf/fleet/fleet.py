@@ -182,9 +182,9 @@ class FleetReplica:
 class Ended:
     """An incarnation that has ended. Its shards have to be assigned again, unless its last events close them.
 
-    in_flight: requests that were in its engine; empty if no row can be the cause. was_killed: from outside, as far as
-    known. was_host_lost: its host was lost; its rows count as not tried. out_of_memory: what happens to its replica if
-    memory ran out, else None.
+    in_flight: requests that were in its engine; empty if no row can be the cause. num_unfinished: all of them, whatever
+    the cause. was_killed: from outside, as far as known. was_host_lost: its host was lost; its rows count as not tried.
+    out_of_memory: what happens to its replica if memory ran out, else None.
     """
 
     replica: FleetReplica
@@ -195,6 +195,7 @@ class Ended:
     cause: str
     was_asked: bool
     in_flight: tuple[InFlightRequest, ...]
+    num_unfinished: int
     was_killed: bool
     out_of_memory: Verdict | None
     was_host_lost: bool = False
@@ -369,6 +370,7 @@ class Fleet:
             replica.cause,
             was_asked,
             ending.in_flight if not was_asked and _may_be_a_rows_doing(failed, verdict) else (),
+            len(ending.in_flight),
             failed.was_killed if failed is not None else ending.ended_by in ("outside", "host"),
             verdict,
             ending.ended_by == "host",

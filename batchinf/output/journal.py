@@ -5,12 +5,13 @@ stream, which is memory-mapped. The checksum is necessary: in a plain Arrow stre
 bits go unnoticed. The hashing writers here serve parts, too.
 """
 
+import contextlib
 import ctypes
 import io
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -157,6 +158,18 @@ def drop(folder: Folder, shard: int, retry: int | None = None) -> None:
     for name in _names(folder, shard):
         if retry is None or _retry(name) <= retry:
             folder.delete(f"{_FOLDER}/{name}")
+
+
+def num_results(folder: Folder, shards: Iterable[int]) -> int:
+    """Number of results in the segments of these shards, from their headers alone."""
+    total = 0
+    for shard in shards:
+        for name in _names(folder, shard):
+            # This only informs: a segment that has just gone, or is damaged, does not count.
+            with contextlib.suppress(OSError), folder.path(f"{_FOLDER}/{name}").open("rb") as file:
+                header = FileHeader.decode(file.read(HEADER_BYTES))
+                total += 0 if header is None else header.second
+    return total
 
 
 def list_shards(folder: Folder) -> list[int]:

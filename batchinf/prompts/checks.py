@@ -82,18 +82,25 @@ def check_order(spec: JobSpec) -> None:
 
 
 def prompt_warnings(
-    spec: JobSpec, model: Model, source: Source, *, reads_prompt_logits: bool, may_lack_template: bool = False
+    spec: JobSpec,
+    model: Model,
+    source: Source,
+    *,
+    reads_prompt_logits: bool,
+    may_lack_template: bool = False,
+    is_embedded: bool = False,
 ) -> Iterator[str]:
     """A line for each setting that works but is probably a mistake. Call it through `Task.prompt_warnings`.
 
     reads_prompt_logits: see `Task`. may_lack_template: do not warn of texts without the chat template or with a second
-    BOS.
+    BOS. is_embedded: do not warn of texts without the chat template: models of vectors take plain texts, and many have
+    the template of the model that they were made from.
     """
     where = spec.input
     form = "prompt_template" if where.prompt_template is not None else "prompt_column"
     is_text = not where.is_chat and where.token_ids_column is None and not where.is_batch_file
     is_text &= not may_lack_template
-    if is_text and model.has_chat_template:
+    if is_text and model.has_chat_template and not is_embedded:
         yield (
             f"warning: the model has a chat template, which input.{form} alone does not apply; "
             "input.add_generation_prompt: true makes each prompt a user's message"

@@ -73,6 +73,17 @@ def show(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token. A token with a part of a character has its name in the vocabulary, such as `âĢ`."""
+    known: dict[int, str] = {}
+    for token_id in set(token_ids):
+        text = show(tokenizer, [token_id])
+        if "\ufffd" in text or not text:
+            text = str(tokenizer.convert_ids_to_tokens(token_id))
+        known[token_id] = text
+    return [known[token_id] for token_id in token_ids]
+
+
 def enough_tokens(num_tokens: int) -> int:
     """How many tokens a piece of a text needs, so that its first (or last) `num_tokens` are those of the whole text.
 

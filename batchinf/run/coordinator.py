@@ -64,7 +64,9 @@ class Coordinator:
         self._rates = Rates()
         self._is_measuring = False
         self._next_status = 0.0
-        self._requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
+        self.requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
+        # Requests that were in engines when these were told to end.
+        self.num_unfinished = 0
         self._platforms = platforms
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
@@ -76,7 +78,7 @@ class Coordinator:
 
         Raises Interrupted, HopelessJob, EngineStartError, or OutputError if the disk is full.
         """
-        with on_stop_signals(self._requests.note):
+        with on_stop_signals():
             try:
                 self._work()
             except BaseException as error:
@@ -92,19 +94,19 @@ class Coordinator:
             self._show("done", force=True)
 
     def _work(self) -> None:
-        while not self._is_finished and not self._requests and not self._disk_error:
+        while not self._is_finished and not self.requests and not self._disk_error:
             self._turn()
-        is_asked = bool(self._requests)
+        is_asked = bool(self.requests)
         if is_asked and not self._is_finished:
-            drain_s = max(0.0, self._requests.drain_until - time.monotonic())
+            drain_s = max(0.0, self.requests.drain_until - time.monotonic())
             self._display.say(
-                f"{self._requests.name}: finishing what can be finished in {drain_s:.0f} s; Ctrl-C to stop at once"
+                f"{self.requests.name}: finishing what can be finished in {drain_s:.0f} s; Ctrl-C to stop at once"
             )
         self._end_replicas(drains=is_asked)
         if not self._is_finished and self._disk_error:
             raise OutputError(self._disk_error)
         if not self._is_finished:
-            raise Interrupted(f"stopped on {self._requests.name}")
+            raise Interrupted(f"stopped on {self.requests.name}")
 
     @property
     def _is_finished(self) -> bool:
@@ -123,7 +125,7 @@ class Coordinator:
     def _turn(self) -> None:
         note_started(self._manifest, self._fleet.backend, self._fleet.start_due())
         self._handle(self._fleet.poll(_POLL_S))
-        if self._requests:
+        if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
             return
         self._note_ended(self._fleet.reap())
@@ -242,6 +244,7 @@ class Coordinator:
     def _note_ended(self, ended: list[Ended]) -> None:
         for end in ended:
             closed = self._close_last(end)
+            self.num_unfinished += end.num_unfinished if end.was_asked else 0
             note_end(self._manifest, end)
             suspicion = self._trials.note_death(end)
             self._assignment.note_ended(end, self._trials.shards | closed)
@@ -300,13 +303,13 @@ class Coordinator:
         """Let replicas finish what they can until the stop requests' deadline, which a later request may shorten."""
         begun, told = time.monotonic(), math.inf
         while True:
-            until, end_by = self._requests.drain_until, self._requests.end_by
+            until, end_by = self.requests.drain_until, self.requests.end_by
             if self._is_finished or not drains:
                 until, end_by = begun, begun + ENDING_S
             if until < told:
                 told = until
                 self._note_ended(self._fleet.stop(Stop(max(0.0, until - time.monotonic()))))
-            if not self._fleet.num_live or time.monotonic() >= end_by or self._requests.is_at_once:
+            if not self._fleet.num_live or time.monotonic() >= end_by or self.requests.is_at_once:
                 break
             self._handle(self._fleet.poll(_POLL_S))
             self._note_ended(self._fleet.reap())

@@ -1,17 +1,17 @@
 """One epoch of a job: takes the lock, opens or begins the job, recovers, runs the rest, and makes the summary."""
 
+import contextlib
 import itertools
 import os
 import pathlib
 import shutil
-from dataclasses import dataclass
+import time
 
 from batchinf.base import faults
-from batchinf.base.errors import ErrorRateExceeded, HopelessJob, OutputError
+from batchinf.base.errors import HopelessJob, Interrupted, OutputError
 from batchinf.base.slices import check_place, is_slice_folder, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder, reason, sync_folder
-from batchinf.base.text import duration, short_count
 from batchinf.engines.installed import check_structures
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Platforms
@@ -27,14 +27,14 @@ from batchinf.manifest.lock import LOCK, JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output import journal
-from batchinf.output.parts import remarks
 from batchinf.output.proof import changed_parts
 from batchinf.prompts.builder import setting
 from batchinf.run import progress
 from batchinf.run.coordinator import Coordinator
+from batchinf.run.ending import Summary, finished, stopped_lines
 from batchinf.run.extend import add_extent, has_more, open_extended, said
 from batchinf.run.head_start import HeadStart
-from batchinf.run.progress import ProgressDisplay, forecast
+from batchinf.run.progress import ProgressDisplay
 from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
 from batchinf.schedule.positions import Choice, RunOrder
@@ -89,32 +89,6 @@ _LOST_TO_NAME = 20
 NOTHING_NEW = "--extend: the input has nothing that the job has not taken in"
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The totals of a finished job, for the closing lines."""
-
-    folder: str
-    num_rows: int
-    num_errors: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_parts: int
-    num_bytes: int
-    device_s: float
-    was_done: bool
-    remarks: tuple[str, ...]
-
-    def lines(self) -> list[str]:
-        verb = "was already done" if self.was_done else "done"
-        return [
-            f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
-            f"{short_count(self.num_prompt_tokens)} prompt and {short_count(self.num_output_tokens)} output tokens",
-            f"{self.num_parts:,} Parquet files, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
-            f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
-            *self.remarks,
-        ]
-
-
 def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None, *, extends: bool) -> Summary:
     """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
@@ -123,6 +97,7 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
+    began = time.monotonic()
     check_place(file.spec.output.path, file.slice)
     folder = job_folder(file.spec.output.path, file.slice)
     state = read_state(folder) if folder.exists("manifest") else None
@@ -130,11 +105,13 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
         raise OutputError(f"{file.spec.output.path} holds no job to retry rows of; run it first, without --retry")
     if state is not None and state.is_done and retry is None and _is_whole(folder, state):
         job = open_extended(file, state) if extends else open_job(file, state=state)
-        check_drift(job, state.header)
-        if not extends or not has_more(job, state):
+        with contextlib.closing(job.source):
+            check_drift(job, state.header)
+            is_finished = not extends or not has_more(job, state)
+        if is_finished:
             if extends:
                 display.say(NOTHING_NEW)
-            return _finished(file, state, was_done=True)
+            return finished(file, state)
     if state is None:
         check_input_is_there(file)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
@@ -142,7 +119,7 @@ def run_job(file: SpecFile, backend: Backend, display: ProgressDisplay, retry: s
         _hold_and_run(file, backend, folder, state, display, retry, extends)
     done = read_state(folder)
     assert done is not None
-    return _finished(file, done, was_done=False)
+    return finished(file, done, time.monotonic() - began)
 
 
 def check_input_is_there(file: SpecFile) -> None:
@@ -185,11 +162,12 @@ def _run_epoch(
     extends: bool,
 ) -> None:
     display.say("opening model and input")
-    with HeadStart(backend, folder, epoch, lock, state, display.say) as ahead:
+    with HeadStart(backend, folder, epoch, lock, state, display.say) as ahead, contextlib.ExitStack() as opened:
         if extends and state is not None:
             job = open_extended(file, state)
         else:
             job = open_job(file, state=state, found=ahead.found)
+        opened.callback(job.source.close)
         request = None
         if state is not None:
             if retry is None:
@@ -303,10 +281,16 @@ def _run_rest(
     pending.withhold(trials.shards)
     platforms = Platforms(state, job.spec.same_device)
     telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
+    coordinator = Coordinator(
+        job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
+    )
     try:
-        Coordinator(
-            job, manifest, lock, fleet, pending, display, num_rows, num_shards, committed, platforms, trials, telemetry
-        ).run()
+        coordinator.run()
+    except Interrupted as error:
+        found = read_state(job.folder)
+        assert found is not None
+        kept = stopped_lines(job.folder, found, num_rows, coordinator.num_unfinished, coordinator.requests.advice)
+        raise Interrupted("\n".join([str(error), *kept])) from None
     except HopelessJob as error:
         found = read_state(job.folder)
         assert found is not None
@@ -362,28 +346,3 @@ def _tidy(folder: Folder) -> None:
     for name in ("staging", "journal"):
         shutil.rmtree(folder.path(name), ignore_errors=True)
         folder.make(name)
-
-
-def _finished(file: SpecFile, state: State, *, was_done: bool) -> Summary:
-    folder = job_folder(file.spec.output.path, file.slice)
-    counts = state.counts
-    summary = Summary(
-        folder=os.fspath(folder.root),
-        num_rows=counts.num_rows,
-        num_errors=counts.num_errors,
-        num_prompt_tokens=counts.num_prompt_tokens,
-        num_output_tokens=counts.num_output_tokens,
-        num_parts=len(state.parts),
-        num_bytes=state.num_bytes,
-        device_s=state.device_s,
-        was_done=was_done,
-        remarks=(*remarks([state]), *forecast(state)),
-    )
-    rate = summary.num_errors / max(1, summary.num_rows)
-    if rate > file.spec.max_error_rate:
-        raise ErrorRateExceeded(
-            f"{rate:.1%} of the output rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
-            "see the columns error_type and error_message\n"
-            + "\n".join([*progress.failure_lines(progress.commonest(folder, state)), *summary.lines()])
-        )
-    return summary

@@ -65,6 +65,9 @@ class HeadStart:
         # Later errors, for example from a full disk, must not hide the first one.
         with contextlib.suppress(BatchinfError, OSError):
             self.end()
+        if self._manifest is not None:
+            with contextlib.suppress(OSError):
+                self._manifest.close()
 
     def found(self, spec: JobSpec, model: Model, adapters: tuple[Adapter, ...]) -> None:
         """The callback `found` of `open_job`, before the input is read."""

@@ -144,8 +144,8 @@ def is_hopeless(num_errors: int, num_begun: int) -> bool:
     return num_errors >= HOPELESS_RATE * max(1, num_begun)
 
 
-def commonest(folder: Folder, state: State, journal: Journal | None = None) -> list[Failure]:
-    """The three most frequent failures among the first 10,000 error rows in parts and journal, most frequent first."""
+def commonest(folder: Folder, state: State, journal: Journal | None = None, most: int | None = _SHOWN) -> list[Failure]:
+    """The `most` most frequent failures among the first 10,000 error rows in parts and journal; None: all of them."""
     found: dict[tuple[str, str], Failure] = {}
     num_looked_at = 0
     with contextlib.closing(_error_tables(folder, state, journal)) as tables:
@@ -158,7 +158,7 @@ def commonest(folder: Folder, state: State, journal: Journal | None = None) -> l
             num_looked_at += table.num_rows
             if num_looked_at >= _MOST_ROWS:
                 break
-    return sorted(found.values(), key=lambda failure: -failure.num_rows)[:_SHOWN]
+    return sorted(found.values(), key=lambda failure: -failure.num_rows)[:most]
 
 
 def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Generator[pa.Table, None, None]:

@@ -1,4 +1,4 @@
-"""Reads the spec from a YAML file: parses and checks it, applies overrides, and gives errors with line and column."""
+"""Reads specs from YAML files or from Python: parses, checks, applies overrides; errors have line and column."""
 
 import difflib
 import functools
@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from batchinf.base.errors import SpecError
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
-from batchinf.base.text import clip
+from batchinf.base.text import clip, name_type
 from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
     PATH_FIELDS,
@@ -129,20 +129,26 @@ class SpecFile:
         return SpecError(self.line(field, message))
 
 
-def read_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> SpecFile:
-    """Read a spec and set each `field=value` of `overrides`, in order. Raises SpecError, one line for each error.
+SpecSource = str | os.PathLike[str] | Mapping[str, Any] | JobSpec
+Overrides = Sequence[str] | Mapping[str, Any]
 
-    Environment variables and ~ are expanded in path fields; relative paths stay relative to the working folder.
+
+def read_spec(spec: SpecSource, overrides: Overrides = ()) -> SpecFile:
+    """Read a spec and set the fields of `overrides`, in order. Raises SpecError, one line for each error.
+
+    spec: a YAML file, the same as a mapping, or a checked spec. overrides: `field=value` with the value in YAML, or a
+    mapping from dotted fields to values. Environment variables and ~ are expanded in path fields, except in those of a
+    checked spec; relative paths stay relative to the working folder.
     """
-    name = os.fspath(path)
-    reader = _Reader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
-    data = reader.read(_read_text(name))
-    if not isinstance(data, dict):
-        raise SpecError(f"{name}: got {_got(data)}; must be a mapping of fields ({', '.join(_children(''))})")
-    places = {"": name, **reader.places}
+    if isinstance(spec, JobSpec) and not overrides:
+        return SpecFile(spec, {"": _IN_PYTHON}, _IN_PYTHON)
+    data, places, name = _read_data(spec)
     _write_out_model(data)
-    for text in overrides:
-        _override(data, places, text)
+    for override in overrides.items() if isinstance(overrides, Mapping) else overrides:
+        if isinstance(override, str):
+            _override(data, places, override)
+        else:
+            _set(data, places, override[0], _plain(override[1], override[0], 0), {}, f"override {clip(override[0])}")
         _write_out_model(data)
     _expand_paths(data, places)
     _take_in_files(data, places)
@@ -150,6 +156,42 @@ def read_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Sp
         return SpecFile(JobSpec.model_validate(data), places, name)
     except ValidationError as error:
         raise _joined([_line(places, *found) for found in _explain(error)]) from None
+
+
+_IN_PYTHON = "spec"  # the place of a spec that is no file
+
+
+def _read_data(
+    spec: "str | os.PathLike[str] | Mapping[str, Any] | JobSpec",
+) -> tuple[dict[str, Any], dict[str, str], str]:
+    """A spec's fields, their places, and the name of the whole."""
+    if isinstance(spec, JobSpec):
+        return _as_written(spec), {"": _IN_PYTHON}, _IN_PYTHON
+    if isinstance(spec, Mapping):
+        return {**_plain(spec, "", 0)}, {"": _IN_PYTHON}, _IN_PYTHON
+    if not isinstance(spec, str | os.PathLike):
+        raise SpecError(f"got {name_type(spec)} as the spec; must be the path of a YAML file, a mapping, or a JobSpec")
+    name = os.fspath(spec)
+    reader = _Reader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
+    data = reader.read(_read_text(name))
+    if not isinstance(data, dict):
+        raise SpecError(f"{name}: got {_got(data)}; must be a mapping of fields ({', '.join(_children(''))})")
+    return data, {"": name, **reader.places}, name
+
+
+def _plain(value: Any, field: str, depth: int) -> Any:
+    """A copy of a value from Python as YAML would give it. Raises SpecError."""
+    if depth > MAX_YAML_DEPTH:
+        raise SpecError(f"{_IN_PYTHON}: {clip(field)}: too deeply nested")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise SpecError(f"{_IN_PYTHON}: {clip(field) or 'the spec'}: got {clip(repr(key))} for a field's name; "
+                                "must be text")  # fmt: skip
+        return {key: _plain(item, f"{field}.{key}".lstrip("."), depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{field}[{number}]", depth + 1) for number, item in enumerate(value)]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None:
@@ -172,10 +214,19 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
 
 def dump_spec(spec: JobSpec) -> str:
     """The spec as YAML with all defaults. `read_spec` reads an equal spec from it."""
+    return dump_yaml(_as_written(spec))
+
+
+def dump_yaml(data: dict[str, Any]) -> str:
+    """Fields as YAML that `read_spec` reads as the same values."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31))
+
+
+def _as_written(spec: JobSpec) -> dict[str, Any]:
     data = spec.model_dump(mode="json")
     for holder, key, _ in _paths(data):
         holder[key] = holder[key].replace("$", "$$")
-    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31))
+    return data
 
 
 class _Loader(yaml.SafeLoader):
@@ -311,12 +362,22 @@ def _write_out_model(data: dict[str, Any]) -> None:
 def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
     target, equals, value = text.partition("=")
     place = f"--set {clip(text)}"
-    field = target.strip()
-    *sections, last = field.split(".")
-    if not equals or not all([*sections, last]):
-        raise SpecError(f"{place}: must be field=value, such as --set sampling.max_tokens=64")
+    if not equals:
+        raise SpecError(f"{place}: {_FORM_OF_SET}")
     reader = _Reader(lambda mark: place)
-    parsed = reader.read(value, field)
+    _set(data, places, target.strip(), reader.read(value, target.strip()), reader.places, place)
+
+
+_FORM_OF_SET = "must be field=value, such as --set sampling.max_tokens=64"
+
+
+def _set(
+    data: dict[str, Any], places: dict[str, str], field: str, value: Any, inner: Mapping[str, str], place: str
+) -> None:
+    """Set a dotted field. inner: the places of the fields within its value. place: of the field."""
+    *sections, last = field.split(".")
+    if not all([*sections, last]):
+        raise SpecError(f"{place}: {_FORM_OF_SET}")
     for depth, key in enumerate(sections, 1):
         section = ".".join(sections[:depth])
         if data.get(key) is None:
@@ -325,12 +386,12 @@ def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
         if not isinstance(data[key], dict):
             raise SpecError(f"{place}: {section} is {_got(data[key])}, which has no fields; set {section} itself")
         data = data[key]
-    data[last] = parsed
+    data[last] = value
     if [*sections] == ["sampling"] and isinstance(data.get("columns"), dict):
         data["columns"].pop(last, None)  # the override applies to every row
     for old in [name for name in places if name.startswith((f"{field}.", f"{field}["))]:
         del places[old]
-    places.update({**reader.places, field: place})
+    places.update({**inner, field: place})
 
 
 def _expand_paths(data: dict[str, Any], places: Mapping[str, str]) -> None:
@@ -488,4 +549,4 @@ def _got(value: Any) -> str:
         return f"'{clip(value)}'" if value else "empty text"
     if isinstance(value, list | dict):
         return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
-    return "nothing (null)" if value is None else clip(json.dumps(value))
+    return "nothing (null)" if value is None else clip(json.dumps(value, default=repr))

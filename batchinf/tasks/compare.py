@@ -56,6 +56,10 @@ class Found(abc.ABC):
 
     __slots__ = ()
 
+    def headline(self, num_changed: int, num_both: int) -> Iterator[str]:
+        """The lines that come first: how much has changed for a reader."""
+        yield f"outputs: {num_changed:,} of {num_both:,} changed ({num_changed / max(1, num_both):.2%})"
+
     @abc.abstractmethod
     def lines(self) -> Iterator[str]:
         """The counts as text."""

@@ -64,7 +64,8 @@ def test_only_ctrl_c_after_another_request_stops_at_once(heard: list[int], is_at
 
 
 def test_an_interruption_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_signals, "_heard", [(TERM, time.monotonic())])
+    monkeypatch.setattr(stop_signals._own, "is_open", True)
+    monkeypatch.setattr(stop_signals._own, "heard", [(TERM, time.monotonic())])
     requests = StopRequests(600, 120)
     assert requests
     assert requests.name == "SIGTERM"
@@ -76,7 +77,7 @@ from batchinf.base.errors import Interrupted
 from batchinf.base.stop_signals import interruptible
 steps = []
 try:
-    with interruptible():
+    with interruptible(ends_process=True):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
@@ -252,7 +253,7 @@ def test_an_interruption_within_exec_has_the_exit_code_too(tmp_path: pathlib.Pat
     code = (
         "import os, signal, sys\nfrom batchinf.base.errors import Interrupted\n"
         "from batchinf.base.stop_signals import interruptible\n"
-        "try:\n    with interruptible():\n        exec('os.kill(os.getpid(), signal.SIGHUP)')\n"
+        "try:\n    with interruptible(ends_process=True):\n        exec('os.kill(os.getpid(), signal.SIGHUP)')\n"
         "except Interrupted as error:\n    sys.exit(error.exit_code)\n"
     )
     (tmp_path / "interrupted.py").write_text(code)

@@ -62,12 +62,12 @@ def rewrite(out: pathlib.Path, change: Any) -> None:
 def test_joined_by_id(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     to = tmp_path / "diff.parquet"
     lines = said(folder / "a", folder / "b", to=str(to), num_examples=1)
-    assert lines[0] == f"A {folder}/a/out: 120 rows, model {jobs.MODEL}, device none"
+    assert lines[0] == "outputs: 2 of 100 changed (2.00%)"
+    assert lines[1] == f"A {folder}/a/out: 120 rows, model {jobs.MODEL}, device none"
     assert any(line.startswith("  input: ") for line in lines)
     assert "rows: 100 in both, by id; 20 only in A, 20 only in B" in lines
     assert "prompts: 2 rows have other token ids: a changed template, tokenizer or input" in lines
     assert "errors: 1 rows only in B, 0 only in A" in lines
-    assert "outputs: 2 of 100 changed (2.00%)" in lines
     assert "  id row-25, sample 0, other from token 0 on:" in lines
     assert lines[-1] == f"100 rows in {to}"
     table = pq.read_table(to)
@@ -108,7 +108,10 @@ def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pat
     halves = [len(ids) // 2 for ids in before["token_ids"].to_pylist()]
     to = tmp_path / "diff.parquet"
     lines = said(folder / "a", other, to=str(to))
-    assert "outputs: 120 of 120 changed (100.00%)" in lines
+    # A reader sees no difference: the texts are the same.
+    assert lines[0] == "outputs: 0 of 120 changed (0.00%); 120 more have the same text by other tokens"
+    table = pq.read_table(to)
+    assert not any(table["is_changed"].to_pylist()) and all(table["has_other_tokens"].to_pylist())
     assert any("B - A is +2.50e-01 on average, |B - A| 2.50e-01, at most 2.50e-01" in line for line in lines)
     table = pq.read_table(to)
     assert table["first_difference"].to_pylist() == halves
@@ -147,3 +150,34 @@ def test_what_cannot_be_joined(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
 def test_where_to_write(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match=r"--out: .*nowhere/x\.parquet cannot be written"):
         said(folder / "a", folder / "a", to=str(tmp_path / "nowhere" / "x.parquet"))
+
+
+def test_labels_have_a_matrix(tmp_path: pathlib.Path) -> None:
+    sampling = {"structured_outputs": {"choice": ["good", "bad", "so-so"]}}
+    for name in "ab":
+        job(tmp_path / name, rows(), sampling=sampling)
+
+    def labelled(changed: dict[int, str | None]) -> Any:
+        def change(table: pa.Table) -> pa.Table:
+            texts = [changed.get(row, ["good", "bad"][row % 2]) for row in table["row_index"].to_pylist()]
+            return table.set_column(table.schema.get_field_index("text"), "text", pa.array(texts, pa.string()))
+
+        return change
+
+    rewrite(tmp_path / "a" / "out", labelled({}))
+    rewrite(tmp_path / "b" / "out", labelled({0: "bad", 1: "so-so", 3: "so-so", 4: None}))
+    lines = said(tmp_path / "a", tmp_path / "b")
+    assert lines[:6] == [
+        "labels: 4 of 120 changed (3.33%)",
+        "  A \\ B    bad  good  so-so  (error)",
+        "  bad       58     ·      2        ·",
+        "  good       1    58      ·        1",
+        "  so-so      ·     ·      ·        ·",
+        "  (error)    ·     ·      ·        ·",
+    ]
+    # Of many labels: the changes alone, the most frequent first; hostile ones are shown harmlessly.
+    rewrite(tmp_path / "b" / "out", labelled({row: f"\x1b[31m {row // 2}" for row in range(40)}))
+    lines = said(tmp_path / "a", tmp_path / "b")
+    assert lines[0] == "labels: 40 of 120 changed (33.33%)"
+    assert lines[1] == "  good -> \\u001b[31m 0: 1"
+    assert not any("\x1b" in line for line in lines[:14])

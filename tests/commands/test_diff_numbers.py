@@ -172,7 +172,8 @@ def test_columns_that_differ_in_case_alone(tmp_path: pathlib.Path) -> None:
     plain = [job(tmp_path / name, table, "score") for name, table in zip("ab", tables, strict=True)]
     odd = [job(tmp_path / name, table, "score") for name, table in zip(("a[1]", "b*"), others, strict=True)]
     for on in ("row_index", "id"):
-        assert said(*odd, on=on, num_examples=2)[2:] == said(*plain, on=on, num_examples=2)[2:]
+        own, same = (said(*pair, on=on, num_examples=2) for pair in (odd, plain))
+        assert [own[0], *own[3:]] == [same[0], *same[3:]]
 
 
 def choice_table(seed: int, has_answer: bool = True) -> pa.Table:

@@ -183,7 +183,7 @@ def main() -> None:
 
     backend: Backend = InProcessBackend(os.environ.get("LOSES", ""))
     try:
-        with interruptible():
+        with interruptible(ends_process=True):
             run_job(read_spec(sys.argv[1], ()), backend, ProgressDisplay(), extends=False, retry=None)
     except BatchinfError as error:
         print(error, file=sys.stderr)

@@ -323,7 +323,7 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
     jobs.kill(jobs.family(process.pid))
     process.communicate()
     assert not jobs.state_of(out).is_done
-    head = [json.loads(line) for line in jobs.run("head", out, "-n", "400").stdout.splitlines()]
+    head = [json.loads(line) for line in jobs.run("head", out, "--json", "-n", "400").stdout.splitlines()]
     assert head
     assert {row["row_index"] for row in head} <= set(rows)
     # Which rows are run is found out again where it was lost.

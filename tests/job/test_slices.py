@@ -14,7 +14,7 @@ import jobs
 from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.slices import Slice, job_folders
 from batchinf.base.storage import Folder
-from batchinf.commands.status import head_rows
+from batchinf.commands.head import read_head
 
 # Sampled, so that a seed that is not the whole job's shows.
 SAMPLING = {"n": 2, "temperature": 0.8, "max_tokens": 12}
@@ -64,11 +64,11 @@ def sliced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         code, output, errors = jobs.end(process)
         assert code == 0, errors
     seen = {"spec": spec, "out": out, "closing": output, "status": jobs.run("status", out).stdout}
-    seen["head"] = head_rows(str(out), 10_000)
+    seen["head"] = list(read_head(str(out), 10_000).rows)
     killed = jobs.run("run", spec, "--slice", "1/4", faults="coordinator.after_publish:4=kill")
     assert killed.returncode == -9
     seen["status after kill"] = jobs.run("status", out).stdout
-    seen["head after kill"] = head_rows(str(out), 10_000)
+    seen["head after kill"] = list(read_head(str(out), 10_000).rows)
     jobs.finish(spec, "--slice", "1/4")
     seen["again"] = jobs.finish(spec, "--slice", "1/4").stdout
     return seen

@@ -19,7 +19,7 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands.status import head_rows
+from batchinf.commands.head import read_head
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet, last_error, told_cause
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
@@ -125,7 +125,7 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "pid": process.pid,
         "second": jobs.run("run", spec),
         "status": jobs.run("status", out),
-        "head": head_rows(str(out), 1000),
+        "head": list(read_head(str(out), 1000).rows),
         "committed": jobs.state_of(out).counts.num_rows,
     }
     process.send_signal(signal.SIGINT)

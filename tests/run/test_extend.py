@@ -107,7 +107,7 @@ def test_new_files_come_behind_and_earlier_parts_stay_as_they_are(tmp_path: path
     assert "committed: 67 of 67 output rows" in status.stdout
     assert "rows came in 2 times: 40, 27" in status.stdout
     assert jobs.run("check", out, "--deep").returncode == 0
-    assert len(jobs.run("head", out, "-n", "60").stdout.splitlines()) == 60
+    assert len(jobs.run("head", out, "--json", "-n", "60").stdout.splitlines()) == 60
 
     # A new job over all of it has the same of each row, wherever it stands.
     other = tmp_path / "other"

@@ -9,7 +9,8 @@ from batchinf.tasks.compare import clip_value
 
 
 def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
-    """The two jobs, then the changes, then examples. to: the file of `--out`, if any."""
+    """How much has changed, then the two jobs, the other changes, and examples. to: the file of `--out`, if any."""
+    yield from report.changes.own.headline(report.changes.num_changed, report.changes.num_both)
     yield from (_job_line(name, job) for name, job in (("A", report.a), ("B", report.b)))
     for change in report.identity_changes:
         yield f"  {change.name}: {clip_value(repr(change.a))} -> {clip_value(repr(change.b))}"
@@ -36,8 +37,6 @@ def _change_lines(report: DiffReport) -> Iterator[str]:
         yield f"prompts: {found.num_other_prompts:,} rows have other token ids: a changed template, tokenizer or input"
     if found.num_errors_only_a or found.num_errors_only_b:
         yield f"errors: {found.num_errors_only_b:,} rows only in B, {found.num_errors_only_a:,} only in A"
-    share = found.num_changed / max(1, found.num_both)
-    yield f"outputs: {found.num_changed:,} of {found.num_both:,} changed ({share:.2%})"
 
 
 # The titles of a table's columns, with their widths.
@@ -53,7 +52,8 @@ _VECTOR_HEAD: _Head = (
 
 
 def verify_lines(report: VerifyReport) -> Iterator[str]:
-    """A table, the worst rows, and the verdict if it is good. `raise_if_beyond` reports a bad one."""
+    """The verdict, a table, and the worst rows. `raise_if_beyond` ends the command if the verdict is bad."""
+    yield f"verdict: {report.verdict} the tolerance of {report.tolerance:g}"
     yield (
         f"{report.job}: {report.num_rows:,} of {report.num_stored:,} rows (--seed {report.seed}), engine in "
         f"{report.engine_dtype}, against {report.reference}"
@@ -67,8 +67,6 @@ def verify_lines(report: VerifyReport) -> Iterator[str]:
         yield f"{'worst rows: ' if not number else '            '}{where}: {row.max_abs_delta:.2e}"
     if num_nan := sum(found.num_nan for found in report.deviations.values()):
         yield f"{num_nan:,} {_what(report)} are missing or NaN"
-    if report.is_within:
-        yield f"within the tolerance of {report.tolerance:g}"
 
 
 def raise_if_beyond(report: VerifyReport) -> None:

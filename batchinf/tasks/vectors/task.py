@@ -1,7 +1,7 @@
 """The tasks that store vectors, one output row for each input row: `embed`, `classify`, `reward`, `hidden_states`."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,9 @@ import pyarrow as pa
 
 from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.model.identity import Model
+from batchinf.prompts import checks
 from batchinf.records import FloatArray, Prompt, Request, Result
+from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import (
     ITEM,
@@ -172,6 +174,10 @@ class Embed(Pooled):
         """See `Task`."""
         length = "of length 1" if self._pooling.normalize else "as it is"
         return f"task embed: a vector of {self.width:,} {self._pooling.dtype} for each row, {length}"
+
+    def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
+        """See `Task`."""
+        return checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=False, is_embedded=True)
 
     @property
     def pooling(self) -> PoolingWanted:

@@ -1,0 +1,172 @@
+"""Jobs from Python: `batchinf.run`, `validate`, `status` and `open`. The command line calls the same functions.
+
+    try:
+        summary = batchinf.run({"model": "my-model", "input": {"path": "rows.jsonl"}, "output": {"path": "out/rows"}})
+    except batchinf.Interrupted:
+        ...                                   # the same call resumes the job
+    texts = summary.results.table(["id", "text"]).to_pandas()
+
+A spec is the path of a YAML file, a mapping with the same fields, or a `JobSpec`. Errors are the exceptions of
+`batchinf.base.errors`.
+"""
+
+import os
+import random as random_numbers
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from batchinf.base.errors import UserError
+from batchinf.base.slices import Slice, job_folder
+from batchinf.base.stop_signals import interruptible
+from batchinf.commands.status import StatusReport, job_status
+from batchinf.commands.validate import RowsToShow, ValidateFinding, ValidateReport, validate_job
+from batchinf.engines.installed import engine_argument_names
+from batchinf.fleet.launcher import choose_backend
+from batchinf.fleet.status import JobStatus
+from batchinf.results import Results
+from batchinf.run.ending import Summary
+from batchinf.run.epoch import check_input_is_there, move_job_aside, run_job
+from batchinf.run.progress import ProgressDisplay
+from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, read_spec
+from batchinf.spec.job import JobSpec
+from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
+
+__all__ = [
+    "JobSpec",
+    "JobStatus",
+    "Results",
+    "StatusReport",
+    "Summary",
+    "ValidateReport",
+    "open",
+    "run",
+    "status",
+    "validate",
+]
+
+_NOT_EXTENDED = {
+    "--fresh": "the one goes on with a job, the other begins it anew: give one of them",
+    "--retry": "the one runs rows that are new, the other those that are done: give one after the other",
+    "--slice": "a job in slices has the rows that it began with: give the new ones a job of their own, with "
+    "input.exclude",
+}
+
+
+def run(
+    spec: SpecSource,
+    *,
+    overrides: Overrides = (),
+    retry: str | None = None,
+    fresh: bool = False,
+    extend: bool = False,
+    slice: str | None = None,
+    progress: Callable[[JobStatus], None] | None = None,
+    quiet: bool = False,
+    stop: threading.Event | None = None,
+) -> Summary:
+    """Run a job, or resume an unfinished one. Returns when all rows are done.
+
+    spec: a YAML file, a mapping, or a `JobSpec`. overrides: fields to set, as `{"sampling.max_tokens": 64}`, or as
+    texts like those of `--set`. retry: `errors`, or an SQL expression over the output columns; these rows of a finished
+    job run again. fresh: rename the old output folder and begin anew. extend: also run new rows of the input. slice:
+    run only this slice, such as `3/8`.
+
+    progress: called about once a second with a `JobStatus`, instead of a progress bar, on the thread of this call. An
+    exception in it ends the job. quiet: print nothing. stop: an event; once it is set, the job stops as by Ctrl-C.
+
+    On the main thread, Ctrl-C (also the interruption of a notebook's cell), SIGTERM, SIGHUP and SIGUSR1 stop the job,
+    unless the program has its own handler for them: running requests have `drain_timeout_s` to finish, and a second
+    Ctrl-C stops at once. On other threads only `stop` does. No process of the job is left after the call.
+
+    Raises UserError or one of its subclasses; Interrupted after a stop; ErrorRateExceeded if all rows are done, but
+    more of them failed than `max_error_rate`.
+    """
+    _check_options(retry, fresh, extend, slice)
+    with interruptible(stop):
+        wanted = None if slice is None else Slice.parse(slice)
+        file, display = read_checked(spec, overrides, wanted), _Display(progress, quiet)
+        if fresh:
+            check_input_is_there(file)
+            move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
+        return run_job(file, choose_backend(file.spec), display, retry, extends=extend)
+
+
+def validate(
+    spec: SpecSource,
+    *,
+    overrides: Overrides = (),
+    num_rows: int = 2,
+    rows: Sequence[str | int] = (),
+    random: bool = False,
+    seed: int | None = None,
+    found: Callable[[ValidateFinding], None] | None = None,
+) -> ValidateReport:
+    """Check spec, input, model and prompts, and report rows as they will run. Needs no engine and no GPU.
+
+    spec, overrides: see `run`. num_rows: number of rows to report. rows: the ids of the rows to report; without
+    `id_column`, their positions from 0. random: report random rows. seed: report the random rows of this seed. found:
+    called with each finding as soon as it is made.
+
+    Raises UserError or one of its subclasses at the first check that fails.
+    """
+    if rows and (random or seed is not None):
+        raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
+    if random and seed is None:
+        seed = random_numbers.randrange(100_000)
+    findings = []
+    for finding in validate_job(read_checked(spec, overrides), RowsToShow(num_rows, tuple(map(str, rows)), seed)):
+        findings.append(finding)
+        if found is not None:
+            found(finding)
+    return ValidateReport.of(findings)
+
+
+def status(out: str | os.PathLike[str]) -> StatusReport:
+    """The state and the progress of a job: running, stopped or done. It may run in another process or on another host.
+
+    out: the job's output folder. Raises OutputError if there is no job in it.
+    """
+    return job_status(os.fspath(out))
+
+
+def open(out: str | os.PathLike[str]) -> Results:
+    """The output of a job, from its folder, while the job runs or after. Raises OutputError without a job."""
+    return Results(out)
+
+
+def _check_options(retry: str | None, fresh: bool, extend: bool, slice: str | None) -> None:
+    if fresh and retry is not None:
+        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
+    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice else ""):
+        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
+
+
+def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = None) -> SpecFile:
+    """The spec, with engine arguments that the installed vLLM has. Raises SpecError."""
+    file = read_spec(spec, overrides)
+    if file.spec.scripted is None:
+        check_engine_arguments(file, engine_argument_names())
+    return SpecFile(file.spec, file.places, file.path, slice)
+
+
+class _Display(ProgressDisplay):
+    """Calls a function with the progress, or prints nothing."""
+
+    def __init__(self, progress: Callable[[JobStatus], None] | None, quiet: bool) -> None:
+        super().__init__(sys.stderr)
+        self._progress, self._is_quiet, self._has_failed = progress, quiet, False
+
+    def say(self, line: str) -> None:
+        if not self._is_quiet:
+            super().say(line)
+
+    def show(self, status: JobStatus) -> None:
+        if self._progress is None:
+            if not self._is_quiet:
+                super().show(status)
+        elif not self._has_failed:
+            # If it raises, the job is ended, and shows its end: not with another call.
+            self._has_failed = True
+            self._progress(status)
+            self._has_failed = False

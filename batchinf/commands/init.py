@@ -1,0 +1,129 @@
+"""`batchinf init`: writes a short commented spec that fits the data and the model."""
+
+import contextlib
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from batchinf.base.errors import ModelError, UserError
+from batchinf.base.storage import reason
+from batchinf.model.identity import resolve
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import Source, open_source
+from batchinf.spec.job import ModelSpec
+from batchinf.tasks.starters import PURPOSES, Data, Wanted, write_spec
+
+__all__ = ["Wanted", "has_chat_template", "look_at", "write"]
+
+# Names of columns, the likeliest first.
+_TEXTS = "prompt question instruction text content document body review comment sentence title input query message"
+_IDS = "id uid uuid guid key custom_id example_id row_id doc_id"
+_LABELS = "label labels category class sentiment topic target intent"
+_MESSAGES = "messages conversation conversations"
+_CHOICES = "choices options answers endings"
+_ANSWERS = "answer answer_index answerKey label target gold"
+_CONTINUATIONS = "continuation completion response target output answer"
+_LOOKED_AT = 1000
+_MOST_LABELS, _MOST_LABEL_CHARS = 12, 40
+_MOST_KEPT = 4
+_DEFAULT_LABELS = ("positive", "negative", "neutral")
+
+
+def look_at(path: str, labels: Sequence[str] = ()) -> Data:
+    """What the input's columns are for, by their names and the first 1,000 rows. labels: those that the user gives.
+
+    Raises InputError if the input cannot be read, UserError if no column has text.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        source = open_source(InputLocation(path), pathlib.Path(scratch))
+        with contextlib.closing(source):
+            return _data(path, source, labels)
+
+
+def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
+    names = tuple(field.name for field in source.schema)
+    rows = source.read(0, min(_LOOKED_AT, source.num_rows))
+    values = {name: [row.values.get(name) for row in rows if row.error is None] for name in names}
+    values = {name: [value for value in column if value is not None] for name, column in values.items()}
+    texts = [field.name for field in source.schema if _is_text(field.type) and values[field.name]]
+    lists = [field.name for field in source.schema if pa.types.is_list(field.type)]
+    ids = [name for name in names if _named(name, _IDS) and len(set(map(str, values[name]))) == len(rows)]
+    ids.sort(key=lambda name: name.lower() != "id")
+    free = [name for name in texts if name not in ids]
+    messages = _first(lists, _MESSAGES)
+    text = _first(free, _TEXTS) or max(free, key=lambda name: _mean_length(values[name]), default=messages)
+    if text is None:
+        raise UserError(f"{path} has no column of text; it has {', '.join(names)}")
+    of_labels = _first([name for name in free if name != text and _are_labels(values[name])], _LABELS)
+    found = tuple(sorted(map(str, set(values[of_labels])))) if of_labels is not None else _DEFAULT_LABELS
+    integers = [field.name for field in source.schema if pa.types.is_integer(field.type)]
+    choices = next((name for name in lists if name in _CHOICES.split() and _are_texts(values[name])), None)
+    short = [name for name in names if name not in {text, *ids, *lists} and _mean_length(values[name]) <= 60]
+    return Data(
+        path=path,
+        num_rows=source.num_rows,
+        columns=names,
+        text=text,
+        id=ids[0] if ids else None,
+        messages=messages,
+        labels=tuple(labels) or found,
+        choices=choices,
+        answer=None if choices is None else _first(integers, _ANSWERS),
+        continuation=_first([name for name in free if name != text], _CONTINUATIONS),
+        kept=tuple(short[:_MOST_KEPT]),
+    )
+
+
+def _is_text(type: pa.DataType) -> bool:
+    return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
+
+
+def _named(name: str, known: str) -> bool:
+    return name.lower() in known.lower().split() or re.sub(r"^[a-z]+_", "", name.lower()) in known.lower().split()
+
+
+def _first(names: Sequence[str], known: str) -> str | None:
+    """The name that is known best."""
+    places = {word: place for place, word in enumerate(known.lower().split())}
+    return min((name for name in names if name.lower() in places), key=lambda name: places[name.lower()], default=None)
+
+
+def _mean_length(values: Sequence[Any]) -> float:
+    return sum(len(str(value)) for value in values) / max(1, len(values))
+
+
+def _are_labels(values: Sequence[Any]) -> bool:
+    kinds = set(values)
+    return 2 <= len(kinds) <= min(_MOST_LABELS, len(values) // 2) and all(
+        isinstance(kind, str) and 0 < len(kind) <= _MOST_LABEL_CHARS and kind.isprintable() for kind in kinds
+    )
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, list) and all(isinstance(item, str) for item in value) for value in values)
+
+
+def has_chat_template(model: str) -> bool | None:
+    """Whether the model has a chat template; None if the model is not here."""
+    try:
+        return resolve(ModelSpec(name=model)).has_chat_template
+    except ModelError:
+        return None
+
+
+def write(path: str, purpose: str, data: Data, wanted: Wanted) -> None:
+    """Write the spec. Raises UserError if there is a file already."""
+    if purpose not in PURPOSES:
+        raise UserError(f"--for: got {purpose!r}; must be one of {', '.join(PURPOSES)}")
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(write_spec(purpose, path, data, wanted))
+    except FileExistsError:
+        raise UserError(f"{path} is there already; give another name, or delete it yourself") from None
+    except OSError as error:
+        raise UserError(f"cannot write {os.fspath(path)}: {reason(error)}") from error

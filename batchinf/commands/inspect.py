@@ -1,0 +1,195 @@
+"""`batchinf inspect`: one row whole, with its prompt and its tokens decoded by the job's own tokenizer."""
+
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinf.base.errors import BatchinfError, OutputError, UserError
+from batchinf.base.slices import SOURCE_FOLDER, job_folders
+from batchinf.base.text import one_line
+from batchinf.commands.status import stored_spec
+from batchinf.job.open import begun_at, max_model_len, open_job
+from batchinf.manifest.state import read_state
+from batchinf.prompts.encoder import show, token_texts
+from batchinf.results import Results
+from batchinf.spec.file import SpecFile
+from batchinf.tasks.base import prompt_hash
+
+# Columns of numbers for each token, by what they are of: `output` or `scored` tokens, and the prompt's.
+_PREFIXES = ("", "prompt_")
+_TOKEN_COLUMNS = ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
+_NOT_FIELDS = {f"{prefix}{name}" for prefix in _PREFIXES for name in _TOKEN_COLUMNS} | {"prompt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One of the most likely tokens at a position."""
+
+    text: str
+    token_id: int
+    logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token with what is stored of it. alternatives: the most likely first, the token itself among them."""
+
+    text: str
+    token_id: int
+    logprob: float | None
+    rank: int | None
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """Text between special tokens, or one special token."""
+
+    text: str
+    is_special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedSample:
+    """One output row. fields: its columns without those of tokens. prompt_tokens: with `prompt_logprobs` only.
+
+    decoded: the text of all tokens together, with special tokens; None without tokens.
+    """
+
+    fields: dict[str, Any]
+    decoded: str | None
+    tokens: tuple[Token, ...]
+    prompt_tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReport:
+    """A row with all its samples. prompt: None if it cannot be shown, for the reason in `prompt_note`."""
+
+    folder: str
+    row: str
+    prompt: tuple[PromptPiece, ...] | None
+    prompt_note: str
+    samples: tuple[InspectedSample, ...]
+
+
+def inspect_row(out: str, wanted: str) -> InspectReport:
+    """The row with this id or, if no id matches, at this position. Raises UserError if it is not finished."""
+    results = Results(out)
+    rows = _find(results, wanted)
+    tokenizer = results.tokenizer()
+    prompt, note = None, ""
+    try:
+        ids = _prompt_ids(results, rows[0], tokenizer)
+        prompt = tuple(_pieces(tokenizer, ids))
+        rows = [{**row, "prompt_token_ids": ids} for row in rows]
+    except BatchinfError as error:
+        note = one_line(error)
+    samples = tuple(
+        InspectedSample(
+            {name: value for name, value in row.items() if name not in _NOT_FIELDS},
+            None if row.get("token_ids") is None else show(tokenizer, row["token_ids"]),
+            *(tuple(_tokens(tokenizer, row, prefix)) for prefix in _PREFIXES),
+        )
+        for row in rows
+    )
+    return InspectReport(out, wanted, prompt, note, samples)
+
+
+def _find(results: Results, wanted: str) -> list[dict[str, Any]]:
+    """The row's output rows: one for each sample."""
+    keys = [name for name in ("id", "row_index") if name in results.schema.names]
+    for key in keys:
+        values = _candidates(results.schema.field(key), wanted)
+        for path in results.parts if values is not None else ():
+            if rows := list(_rows_in(path, key, values)):
+                return rows
+    named = "an id or a position" if "id" in keys else "a position, from 0"
+    state = "" if results.is_done else "; the job is not done, and the row may come"
+    raise UserError(f"--row {wanted}: none of {results.num_rows:,} committed rows has this as {named}{state}")
+
+
+def _candidates(field: pa.Field, wanted: str) -> pa.Array | None:
+    """The values that match it in the column; None if none can."""
+    try:
+        return pa.array([wanted]).cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
+
+
+def _rows_in(path: pathlib.Path, key: str, values: pa.Array) -> Iterator[dict[str, Any]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                is_wanted = pc.is_in(file.read_row_group(group, [key]).column(0), values)
+                if pc.any(is_wanted).as_py():
+                    yield from file.read_row_group(group).filter(is_wanted).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise OutputError(f"{path} is damaged: {one_line(error, 300)}") from error
+
+
+def _prompt_ids(results: Results, row: Mapping[str, Any], tokenizer: Any) -> Sequence[int]:
+    """The prompt's token ids, stored or made again. Raises UserError."""
+    if (stored := row.get("prompt_token_ids")) is not None:
+        return list(stored)
+    if row["prompt_hash"] is None:
+        raise UserError("the row has no prompt")
+    spec = stored_spec(results.spec)
+    with contextlib.ExitStack() as stack:
+        own = pathlib.Path(results.folder, SOURCE_FOLDER)
+        cache = own if own.is_dir() else pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folders = [job.folder for job in job_folders(results.folder) if job.folder.exists("manifest")]
+        state = next(state for folder in folders if (state := read_state(folder)) is not None)
+        job = open_job(SpecFile(spec, {"": results.folder}, results.folder), cache, state, "leave")
+        stack.enter_context(contextlib.closing(job.source))
+        builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state.header))
+        [source_row] = job.source.read(row["row_index"], row["row_index"] + 1, builder.columns)
+        [prompt] = builder.build([source_row], max_model_len(job))
+    if prompt.scoring is not None:
+        span = prompt.scoring.spans[0]
+        return span.token_ids[: span.start]
+    if prompt.error is None and prompt_hash(_int32(prompt.token_ids)) != row["prompt_hash"]:
+        raise UserError("the input has changed, and the prompt was another; output.include_prompt stores prompts")
+    return prompt.token_ids
+
+
+def _int32(token_ids: Sequence[int]) -> Any:
+    return pa.array(token_ids, pa.int32()).to_numpy()
+
+
+def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> Iterator[PromptPiece]:
+    special, run = set(tokenizer.all_special_ids), list[int]()
+    for token_id in token_ids:
+        if token_id not in special:
+            run.append(token_id)
+            continue
+        if run:
+            yield PromptPiece(show(tokenizer, run), False)
+        yield PromptPiece(show(tokenizer, [token_id]), True)
+        run = []
+    if run:
+        yield PromptPiece(show(tokenizer, run), False)
+
+
+def _tokens(tokenizer: Any, row: Mapping[str, Any], prefix: str) -> Iterator[Token]:
+    token_ids, logprobs, ranks, top_ids, top = (row.get(f"{prefix}{name}") for name in _TOKEN_COLUMNS)
+    if token_ids is None or (prefix and logprobs is None):
+        return
+    for place, text in enumerate(token_texts(tokenizer, token_ids)):
+        ids, values = _at(top_ids, place) or [], _at(top, place) or []
+        texts = token_texts(tokenizer, [token_id for token_id in ids if token_id is not None])
+        others = zip(texts, (token_id for token_id in ids if token_id is not None), values, strict=False)
+        yield Token(
+            text, token_ids[place], _at(logprobs, place), _at(ranks, place), tuple(Alternative(*o) for o in others)
+        )
+
+
+def _at(values: Sequence[Any] | None, place: int) -> Any:
+    return None if values is None or place >= len(values) else values[place]

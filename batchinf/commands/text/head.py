@@ -1,0 +1,92 @@
+"""The rows of `head` as a table."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.table import Table
+
+from batchinf.base.text import list_names
+from batchinf.commands.head import Head
+from batchinf.commands.status import job_status
+from batchinf.commands.text.screen import cell
+
+# Columns that are left out unless they are asked for: bookkeeping, prompts, and what there is for each token.
+_LEFT_OUT = re.compile(
+    "row_index|sample_index|prompt|prompt_.*|.*token_ids|.*logprobs|.*ranks|positions|stop_reason|cumulative_logprob"
+    "|num_prompt_tokens|num_bytes|num_context_tokens|attempts|error_.*|has_second_bos"
+)
+_TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens"}
+# Widths in columns of the terminal. A column of longer values shares what the others leave.
+_SHORT, _LEAST, _GAP = 20, 24, 2
+
+
+def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table | str]:
+    """A row for each row, and a line for columns that do not fit. wanted: columns; empty: those that say most."""
+    names = list(wanted) or _chosen(head)
+    titles = {name: cell(name if wanted else _TITLES.get(name, name)) for name in names}
+    cells = {name: [cell(row.get(name)) for row in head.rows] for name in names}
+    if not wanted:
+        place = "text" if "text" in names else names[-1]
+        for number, row in enumerate(head.rows):
+            if (error := row.get("error") or row.get("error_type")) is not None:
+                cells[place][number] = cell(f"{error}: {row.get('error_message') or ''}".rstrip(": "), "red")
+    widths = {name: max(text.cell_len for text in (titles[name], *cells[name])) for name in names}
+    left_out = _fit(names, widths, [] if wanted else list(head.kept), width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
+    for name in names:
+        values = [row[name] for row in head.rows if row.get(name) is not None]
+        is_number = bool(values) and all(isinstance(value, int | float) for value in values)
+        table.add_column(
+            titles[name],
+            justify="right" if is_number else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            width=widths[name],
+        )
+    for number in range(len(head.rows)):
+        table.add_row(*(cells[name][number] for name in names))
+    yield table
+    if left_out:
+        yield f"no room for {list_names(left_out)}: see --columns and --json"
+
+
+def _fit(names: list[str], widths: dict[str, int], may_go: list[str], width: int) -> list[str]:
+    """Cut `widths` to the terminal's width. Takes columns of `may_go` from `names` if they do not fit; returns them."""
+    left_out: list[str] = []
+    while True:
+        long = [name for name in names if widths[name] > _SHORT]
+        room = width - _GAP * (len(names) - 1) - sum(widths[name] for name in names if name not in long)
+        going = [name for name in may_go if name in names]
+        if room >= sum(min(_LEAST, widths[name]) for name in long) or not going:
+            break
+        left_out.insert(0, going[-1])
+        names.remove(going[-1])
+    # The shortest first: what it does not need is left to the others.
+    for number, name in enumerate(sorted(long, key=lambda name: widths[name])):
+        widths[name] = max(1, min(widths[name], room // (len(long) - number)))
+        room -= widths[name]
+    return left_out
+
+
+def _chosen(head: Head) -> list[str]:
+    names = ["id" if "id" in head.columns else "row_index"]
+    if any(row.get("sample_index") for row in head.rows):
+        names.append("sample_index")
+    own = [name for name in head.columns if name not in {*names, *head.kept} and not _LEFT_OUT.fullmatch(name)]
+    return [
+        *names,
+        *head.kept,
+        *(name for name in own if name != "num_output_tokens" or any(row.get(name) for row in head.rows)),
+    ]
+
+
+def nothing_line(out: str, *, only_errors: bool) -> str:
+    """Why there is no row to show."""
+    report = job_status(out)
+    num_done = 0 if report.totals is None else report.totals.num_rows_committed
+    if only_errors and num_done:
+        return f"{out}: none of the {num_done:,} finished output rows is an error row"
+    activity = ", ".join(dict.fromkeys(job.activity for job in report.jobs))
+    more = "run the job again to go on" if activity == "stopped" else f"batchinf status {out} shows its progress"
+    return f"{out}: no {'error row' if only_errors else 'row'} is finished yet; the job is {activity}: {more}"

@@ -1,0 +1,168 @@
+"""The end of a run: the summary of a finished job, and what a stopped one has kept. Both as lines for people."""
+
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from batchinf.base.errors import ErrorRateExceeded
+from batchinf.base.slices import job_folder
+from batchinf.base.storage import Folder
+from batchinf.base.text import clip, duration, short_count
+from batchinf.fleet.status import read_status
+from batchinf.manifest.lines import EventLine
+from batchinf.manifest.state import State
+from batchinf.output import journal
+from batchinf.output.parts import remarks
+from batchinf.results import Results
+from batchinf.run.progress import Failure, commonest, forecast
+from batchinf.spec.file import SpecFile
+
+_MESSAGE_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a run was. run_s: from its beginning to its end. work_s: from the first request to the last part.
+
+    prompt_tokens_per_s, output_tokens_per_s: of all engines, while they worked.
+    """
+
+    run_s: float
+    work_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+
+    def line(self) -> str:
+        """The speed as text."""
+        prompt, output = short_count(self.prompt_tokens_per_s), short_count(self.output_tokens_per_s)
+        times = f"this run took {duration(self.run_s)}, and its engines worked {duration(self.work_s)} of it"
+        return f"{times}: {prompt} prompt and {output} output tokens/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The totals of a finished job, which `batchinf.run` returns. `print` shows its closing lines.
+
+    folder: the job's, or the slice's. num_rows, num_errors: output rows. num_prompt_tokens, num_output_tokens: of all
+    rows. num_parts: Parquet files. device_s: device time over all attempts, in seconds. was_done: nothing was left to
+    run. speed: of this run; None if no engine worked. errors: each error type once, with the most frequent message and
+    its first row. remarks: further lines, such as an accuracy or a forecast.
+    """
+
+    folder: str
+    num_rows: int
+    num_errors: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_parts: int
+    num_bytes: int
+    device_s: float
+    was_done: bool
+    speed: Speed | None
+    errors: tuple[Failure, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def results(self) -> Results:
+        """The output, as of `batchinf.open`."""
+        return Results(self.folder)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """What was done, how fast, where it is, each kind of error with an example, and the next command."""
+        verb = "was already done" if self.was_done else "done"
+        files = "Parquet file" if self.num_parts == 1 else "Parquet files"
+        return [
+            f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
+            f"{short_count(self.num_prompt_tokens)} prompt and {short_count(self.num_output_tokens)} output tokens",
+            *([] if self.speed is None else [self.speed.line()]),
+            f"{self.num_parts:,} {files}, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
+            f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
+            *self.remarks,
+            *_error_lines(self.errors, self.num_errors),
+            f"next: batchinf head {self.folder}{' --errors' if self.errors else ''}",
+        ]
+
+
+def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
+    num_counted = sum(failure.num_rows for failure in errors)
+    if num_counted < num_errors:
+        yield f"of the first {num_counted:,} error rows:"
+    for failure in errors:
+        words = clip(failure.error_message, _MESSAGE_CHARS)
+        yield f"{failure.num_rows:,} × {failure.error_type}: {words} (as in row_index {failure.row_index})"
+
+
+def finished(file: SpecFile, state: State, run_s: float | None = None) -> Summary:
+    """The summary of a job that is done. run_s: duration of the run; None if nothing was left to run.
+
+    Raises ErrorRateExceeded, whose message has the summary's lines.
+    """
+    folder = job_folder(file.spec.output.path, file.slice)
+    counts = state.counts
+    summary = Summary(
+        folder=os.fspath(folder.root),
+        num_rows=counts.num_rows,
+        num_errors=counts.num_errors,
+        num_prompt_tokens=counts.num_prompt_tokens,
+        num_output_tokens=counts.num_output_tokens,
+        num_parts=len(state.parts),
+        num_bytes=state.num_bytes,
+        device_s=state.device_s,
+        was_done=run_s is None,
+        speed=None if run_s is None else _speed(folder, state, run_s),
+        errors=_by_type(commonest(folder, state, most=None)) if counts.num_errors else (),
+        remarks=(*remarks([state]), *forecast(state)),
+    )
+    rate = summary.num_errors / max(1, summary.num_rows)
+    if rate > file.spec.max_error_rate:
+        raise ErrorRateExceeded(
+            f"{rate:.1%} of the output rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
+            "see the columns error_type and error_message\n" + "\n".join(summary.lines())
+        )
+    return summary
+
+
+def _by_type(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Each error type once. failures: the most frequent first."""
+    found: dict[str, Failure] = {}
+    for failure in failures:
+        first = found.setdefault(failure.error_type, replace(failure, num_rows=0))
+        found[failure.error_type] = replace(first, num_rows=first.num_rows + failure.num_rows)
+    return tuple(sorted(found.values(), key=lambda failure: -failure.num_rows))
+
+
+def _speed(folder: Folder, state: State, run_s: float) -> Speed | None:
+    """From the last epoch's events, and the tokens that its engines counted."""
+    events = list(state.events)
+    start = max((place for place, event in enumerate(events) if event.name == "epoch"), default=0)
+    first, last = (
+        [event for event in events[start:] if event.name == name] for name in ("first_request", "all_committed")
+    )
+    status = read_status(folder)
+    if not first or not last or status is None:
+        return None
+    work_s = max(1e-3, _at(last[-1]) - _at(first[0]))
+    return Speed(run_s, work_s, status.num_prompt_tokens / work_s, status.num_output_tokens / work_s)
+
+
+def _at(event: EventLine) -> float:
+    return datetime.datetime.fromisoformat(event.at).timestamp()
+
+
+def stopped_lines(folder: Folder, state: State, num_rows: int, num_unfinished: int, advice: str) -> Iterator[str]:
+    """What a stop has kept, what runs again, and what would have kept more.
+
+    num_rows: output rows of the job. num_unfinished: requests that were in the engines at the end.
+    """
+    open_shards = [shard for shard in journal.list_shards(folder) if shard not in state.parts]
+    num_kept = journal.num_results(folder, open_shards)
+    parts = f"{state.counts.num_rows:,} of {num_rows:,} output rows in {len(state.parts):,} parts"
+    yield f"  kept: {parts}, and {num_kept:,} finished requests in the journal"
+    if num_unfinished:
+        yield f"  runs again: {num_unfinished:,} requests that the engines had begun; {advice}"
+    else:
+        yield "  runs again: nothing; all requests that the engines had begun are finished"

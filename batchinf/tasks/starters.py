@@ -1,0 +1,186 @@
+"""The specs that `batchinf init` writes: one short commented YAML file for each purpose."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_PLAIN = re.compile(r"(?:\.{0,2}/)?[A-Za-z_][\w/.-]*", re.ASCII)
+_NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}  # of YAML 1.1 too, for other readers
+_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")  # a column that a Jinja2 template can name
+# Columns that the outputs have themselves. A kept column of such a name gets another one.
+_TAKEN = re.compile(
+    "id|row_index|sample_index|text|reasoning|answer|attempts|positions|perplexity|is_greedy|logits|embedding|prompt.*"
+    "|num_.*|error_.*|best.*|bits_.*|logprob.*|.*_reason|.*_logprobs?|.*token_ids|.*ranks"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What `init` has found in the input. Columns are None if there is none that fits.
+
+    path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
+    row. labels: words to choose from. choices, answer: texts to choose from in each row, and the place of the right
+    one. continuation: what follows the text. kept: short columns.
+    """
+
+    path: str
+    num_rows: int
+    columns: tuple[str, ...]
+    text: str
+    id: str | None
+    messages: str | None
+    labels: tuple[str, ...]
+    choices: str | None
+    answer: str | None
+    continuation: str | None
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The model, whether it has a chat template, and the output folder."""
+
+    model: str
+    is_chat: bool
+    out: str
+
+
+def write_spec(purpose: str, path: str, data: Data, wanted: Wanted) -> str:
+    """The YAML text of a spec. purpose: one of PURPOSES. path: of the spec, for the commands in its comments."""
+    what, sections = PURPOSES[purpose](data, wanted)
+    shown = ", ".join(map(_yaml, data.columns[:12])) + (", …" if len(data.columns) > 12 else "")
+    return "\n".join(
+        [
+            f"# {what}",
+            f"#   batchinf validate {path}    checks it, and shows prompts as the model gets them",
+            f"#   batchinf run {path}         runs it; the same command resumes it",
+            "# All fields: docs/spec.md, or `batchinf schema` for an editor.",
+            f"model: {_path(wanted.model)}",
+            *sections[0],
+            "",
+            "input:",
+            f"  path: {_path(data.path)}",
+            f"  # {data.num_rows:,} rows with the columns {shown}",
+            *([f"  id_column: {_yaml(data.id)}"] if data.id else ["  # id_column: NAME    copies a column as `id`"]),
+            *sections[1],
+            "  # limit: 100    try the first rows only; a larger limit and `run --extend` go on from there",
+            "",
+            *([*sections[2], ""] if sections[2] else []),
+            "output:",
+            f"  path: {_path(wanted.out)}",
+            f"  keep_columns: {_kept(data.kept)}    # input columns to copy to the output",
+            "",
+        ]
+    )
+
+
+# For each part of the file: fields after `model`, fields of `input`, and the sections between `input` and `output`.
+_Sections = tuple[Sequence[str], Sequence[str], Sequence[str]]
+
+
+def _label(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+    words = f"Which label fits the text? Answer with one of: {', '.join(data.labels)}."
+    labels = ", ".join(map(_yaml, data.labels))
+    sampling = (
+        "sampling:",
+        "  temperature: 0.0",
+        "  max_tokens: 32",
+        "  logprobs: 5    # how sure the model is: the logprobs of the 5 most likely tokens",
+        f"  structured_outputs: {{choice: [{labels}]}}    # the output is one of these, always",
+    )
+    return "Labels each row: the model chooses one of a few words.", ((), _asked(data, wanted, words), sampling)
+
+
+def _generate(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+    sampling = (
+        "sampling:",
+        "  temperature: 0.0    # greedy; vLLM's other parameters go here too: top_p, n, seed, stop",
+        "  max_tokens: 256",
+        "  # logprobs: 5       store the logprobs of the 5 most likely tokens at each position",
+    )
+    return "Generates a text for each row.", ((), _asked(data, wanted, ""), sampling)
+
+
+def _score(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+    more: tuple[str, ...] = ()
+    if data.choices is not None:
+        given = [f"  context_column: {_yaml(data.text)}", f"  choices_column: {_yaml(data.choices)}"]
+        if data.answer is not None:
+            given.append(f"  answer_column: {_yaml(data.answer)}    # the place of the right choice, from 0")
+        more = ('score: {target_delimiter: " "}    # between the context and each choice',)
+        return "Scores the choices of each row by their logprobs, and finds the best.", (("task: score",), given, more)
+    if data.continuation is not None:
+        given = [f"  context_column: {_yaml(data.text)}", f"  continuation_column: {_yaml(data.continuation)}"]
+        return "Scores a continuation of each row's text by its logprobs.", (("task: score",), given, more)
+    given = [f"  text_column: {_yaml(data.text)}    # all of it is scored; long texts in windows"]
+    more = ("score: {add_bos_token: false}    # the BOS that a tokenizer puts before a text is not scored",)
+    return "Scores each text: logprobs, perplexity and bits per byte.", (("task: score",), given, more)
+
+
+def _logits(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+    logits = (
+        "logits:",
+        "  positions: last    # after the prompt's last token; or all, generated, {column: NAME}",
+        "  dtype: float16",
+        '  # tokens: [" yes", " no"]    store only these, not the whole vocabulary; each must be one token',
+    )
+    what = "Stores the logits of the next token after each prompt."
+    return what, (("task: logits",), _asked(data, wanted, ""), logits)
+
+
+def _embed(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+    pooling = (
+        "pooling:",
+        "  normalize: true    # vectors of length 1: a dot product is the cosine",
+        "  dtype: float32     # float16 halves the output",
+    )
+    return "Stores a vector for each text.", (("task: embed",), [f"  prompt_column: {_yaml(data.text)}"], pooling)
+
+
+PURPOSES: dict[str, Callable[[Data, Wanted], tuple[str, _Sections]]] = {
+    "label": _label,
+    "generate": _generate,
+    "score": _score,
+    "logits": _logits,
+    "embed": _embed,
+}
+
+
+def _asked(data: Data, wanted: Wanted, instruction: str) -> list[str]:
+    """The prompt: the row's text, after an instruction if there is one."""
+    if data.messages is not None and not instruction and wanted.is_chat:
+        return [f"  messages_column: {_yaml(data.messages)}    # conversations, for the model's chat template"]
+    if not _NAME.fullmatch(data.text) or not (instruction or wanted.is_chat):
+        # A template cannot name the column, or need not.
+        turn = ["  add_generation_prompt: true    # each prompt is a user's message in the model's chat template"]
+        return [f"  prompt_column: {_yaml(data.text)}", *(turn if wanted.is_chat else [])]
+    text = f"{{{{ {data.text} }}}}"
+    if not wanted.is_chat:
+        lines = [instruction, "", f"Text: {text}", "", "Label:"]
+        return ["  prompt_template: |-    # {{ }} is a column of the row", *(f"    {line}".rstrip() for line in lines)]
+    lines = [instruction, "", f"Text: {text}"] if instruction else [text]
+    return [
+        "  messages:    # a conversation, for the model's chat template; {{ }} is a column of the row",
+        "    - role: user",
+        "      content: |-",
+        *(f"        {line}".rstrip() for line in lines),
+    ]
+
+
+def _kept(names: Sequence[str]) -> str:
+    new = {name: f"input_{name}" if _TAKEN.fullmatch(name) else name for name in names}
+    if list(new) == list(new.values()):
+        return f"[{', '.join(map(_yaml, names))}]"
+    return f"{{{', '.join(f'{_yaml(old)}: {_yaml(name)}' for old, name in new.items())}}}"
+
+
+def _path(text: str) -> str:
+    return _yaml(text.replace("$", "$$"))
+
+
+def _yaml(text: str) -> str:
+    """Text as YAML, also within a list in brackets."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT:
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())

@@ -1,0 +1,111 @@
+"""`batchinf head`: a table that fits the terminal, or all columns as JSON, of rows with any content."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+import jobs
+
+_SCRIPT = "<script>alert(1)</script>"
+HOSTILE = [
+    {"id": "script", "prompt": "Once \x1b[31mred\x1b[2J \u202egnp.exe\u202c \x07 \u200f [b]x[/b]", "note": _SCRIPT},
+    {"id": "title", "prompt": "Once upon a time\r\nthere was", "note": "\x1b]0;title\x07"},
+    {"id": "large", "prompt": "A" * 1_000_000, "note": "x" * 50},
+    {"id": "empty", "prompt": "", "note": "日本語日本語日本語日本語日本語日本語日本語"},
+]  # fmt: skip
+OBEYED = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A job over hostile rows and harmless ones."""
+    folder = tmp_path_factory.mktemp("head")
+    lines = [
+        json.dumps(row) for row in [*HOSTILE, *({"id": f"n{i}", "prompt": "Once", "note": "y"} for i in range(30))]
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    spec = jobs.spec_of(
+        folder,
+        input={"path": str(folder / "rows.jsonl")},
+        output={"keep_columns": {"note": "note", "prompt": "asked"}},
+        scripted={"step_s": 0.0},
+        parallel={"data_parallel_size": 1},
+        max_error_rate=1.0,
+    )
+    jobs.finish(spec)
+    return folder / "out"
+
+
+def head(out: pathlib.Path, *arguments: str, columns: int = 100) -> list[str]:
+    """The lines of the command."""
+    shown = jobs.run("head", out, *arguments, COLUMNS=str(columns))
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout.splitlines()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_the_table_fits_the_terminal_and_nothing_in_it_is_obeyed(columns: int, out: pathlib.Path) -> None:
+    lines = head(out, "-n", "6", columns=columns)
+    assert all(cell_len(line) <= columns for line in lines)
+    assert not OBEYED.search("".join(lines))
+    assert lines[0].split()[0] == "id" and {"text", "finish", "tokens"} <= {*lines[0].split()}
+    rows = lines[2:8]
+    assert [row.split()[0] for row in rows] == ["script", "title", "large", "empty", "n0", "n1"]
+    assert "prompt_too_long: got" in rows[2] and "empty_prompt" in rows[3]
+    if columns == 160:
+        assert "\\u001b[31mred" in rows[0] and "<script>alert" in rows[0]
+        assert "Once upon a time↵there was" in rows[1]
+    assert any("no room for" in line for line in lines) == (columns < 160)
+
+
+def test_json_has_all_columns_and_the_first_rows(out: pathlib.Path) -> None:
+    first = [json.loads(line) for line in head(out, "--json", "-n", "20")]
+    assert [{k: v for k, v in row.items() if k != "attempts"} for row in first] == jobs.rows_of(out)[:20]
+    assert [json.loads(line) for line in head(out, "--json", "-n", "1", "--columns", "asked,id")] == [
+        {"asked": HOSTILE[0]["prompt"], "id": "script"}
+    ]
+
+
+def test_errors_alone(out: pathlib.Path) -> None:
+    assert [json.loads(line)["id"] for line in head(out, "--errors", "--json")] == ["large", "empty"]
+    assert [line.split()[0] for line in head(out, "--errors")[2:4]] == ["large", "empty"]
+
+
+def test_columns_are_those_that_are_named(out: pathlib.Path) -> None:
+    lines = head(out, "--columns", "id,num_prompt_tokens", "--columns", "token_ids", "-n", "2")
+    assert lines[0].split() == ["id", "num_prompt_tokens", "token_ids"]
+    assert "[b]x[/b]" in head(out, "--columns", "asked")[2]
+    refused = jobs.run("head", out, "--columns", "id,nothing")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: --columns: no column nothing; the output has id, row_index")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "sections", "wanted"), [
+    ("score", {"input": {"text_column": "prompt"}}, "id language logprob_sum logprob_mean perplexity bits_per_byte"),
+    ("embed", {}, "id language embedding"),
+])  # fmt: skip
+def test_other_tasks_show_what_they_store(task: str, sections: Any, wanted: str, tmp_path: pathlib.Path) -> None:
+    few = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
+    given = {"path": str(jobs.PROMPTS), "id_column": "id", "limit": 5, **sections.get("input", {})}
+    jobs.finish(jobs.spec_of(tmp_path, task=task, sampling=None, **few, input=given))
+    lines = head(tmp_path / "out", columns=160)
+    assert lines[0].split()[: len(wanted.split())] == wanted.split()
+    assert len(lines) == 7
+
+
+def test_a_job_without_finished_rows_says_so(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, max_restarts=0)
+    assert jobs.run("run", spec, faults="replica.start=kill").returncode == 2
+    [line] = head(tmp_path / "out")
+    assert line == f"{tmp_path / 'out'}: no row is finished yet; the job is stopped: run the job again to go on"
+    assert head(tmp_path / "out", "--json") == []
+    good = jobs.spec_of(tmp_path, output={"path": str(tmp_path / "good")}, input={"limit": 5}, scripted={"step_s": 0.0})
+    jobs.finish(good)
+    assert head(tmp_path / "good", "--errors") == [
+        f"{tmp_path / 'good'}: none of the 5 finished output rows is an error row"
+    ]

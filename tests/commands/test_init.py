@@ -1,0 +1,133 @@
+"""`batchinf init`: the specs that it writes are valid, warn of nothing, and use the columns that are meant."""
+
+import json
+import os
+import pathlib
+import pty
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+import batchinf
+import jobs
+from batchinf.commands.init import has_chat_template, look_at
+from batchinf.tasks.starters import PURPOSES, Wanted, write_spec
+
+QUESTIONS = jobs.ROOT / "sample_data" / "questions.jsonl"
+# The structure of labels is compiled by vLLM itself, whose import takes 10 s of processor time.
+NO_VLLM = {"sampling.structured_outputs": None}
+
+
+def rows_file(folder: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def written(purpose: str, data: pathlib.Path, folder: pathlib.Path, *, is_chat: bool = True) -> pathlib.Path:
+    """The path of a spec as `init` writes it."""
+    path = folder / "job.yaml"
+    wanted = Wanted(str(jobs.MODEL), is_chat, str(folder / "out $x"))
+    path.write_text(write_spec(purpose, str(path), look_at(str(data)), wanted))
+    return path
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize("data", [jobs.PROMPTS, jobs.ROOT / "sample_data" / "prompts.csv", QUESTIONS])
+def test_validate_is_happy(purpose: str, data: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    path = written(purpose, data, tmp_path)
+    report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
+    assert [remark.text for remark in report.remarks if remark.kind == "warning"] == []
+    assert report.prompt_lengths.errors == ()
+    assert report.rows[0].error is None
+    assert report.output.folder == str(tmp_path / "out $x")
+
+
+@pytest.mark.slow
+def test_vllm_compiles_the_labels(tmp_path: pathlib.Path) -> None:
+    remarks = batchinf.validate(written("label", jobs.PROMPTS, tmp_path)).remarks
+    assert [remark.kind for remark in remarks] == ["structure"]
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_a_model_without_a_chat_template(purpose: str, tmp_path: pathlib.Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in jobs.MODEL.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "chat_template.jinja").unlink()
+    assert has_chat_template(str(jobs.MODEL)) is True
+    assert has_chat_template(str(model)) is False
+    assert has_chat_template("nobody/nothing-of-this-name") is None
+    path = written(purpose, jobs.PROMPTS, tmp_path, is_chat=False)
+    report = batchinf.validate(path, overrides={"model": str(model), **NO_VLLM}, num_rows=1)
+    assert [remark.text for remark in report.remarks if remark.kind == "warning"] == []
+
+
+def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
+    rows = [
+        {"uid": f"r{n}", "Kind": "x", "verdict": "ab"[n % 2], "sentiment": ["no", "yes"][n % 2], "answer": 1}
+        for n in range(1, 9)
+    ]
+    rows = [{**row, "said": "word " * place} for place, row in enumerate(rows, 1)]
+    found = look_at(str(rows_file(tmp_path, rows)))
+    assert (found.text, found.id, found.labels, found.num_rows) == ("said", "uid", ("no", "yes"), 8)
+    assert look_at(str(QUESTIONS)).choices == "choices"
+    assert look_at(str(QUESTIONS)).answer == "answer"
+    assert look_at(str(rows_file(tmp_path, rows)), ["a", "b"]).labels == ("a", "b")
+    for purpose in PURPOSES:
+        spec = yaml.safe_load(written(purpose, tmp_path / "rows.jsonl", tmp_path).read_text())
+        assert spec["output"]["keep_columns"] == {
+            "Kind": "Kind", "verdict": "verdict", "sentiment": "sentiment", "answer": "input_answer"
+        }  # fmt: skip
+        assert batchinf.validate(tmp_path / "job.yaml", overrides=NO_VLLM, num_rows=1).rows[0].error is None
+    assert yaml.safe_load(written("label", tmp_path / "rows.jsonl", tmp_path).read_text())["sampling"][
+        "structured_outputs"
+    ] == {"choice": ["no", "yes"]}
+
+
+@pytest.mark.parametrize("name", ["a: b", "{{ x }}", 'say "hi" #1', "naïve\u202e", "yes", "\x1b[31m"])
+def test_hostile_names_of_columns_are_quoted(name: str, tmp_path: pathlib.Path) -> None:
+    data = rows_file(tmp_path, [{name: "Once upon a time", "id": n} for n in range(4)])
+    for purpose in PURPOSES:
+        report = batchinf.validate(written(purpose, data, tmp_path), overrides=NO_VLLM, num_rows=1)
+        assert report.rows[0].error is None
+        assert name in report.input.columns
+
+
+def test_conversations_are_used_as_they_are(tmp_path: pathlib.Path) -> None:
+    turns = [{"role": "user", "content": "Once?"}]
+    path = written("generate", rows_file(tmp_path, [{"messages": turns, "id": 1}]), tmp_path)
+    assert yaml.safe_load(path.read_text())["input"]["messages_column"] == "messages"
+    assert "Once?" in batchinf.validate(path).rows[0].text
+
+
+def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "mine.yaml"
+    given = ["init", path, "--for", "label", "--model", jobs.MODEL, "--data", jobs.PROMPTS, "--labels", "prose, verse"]
+    first = jobs.run(*given)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.splitlines()[-1] == f"next: batchinf validate {path}"
+    spec = yaml.safe_load(path.read_text())
+    assert spec["sampling"]["structured_outputs"] == {"choice": ["prose", "verse"]}
+    assert spec["output"]["path"] == "out/mine"
+    again = jobs.run(*given)
+    assert again.returncode == 2
+    assert again.stderr == f"error: {path} is there already; give another name, or delete it yourself\n"
+    refused = jobs.run("init", tmp_path / "new.yaml", "--for", "lables", "--model", "m", "--data", jobs.PROMPTS)
+    assert refused.stderr == "error: --for: got 'lables'; must be one of label, generate, score, logits, embed\n"
+    assert jobs.run("init", tmp_path / "new.yaml").stderr.startswith("error: --for: missing. What is the job for")
+
+
+def test_what_no_option_gives_is_asked_on_a_terminal(tmp_path: pathlib.Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "batchinf", "init", str(tmp_path / "job.yaml"), "--model", str(jobs.MODEL)]
+    environment = {**os.environ, **jobs.quick_start()}
+    os.write(ours, f"score\n{jobs.PROMPTS}\n".encode())
+    done = subprocess.run(command, stdin=theirs, env=environment, capture_output=True, text=True, check=False)
+    os.close(ours), os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((tmp_path / "job.yaml").read_text())["task"] == "score"

@@ -1,0 +1,159 @@
+"""`batchinf inspect` and `Results.tokens`: one row whole, decoded by the job's own tokenizer, whatever it holds."""
+
+import html.parser
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+from test_head import HOSTILE, OBEYED
+from transformers import AutoTokenizer
+
+import batchinf
+import jobs
+from batchinf.commands.inspect import inspect_row
+from batchinf.commands.text.page import row_page
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A job over hostile rows, two samples each, with logprobs of prompts too. The prompts are not stored."""
+    folder = tmp_path_factory.mktemp("inspect")
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, HOSTILE)))
+    spec = jobs.spec_of(
+        folder,
+        input={"path": str(folder / "rows.jsonl")},
+        sampling={"n": 2, "temperature": 1.0, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 12},
+        output={"keep_columns": ["note"]},
+        scripted={"step_s": 0.0},
+        parallel={"data_parallel_size": 1},
+        max_error_rate=1.0,
+    )
+    jobs.finish(spec)
+    return folder / "out"
+
+
+def test_tokens_are_decoded_by_the_jobs_own_tokenizer(out: pathlib.Path) -> None:
+    results, tokenizer = batchinf.open(out), AutoTokenizer.from_pretrained(jobs.MODEL)
+    ids, texts = results.ragged("token_ids"), results.tokens()
+    assert np.array_equal(texts.offsets, ids.offsets)
+    for row in range(len(ids)):
+        for token_id, text in zip(ids[row].tolist(), texts[row].tolist(), strict=True):
+            whole = tokenizer.decode([token_id])
+            assert text == (tokenizer.convert_ids_to_tokens(token_id) if "\ufffd" in whole else whole)
+    top = results.tokens("top_token_ids")
+    assert top.values.shape == results.ragged("top_token_ids").values.shape == (len(ids.values), 2)
+    with pytest.raises(batchinf.OutputError, match="has no token ids"):
+        results.tokens("logprobs")
+
+
+def test_a_changed_model_does_not_decode(tmp_path: pathlib.Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, model)
+    few = {"input": {"limit": 3}, "parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
+    jobs.finish(jobs.spec_of(tmp_path, model=str(model), **few))
+    assert len(batchinf.open(tmp_path / "out").tokens()) == 3
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "extra": 1}))
+    with pytest.raises(batchinf.DriftError, match="is not the one that the job began with"):
+        batchinf.open(tmp_path / "out").tokens()
+
+
+def test_a_row_is_shown_whole(out: pathlib.Path) -> None:
+    report = inspect_row(str(out), "title")
+    tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
+    assert report.prompt is not None
+    assert "".join(piece.text for piece in report.prompt) == tokenizer.bos_token + HOSTILE[1]["prompt"]
+    assert [piece.is_special for piece in report.prompt] == [True, False]
+    stored = [row for row in jobs.rows_of(out) if row["id"] == "title"]
+    assert len(report.samples) == len(stored) == 2
+    for sample, row in zip(report.samples, stored, strict=True):
+        assert [token.token_id for token in sample.tokens] == row["token_ids"]
+        assert [token.logprob for token in sample.tokens] == row["logprobs"]
+        assert [token.rank for token in sample.tokens] == row["ranks"]
+        assert [[other.token_id for other in token.alternatives] for token in sample.tokens] == row["top_token_ids"]
+        assert sample.decoded == tokenizer.decode(row["token_ids"])
+        assert [token.logprob for token in sample.prompt_tokens] == row["prompt_logprobs"]
+        assert sample.fields["note"] == HOSTILE[1]["note"]
+
+
+def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:
+    assert inspect_row(str(out), "1") == inspect_row(str(out), "1")
+    assert inspect_row(str(out), "1").samples == inspect_row(str(out), "title").samples
+    assert inspect_row(str(out), "large").prompt_note == "the row has no prompt"
+    with pytest.raises(batchinf.UserError, match="none of 8 committed rows has this as an id or a position"):
+        inspect_row(str(out), "99")
+
+
+@pytest.mark.parametrize("row", ["script", "title", "large", "empty"])
+def test_the_terminal_obeys_nothing_in_a_row(row: str, out: pathlib.Path) -> None:
+    shown = jobs.run("inspect", out, "--row", row, COLUMNS="80")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert not OBEYED.search(shown.stdout)
+    assert "attempts" in shown.stdout
+    if row == "script":
+        assert "<|begin_of_text|>Once \\u001b[31mred" in shown.stdout
+        assert "alternatives, with their probabilities" in shown.stdout
+
+
+COLOUR = "\x1b\\[[0-9;]*(3[0-7]|38|9[0-7])[;m]"
+
+
+def test_colour_is_for_terminals_that_want_it(out: pathlib.Path) -> None:
+    coloured = jobs.run("inspect", out, "--row", "script", FORCE_COLOR="1", TERM="xterm-256color").stdout
+    assert set(re.findall("\x1b.", coloured)) == {"\x1b["}
+    assert re.search(COLOUR, coloured)
+    plain = jobs.run("inspect", out, "--row", "script", FORCE_COLOR="1", NO_COLOR="1").stdout
+    assert not re.search(COLOUR, plain)
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("row", ["script", "title", "large", "empty"])
+def test_the_page_obeys_nothing_in_a_row(row: str, out: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "row.html"
+    assert jobs.run("inspect", out, "--row", row, "--html", path).returncode == 0
+    text = path.read_text()
+    page = Page(text)
+    assert not page.tags & {"script", "img", "link", "iframe", "a"}
+    assert "default-src 'none'" in text
+    assert not OBEYED.search(text.replace("\n", ""))
+    if row == "script":
+        assert "<script>alert(1)</script>" in page.text and "\\u202egnp.exe" in page.text
+
+
+def test_json_has_the_same(out: pathlib.Path) -> None:
+    shown = json.loads(jobs.run("inspect", out, "--row", "script", "--json").stdout)
+    assert shown["samples"][0]["tokens"][0].keys() == {"text", "token_id", "logprob", "rank", "alternatives"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_runs_nothing_of_a_row(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "row.html"
+    path.write_text(row_page(inspect_row(str(out), "script")).replace("<title>Row", "<title>Unharmed"))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
+               f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]  # fmt: skip
+    seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "<title>Unharmed" in seen.stdout
+    assert "CONSOLE" not in seen.stderr
+    assert "<script" not in seen.stdout

@@ -1,0 +1,98 @@
+"""The end of a run: each kind of error with an example, the speed, and what a stop has kept."""
+
+import json
+import pathlib
+import re
+import signal
+import threading
+
+import pytest
+import yaml
+
+import batchinf
+import jobs
+from batchinf.base.stop_signals import StopRequests
+from batchinf.base.storage import Folder
+from batchinf.output import journal
+
+QUICK = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
+
+
+def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> None:
+    texts = ["Once", "", "A" * 100_000, "B" * 200_000, *["Once upon a time"] * 40]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
+    sections = {"input": where, "output": {"keep_columns": []}, "max_error_rate": 0.5, **QUICK}
+    spec = yaml.safe_load(jobs.spec_of(tmp_path, **sections).read_text())
+    summary = batchinf.run(spec, quiet=True)
+    assert [(one.error_type, one.num_rows, one.row_index) for one in summary.errors] == [
+        ("prompt_too_long", 2, 2),
+        ("empty_prompt", 1, 1),
+    ]
+    lines = summary.lines()
+    assert lines[-3].startswith("2 × prompt_too_long: got 100,000 characters")
+    assert lines[-2] == "1 × empty_prompt: the prompt is an empty string (as in row_index 1)"
+    assert lines[-1] == f"next: batchinf head {tmp_path / 'out'} --errors"
+    assert summary.speed is not None
+    tokens = (summary.speed.prompt_tokens_per_s, summary.speed.output_tokens_per_s)
+    assert 0 < summary.speed.work_s < summary.speed.run_s
+    assert [round(rate * summary.speed.work_s) for rate in tokens] == [
+        summary.num_prompt_tokens,
+        summary.num_output_tokens,
+    ]
+    again = batchinf.run(spec, quiet=True)
+    assert (again.was_done, again.speed, again.errors) == (True, None, summary.errors)
+    with pytest.raises(batchinf.ErrorRateExceeded, match="2 × prompt_too_long: got 100,000"):
+        batchinf.run(spec, overrides={"max_error_rate": 0}, quiet=True)
+
+
+@pytest.mark.parametrize(("drain_s", "is_long"), [(0.0, True), pytest.param(30.0, False, marks=pytest.mark.slow)])
+def test_a_stop_says_what_is_kept(drain_s: float, is_long: bool, tmp_path: pathlib.Path) -> None:
+    scripted = {"max_num_seqs": 4, "step_s": 0.02}
+    sections = {"scripted": scripted, "parallel": {"data_parallel_size": 1}, "drain_timeout_s": drain_s}
+    spec, stop = yaml.safe_load(jobs.spec_of(tmp_path, **sections).read_text()), threading.Event()
+
+    def tell(status: batchinf.JobStatus) -> None:
+        if status.num_rows_done > 20:
+            stop.set()
+
+    with pytest.raises(batchinf.Interrupted) as raised:
+        batchinf.run(spec, stop=stop, quiet=True, progress=tell)
+    first, kept, again = str(raised.value).splitlines()
+    out, state = tmp_path / "out", jobs.state_of(tmp_path / "out")
+    assert first == "stopped on request"
+    found = re.fullmatch(
+        r"  kept: (\d+) of 657 output rows in (\d+) parts, and (\d+) finished requests in the journal", kept
+    )
+    assert found is not None, kept
+    assert [*map(int, found.groups())][:2] == [state.counts.num_rows, len(list((out / "parts").glob("*.parquet")))]
+    begun = journal.list_shards(Folder(out))
+    assert int(found[3]) == journal.num_results(Folder(out), begun)
+    stored = {row["row_index"] for row in batchinf.open(out).table(["row_index"]).to_pylist()}
+    before = state.counts.num_rows + int(found[3])
+    assert len(stored) == state.counts.num_rows and before > 20
+    if is_long:
+        assert re.fullmatch(r"  runs again: [1-9] requests .*; drain_timeout_s leaves them 0 s: a larger .*", again)
+    else:
+        assert again == "  runs again: nothing; all requests that the engines had begun are finished"
+    batchinf.run(spec, overrides={"scripted.step_s": 0.0}, quiet=True)
+    recovered = sum(event["num_requests"] for event in jobs.events_of(out, "recovered"))
+    assert recovered == int(found[3])
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "heard", "words"),
+    [
+        (20, [signal.SIGINT], "drain_timeout_s leaves them 20 s: a larger value keeps more"),
+        (600, [signal.SIGTERM], "SIGTERM leaves them 20 s; after SIGINT or SIGUSR1, drain_timeout_s leaves them 600 s"),
+        (5, [signal.SIGTERM], "drain_timeout_s leaves them 5 s: a larger value keeps more"),
+        (99, [signal.SIGALRM], "stop_before_s is 90 s, and drain_timeout_s leaves them 99 s: larger values keep more"),
+        (20, [signal.SIGTERM, signal.SIGINT], "a second Ctrl-C loses them, and what has finished since the last "
+         "checkpoint; after one, drain_timeout_s leaves them 20 s"),
+    ],
+)  # fmt: skip
+def test_which_setting_would_have_kept_more(drain_s: float, heard: list[int], words: str) -> None:
+    requests = StopRequests(drain_s, stop_before_s=90)
+    for number in heard:
+        requests.note(number)
+    assert requests.advice == words

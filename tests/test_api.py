@@ -1,0 +1,166 @@
+"""Jobs from Python: `batchinf.run`, `validate`, `status` and `open`, on the main thread and on others."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import yaml
+
+import batchinf
+import jobs
+from batchinf.base import errors
+
+QUICK = {"scripted": {"max_num_seqs": 256, "step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
+SLOW = {"scripted": {"max_num_seqs": 4, "step_s": 0.05}, "parallel": {"data_parallel_size": 1}, "drain_timeout_s": 0.2}
+
+
+def spec(folder: pathlib.Path, **sections: Any) -> dict[str, Any]:
+    """A job's spec as a mapping."""
+    found: dict[str, Any] = yaml.safe_load(jobs.spec_of(folder, **sections).read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], batchinf.Summary, list[batchinf.JobStatus]]:
+    """A job that ran on another thread, with its summary and the calls of its progress callback."""
+    given = spec(tmp_path_factory.mktemp("api"), **QUICK)
+    seen: list[batchinf.JobStatus] = []
+    found: list[batchinf.Summary] = []
+    thread = threading.Thread(target=lambda: found.append(batchinf.run(given, progress=seen.append, quiet=True)))
+    thread.start()
+    thread.join()
+    return given, found[0], seen
+
+
+def test_a_job_of_another_thread_is_done(done: Any) -> None:
+    given, summary, seen = done
+    assert (summary.num_rows, summary.num_errors, summary.was_done) == (657, 0, False)
+    assert seen[-1].state == "done"
+    assert seen[-1].num_rows_done == 657
+    assert summary.results.table().num_rows == 657
+    assert batchinf.status(given["output"]["path"]).jobs[0].activity == "done"
+    assert str(summary).startswith("done: 657 output rows")
+
+
+def test_a_spec_may_be_a_mapping_a_file_or_an_object(done: Any, tmp_path: pathlib.Path) -> None:
+    given, *_ = done
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(given))
+    for form in (given, path, str(path), batchinf.JobSpec.model_validate(given)):
+        assert batchinf.run(form, quiet=True).was_done
+        with pytest.raises(batchinf.DriftError):
+            batchinf.run(form, overrides={"sampling.max_tokens": 3}, quiet=True)
+    with pytest.raises(batchinf.SpecError, match="must be the path of a YAML file"):
+        batchinf.run(3)  # type: ignore[arg-type]
+
+
+def test_the_callers_mapping_stays_as_it_is(done: Any, tmp_path: pathlib.Path) -> None:
+    given = {**done[0], "model": jobs.MODEL, "output": {"path": tmp_path / "new"}}
+    before = {**given}
+    report = batchinf.validate(given, overrides={"sampling.max_tokens": 3, "input.limit": 5}, rows=["en-0041"])
+    assert given == before
+    assert report.prompt_lengths.num_rows == 5
+    assert [row.id for row in report.rows] == ["en-0041"]
+    assert {it.name: it.value for it in report.task.sampling or ()}["max_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampling": {"max_tokens": "3"}}, "spec: sampling.max_tokens: got '3'; must be a whole number"),
+        ({"sampling": {1: 2}}, "spec: sampling: got 1 for a field's name; must be text"),
+        ({"input": {"path": "x", "promt_column": "y"}}, "spec: input.promt_column: unknown field; did you mean"),
+        ({"input": {"path": object()}}, 'spec: input.path: got "<object'),
+    ],
+)
+def test_a_wrong_mapping_is_one_clear_line(change: dict[str, Any], message: str, done: Any) -> None:
+    with pytest.raises(batchinf.SpecError) as raised:
+        batchinf.validate({**done[0], **change})
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+def test_errors_are_those_of_the_tree() -> None:
+    tree = {error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, Exception)}
+    internal = {errors.EngineDeadError, errors.RequestRefused}
+    assert {getattr(batchinf, name) for name in batchinf.__all__ if hasattr(errors, name)} == tree - internal
+    with pytest.raises(batchinf.OutputError, match="holds no job"):
+        batchinf.open("nowhere")
+
+
+def test_an_event_stops_a_job_of_any_thread_and_it_resumes(done: Any, tmp_path: pathlib.Path) -> None:
+    given, stop, found = spec(tmp_path, **SLOW), threading.Event(), list[BaseException]()
+
+    def work() -> None:
+        with pytest.raises(batchinf.Interrupted) as raised:
+            batchinf.run(given, stop=stop, quiet=True, progress=lambda now: now.state == "running" and stop.set())
+        found.append(raised.value)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [str(error).splitlines()[0] for error in found] == ["stopped on request"]
+    assert not jobs.replicas_of(os.getpid())
+    assert batchinf.status(tmp_path / "out").jobs[0].activity == "stopped"
+    # The requests of one run are not those of the next.
+    batchinf.run(given, overrides={"scripted.step_s": 0.0}, quiet=True)
+    assert jobs.rows_of(tmp_path / "out") == jobs.rows_of(pathlib.Path(done[1].folder))
+
+
+def test_an_exception_of_the_callback_ends_the_job(tmp_path: pathlib.Path) -> None:
+    calls = list[str]()
+
+    def tell(status: batchinf.JobStatus) -> None:
+        calls.append(status.state)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        batchinf.run(spec(tmp_path, **SLOW), progress=tell, quiet=True)
+    assert calls == ["starting"]
+    assert not jobs.replicas_of(os.getpid())
+    assert not (tmp_path / "out" / "lock").exists()
+
+
+INTERRUPTED = """
+import os, signal, sys
+import psutil
+import batchinf
+
+def tell(status):
+    if status.state == "running":
+        os.kill(os.getpid(), signal.SIGINT)
+
+before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+if sys.argv[2] == "own":
+    signal.signal(signal.SIGTERM, lambda *_: print("mine"))
+    before[1] = signal.getsignal(signal.SIGTERM)
+try:
+    batchinf.run(sys.argv[1], progress=tell, quiet=True)
+except batchinf.Interrupted as error:
+    print(str(error).splitlines()[0])
+assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+assert not psutil.Process().children(recursive=True)
+if sys.argv[2] == "own":
+    os.kill(os.getpid(), signal.SIGTERM)
+print(batchinf.run(sys.argv[1], overrides={"scripted.step_s": 0.0}, quiet=True).num_rows)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("a program's own again")
+"""
+
+
+def test_ctrl_c_stops_the_job_and_the_program_goes_on(tmp_path: pathlib.Path) -> None:
+    path = jobs.spec_of(tmp_path, **SLOW)
+    environment = {**os.environ, **jobs.quick_start()}
+    run = [sys.executable, "-c", INTERRUPTED, str(path), "own"]
+    # The tests may run with SIGINT ignored, as a background job of a shell does.
+    restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    ended = subprocess.run(run, env=environment, capture_output=True, text=True, check=False, preexec_fn=restore)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["stopped on SIGINT", "mine", "657", "a program's own again"]
