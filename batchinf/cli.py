@@ -1,6 +1,8 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
+import contextlib
 import dataclasses
+import enum
 import io
 import json
 import os
@@ -8,7 +10,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -46,6 +48,13 @@ def _job_folder(context: typer.Context, path: str) -> str:
         raise UserError(f"{takes}: the output.path of this spec is {read_spec(path).spec.output.path}")
     except SpecError:
         raise UserError(takes) from None
+
+
+class LogFormat(enum.StrEnum):
+    """Of the lines on stderr."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.", callback=_job_folder)]
@@ -88,22 +97,43 @@ def run(
             help="Also run new files and rows of the input, and a raised input.limit.",
         ),
     ] = False,
+    is_quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show only warnings, errors and the closing lines.")
+    ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option("--log-format", help="Format of what is shown on stderr while the job runs.")
+    ] = LogFormat.TEXT,
 ) -> None:
     """Run a job, or resume an unfinished one."""
     _check_run_options(retry, fresh, slice_, extend)
-    with interruptible():
+    with interruptible(), _errors_as(log_format):
         from batchinf.base.slices import Slice, job_folder
         from batchinf.fleet.launcher import choose_backend
+        from batchinf.run.display import ProgressDisplay
         from batchinf.run.epoch import check_input_is_there, move_job_aside, run_job
-        from batchinf.run.progress import ProgressDisplay
 
         wanted = None if slice_ is None else Slice.parse(slice_)
-        file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
+        file = dataclasses.replace(_read(spec, set_), slice=wanted)
+        display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
         if fresh:
             check_input_is_there(file)
             move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
         summary = run_job(file, choose_backend(), display, retry, extends=extend)
     _print(summary.lines())
+
+
+@contextlib.contextmanager
+def _errors_as(log_format: LogFormat) -> Iterator[None]:
+    """Report an error that a user can mend in the format of the other lines, and end the command."""
+    try:
+        yield
+    except BatchinfError as error:
+        if log_format is LogFormat.TEXT or error.exit_code == 1:
+            raise
+        from batchinf.run.display import json_line
+
+        print(json_line("error", str(error)), file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
 
 
 def _check_run_options(retry: str | None, fresh: bool, slice_: str | None, extend: bool) -> None:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from batchinf.base.storage import Folder, open_log
 from batchinf.fleet.backend import DeviceWatch
+from batchinf.fleet.devices import DeviceLook
 from batchinf.replica.messages import Progress
 
 STATUS_FILE = "status.json"
@@ -20,15 +21,21 @@ _WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One replica: its state, its devices, and how full its engine is."""
+    """One replica: its state, its devices, and how full its engine is.
+
+    start_detail: what a starting engine is doing, such as `loading weights 57/191`; empty if unknown.
+    prefix_cache_hit_rate: share from 0 to 1 of the prompt tokens that were looked up; None before the first.
+    """
 
     replica: int
     state: str
+    start_detail: str
     devices: tuple[str, ...]
     in_flight: int
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    prefix_cache_hit_rate: float | None
     restarts: int
 
 
@@ -36,6 +43,7 @@ class ReplicaStatus:
 class JobStatus:
     """A snapshot of a job. num_rows, num_rows_done, num_errors: output rows. updated_at: seconds since 1970.
 
+    errors: those since the coordinator started, by the error's type, the most frequent first. devices: of the job.
     state: starting, running, stopping, done, stopped or failed. num_prompt_tokens, num_output_tokens: tokens that the
     engines have run and generated since the coordinator started. Rates are over the last minute. Rates and `left_s` are
     None until there is enough data for them.
@@ -45,6 +53,7 @@ class JobStatus:
     num_rows: int
     num_rows_done: int
     num_errors: int
+    errors: dict[str, int]
     num_shards: int
     num_shards_done: int
     num_prompt_tokens: int
@@ -54,8 +63,8 @@ class JobStatus:
     left_s: float | None
     stalled_by_disk_s: float
     replicas: tuple[ReplicaStatus, ...]
+    devices: tuple[DeviceLook, ...]
     updated_at: float
-    message: str = ""
 
 
 _STATUS = TypeAdapter(JobStatus)
@@ -192,12 +201,17 @@ class Telemetry:
         """Whether it is time for a sample."""
         return time.monotonic() >= self._next
 
+    @property
+    def devices(self) -> tuple[DeviceLook, ...]:
+        """The latest look at each device of the job."""
+        return self._watch.looks()
+
     def look(self, replicas: Sequence[ReplicaLook]) -> None:
         """Write one sample of all replicas and devices."""
         now = time.monotonic()
         self._next = now + min(max((now - self._began) * _SHARE, _LEAST_S), _MOST_S)
         found = {"at": round(time.time(), 3), "replicas": [asdict(replica) for replica in replicas]}
-        if devices := self._watch.looks():
+        if devices := self.devices:
             found["devices"] = [asdict(device) for device in devices]
         # The file is opened for each sample. A written sample stays, and no file stays open on a full disk.
         with contextlib.suppress(OSError), open_log(self._path) as file:

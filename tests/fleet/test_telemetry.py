@@ -16,7 +16,7 @@ from batchinf.fleet.status import TELEMETRY_FOLDER, ReplicaLook, Telemetry, read
 from batchinf.records import EngineStats
 from batchinf.replica.messages import Progress
 
-PROGRESS = Progress(10, 1, 200, 300, 7, 5, 0.25, EngineStats(3, 2, 0.5, 1, 40, 30), num_waiting=4)
+PROGRESS = Progress(10, {"refused": 1}, 200, 300, 7, 5, 0.25, EngineStats(3, 2, 0.5, 1, 40, 30), num_waiting=4)
 
 
 def look() -> ReplicaLook:

@@ -9,7 +9,7 @@ from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
 from batchinf.commands.status import JobState, JobTotals, RetryProgress, StatusReport
 from batchinf.output.parts import accuracy_lines, non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
-from batchinf.run.progress import status_line
+from batchinf.run.display import status_line
 
 
 def status_lines(report: StatusReport) -> Iterator[str]:
