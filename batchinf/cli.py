@@ -176,12 +176,23 @@ def validate(
 
 
 @app.command()
-def status(out: Out, as_json: AsJson = False) -> None:
+def status(
+    out: Out,
+    is_watched: Annotated[
+        bool, typer.Option("--watch", help="Show progress and replicas, anew every second, until the job ends.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
     from batchinf.commands.status import job_status
     from batchinf.commands.text.status import status_lines
 
-    report = job_status(out)
+    if is_watched:
+        from batchinf.commands.text.watch import watch
+
+        report = watch(out, as_json=as_json)
+    else:
+        report = job_status(out)
     _show(report, status_lines(report), as_json)
 
 

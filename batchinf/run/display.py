@@ -179,24 +179,21 @@ def figures(status: JobStatus) -> list[Figure]:
     starts = _starts(status)
     if status.state == "starting" and starts:
         return starts
-    rates = (
-        ("out", status.output_tokens_per_s, status.num_output_tokens),
-        ("in", status.prompt_tokens_per_s, status.num_prompt_tokens),
-    )
-    out, prompts = (
-        ("",) if rate is None or not num_tokens
-        else (f"{name} {short_count(rate)} tok/s ({short_count(num_tokens)})", f"{name} {short_count(rate)} tok/s", "")
-        for name, rate, num_tokens in rates
-    )  # fmt: skip
+    num_tokens = status.num_output_tokens
     return [
         (f"{sum(replica.in_flight for replica in status.replicas):,} in flight",),
-        out,
+        _rate("out", status.output_tokens_per_s if num_tokens else None),
         _errors(status),
         _waited(status),
-        prompts,
+        _rate("in", status.prompt_tokens_per_s),
         (f"{up}/{len(status.replicas)} replicas up", ""),
+        (f"{short_count(num_tokens)} tokens generated" if num_tokens else "", ""),
         *starts,
     ]
+
+
+def _rate(name: str, tokens_per_s: float | None) -> Figure:
+    return ("",) if tokens_per_s is None else (f"{name} {short_count(tokens_per_s)} tok/s", "")
 
 
 def _left(status: JobStatus) -> Figure:
@@ -214,8 +211,9 @@ def _errors(status: JobStatus) -> Figure:
         return number, ""
     if (num_before := status.num_errors - sum(status.errors.values())) > 0:
         kinds.append(f"{num_before:,} before")
-    others = f", {len(kinds) - 1} other kinds" if len(kinds) > 2 else ""
-    return f"{number}: {', '.join(kinds)}", f"{number}: {kinds[0]}{others}", number
+    kind, num_rows = next(iter(status.errors.items()))
+    mostly = f"{number}, mostly {kind}" if 2 * num_rows > status.num_errors else number
+    return f"{number}: {', '.join(kinds)}", mostly, number
 
 
 def _starts(status: JobStatus) -> list[Figure]:
