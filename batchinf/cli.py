@@ -205,6 +205,19 @@ def head(out: Out, num_rows: Annotated[int, typer.Option("-n", min=1, help="Numb
 
 
 @app.command()
+def report(
+    out: Out,
+    file: Annotated[
+        str | None, typer.Option("-o", "--out", metavar="FILE.html", help="Write this file. Default: OUT/report.html.")
+    ] = None,
+) -> None:
+    """Write an HTML page about a job, running or not: speed, replicas, lengths, logprobs, errors."""
+    from batchinf.report.page import write_report
+
+    print(_plain(str(write_report(out, file))))
+
+
+@app.command()
 def check(
     out: Out,
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,

@@ -143,7 +143,8 @@ class ReplicaLook:
     """One sample of a replica. Counts are totals of its incarnation; kv_cache_usage is a share from 0 to 1.
 
     num_running: requests in the engine's batch. num_waiting: requests in the engine that wait for the batch. num_ready:
-    tokenised requests that wait outside the engine. stalled_by_disk_s: time in which the engine had room but
+    tokenised requests that wait outside the engine. num_rows: finished output rows, those from the journal too.
+    num_answered: those that the engine answered. stalled_by_disk_s: time in which the engine had room but
     admission waited for the disk.
     """
 
@@ -160,6 +161,7 @@ class ReplicaLook:
     num_prompt_tokens: int
     num_output_tokens: int
     num_rows: int
+    num_answered: int
     steps: int
     stalled_by_disk_s: float
 
@@ -181,6 +183,7 @@ class ReplicaLook:
             progress.num_prompt_tokens,
             progress.num_output_tokens,
             progress.num_rows,
+            progress.num_answered,
             progress.steps,
             progress.stalled_by_disk_s,
         )

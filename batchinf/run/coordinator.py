@@ -25,7 +25,7 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import Committed
 from batchinf.output.journal import drop
 from batchinf.records import Part
-from batchinf.replica.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Tried
+from batchinf.replica.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Stopped, Tried
 from batchinf.run.display import ProgressDisplay
 from batchinf.run.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.schedule.shards import PendingShards
@@ -159,6 +159,8 @@ class Coordinator:
                     self._assignment.begin(replica)
                 case Tried(rows):
                     self._trials.survived(replica, rows)
+                case Stopped():
+                    self._sample()  # its last figures; a short job has no others
                 case _:
                     pass
         if parts:
@@ -340,13 +342,11 @@ class Coordinator:
             write_status(self._job.folder, status)
         self._display.show(status)
         if self._telemetry.is_due:
-            self._telemetry.look(
-                [
-                    ReplicaLook.of(m.number, m.handle.incarnation, m.state, m.progress)
-                    for m in self._fleet.replicas
-                    if m.handle is not None
-                ]
-            )
+            self._sample()
+
+    def _sample(self) -> None:
+        live = [(m, m.handle.incarnation) for m in self._fleet.replicas if m.handle is not None]
+        self._telemetry.look([ReplicaLook.of(m.number, name, m.state, m.progress) for m, name in live])
 
     def _status(self, state: str) -> JobStatus:
         replicas = self._fleet.replicas
