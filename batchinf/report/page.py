@@ -34,12 +34,9 @@ def write_report(out: str, file: str | None = None) -> pathlib.Path:
     """
     html = report_page(out).encode()
     path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_bytes(html)
-        aside.replace(path)
+        Folder(path.parent).write_atomic(path.name, html, durable=False)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {reason(error)}; name another file with -o") from error
     return path
 
