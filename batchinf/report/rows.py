@@ -33,6 +33,8 @@ _MOST_NUMBERS = 100_000_000
 _MOST_GROUPS, _MOST_LABELS = 40, 24
 _MESSAGE_CHARS, _LABEL_CHARS = 300, 40
 _LEAST_LOGPROB = -12.0
+# Share of the logprobs, the lowest, that a histogram leaves out.
+_RARE = 0.005
 _QUANTILES = ("least", "5 %", "median", "95 %", "most")
 
 
@@ -274,7 +276,7 @@ class _Rows:
         names = [name for name in ("logprobs", "choice_logprobs", "top_logprobs") if name in self._lists]
         if not names:
             return (), ()
-        logprobs = _Counts(_LEAST_LOGPROB, 0.0, 48)
+        logprobs = _Counts(_LEAST_LOGPROB, 0.0, 12 * _NUM_BINS)
         entropies: _Counts | None = None
         num_numbers = 0
         paths = _spread(self._paths)
@@ -329,9 +331,18 @@ class _Counts:
         self._num_above += int(np.count_nonzero(values > self._stop))
 
     def histogram(self, title: str, unit: str) -> Histogram:
-        edges = np.linspace(self._start, self._stop, len(self._counts) + 1).tolist()
-        bins = zip(edges, edges[1:], self._counts.tolist(), strict=False)
-        return Histogram(title, unit, tuple(Bin(*one) for one in bins), self._num_below, self._num_above, self._num_odd)
+        """In at most 40 bins, without the lowest and rarest values."""
+        num_rare = _RARE * (self._counts.sum() + self._num_below) - self._num_below
+        num_fine = len(self._counts) - int(np.searchsorted(np.cumsum(self._counts), max(0.0, num_rare), side="right"))
+        num_joined = max(1, math.ceil(num_fine / _NUM_BINS))
+        num_bins = min(_NUM_BINS, len(self._counts) // num_joined)
+        first = len(self._counts) - num_bins * num_joined
+        width = (self._stop - self._start) / len(self._counts)
+        edges = (self._start + width * np.arange(first, len(self._counts) + 1, num_joined)).tolist()
+        counts = self._counts[first:].reshape(num_bins, num_joined).sum(axis=1).tolist()
+        num_below = self._num_below + int(self._counts[:first].sum())
+        bins = zip(edges, edges[1:], counts, strict=False)
+        return Histogram(title, unit, tuple(Bin(*one) for one in bins), num_below, self._num_above, self._num_odd)
 
 
 def _entropies(logprobs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
