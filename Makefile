@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check test-slow test-slurm soak fuzz lint format lock
+.PHONY: help install quickstart test check test-slow test-slurm browser soak fuzz lint format lock
 
 VENV ?= .venv
 UV ?= uv
@@ -35,6 +35,7 @@ help:
 	@echo 'make test         the checks and the tests (make check is the same)'
 	@echo 'make test-slow    the tests that are marked slow; ARGS="tests/run -k kill" chooses tests, here and above'
 	@echo 'make test-slurm   the tests on a real Slurm of two nodes on this host; as root, it installs Slurm with apt-get'
+	@echo 'make browser      chromium, which the slow tests open pages in, where apt-get is'
 	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
 	@echo 'make lint         ruff, mypy, and the order of imports'
@@ -108,12 +109,17 @@ PYTEST = $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-load
 check: lint
 	$(PYTEST) -m 'not slow and not slurm' $(ARGS)
 
-test-slow: install
+test-slow: install browser
 	$(PYTEST) -m slow $(ARGS)
 
 test-slurm: install
 	$(VENV)/bin/python tests/slurm/cluster.py --install
 	$(VENV)/bin/python -m pytest --reruns 1 -rR tests/slurm $(ARGS)
+# The tests of `batchinf report` open it in a browser. Without one they are skipped.
+browser:
+	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && { apt-get update \
+	    && apt-get install --yes --no-install-recommends chromium; } >>$(VENV)/install.log 2>&1; } \
+	    || echo "chromium is not installed, and cannot be from here: the tests that need a browser are skipped"
 
 MINUTES ?= 30
 CASES ?= 50000

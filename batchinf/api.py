@@ -25,9 +25,9 @@ from batchinf.engines.installed import engine_argument_names
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.status import JobStatus
 from batchinf.results import Results
+from batchinf.run.display import ProgressDisplay
 from batchinf.run.ending import Summary
 from batchinf.run.epoch import check_input_is_there, move_job_aside, run_job
-from batchinf.run.progress import ProgressDisplay
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
@@ -64,6 +64,7 @@ def run(
     progress: Callable[[JobStatus], None] | None = None,
     quiet: bool = False,
     stop: threading.Event | None = None,
+    display: ProgressDisplay | None = None,
 ) -> Summary:
     """Run a job, or resume an unfinished one. Returns when all rows are done.
 
@@ -74,6 +75,7 @@ def run(
 
     progress: called about once a second with a `JobStatus`, instead of a progress bar, on the thread of this call. An
     exception in it ends the job. quiet: print nothing. stop: an event; once it is set, the job stops as by Ctrl-C.
+    display: shows the progress in place of both.
 
     On the main thread, Ctrl-C (also the interruption of a notebook's cell), SIGTERM, SIGHUP and SIGUSR1 stop the job,
     unless the program has its own handler for them: running requests have `drain_timeout_s` to finish, and a second
@@ -85,7 +87,7 @@ def run(
     _check_options(retry, fresh, extend, slice)
     with interruptible(stop):
         wanted = None if slice is None else Slice.parse(slice)
-        file, display = read_checked(spec, overrides, wanted), _Display(progress, quiet)
+        file, display = read_checked(spec, overrides, wanted), display or _Display(progress, quiet)
         if fresh:
             check_input_is_there(file)
             move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)

@@ -1,5 +1,7 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
+import contextlib
+import enum
 import io
 import json
 import os
@@ -54,6 +56,13 @@ def _job_folder(context: typer.Context, path: str) -> str:
         raise UserError(f"{takes}: the output.path of this spec is {read_spec(path).spec.output.path}")
     except SpecError:
         raise UserError(takes) from None
+
+
+class LogFormat(enum.StrEnum):
+    """Of the lines on stderr."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.", callback=_job_folder)]
@@ -134,13 +143,37 @@ def run(
             help="Also run new files and rows of the input, and a raised input.limit.",
         ),
     ] = False,
+    is_quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show only warnings, errors and the closing lines.")
+    ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option("--log-format", help="Format of what is shown on stderr while the job runs.")
+    ] = LogFormat.TEXT,
 ) -> None:
     """Run a job, or resume an unfinished one."""
-    with interruptible(ends_process=True):
+    with interruptible(ends_process=True), _errors_as(log_format):
         from batchinf import api
+        from batchinf.run.display import ProgressDisplay
 
-        summary = api.run(spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_)
+        display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
+        summary = api.run(
+            spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_, display=display
+        )
     _print(_wrapped(summary.lines(), sys.stdout))
+
+
+@contextlib.contextmanager
+def _errors_as(log_format: LogFormat) -> Iterator[None]:
+    """Report an error that a user can mend in the format of the other lines, and end the command."""
+    try:
+        yield
+    except BatchinfError as error:
+        if log_format is LogFormat.TEXT or error.exit_code == 1:
+            raise
+        from batchinf.run.display import json_line
+
+        print(json_line("error", str(error)), file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
 
 
 @app.command(epilog="Example: batchinf validate job.yaml -n 5 --random")
@@ -178,12 +211,23 @@ def validate(
 
 
 @app.command(epilog="Example: batchinf status out/job")
-def status(out: Out, as_json: AsJson = False) -> None:
+def status(
+    out: Out,
+    is_watched: Annotated[
+        bool, typer.Option("--watch", help="Show progress and replicas, anew every second, until the job ends.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
     from batchinf import api
     from batchinf.commands.text.status import status_lines
 
-    report = api.status(out)
+    if is_watched:
+        from batchinf.commands.text.watch import watch
+
+        report = watch(out, as_json=as_json)
+    else:
+        report = api.status(out)
     _show(report, status_lines(report), as_json)
 
 
@@ -221,7 +265,7 @@ def head(
 @app.command(epilog="Example: batchinf inspect out/job --row review-17 --html row.html")
 def inspect(
     out: Out,
-    row: Annotated[str, typer.Option("--row", metavar="ID", help="The row's id, or its position from 0.")],
+    row: Annotated[str, typer.Option("--row", metavar="ID", help="The row id, or its position from 0.")],
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -243,6 +287,19 @@ def inspect(
     screen = console()
     for item in row_items(report):
         screen.print(item)
+
+
+@app.command(epilog="Example: batchinf report out/job -o report.html")
+def report(
+    out: Out,
+    file: Annotated[
+        str | None, typer.Option("-o", "--out", metavar="FILE.html", help="Write this file. Default: OUT/report.html.")
+    ] = None,
+) -> None:
+    """Write an HTML page about a job, running or not: speed, replicas, lengths, logprobs, errors."""
+    from batchinf.report.page import write_report
+
+    print(plain(str(write_report(out, file))))
 
 
 @app.command(epilog="Example: batchinf check out/job --deep")

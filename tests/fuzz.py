@@ -60,7 +60,7 @@ from batchinf.prompts.builder import Renderer
 from batchinf.records import Shard
 from batchinf.replica.messages import Assign, Failed, Progress
 from batchinf.run import recovery
-from batchinf.run.progress import status_line
+from batchinf.run.display import status_line
 from batchinf.schedule.shards import total_shards
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source
@@ -682,7 +682,7 @@ def _channel_base(folder: pathlib.Path) -> list[Any]:
     messages = [
         Assign((Shard(0, 0, 4), Shard(1, 4, 9)), 2),
         Failed("InputError", "x", 2),
-        Progress(1, 2, 3, 4, 5, 6, 0.5, EngineStats()),
+        Progress(1, {"refused": 2}, 3, 4, 5, 6, 0.5, EngineStats()),
     ]
     return [
         {"kind": type(m).__name__, "incarnation": "1", "sequence": i + 1, "body": asdict(m)}

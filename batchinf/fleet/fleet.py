@@ -3,10 +3,12 @@
 import pathlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from batchinf.base.errors import EngineDeadError, UserError
+from batchinf.engines.vllm.start_log import start_detail
 from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.out_of_memory import EngineSettings, Lowered, Verdict, recognise
@@ -80,7 +82,7 @@ def error_lines(log: list[str]) -> list[str]:
 
 # How long a replica may take to end after its `Failed` message.
 _LAST_WORDS_S = 10.0
-NOTHING = Progress(0, 0, 0, 0, 0, 0, 0.0, EngineStats())
+NOTHING = Progress(0, {}, 0, 0, 0, 0, 0.0, EngineStats())
 
 
 @dataclass(slots=True)
@@ -93,7 +95,8 @@ class FleetReplica:
     failures: ends since it last finished a row. recovered_rows: output rows from the journal.
     host: where its last incarnation ran; "" before it has said so. heard_at: when its last event came, in seconds since
     1970; None before the first.
-    cause: why the last incarnation ended.
+    cause: why the last incarnation ended. closed_errors: of its closed shards, by type. start_detail: what its engine
+    is doing while it starts; empty if unknown.
     """
 
     slot: Slot
@@ -108,7 +111,7 @@ class FleetReplica:
     progress: Progress = NOTHING
     recovered_rows: int = 0
     closed_rows: int = 0
-    closed_errors: int = 0
+    closed_errors: Counter[str] = field(default_factory=Counter)
     failures: int = 0
     restarts: int = 0
     start_at: float = 0.0
@@ -119,6 +122,7 @@ class FleetReplica:
     cause: str = ""
     host: str = ""
     heard_at: float | None = None
+    start_detail: str = ""
     steps_changed_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -167,12 +171,14 @@ class FleetReplica:
             self.number,
             self.state,
             self.host,
+            self.start_detail,
             self.slot.devices,
             self.info.device if self.info is not None else "",
             self.progress.in_flight,
             engine.num_running,
             engine.num_waiting,
             engine.kv_cache_usage,
+            engine.prefix_cache_hits / engine.prefix_cache_queries if engine.prefix_cache_queries else None,
             self.restarts,
             self.heard_at,
         )
@@ -211,11 +217,11 @@ def update(replica: FleetReplica, event: Event) -> None:
     replica.heard_at = round(time.time(), 3)
     match event:
         case messages.StartPhase(name, host):
-            replica.state, replica.host = name, host or replica.host
+            replica.state, replica.host, replica.start_detail = name, host or replica.host, ""
         case messages.TakesShards(size):
             replica.early_window = size
         case Ready(engine, _):
-            replica.info, replica.state = engine, "running"
+            replica.info, replica.state, replica.start_detail = engine, "running", ""
             replica.steps_changed_at = time.monotonic()
         case Progress():
             if event.steps != replica.progress.steps or not event.in_flight:
@@ -318,7 +324,8 @@ class Fleet:
         if self._work is not None:
             replica.handle.send(self._work)
         replica.state, replica.info, replica.failed, replica.early_window = "starting", None, None, None
-        replica.progress, replica.recovered_rows, replica.closed_rows, replica.closed_errors = NOTHING, 0, 0, 0
+        replica.progress, replica.recovered_rows, replica.closed_rows = NOTHING, 0, 0
+        replica.closed_errors = Counter()
         replica.steps_changed_at = time.monotonic()
 
     def poll(self, wait_s: float) -> list[tuple[FleetReplica, Event]]:
@@ -332,6 +339,12 @@ class Fleet:
                 self.is_cache_warm |= replica.info is not None and not handle.has_own_cache
                 events.append((replica, event))
         return events
+
+    def look_at_starts(self) -> None:
+        """Read from the logs of starting replicas what their engines are doing."""
+        for replica in self.replicas:
+            if replica.handle is not None and replica.state == messages.STARTING_ENGINE:
+                replica.start_detail = start_detail(replica.handle.log_tail())
 
     def reap(self) -> list[Ended]:
         """End the replicas that have died or made no step for too long, with everything that they started."""
@@ -407,6 +420,7 @@ class Fleet:
             is_hopeless |= replica.failures > self._max_restarts
         replica.is_given_up = replica.is_stopping or is_hopeless
         replica.start_at = time.monotonic() + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** max(0, replica.failures - 1))
+        replica.start_detail = ""
         replica.state = "ended" if replica.is_stopping else "given up" if replica.is_given_up else "restarting"
         replica.restarts += 0 if replica.is_given_up else 1
         replica.handle = None

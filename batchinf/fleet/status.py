@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from batchinf.base.storage import Folder, open_log
 from batchinf.fleet.backend import DeviceWatch
+from batchinf.fleet.devices import DeviceLook
 from batchinf.replica.messages import Progress
 
 STATUS_FILE = "status.json"
@@ -22,19 +23,23 @@ _WINDOW_S = 60.0
 class ReplicaStatus:
     """One replica: its state, its place, and how full its engine is.
 
-    host: "" before it has said so. device: the model of its devices; "" before its engine is up. heard_at: when its
-    last message came, in seconds since 1970; None before the first.
+    host: "" before it has said so. start_detail: what a starting engine is doing, such as `loading weights 57/191`;
+    empty if unknown. device: the model of its devices; "" before its engine is up. prefix_cache_hit_rate: share from 0
+    to 1 of the prompt tokens that were looked up; None before the first. heard_at: when its last message came, in
+    seconds since 1970; None before the first.
     """
 
     replica: int
     state: str
     host: str
+    start_detail: str
     devices: tuple[str, ...]
     device: str
     in_flight: int
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    prefix_cache_hit_rate: float | None
     restarts: int
     heard_at: float | None
 
@@ -43,6 +48,7 @@ class ReplicaStatus:
 class JobStatus:
     """A snapshot of a job. num_rows, num_rows_done, num_errors: output rows. updated_at: seconds since 1970.
 
+    errors: those since the coordinator started, by the error's type, the most frequent first. devices: of the job.
     state: starting, running, stopping, done, stopped or failed. num_prompt_tokens, num_output_tokens: tokens that the
     engines have run and generated since the coordinator started. Rates are over the last minute. Rates and `left_s` are
     None until there is enough data for them.
@@ -52,6 +58,7 @@ class JobStatus:
     num_rows: int
     num_rows_done: int
     num_errors: int
+    errors: dict[str, int]
     num_shards: int
     num_shards_done: int
     num_prompt_tokens: int
@@ -61,8 +68,8 @@ class JobStatus:
     left_s: float | None
     stalled_by_disk_s: float
     replicas: tuple[ReplicaStatus, ...]
+    devices: tuple[DeviceLook, ...]
     updated_at: float
-    message: str = ""
 
 
 _STATUS = TypeAdapter(JobStatus)
@@ -141,7 +148,8 @@ class ReplicaLook:
     """One sample of a replica. Counts are totals of its incarnation; kv_cache_usage is a share from 0 to 1.
 
     num_running: requests in the engine's batch. num_waiting: requests in the engine that wait for the batch. num_ready:
-    tokenised requests that wait outside the engine. stalled_by_disk_s: time in which the engine had room but
+    tokenised requests that wait outside the engine. num_rows: finished output rows, those from the journal too.
+    num_answered: those that the engine answered. stalled_by_disk_s: time in which the engine had room but
     admission waited for the disk.
     """
 
@@ -158,6 +166,7 @@ class ReplicaLook:
     num_prompt_tokens: int
     num_output_tokens: int
     num_rows: int
+    num_answered: int
     steps: int
     stalled_by_disk_s: float
 
@@ -179,6 +188,7 @@ class ReplicaLook:
             progress.num_prompt_tokens,
             progress.num_output_tokens,
             progress.num_rows,
+            progress.num_answered,
             progress.steps,
             progress.stalled_by_disk_s,
         )
@@ -199,12 +209,17 @@ class Telemetry:
         """Whether it is time for a sample."""
         return time.monotonic() >= self._next
 
+    @property
+    def devices(self) -> tuple[DeviceLook, ...]:
+        """The latest look at each device of the job."""
+        return self._watch.looks()
+
     def look(self, replicas: Sequence[ReplicaLook]) -> None:
         """Write one sample of all replicas and devices."""
         now = time.monotonic()
         self._next = now + min(max((now - self._began) * _SHARE, _LEAST_S), _MOST_S)
         found = {"at": round(time.time(), 3), "replicas": [asdict(replica) for replica in replicas]}
-        if devices := self._watch.looks():
+        if devices := self.devices:
             found["devices"] = [asdict(device) for device in devices]
         # The file is opened for each sample. A written sample stays, and no file stays open on a full disk.
         with contextlib.suppress(OSError), open_log(self._path) as file:

@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -36,6 +37,14 @@ BATCH_BYTES = 4 << 20
 
 class _DamagedError(Exception):
     """A segment is torn, altered, from another job, or of a later format version."""
+
+
+def count_errors(error_types: pa.Array | pa.ChunkedArray) -> "Counter[str]":
+    """Numbers of values that are not null."""
+    if error_types.null_count == len(error_types):
+        return Counter()
+    counts = error_types.drop_null().value_counts()
+    return Counter(dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)))
 
 
 class Segment:
@@ -64,9 +73,9 @@ class Segment:
         row_index, request_index, num_requests = (table.column(name).to_numpy() for name in RESULT_KEYS)
         return row_index, request_index, num_requests
 
-    def num_errors(self) -> int:
-        """Number of results with an error."""
-        return self.num_rows - int(self.table().column("error_type").null_count)
+    def errors(self) -> "Counter[str]":
+        """Numbers of results with an error, by the error's type."""
+        return count_errors(self.table().column("error_type"))
 
     def let_go(self) -> None:
         """Release the pages that were read, which count as this process's memory. They are read again on access."""

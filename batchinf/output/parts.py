@@ -1,5 +1,6 @@
 """Collects a shard's results, counts its output rows and writes its part. Replicas and the coordinator use it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,7 +15,16 @@ import xxhash
 from batchinf.base.storage import Folder
 from batchinf.manifest.names import staging_name
 from batchinf.manifest.state import State
-from batchinf.output.journal import UNSEALED, Journal, SealingWriter, Segment, is_sealed, joined, row_bytes
+from batchinf.output.journal import (
+    UNSEALED,
+    Journal,
+    SealingWriter,
+    Segment,
+    count_errors,
+    is_sealed,
+    joined,
+    row_bytes,
+)
 from batchinf.prompts import encoder
 from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, BoolArray, Int64Array, Part, PartCounts, Shard
 from batchinf.schedule.positions import ShardRows
@@ -195,7 +205,8 @@ class OpenShard:
         self.damaged: tuple[str, ...] = ()
         self.fresh: list[pa.RecordBatch] = []
         self.unjournalled_bytes = 0
-        self.num_results = self.num_finished_inputs = self.num_recovered_errors = 0
+        self.num_results = self.num_finished_inputs = 0
+        self.errors: Counter[str] = Counter()  # results with an error, by its type
         self.is_given_back = False  # another replica runs it; its prompts here are dropped
         self.num_requests = np.zeros(shard.num_rows, np.int32)
         self._journal = journal
@@ -259,7 +270,7 @@ class OpenShard:
                 damaged.append(segment.name)
             else:
                 self.segments.append(segment)
-                self.num_recovered_errors += segment.num_errors()
+                self.errors += segment.errors()
             segment.close()
         self.damaged = tuple(damaged)
 
@@ -271,6 +282,7 @@ class OpenShard:
         if num_new < len(is_new):
             batch = batch.filter(pa.array(is_new))
         if num_new:
+            self.errors += count_errors(batch.column("error_type"))
             self.fresh.append(batch)
             self.unjournalled_bytes += batch.nbytes
         return num_new

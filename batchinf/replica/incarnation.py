@@ -38,6 +38,7 @@ from batchinf.records import EngineInfo, Part, Shard
 from batchinf.replica.feeder import UNFORKED, ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.messages import (
     DISK_ERROR,
+    STARTING_ENGINE,
     Assign,
     Begin,
     Command,
@@ -316,7 +317,7 @@ class Incarnation:
         if work is not None:
             self._open(work)
             self._pipeline.result()
-        self._port.send(StartPhase("starting the engine"))
+        self._port.send(StartPhase(STARTING_ENGINE))
         engine = self._start_engine(self._tokenizer)
         try:
             self._port.send(StartPhase("compiling kernels for the job's shapes"))

@@ -1,6 +1,6 @@
 """The messages between coordinator and replica: frozen, serialisable, and without rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchinf.model.lora import Adapter
 from batchinf.records import EngineInfo, EngineStats, Extent, Part, RayGroup, Shard
@@ -94,6 +94,10 @@ class Stop:
     drain_s: float
 
 
+# The phase in which the engine itself starts; its log says more.
+STARTING_ENGINE = "starting the engine"
+
+
 @dataclass(frozen=True, slots=True)
 class StartPhase:
     """From a replica: the phase of its start. host: where it runs; the first phase has it."""
@@ -124,14 +128,14 @@ class Ready:
 class Progress:
     """From a replica, about once a second: totals since it started. `steps` shows that the engine is alive.
 
-    num_rows: output rows that are finished. num_errors: errors among them. num_answered: those that the engine finished
-    without an error, so none from the journal. num_prompt_tokens: of prompts that the engine has run.
-    num_output_tokens: generated so far, those of unfinished requests too.
-    in_flight: requests in the engine. num_waiting: those that are ready for it.
+    num_rows: output rows that are finished. errors: those that failed, by the error's type. num_answered: those that
+    the engine finished without an error, so none from the journal. num_prompt_tokens: of prompts that the engine has
+    run. num_output_tokens: generated so far, those of unfinished requests too. in_flight: requests in the engine.
+    num_waiting: those that are ready for it.
     """
 
     num_rows: int
-    num_errors: int
+    errors: dict[str, int]
     num_prompt_tokens: int
     num_output_tokens: int
     steps: int
@@ -158,9 +162,10 @@ class ShardBegun:
 
 @dataclass(frozen=True, slots=True)
 class ShardClosed:
-    """From a replica: a shard is whole in `staging/`."""
+    """From a replica: a shard is whole in `staging/`. errors: its results with an error, by type."""
 
     part: Part
+    errors: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

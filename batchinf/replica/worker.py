@@ -144,7 +144,7 @@ class Worker:
         num_prompt_tokens, num_output_tokens = self._tokens.latest
         return Progress(
             num_rows=totals.num_rows,
-            num_errors=totals.num_errors,
+            errors=dict(totals.errors),
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=num_output_tokens,
             steps=self._steps,

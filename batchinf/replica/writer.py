@@ -6,11 +6,13 @@ A shard whose part is written before the next checkpoint is never journalled.
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchinf.base import faults
+from batchinf.output.journal import count_errors
 from batchinf.output.parts import OpenShard
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
@@ -68,12 +70,12 @@ class Closing:
 class WriterTotals:
     """Output rows stored since the worker started.
 
-    num_rows, num_errors: include rows that the journal already had. num_answered: rows that the engine finished without
-    an error.
+    num_rows, errors: include rows that the journal already had. errors: by the error's type. num_answered: rows that
+    the engine finished without an error.
     """
 
     num_rows: int = 0
-    num_errors: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
     num_answered: int = 0
 
 
@@ -112,7 +114,7 @@ class Writer(threading.Thread):
         with self._lock:
             self._open[shard.index] = shard
             self.totals.num_rows += shard.num_finished
-            self.totals.num_errors += shard.num_recovered_errors
+            self.totals.errors = self.totals.errors + shard.errors
 
     def tick_soon(self) -> None:
         """Journal now, without waiting for the interval."""
@@ -183,12 +185,14 @@ class Writer(threading.Thread):
             by_shard.setdefault(row.shard.index, (row.shard, []))[1].extend(row.results)
         for shard, results in by_shard.values():
             batch = self._task.encode(results)
-            num_before, num_errors = shard.num_finished, batch.num_rows - batch.column("error_type").null_count
+            num_before, errors = shard.num_finished, count_errors(batch.column("error_type"))
             shard.add(batch)
             num_rows = shard.num_finished - num_before
             self.totals.num_rows += num_rows
-            self.totals.num_errors += num_errors
-            self.totals.num_answered += max(0, num_rows - num_errors)
+            if errors:
+                # A new object, because another thread reads the old one.
+                self.totals.errors = self.totals.errors + errors
+            self.totals.num_answered += max(0, num_rows - errors.total())
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:
@@ -229,7 +233,7 @@ class Writer(threading.Thread):
         part = self._write_part(shard)
         shard.close()
         faults.point("writer.closed")
-        self._emit(ShardClosed(part))
+        self._emit(ShardClosed(part, dict(shard.errors)))
 
     def _raise_closing(self) -> None:
         done = [closing for closing in self._closing if closing.future.done()]

@@ -6,6 +6,7 @@ Messages of a replica about a shard count only while the replica holds the shard
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from batchinf.base import faults
@@ -24,8 +25,9 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import Committed
 from batchinf.output.journal import drop
 from batchinf.records import Part
-from batchinf.replica.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Tried
-from batchinf.run.progress import FIRST_ROWS, HOPELESS_RATE, ProgressDisplay, is_hopeless
+from batchinf.replica.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Stopped, Tried
+from batchinf.run.display import ProgressDisplay
+from batchinf.run.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.schedule.shards import PendingShards
 
 _POLL_S = 0.2
@@ -63,6 +65,7 @@ class Coordinator:
         self._telemetry = telemetry
         self._rates = Rates()
         self._is_measuring = False
+        self._errors: Counter[str] = Counter()  # of committed parts, since the start
         self._next_status = 0.0
         self.requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
         # Requests that were in engines when these were told to end.
@@ -142,10 +145,11 @@ class Coordinator:
         parts: list[tuple[int, str, Part]] = []
         for replica, event in events:
             match event:
-                case ShardClosed(part) if part.shard in replica.shards and replica.handle is not None:
+                case ShardClosed(part, errors) if part.shard in replica.shards and replica.handle is not None:
                     replica.shards.pop(part.shard)
                     replica.closed_rows += part.num_rows - part.num_kept
-                    replica.closed_errors += part.num_errors - part.num_kept_errors
+                    replica.closed_errors.update(errors)
+                    self._errors.update(errors)
                     replica.begun.discard(part.shard)
                     parts.append((replica.number, replica.handle.incarnation, part))
                 case Revoked(shards):
@@ -157,6 +161,8 @@ class Coordinator:
                     self._assignment.begin(replica)
                 case Tried(rows):
                     self._trials.survived(replica, rows)
+                case Stopped():
+                    self._sample()  # its last figures; a short job has no others
                 case _:
                     pass
         if parts:
@@ -226,6 +232,9 @@ class Coordinator:
     def _note_ready(self, replica: FleetReplica, event: Ready) -> None:
         if (warning := self._platforms.admit(replica.number, event.engine)) is not None:
             self._display.say(warning)
+        cache = event.engine.settings.get("kv_cache_size_tokens")
+        room = f"; cache: {cache:,} tokens" if cache else ""
+        self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
         self._manifest.event(
             "ready",
             kept_as=kept_as(event.engine),
@@ -258,17 +267,19 @@ class Coordinator:
             elif not end.was_asked:
                 cause = end.cause if end.out_of_memory is None else end.out_of_memory.words
                 more = f"; {suspicion}" if suspicion else ""
-                self._display.say(f"replica {end.replica.number} {end.replica.state}: {cause}{more}")
+                self._display.say(f"warning: replica {end.replica.number} {end.replica.state}: {cause}{more}")
         if ended:
             self._manifest.commit()
 
     def _close_last(self, end: Ended) -> set[int]:
         """Commit the parts in an incarnation's last events. Returns their shards."""
         held = {shard.index for shard in end.shards}
-        parts = [event.part for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
-        if parts:
-            self._commit([(end.replica.number, end.incarnation, part) for part in parts])
-        return {part.shard for part in parts}
+        closed = [event for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
+        if closed:
+            self._commit([(end.replica.number, end.incarnation, event.part) for event in closed])
+        for event in closed:
+            self._errors.update(event.errors)
+        return {event.part.shard for event in closed}
 
     def _give_up(self) -> None:
         causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
@@ -296,8 +307,13 @@ class Coordinator:
         """Numbers of finished output rows and of errors among them, from commits and from replicas' progress."""
         replicas = self._fleet.replicas
         rows = sum(max(0, replica.progress.num_rows - replica.closed_rows) for replica in replicas)
-        errors = sum(max(0, replica.progress.num_errors - replica.closed_errors) for replica in replicas)
-        return min(self._num_rows, self._committed.num_rows + rows), self._committed.num_errors + errors
+        num_errors = self._committed.num_errors + self._open_errors().total()
+        return min(self._num_rows, self._committed.num_rows + rows), num_errors
+
+    def _open_errors(self) -> Counter[str]:
+        """Errors of rows that are in no committed part, by type."""
+        every = (Counter(replica.progress.errors) - replica.closed_errors for replica in self._fleet.replicas)
+        return sum(every, Counter())
 
     def _end_replicas(self, *, drains: bool) -> None:
         """Let replicas finish what they can until the stop requests' deadline, which a later request may shorten."""
@@ -323,18 +339,17 @@ class Coordinator:
         self._next_status = time.monotonic() + _STATUS_EVERY_S
         # Commits check the lock. Between commits, which may be minutes, a lost lock is noticed here.
         self._lock.watch()
+        self._fleet.look_at_starts()
         status = self._status(state)
         with contextlib.suppress(OSError):
             write_status(self._job.folder, status)
         self._display.show(status)
         if self._telemetry.is_due:
-            self._telemetry.look(
-                [
-                    ReplicaLook.of(m.number, m.handle.incarnation, m.state, m.progress)
-                    for m in self._fleet.replicas
-                    if m.handle is not None
-                ]
-            )
+            self._sample()
+
+    def _sample(self) -> None:
+        live = [(m, m.handle.incarnation) for m in self._fleet.replicas if m.handle is not None]
+        self._telemetry.look([ReplicaLook.of(m.number, name, m.state, m.progress) for m, name in live])
 
     def _status(self, state: str) -> JobStatus:
         replicas = self._fleet.replicas
@@ -349,6 +364,7 @@ class Coordinator:
             num_rows=self._num_rows,
             num_rows_done=num_done,
             num_errors=num_errors,
+            errors=dict((self._errors + self._open_errors()).most_common()),
             num_shards=self._num_shards,
             num_shards_done=self._committed.num_shards,
             num_prompt_tokens=totals.num_prompt_tokens,
@@ -358,6 +374,6 @@ class Coordinator:
             left_s=None if left_s is None else round(left_s, 1),
             stalled_by_disk_s=self._fleet.stalled_by_disk_s,
             replicas=tuple(replica.status() for replica in replicas),
+            devices=self._telemetry.devices,
             updated_at=round(time.time(), 3),
-            message="" if state != "starting" else "; ".join(f"replica {m.number} {m.state}" for m in replicas),
         )

@@ -31,10 +31,10 @@ from batchinf.output.proof import changed_parts
 from batchinf.prompts.builder import setting
 from batchinf.run import progress
 from batchinf.run.coordinator import Coordinator
+from batchinf.run.display import ProgressDisplay
 from batchinf.run.ending import Summary, finished, stopped_lines
 from batchinf.run.extend import add_extent, has_more, open_extended, said
 from batchinf.run.head_start import HeadStart
-from batchinf.run.progress import ProgressDisplay
 from batchinf.run.recovery import note_ended, recover
 from batchinf.run.retry import RetryPhase, RetryRequest, begin_retry, next_phase, take_request
 from batchinf.schedule.positions import Choice, RunOrder

@@ -1,23 +1,18 @@
-"""What users see of a run: the progress bar or lines, the most frequent errors, and the forecast for all rows."""
+"""What users see at the end of a run: the most frequent errors, and the forecast for all rows."""
 
 import contextlib
 import datetime
 import re
-import sys
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from batchinf.base.errors import BatchinfError, RowError
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, duration, short_count, size_text, time_text
-from batchinf.fleet.status import JobStatus
+from batchinf.base.text import clip, size_text, time_text
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
@@ -25,88 +20,6 @@ from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-
-_LINE_EVERY_S = 30.0
-
-
-class ProgressDisplay:
-    """The progress display of one job."""
-
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
-        self._stream = stream
-        self._is_terminal = stream.isatty()
-        self._bar: tqdm[Any] | None = None
-        self._next_line = time.monotonic() + _LINE_EVERY_S
-        self._last_state = ""
-
-    def say(self, line: str) -> None:
-        """Print a line above the bar. The bar stays."""
-        # A closed terminal or pipe must not end the job.
-        with contextlib.suppress(OSError):
-            if self._bar is None:
-                print(line, file=self._stream, flush=True)
-            else:
-                tqdm.write(line, file=self._stream)
-
-    def show(self, status: JobStatus) -> None:
-        with contextlib.suppress(OSError):
-            self._show(status)
-
-    def _show(self, status: JobStatus) -> None:
-        if self._is_terminal:
-            self._show_bar(status)
-        elif time.monotonic() >= self._next_line or status.state != self._last_state:
-            self._next_line = time.monotonic() + _LINE_EVERY_S
-            self._last_state = status.state
-            print(f"{status.state}: {status.message or status_line(status)}", file=self._stream, flush=True)
-
-    def _show_bar(self, status: JobStatus) -> None:
-        if self._bar is None:
-            self._bar = tqdm(
-                total=status.num_rows,
-                initial=status.num_rows_done,
-                file=self._stream,
-                unit="row",
-                dynamic_ncols=True,
-                bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} output rows [{elapsed}{postfix}]",
-            )
-        self._bar.n = status.num_rows_done
-        self._bar.set_description_str(status.state, refresh=False)
-        self._bar.set_postfix_str(status.message or _figures(status), refresh=False)
-        self._bar.refresh()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.close()
-            self._bar = None
-
-
-def status_line(status: JobStatus) -> str:
-    """One line: rows, rates, time left, errors, replicas."""
-    if status.state == "done":
-        return f"{status.num_rows_done:,} output rows, {status.num_errors:,} errors{_waited(status, ', ')}"
-    return f"{status.num_rows_done:,}/{status.num_rows:,} output rows · {_figures(status)}"
-
-
-def _figures(status: JobStatus) -> str:
-    """The figures that the bar and the lines share."""
-    up = sum(replica.state == "running" for replica in status.replicas)
-    rates = (("in", status.prompt_tokens_per_s), ("out", status.output_tokens_per_s))
-    parts = [
-        *([] if status.left_s is None else [f"left {duration(status.left_s)}"]),
-        *(f"{name} {short_count(rate)} tok/s" for name, rate in rates if rate is not None),
-        f"{status.num_errors:,} errors",
-        f"{up}/{len(status.replicas)} replicas up",
-    ]
-    return " · ".join(parts) + _waited(status, " · ")
-
-
-def _waited(status: JobStatus, separator: str) -> str:
-    if status.stalled_by_disk_s < 1:
-        return ""
-    return f"{separator}waited {duration(status.stalled_by_disk_s)} for the disk"
-
 
 # The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
 FIRST_ROWS = 1000

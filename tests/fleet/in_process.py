@@ -24,8 +24,8 @@ from batchinf.records import StartedReplica
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Command, Event, Launch, ShardBegun, Stop
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
+from batchinf.run.display import ProgressDisplay
 from batchinf.run.epoch import run_job
-from batchinf.run.progress import ProgressDisplay
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 

@@ -16,7 +16,7 @@ from batchinf.fleet.status import TELEMETRY_FOLDER, ReplicaLook, Telemetry, read
 from batchinf.records import EngineStats
 from batchinf.replica.messages import Progress
 
-PROGRESS = Progress(10, 1, 200, 300, 7, 5, 0.25, EngineStats(3, 2, 0.5, 1, 40, 30), num_waiting=4)
+PROGRESS = Progress(10, {"refused": 1}, 200, 300, 7, 5, 0.25, EngineStats(3, 2, 0.5, 1, 40, 30), num_waiting=4)
 
 
 def look() -> ReplicaLook:
@@ -35,8 +35,8 @@ def test_a_look_is_a_line(tmp_path: pathlib.Path) -> None:
     assert found["replicas"] == [
         {"replica": 1, "incarnation": "000001.0002", "state": "running", "num_running": 3, "num_waiting": 2,
          "num_ready": 4, "kv_cache_usage": 0.5, "prefix_cache_queries": 40, "prefix_cache_hits": 30,
-         "num_preemptions": 1, "num_prompt_tokens": 200, "num_output_tokens": 300, "num_rows": 10, "steps": 7,
-         "stalled_by_disk_s": 0.25}
+         "num_preemptions": 1, "num_prompt_tokens": 200, "num_output_tokens": 300, "num_rows": 10, "num_answered": 0,
+         "steps": 7, "stalled_by_disk_s": 0.25}
     ]  # fmt: skip
     assert "devices" not in found
 
@@ -80,7 +80,9 @@ def test_a_job_writes_it(tmp_path: pathlib.Path) -> None:
     found = list(read_looks(Folder(tmp_path / "out")))
     assert {replica["replica"] for one in found for replica in one["replicas"]} == {0, 1}
     assert found == sorted(found, key=lambda one: one["at"])
-    assert max(replica["num_output_tokens"] for one in found for replica in one["replicas"]) > 0
+    # Each replica has a last sample when it ends, so that a short job has its figures too.
+    last = {replica["incarnation"]: replica["num_output_tokens"] for one in found for replica in one["replicas"]}
+    assert sum(last.values()) == sum(row["num_output_tokens"] or 0 for row in jobs.rows_of(tmp_path / "out"))
 
 
 def test_no_room_is_no_reason_to_stop(tmp_path: pathlib.Path) -> None:

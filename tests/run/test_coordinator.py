@@ -1,7 +1,6 @@
 """Replicas that fail, hang or lag, requests to stop, a lost lock: what becomes of the job, and of its rows."""
 
 import gc
-import io
 import json
 import os
 import pathlib
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -24,11 +22,9 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet, last_error, told_cause
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel, SharedMemory
-from batchinf.fleet.status import JobStatus
 from batchinf.output.journal import Journal
 from batchinf.records import Part
 from batchinf.replica.messages import Failed, Launch, ShardClosed
-from batchinf.run.progress import ProgressDisplay
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -402,74 +398,6 @@ def test_a_replica_without_a_coordinator_ends(tmp_path: pathlib.Path) -> None:
 )
 def test_the_cause_is_quoted_from_the_log(log: str, expected: str) -> None:
     assert last_error(log.splitlines()) == expected
-
-
-class Terminal(io.StringIO):
-    """Where people look; it may be gone."""
-
-    is_gone = False
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if self.is_gone:
-            raise BrokenPipeError(32, "Broken pipe")
-        return super().write(text)
-
-
-def status_with(**fields: Any) -> JobStatus:
-    status = JobStatus("running", 100, 40, 3, 10, 4, 5000, 7000, 120.0, 340.0, 75.0, 0.0, (), 0.0)
-    return JobStatus(**{**{name: getattr(status, name) for name in JobStatus.__slots__}, **fields})
-
-
-def test_the_display_on_a_terminal() -> None:
-    terminal = Terminal()
-    display = ProgressDisplay(terminal)
-    display.show(status_with(state="starting", num_rows_done=0, message="replica 0 compiling"))
-    display.show(status_with())
-    display.say("a line that stays")
-    display.close()
-    text = terminal.getvalue()
-    for words in (
-        "replica 0 compiling",
-        "40/100 output rows",
-        "left 1m15s",
-        "in 120 tok/s",
-        "out 340 tok/s",
-        "3 errors",
-        "a line that",
-    ):
-        assert words in text
-    assert display._bar is None
-
-
-@pytest.mark.parametrize("make", [Terminal, io.StringIO])
-def test_a_display_that_is_gone_ends_no_job(make: Callable[[], io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = make()
-    display = ProgressDisplay(stream)
-    display.show(status_with())
-    monkeypatch.setattr(stream, "write", Terminal.write.__get__(_gone()))
-    display.show(status_with(state="stopping"))
-    display.say("nobody hears this")
-    display.close()
-
-
-def _gone() -> Terminal:
-    terminal = Terminal()
-    terminal.is_gone = True
-    return terminal
-
-
-def test_a_plain_line_for_each_state_and_each_half_minute() -> None:
-    stream = io.StringIO()
-    display = ProgressDisplay(stream)
-    for state in ("starting", "running", "running", "done"):
-        display.show(status_with(state=state))
-    display._next_line = 0.0
-    display.show(status_with(state="done"))
-    lines = stream.getvalue().splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["starting", "running", "done", "done"]
 
 
 def test_words_that_point_elsewhere_are_followed(tmp_path: pathlib.Path) -> None:

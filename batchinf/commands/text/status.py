@@ -11,7 +11,7 @@ from batchinf.commands.status import JobState, JobTotals, Load, RetryProgress, S
 from batchinf.fleet.status import ReplicaStatus
 from batchinf.output.parts import accuracy_lines, non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
-from batchinf.run.progress import status_line
+from batchinf.run.display import status_line
 
 
 def status_lines(report: StatusReport) -> Iterator[str]:

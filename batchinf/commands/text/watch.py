@@ -1,0 +1,143 @@
+"""`batchinf status --watch`: a job's progress and a table of its replicas, every second until the job ends."""
+
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from batchinf.base.text import clip, to_json
+from batchinf.commands.status import JobState, StatusReport, job_status
+from batchinf.fleet.devices import DeviceLook
+from batchinf.fleet.status import JobStatus, ReplicaStatus
+from batchinf.run.display import beside_bar, figures, fit, status_line
+
+_EVERY_S, _EVERY_LINE_S = 1.0, 10.0
+# A look reads the manifest, which takes a second for 100,000 parts. It may take a fifth of a processor core.
+_PAUSE = 4.0
+
+
+def watch(out: str, *, as_json: bool) -> StatusReport:
+    """Show a job until it ends or Ctrl-C is pressed, and return its last state. Without a terminal: in lines.
+
+    as_json: print one object a second, and no table. Raises OutputError without a job.
+    """
+    report = job_status(out)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        every_s = _EVERY_S
+        show: Callable[[StatusReport], None] = _print_json
+        if not as_json and sys.stdout.isatty():
+            live = stack.enter_context(Live(console=Console(highlight=False), auto_refresh=False, transient=True))
+            show = functools.partial(_draw, live)
+        elif not as_json:
+            every_s, show = _EVERY_LINE_S, _print_lines
+        took_s = 0.0
+        while any(job.process is not None for job in report.jobs):
+            show(report)
+            time.sleep(max(every_s - took_s, _PAUSE * took_s))
+            began = time.monotonic()
+            report = job_status(out)
+            took_s = time.monotonic() - began
+    return report
+
+
+def _print_json(report: StatusReport) -> None:
+    print(to_json(report), flush=True)
+
+
+def _draw(live: Live, report: StatusReport) -> None:
+    live.update(watch_view(report, live.console.width), refresh=True)
+
+
+def _print_lines(report: StatusReport) -> None:
+    """A line for each job or slice that runs."""
+    for job in report.jobs:
+        if job.progress is not None:
+            print(f"{_title(job)}: {status_line(job.progress)}", flush=True)
+
+
+def watch_view(report: StatusReport, width: int) -> RenderableType:
+    """The progress of each job or slice that runs, and the table of their replicas. width: of the terminal."""
+    live = [(job, job.progress) for job in report.jobs if job.progress is not None]
+    above: list[RenderableType] = [Text(f"{clip(report.folder, 200)}: Ctrl-C ends this view, not the job")]
+    for job, progress in live:
+        done = ProgressBar(progress.num_rows, progress.num_rows_done, width=min(40, width))
+        rows = fit(beside_bar(progress), width - min(40, width) - len(_title(job)) - 4)
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(f"{_title(job)}:"), done, Text(rows))
+        above += [line, Text(clip(fit(figures(progress), width), width))]
+    return Group(*above, "", _replicas([(job.slice, progress) for job, progress in live], width))
+
+
+def _title(job: JobState) -> str:
+    return f"{job.activity}" if job.slice is None else f"slice {job.slice} {job.activity}"
+
+
+_STYLES = {"up": "green", "starting": "yellow"}
+_NARROW = 92
+
+
+def _replicas(jobs: list[tuple[str | None, JobStatus]], width: int) -> Table:
+    table = Table(box=None, padding=(0, 2 if width >= _NARROW + 20 else 1, 0, 0))
+    names = [
+        "replica",
+        "state",
+        "GPU",
+        "memory",
+        "load",
+        "power",
+        "running",
+        "waiting",
+        "cache",
+        "prefix hits",
+        "restarts",
+    ]
+    if width < _NARROW:
+        names[-2] = "hits"
+    for name in names:
+        is_text = name in ("replica", "state", "GPU")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for slice_, progress in jobs:
+        looks = {look.device: look for look in progress.devices}
+        for replica in progress.replicas:
+            _add_rows(table, slice_, replica, looks)
+    return table
+
+
+def _add_rows(table: Table, slice_: str | None, replica: ReplicaStatus, looks: dict[str, DeviceLook]) -> None:
+    """A row for each device of a replica; the first one has the figures of the engine."""
+    name = f"{replica.replica}" if slice_ is None else f"{slice_}: {replica.replica}"
+    state = {"running": "up", "restarting": "restarting", "given up": "given up", "ended": "ended"}
+    word = state.get(replica.state, "starting")
+    hits = replica.prefix_cache_hit_rate
+    engine = [
+        f"{replica.num_running:,}",
+        f"{replica.num_waiting:,}",
+        f"{replica.kv_cache_usage:.0%}",
+        "–" if hits is None else f"{hits:.0%}",
+        f"{replica.restarts:,}",
+    ]
+    own: list[RenderableType] = [name, Text(word, _STYLES.get(word, "red"))]
+    devices = replica.devices or ("–",)
+    table.add_row(*own, *_device_cells(devices[0], looks), *engine)
+    for device in devices[1:]:
+        table.add_row("", "", *_device_cells(device, looks), *([""] * len(engine)))
+
+
+def _device_cells(device: str, looks: dict[str, DeviceLook]) -> list[str]:
+    look = looks.get(device)
+    if look is None:
+        return [clip(device, 12), "–", "–", "–"]
+    used, total = look.memory_used_bytes, look.memory_total_bytes
+    return [
+        clip(device, 12),
+        "–" if used is None or total is None else f"{used / 2**30:.0f}/{total / 2**30:.0f} GiB",
+        "–" if look.utilization is None else f"{look.utilization}%",
+        "–" if look.power_w is None else f"{look.power_w:.0f} W",
+    ]

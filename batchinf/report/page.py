@@ -1,0 +1,161 @@
+"""Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
+
+import datetime
+import importlib.resources
+import os
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from batchinf import __version__
+from batchinf.base.errors import OutputError
+from batchinf.base.slices import job_folders
+from batchinf.base.storage import Folder, reason
+from batchinf.base.text import clip, duration, short_count, size_text
+from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
+from batchinf.fleet.status import read_looks
+from batchinf.manifest.state import State
+from batchinf.report import charts
+from batchinf.report.rows import RowFigures, row_figures
+from batchinf.report.timeline import PHASES, Timeline, timeline
+from batchinf.tasks.registry import task_of
+
+REPORT_FILE = "report.html"
+_SPEC_CHARS, _LINE_CHARS = 100_000, 400
+_SETTINGS = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "attention_backend", "kv_cache_size_tokens")
+
+
+def write_report(out: str, file: str | None = None) -> pathlib.Path:
+    """Write the report of a job, which may be live, dead or done. Returns the path of the file.
+
+    file: None means `report.html` in the output folder. Raises OutputError without a job.
+    """
+    html = report_page(out).encode()
+    path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
+    try:
+        Folder(path.parent).write_atomic(path.name, html, durable=False)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {reason(error)}; name another file with -o") from error
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A figure of the summary. note: a few words below it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def report_page(out: str) -> str:
+    """The page as HTML."""
+    report = job_status(out)
+    found = [(job, read_job(job.folder)) for job in job_folders(out)]
+    begun = [(job, state) for job, state in found if state is not None]
+    if not begun or report.totals is None:
+        raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")
+    history = timeline({str(job.slice or ""): (read_looks(job.folder), list(state.events)) for job, state in begun})
+    rows = row_figures([(job.folder, state, task_of(stored_spec(state.header.spec))) for job, state in begun])
+    return _template().render(
+        title=clip(os.path.basename(os.path.normpath(out)), 80),
+        folder=clip(os.path.abspath(out), 300),
+        state=_state(report),
+        made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        version=__version__,
+        report=report,
+        totals=report.totals,
+        cards=_cards(report, report.totals, history, rows),
+        timeline=history,
+        replicas=_replicas(history),
+        phases=PHASES,
+        phase_colors=charts.PHASE_COLORS,
+        rows=rows,
+        charts=charts,
+        spec=_spec_text(begun[0][0].folder),
+        platforms=_platforms([state for _, state in begun]),
+        duration=duration,
+        clip=clip,
+    )
+
+
+def _template() -> jinja2.Template:
+    source = importlib.resources.files("batchinf.report").joinpath("page.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = _number
+    environment.filters["utc"] = lambda at: f"{at[:19].replace('T', ' ')} UTC"
+    return environment.from_string(source)
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if isinstance(number, int) or abs(number) >= 1000 else f"{number:.4g}"
+
+
+def _state(report: StatusReport) -> str:
+    """`done`, `running` and so on; of a job in slices the states of all."""
+    states = [job.activity for job in report.jobs]
+    if report.num_slices is None:
+        return states[0]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+
+
+def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, rows: RowFigures) -> list[Card]:
+    live = [job.progress for job in report.jobs if job.progress is not None]
+    num_done = max(rows.num_rows, totals.num_rows_committed)
+    num_errors = max(totals.num_errors, sum(group.num_rows for group in rows.errors))
+    output = max(totals.num_output_tokens, 0)
+    work_s = history.work_s if history is not None else 0.0
+    cards = [
+        Card("output rows", f"{num_done:,}", f"of {totals.num_rows:,} ({num_done / max(1, totals.num_rows):.1%})"),
+        Card("errors", f"{num_errors:,}", f"{num_errors / max(1, num_done):.2%} of these rows"),
+        Card("output tokens", short_count(output), f"{output:,} in parts"),
+        Card("prompt tokens", short_count(totals.num_prompt_tokens), f"{totals.num_prompt_tokens:,} in parts"),
+    ]
+    if history is not None and work_s:
+        name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")
+        cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "over the whole time of work"))
+        cards.append(Card("time of work", duration(work_s), f"{totals.num_starts:,} start(s)"))
+    cards.append(Card("device time", f"{totals.device_s / 3600:.3f} h", "of replicas that have ended"))
+    cards.append(
+        Card("output", size_text(totals.num_bytes), f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts")
+    )
+    if totals.accuracy is not None and totals.accuracy.num_answered:
+        cards.append(Card("accuracy", f"{totals.accuracy.shares[0]:.2%}", "best"))
+    for progress in live[:1] if len(live) == 1 else ():
+        if progress.left_s is not None:
+            cards.append(Card("time left", duration(progress.left_s), "when the report was made"))
+    return cards
+
+
+def _replicas(history: Timeline | None) -> list[tuple[str, dict[Any, float], float]]:
+    """Each replica with its seconds in each phase, and their sum."""
+    if history is None:
+        return []
+    found = [(replica, history.seconds(replica)) for replica in history.replicas]
+    return [(replica, seconds, max(sum(seconds.values()), 1e-9)) for replica, seconds in found]
+
+
+def _spec_text(folder: Folder) -> str:
+    try:
+        text = folder.read("job.yaml").decode(errors="replace")
+    except OSError:
+        return "job.yaml is missing"
+    return "\n".join(clip(line, _LINE_CHARS) for line in text[:_SPEC_CHARS].splitlines())
+
+
+def _platforms(states: list[State]) -> list[dict[str, str]]:
+    """The devices, versions and settings of the engines, each kind once."""
+    found: dict[str, dict[str, str]] = {}
+    for state in states:
+        for event in [*state.kept.values(), *state.events]:
+            if event.name == "ready":
+                versions, settings = event.fields.get("versions", {}), event.fields.get("settings", {})
+                own = {"device": event.fields.get("device", ""), **versions}
+                own |= {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
+                shown = {clip(str(name), 60): clip(str(value), 200) for name, value in own.items()}
+                found[repr(shown)] = shown
+    return list(found.values())

@@ -1,0 +1,390 @@
+"""Figures of a job's output rows: lengths, numbers, logprobs, finish reasons, labels, errors.
+
+DuckDB adds up the plain columns, and NumPy the lists, a few hundred rows at a time. So memory is bounded.
+"""
+
+import contextlib
+import itertools
+import math
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinf.base.storage import Folder
+from batchinf.base.text import clip, list_names
+from batchinf.manifest.names import part_name
+from batchinf.manifest.state import State
+from batchinf.output.journal import Journal, list_shards
+from batchinf.tasks.base import Task
+
+_SETTINGS = {"memory_limit": "1GB", "threads": "2", "preserve_insertion_order": "false"}
+_NUM_BINS = 40
+# Numbers in lists that are read; of more, parts at equal distances are.
+_MOST_NUMBERS = 100_000_000
+_MOST_GROUPS, _MOST_LABELS = 40, 24
+_MESSAGE_CHARS, _LABEL_CHARS = 300, 40
+_LEAST_LOGPROB = -12.0
+# Share of the logprobs, the lowest, that a histogram leaves out.
+_RARE = 0.005
+_QUANTILES = ("least", "5 %", "median", "95 %", "most")
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Values from `start` to `stop` (exclusive)."""
+
+    start: float
+    stop: float
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """title: what the values are. num_below, num_above: values outside of the bins. num_not_finite: NaN, infinities."""
+
+    title: str
+    unit: str
+    bins: tuple[Bin, ...]
+    num_below: int = 0
+    num_above: int = 0
+    num_not_finite: int = 0
+    quantiles: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many rows have a value."""
+
+    name: str
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGroup:
+    """Error rows of one type whose messages differ only in numbers, with the first of them as an example.
+
+    prompt: empty if the job does not store prompts.
+    """
+
+    error_type: str
+    num_rows: int
+    message: str
+    row_index: int
+    id: str
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowFigures:
+    """num_rows: those that were read, in parts and journal. notes: what was left out, for people to read."""
+
+    num_rows: int
+    lengths: tuple[Histogram, ...]
+    numbers: tuple[Histogram, ...]
+    tokens: tuple[Histogram, ...]
+    finish_reasons: tuple[Share, ...]
+    labels_of: str
+    labels: tuple[Share, ...]
+    num_labels: int
+    errors: tuple[ErrorGroup, ...]
+    num_error_groups: int
+    notes: tuple[str, ...]
+
+
+def row_figures(jobs: Sequence[tuple[Folder, State, Task]]) -> RowFigures:
+    """The figures of a job, or of all its slices: of the rows in parts, and of those that are in no part yet."""
+    paths = [folder.path(f"parts/{part_name(shard)}") for folder, state, _ in jobs for shard in sorted(state.parts)]
+    journalled = [table for folder, state, task in jobs for table in _journalled(folder, state, task)]
+    try:
+        return _figures(jobs, paths, journalled, ())
+    except (duckdb.Error, pa.ArrowException, OSError):
+        whole = [path for path in paths if _is_readable(path)]
+        lost = [path.name for path in paths if path not in set(whole)]
+        note = f"{list_names(lost)}: missing or damaged, and left out; `batchinf check --deep` finds all such files"
+        return _figures(jobs, whole, journalled, (note,) if lost else ())
+
+
+def _figures(
+    jobs: Sequence[tuple[Folder, State, Task]],
+    paths: Sequence[pathlib.Path],
+    journalled: Sequence[pa.Table],
+    notes: tuple[str, ...],
+) -> RowFigures:
+    spec = jobs[0][1].header.spec
+    kept = spec.get("output", {}).get("keep_columns") or ()
+    own = {*(kept.values() if isinstance(kept, dict) else kept), "id"}
+    with tempfile.TemporaryDirectory() as scratch:
+        settings: dict[str, Any] = {**_SETTINGS, "temp_directory": scratch}
+        with duckdb.connect(":memory:", config=settings) as connection:
+            return _Rows(connection, paths, journalled, own).figures(notes)
+
+
+def _is_readable(path: pathlib.Path) -> bool:
+    try:
+        pq.read_metadata(path)
+    except (pa.ArrowException, OSError, ValueError):
+        return False
+    return True
+
+
+def _journalled(folder: Folder, state: State, task: Task) -> Iterator[pa.Table]:
+    """Results that are output rows already, and in no part yet. Memory-mapped, if each result is a row."""
+    journal = Journal(folder, "look", task.result_schema)
+    for shard in list_shards(folder):
+        for segment in journal.recover(shard).segments if shard not in state.parts else ():
+            # A segment is deleted when its results are in a part.
+            with contextlib.suppress(FileNotFoundError):
+                table = segment.table()
+                if task.joins_requests:
+                    table = table.filter(pc.equal(table.column("num_requests"), 1))
+                yield table
+
+
+class _Rows:
+    """The output rows as a table of DuckDB, for the columns without lists, and as batches of Arrow for the others."""
+
+    def __init__(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        paths: Sequence[pathlib.Path],
+        journalled: Sequence[pa.Table],
+        own: set[str],
+    ) -> None:
+        """own: columns that come from the input."""
+        self._connection, self._paths, self._journalled = connection, paths, journalled
+        schema = pq.read_schema(paths[0]) if paths else journalled[0].schema if journalled else pa.schema([])
+        self._lists = {field.name for field in schema if pa.types.is_nested(field.type)}
+        self._types = {field.name: field.type for field in schema if field.name not in self._lists}
+        self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in own]
+        self._create_view()
+
+    def _create_view(self) -> None:
+        selects = []
+        if self._paths:
+            files = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self._paths)
+            selects.append(f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}])")
+        if self._journalled:
+            names = [name for name in self._types if name in self._journalled[0].column_names]
+            self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
+            selects.append(f"SELECT {', '.join(map(_quoted, names))} FROM journalled")
+        nothing = "SELECT NULL AS error_type WHERE false"
+        self._connection.execute(f"CREATE VIEW output AS {' UNION ALL BY NAME '.join(selects) or nothing}")
+
+    def figures(self, notes: tuple[str, ...]) -> RowFigures:
+        [(num_rows,)] = self._query("SELECT count(*) FROM output")
+        tokens, sampled = self._token_histograms()
+        labels_of, labels, num_labels = self._labels(num_rows)
+        errors, num_groups = self._errors()
+        return RowFigures(
+            num_rows,
+            tuple(
+                self._histogram(name, title, "tokens")
+                for name, title in (("num_prompt_tokens", "Prompt length"), ("num_output_tokens", "Output length"))
+                if name in self._types
+            ),
+            tuple(self._histogram(name, name, "") for name in self._numbers),
+            tokens,
+            self._shares("finish_reason", _MOST_LABELS) if "finish_reason" in self._types else (),
+            labels_of,
+            labels,
+            num_labels,
+            errors,
+            num_groups,
+            (*notes, *sampled),
+        )
+
+    def _query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        return self._connection.execute(sql, values).fetchall()
+
+    def _histogram(self, name: str, title: str, unit: str) -> Histogram:
+        """Of a column of numbers: equal bins from the 0.5th to the 99.5th percentile, rounded outwards."""
+        column, is_whole = _quoted(name), pa.types.is_integer(self._types[name])
+        finite = f"FROM output WHERE {column} IS NOT NULL AND isfinite({column}::DOUBLE)"
+        shares = (0.005, 0.05, 0.5, 0.95, 0.995)
+        [(low, high, quantiles, num_odd)] = self._query(
+            f"SELECT min({column})::DOUBLE, max({column})::DOUBLE, approx_quantile({column}::DOUBLE, {[*shares]}), "
+            f"(SELECT count({column}) FROM output) - count(*) {finite}"
+        )
+        if low is None:
+            return Histogram(title, unit, (), num_not_finite=num_odd)
+        start, step, num_bins = _nice_bins(max(low, quantiles[0]), min(high, quantiles[-1]), is_whole)
+        counts = dict(
+            self._query(
+                f"SELECT least(greatest(floor(({column} - {start}) / {step}), -1), {num_bins})::INT, count(*) "
+                f"{finite} GROUP BY 1"
+            )
+        )
+        bins = tuple(Bin(start + i * step, start + (i + 1) * step, counts.get(i, 0)) for i in range(num_bins))
+        values = [low, *(quantiles[i] for i in (1, 2, 3)), high]
+        shown = zip(_QUANTILES, (round(value) for value in values) if is_whole else values, strict=True)
+        return Histogram(title, unit, bins, counts.get(-1, 0), counts.get(num_bins, 0), num_odd, tuple(shown))
+
+    def _shares(self, name: str, most: int) -> tuple[Share, ...]:
+        rows = self._query(
+            f"SELECT left({_quoted(name)}::VARCHAR, {2 * _LABEL_CHARS}) AS value, count(*) FROM output "
+            f"WHERE {_quoted(name)} IS NOT NULL GROUP BY value ORDER BY count(*) DESC, value LIMIT {most}"
+        )
+        return tuple(Share(clip(value, _LABEL_CHARS), num_rows) for value, num_rows in rows)
+
+    def _labels(self, num_rows: int) -> tuple[str, tuple[Share, ...], int]:
+        """The column with the labels of the rows, if there is one: few texts that many rows share."""
+        for name in ("label", "best", "text"):
+            if name not in self._types:
+                continue
+            [(num,)] = self._query(f"SELECT approx_count_distinct(left({_quoted(name)}::VARCHAR, 1000)) FROM output")
+            if name != "text" or (num <= 1.2 * _MOST_LABELS and 4 * num <= num_rows):
+                return name, self._shares(name, _MOST_LABELS), num
+        return "", (), 0
+
+    def _errors(self) -> tuple[tuple[ErrorGroup, ...], int]:
+        if "error_message" not in self._types:
+            return (), 0
+        id_, prompt = ("id" if "id" in self._types else "NULL", "prompt" if "prompt" in self._types else "NULL")
+        rows = self._query(
+            "SELECT error_type, count(*), arg_min(left(error_message, 2000), row_index), min(row_index), "
+            f"arg_min(left({id_}::VARCHAR, 500), row_index), arg_min(left({prompt}, 2000), row_index), "
+            "count(*) OVER () FROM output WHERE error_type IS NOT NULL "
+            "GROUP BY error_type, regexp_replace(left(error_message, 400), '[0-9][0-9,.]*', '#', 'g') "
+            f"ORDER BY count(*) DESC, min(row_index) LIMIT {_MOST_GROUPS}"
+        )
+        groups = tuple(
+            ErrorGroup(
+                clip(str(row[0]), _LABEL_CHARS),
+                row[1],
+                clip(row[2] or "", _MESSAGE_CHARS),
+                row[3],
+                clip(row[4] or "", 2 * _LABEL_CHARS),
+                clip(row[5] or "", _MESSAGE_CHARS),
+            )
+            for row in rows
+        )
+        return groups, rows[0][6] if rows else 0
+
+    # -- lists ---------------------------------------------------------------------------------------------------------
+
+    def _token_histograms(self) -> tuple[tuple[Histogram, ...], tuple[str, ...]]:
+        """Logprobs and entropies of tokens."""
+        names = [name for name in ("logprobs", "choice_logprobs", "top_logprobs") if name in self._lists]
+        if not names:
+            return (), ()
+        logprobs = _Counts(_LEAST_LOGPROB, 0.0, 12 * _NUM_BINS)
+        entropies: _Counts | None = None
+        num_numbers = 0
+        paths = _spread(self._paths)
+        for batch in itertools.chain(self._list_batches(paths, names), self._journal_batches(names)):
+            for name in names:
+                values, k = _flat(batch.column(name))
+                num_numbers += len(values)
+                if name != "top_logprobs":
+                    logprobs.add(values)
+                elif k:
+                    entropies = entropies or _Counts(0.0, math.log(k + 1), _NUM_BINS)
+                    entropies.add(_entropies(values.reshape(-1, k)))
+            if num_numbers > _MOST_NUMBERS:
+                break
+        found = (
+            [logprobs.histogram("Logprob of a token", "nats")] if len(names) > 1 or names[0] != "top_logprobs" else []
+        )
+        if entropies is not None:
+            found.append(entropies.histogram("Entropy at a token, from its most likely tokens", "nats"))
+        was_cut = num_numbers > _MOST_NUMBERS
+        note = f"Logprobs and entropies are those of the first {num_numbers:,} numbers, from parts over the whole job."
+        return tuple(found), (note,) if was_cut else ()
+
+    def _list_batches(self, paths: Sequence[pathlib.Path], names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        for path in paths:
+            with pq.ParquetFile(path) as file:
+                yield from file.iter_batches(_ROWS_AT_ONCE, columns=list(names))
+
+    def _journal_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        for table in self._journalled:
+            if set(names) <= set(table.column_names):
+                yield from table.select(names).to_batches(_ROWS_AT_ONCE)
+
+
+_ROWS_AT_ONCE = 512
+
+
+class _Counts:
+    """Counts values in equal bins."""
+
+    def __init__(self, start: float, stop: float, num_bins: int) -> None:
+        self._start, self._stop = start, stop
+        self._counts = np.zeros(num_bins, np.int64)
+        self._num_below = self._num_above = self._num_odd = 0
+
+    def add(self, values: npt.NDArray[Any]) -> None:
+        is_number = ~np.isnan(values)
+        self._num_odd += len(values) - int(np.count_nonzero(is_number))
+        # The last bin has its end, too: a logprob of 0.
+        self._counts += np.histogram(values[is_number], len(self._counts), (self._start, self._stop))[0]
+        self._num_below += int(np.count_nonzero(values < self._start))
+        self._num_above += int(np.count_nonzero(values > self._stop))
+
+    def histogram(self, title: str, unit: str) -> Histogram:
+        """In at most 40 bins, without the lowest and rarest values."""
+        num_rare = _RARE * (self._counts.sum() + self._num_below) - self._num_below
+        num_fine = len(self._counts) - int(np.searchsorted(np.cumsum(self._counts), max(0.0, num_rare), side="right"))
+        num_joined = max(1, math.ceil(num_fine / _NUM_BINS))
+        num_bins = min(_NUM_BINS, len(self._counts) // num_joined)
+        first = len(self._counts) - num_bins * num_joined
+        width = (self._stop - self._start) / len(self._counts)
+        edges = (self._start + width * np.arange(first, len(self._counts) + 1, num_joined)).tolist()
+        counts = self._counts[first:].reshape(num_bins, num_joined).sum(axis=1).tolist()
+        num_below = self._num_below + int(self._counts[:first].sum())
+        bins = zip(edges, edges[1:], counts, strict=False)
+        return Histogram(title, unit, tuple(Bin(*one) for one in bins), num_below, self._num_above, self._num_odd)
+
+
+def _entropies(logprobs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """[num_tokens] in nats. logprobs: [num_tokens, k]. All other tokens count as one, so this is a lower bound."""
+    with np.errstate(all="ignore"):
+        p = np.exp(logprobs.astype(np.float32))
+        rest = np.clip(1.0 - p.sum(axis=1), 0.0, 1.0)
+        terms = np.where(p > 0, p * logprobs, 0.0).sum(axis=1)
+        found: npt.NDArray[np.float32] = -(terms + np.where(rest > 0, rest * np.log(rest), 0.0))
+    return np.maximum(found, 0.0)
+
+
+def _flat(column: pa.Array) -> tuple[npt.NDArray[Any], int]:
+    """All numbers in a column of lists, and the length of the innermost lists; 0 if that varies."""
+    k = 0
+    while pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
+        lengths = pc.unique(pc.list_value_length(column).drop_null())
+        k = lengths[0].as_py() if len(lengths) == 1 else 0
+        column = column.flatten()
+    values = column.drop_null().to_numpy(zero_copy_only=False)
+    return values, k if k and len(values) % k == 0 else 0
+
+
+def _spread(paths: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+    """The same paths in an order whose every beginning is from all over the job."""
+    count = len(paths)
+    bits = max(1, count - 1).bit_length()
+    places = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+    return [paths[place] for place in places if place < count]
+
+
+def _nice_bins(low: float, high: float, is_whole: bool) -> tuple[float, float, int]:
+    """The start, the width and the number of about 40 equal bins that hold both numbers."""
+    step = (high - low) / _NUM_BINS
+    if step <= 0 or not math.isfinite(step):
+        step = 1.0 if is_whole else max(abs(low), 1.0) / _NUM_BINS
+    size = 10.0 ** math.floor(math.log10(step))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= step * (1 - 1e-9))
+    step = max(1.0, float(math.ceil(step))) if is_whole else step
+    start = math.floor(low / step) * step
+    return start, step, max(1, math.floor((high - start) / step) + 1)
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

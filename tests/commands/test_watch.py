@@ -1,0 +1,65 @@
+"""`status --watch`: its table at two widths, and a job that is watched to its end without a terminal."""
+
+import io
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import jobs
+from batchinf.commands.status import JobState, StatusReport
+from batchinf.commands.text.watch import watch_view
+from batchinf.fleet.devices import DeviceLook
+from batchinf.fleet.status import JobStatus, ReplicaStatus
+
+GIB = 2**30
+
+
+def report_with(replicas: tuple[ReplicaStatus, ...], devices: tuple[DeviceLook, ...], slice_: str | None = None) -> Any:
+    errors = {"prompt_too_long": 12}
+    counts = (1_234_567, 123_456, 12, errors, 400, 40, 10**8, 10**7)
+    progress = JobStatus("running", *counts, 50_000.0, 12_345.0, 3600.0, 0.0, replicas, devices, 0.0)
+    job = JobState("out/\x1b[31mjob", slice_, "running", progress=progress)
+    return StatusReport("out/\x1b[31mjob", None, None, (job,))
+
+
+REPLICAS = (
+    ReplicaStatus(0, "running", "", ("0", "1"), 1228, 1024, 204, 0.87, 0.41, 0),
+    ReplicaStatus(1, "starting the engine", "loading weights 57/191", ("2", "3"), 0, 0, 0, 0.0, None, 2),
+)
+DEVICES = tuple(DeviceLook(str(i), 71 * GIB, 80 * GIB, 98 + i % 2, 612.4) for i in range(3))
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_table_of_replicas_and_devices(width: int) -> None:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(watch_view(report_with(REPLICAS, DEVICES), width))
+    plain = stream.getvalue()
+    lines = [line.rstrip() for line in plain.splitlines()]
+    assert "…" not in plain
+    rows = [line.split() for line in lines]
+    # The figures of the engine stand in the row of the replica's first device.
+    assert ["0", "up", "0", "71/80", "GiB", "98%", "612", "W", "1,024", "204", "87%", "41%", "0"] in rows
+    assert ["1", "71/80", "GiB", "99%", "612", "W"] in rows
+    assert ["1", "starting", "2", "71/80", "GiB", "98%", "612", "W", "0", "0", "0%", "–", "2"] in rows
+    assert ["3", "–", "–", "–"] in rows
+    assert "123,456/1,234,567" in plain
+    assert ("replica 1: loading weights 57/191" in plain) == (width == 160)
+    assert "\\x1b[31mjob" in plain
+
+
+def test_a_job_is_watched_to_its_end(tmp_path: pathlib.Path) -> None:
+    path = jobs.spec_of(tmp_path, scripted={"step_s": 0.02}, input={"limit": 100}, parallel={"data_parallel_size": 1})
+    running = jobs.start("run", path)
+    jobs.wait_until(lambda: any(one["num_running"] for one in jobs.snapshot_of(tmp_path / "out").get("replicas", [])))
+    watched = jobs.run("status", "--watch", "--json", tmp_path / "out")
+    assert watched.returncode == 0, watched.stderr
+    assert jobs.end(running)[0] == 0
+    looks = [json.loads(line) for line in watched.stdout.splitlines()]
+    assert len(looks) > 1
+    assert looks[0]["jobs"][0]["progress"]["replicas"][0]["num_running"] > 0
+    assert looks[-1]["jobs"][0]["activity"] == "done"
+    ended = jobs.run("status", "--watch", tmp_path / "out")
+    assert "committed: 100 of 100 output rows" in ended.stdout

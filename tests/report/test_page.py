@@ -1,0 +1,198 @@
+"""The report of whole jobs, live, dead and done; and in a browser, where hostile contents must show harmlessly."""
+
+import html.parser
+import json
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import jobs
+from batchinf.report import charts
+from batchinf.report.rows import Share
+
+HOSTILE = (
+    "<script>document.title='ran'</script>",
+    '"><img src=x onerror="document.title=\'ran\'">',
+    "<svg onload=\"document.title='ran'\">",
+    "\x1b[31mred\x1b]0;title\x07",
+    "\u202egnp.exe\u2066",
+    "{{ 7 * 7 }} {% raw %}",
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page, and its visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self._within: list[str] = []
+        self.feed(text)
+        self.text = "".join(self.words)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += attributes
+        self._within.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._within:
+            del self._within[len(self._within) - 1 - self._within[::-1].index(tag) :]
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._within:
+            self.words.append(data)
+
+
+def hostile_rows(folder: pathlib.Path) -> pathlib.Path:
+    """A spec for rows with hostile ids and prompts, half of them too long; the longest has 1 MB."""
+    rows = []
+    for i in range(60):
+        words = HOSTILE[i % len(HOSTILE)]
+        size = 10**6 if i == 0 else 9000 if i % 2 else 10
+        rows.append({"id": f"{words} {i}", "prompt": (f"{words} " * (size // len(words) + 1))})
+    data = folder / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    out = folder / "out <img src=x onerror=document.title='ran'>"
+    return jobs.spec_of(
+        folder,
+        input={"path": str(data)},
+        output={"path": str(out), "keep_columns": [], "include_prompt": True},
+        sampling={"logprobs": 3},
+        scripted={"max_model_len": 512, "step_s": 0.04},
+        parallel={"data_parallel_size": 1},
+        max_error_rate=1.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The report of a finished job."""
+    folder = tmp_path_factory.mktemp("hostile")
+    path = hostile_rows(folder)
+    jobs.finish(path)
+    [out] = folder.glob("out *")
+    made = jobs.run("report", out, "-o", folder / "page.html")
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.strip() == str(folder / "page.html")
+    return folder / "page.html"
+
+
+def assert_harmless(page: Page) -> None:
+    assert not {"script", "img", "iframe", "link", "object", "embed"} & page.tags.keys()
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    # Nothing is loaded from anywhere.
+    assert all(
+        value is not None and value.startswith("#") for name, value in page.attributes if name in ("href", "src")
+    )
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", page.text)
+
+
+def test_hostile_contents_are_text(hostile: pathlib.Path) -> None:
+    text = hostile.read_text(encoding="utf-8")
+    page = Page(text)
+    assert_harmless(page)
+    assert len(text) < 3_000_000
+    assert "default-src 'none'" in text
+    # They are shown all the same.
+    assert "id <script>document.title='ran'</script> 0" in page.text
+    assert "<img src=x onerror=document.title='ran'>" in page.text
+    assert "prompt_too_long" in page.text
+    assert page.text.count(HOSTILE[0]) < 50
+
+
+def test_what_the_page_says(hostile: pathlib.Path) -> None:
+    page = Page(hostile.read_text(encoding="utf-8"))
+    text = re.sub(r"\s+", " ", page.text)
+    assert "output rows60of 60 (100.0%)" in text.replace(" 60 of", "60of").replace("rows 60", "rows60")
+    for heading in ("Throughput", "Replicas", "Lengths", "Logprobs and numbers", "Outputs", "Errors", "Environment"):
+        assert heading in text
+    assert "max_num_seqs: 8" in text
+    # Throughput and replicas in two widths, two lengths, three of numbers, finish reasons, texts that repeat.
+    assert page.tags["svg"] == 2 * 2 + 2 + 3 + 2
+    assert page.tags["title"] > 50
+
+
+def test_labels_are_text_in_a_chart() -> None:
+    drawn = Page(charts.shares_chart([Share("<script>x</script>&amp;", 3), Share("", 1)], "<b>"))
+    assert_harmless(drawn)
+    assert "<script>x</script>&amp;: 3 rows" in drawn.text
+    assert "(empty)" in drawn.text
+
+
+def test_a_job_that_was_killed_has_a_report_with_its_journal(tmp_path: pathlib.Path) -> None:
+    sections: Any = {
+        "scripted": {"step_s": 0.02},
+        "output": {"rows_per_shard": 600},
+        "parallel": {"data_parallel_size": 1},
+    }
+    killed = jobs.start("run", jobs.spec_of(tmp_path, **sections))
+    jobs.wait_until(lambda: any((tmp_path / "out" / "journal").glob("*-00003")))
+    live = jobs.run("report", tmp_path / "out", "-o", tmp_path / "live.html")
+    killed.send_signal(signal.SIGKILL)
+    jobs.end(killed)
+    dead = jobs.run("report", tmp_path / "out")
+    assert (live.returncode, dead.returncode) == (0, 0), live.stderr + dead.stderr
+    running, stopped = (
+        Page(path.read_text(encoding="utf-8")).text
+        for path in (tmp_path / "live.html", tmp_path / "out" / "report.html")
+    )
+    assert "It runs as process" in running
+    assert "stopped" in stopped
+    num_rows = int(re.search(r"output rows\s*([\d,]+)", stopped)[1].replace(",", ""))  # type: ignore[index]
+    assert 0 < num_rows < 657
+
+
+def test_nowhere_to_write_is_one_line(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    [out] = hostile.parent.glob("out *")
+    refused = jobs.run("report", out, "-o", tmp_path / "absent" / "page.html")
+    assert refused.returncode == 2
+    assert "name another file with -o" in refused.stderr
+    assert jobs.run("report", tmp_path).returncode == 2
+
+
+def browsed(path: pathlib.Path, profile: pathlib.Path, *options: str) -> tuple[str, str]:
+    """A page in headless Chromium: its elements after loading, and the lines of its console."""
+    assert CHROMIUM is not None
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --enable-logging=stderr --log-level=0 --virtual-time-budget=3000"
+    )
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={profile}", *options, "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: make browser installs it where apt-get is")
+def test_nothing_runs_in_a_browser(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    dom, console = browsed(hostile, tmp_path / "profile")
+    page = Page(dom)
+    assert console == ""
+    assert "<title>ran" not in dom
+    assert page.text.lstrip().startswith("out <img src=x onerror=document.title='ran'>: batchinf report")
+    assert_harmless(page)
+    assert page.tags["svg"] == 11
+    # A page that does run something is noticed.
+    bad = tmp_path / "bad.html"
+    bad.write_text(f"<title>a page</title>{HOSTILE[0]}<script>absent()</script>")
+    dom, console = browsed(bad, tmp_path / "other")
+    assert "<title>ran</title>" in dom
+    assert "absent is not defined" in console
+    # And the policy of the page alone would stop a script that was not escaped.
+    injected = tmp_path / "injected.html"
+    injected.write_text(
+        hostile.read_text(encoding="utf-8").replace("</main>", f"{HOSTILE[0]}</main>"), encoding="utf-8"
+    )
+    dom, console = browsed(injected, tmp_path / "third")
+    assert "<title>ran" not in dom
+    assert "Content Security Policy" in console

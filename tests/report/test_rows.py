@@ -1,0 +1,128 @@
+"""Figures of output rows, against NumPy over the same rows."""
+
+import pathlib
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinf.report.rows import RowFigures, Share, _nice_bins, _Rows, _spread
+
+NUM_ROWS = 2000
+random = np.random.default_rng(0)
+LENGTHS = random.integers(0, 300, NUM_ROWS)
+LOGPROBS = [np.log(random.dirichlet(np.ones(8), size=n % 5)).astype(np.float32) for n in range(NUM_ROWS)]
+
+
+def parts_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Two parts with all that a job may have, hostile texts too."""
+    errors = [
+        "got 7,001 tokens" if i % 20 == 1 else "<script>x</script>" if i % 20 == 2 else None for i in range(NUM_ROWS)
+    ]
+    table = pa.table(
+        {
+            "id": [f"\u202ename {i}\x1b[31m" for i in range(NUM_ROWS)],
+            "row_index": pa.array(range(NUM_ROWS)),
+            "text": pa.array([None if error else ("yes", "no", "no")[i % 3] for i, error in enumerate(errors)]),
+            "own": pa.array(random.random(NUM_ROWS)),
+            "reward": pa.array(np.where(np.arange(NUM_ROWS) % 100 == 0, np.nan, random.normal(size=NUM_ROWS))),
+            "logprobs": pa.array([[float(row[0]) for row in rows] for rows in LOGPROBS], pa.list_(pa.float32())),
+            "top_logprobs": pa.array(
+                [[row[:4].tolist() for row in r] for r in LOGPROBS], pa.list_(pa.list_(pa.float32()))
+            ),
+            "num_prompt_tokens": pa.array(LENGTHS, pa.int32()),
+            "num_output_tokens": pa.array([len(rows) for rows in LOGPROBS], pa.int32()),
+            "finish_reason": pa.array(["stop" if i % 4 else "length" for i in range(NUM_ROWS)]),
+            "error_type": pa.array([error and "refused" for error in errors]),
+            "error_message": pa.array(
+                [error and error.replace("7,001", str(7000 + i)) for i, error in enumerate(errors)]
+            ),
+        }
+    )
+    paths = [folder / "part-000000.parquet", folder / "it's part-000001.parquet"]
+    pq.write_table(table.slice(0, 700), paths[0])
+    pq.write_table(table.slice(700), paths[1])
+    return paths
+
+
+def figures_of(paths: list[pathlib.Path], journalled: list[pa.Table]) -> RowFigures:
+    with duckdb.connect(":memory:") as connection:
+        return _Rows(connection, paths, journalled, {"id", "own"}).figures(())
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> RowFigures:
+    return figures_of(parts_in(tmp_path_factory.mktemp("parts")), [])
+
+
+def test_every_row_is_in_a_bin(figures: RowFigures) -> None:
+    assert figures.num_rows == NUM_ROWS
+    prompts, outputs = figures.lengths
+    for histogram, values in ((prompts, LENGTHS), (outputs, np.array([len(rows) for rows in LOGPROBS]))):
+        assert sum(one.num for one in histogram.bins) + histogram.num_below + histogram.num_above == NUM_ROWS
+        for one in histogram.bins:
+            assert one.num == np.count_nonzero((values >= one.start) & (values < one.stop))
+    assert dict(prompts.quantiles)["least"] == LENGTHS.min()
+    assert dict(prompts.quantiles)["median"] == pytest.approx(np.median(LENGTHS), abs=5)
+
+
+def test_numbers_of_the_model_and_not_of_the_input(figures: RowFigures) -> None:
+    [reward] = figures.numbers
+    assert (reward.title, reward.num_not_finite) == ("reward", NUM_ROWS // 100)
+
+
+def test_logprobs_and_entropies(figures: RowFigures) -> None:
+    logprobs, entropies = figures.tokens
+    flat = np.concatenate([rows[:, 0] for rows in LOGPROBS])
+    assert sum(one.num for one in logprobs.bins) + logprobs.num_below == len(flat)
+    for one in logprobs.bins[:-1]:
+        assert one.num == np.count_nonzero((flat >= one.start) & (flat < one.stop))
+    p = np.exp(np.concatenate([rows[:, :4] for rows in LOGPROBS]).astype(float))
+    rest = 1 - p.sum(1)
+    expected = -(p * np.log(p)).sum(1) - rest * np.log(rest)
+    middle = entropies.bins[len(entropies.bins) // 2]
+    inside = np.count_nonzero((expected >= middle.start) & (expected < middle.stop))
+    assert middle.num == pytest.approx(inside, abs=2)
+    assert sum(one.num for one in entropies.bins) == len(flat)
+
+
+def test_labels_reasons_and_errors(figures: RowFigures) -> None:
+    assert (figures.labels_of, {share.name for share in figures.labels}) == ("text", {"yes", "no"})
+    assert figures.finish_reasons == (Share("stop", 1500), Share("length", 500))
+    first, second = figures.errors
+    assert (first.num_rows, first.row_index, first.message) == (100, 1, "got 7001 tokens")
+    assert (second.num_rows, second.message) == (100, "<script>x</script>")
+    assert first.id == "\\u202ename 1\\x1b[31m"
+
+
+def test_results_in_the_journal_count(figures: RowFigures, tmp_path: pathlib.Path) -> None:
+    first, second = parts_in(tmp_path)
+    journalled = pq.read_table(second).drop_columns(["id", "own"])
+    found = figures_of([first], [journalled])
+    assert found.num_rows == NUM_ROWS
+    assert found.tokens == figures.tokens
+    assert found.finish_reasons == figures.finish_reasons
+    assert figures_of([], []).num_rows == 0
+
+
+def test_bins_are_round_and_hold_both_ends() -> None:
+    for low, high, is_whole in (
+        (0, 7, True),
+        (3, 3, True),
+        (-993.9, -1.1, False),
+        (0.5, 0.5, False),
+        (1e-9, 2e-9, False),
+    ):
+        start, step, num_bins = _nice_bins(low, high, is_whole)
+        assert start <= low
+        assert start + num_bins * step > high * (1 - 1e-9)
+        assert 1 <= num_bins <= 50
+
+
+def test_every_beginning_of_the_parts_is_from_all_over() -> None:
+    paths = [pathlib.Path(str(i)) for i in range(11)]
+    spread = _spread(paths)
+    assert sorted(map(int, map(str, spread))) == list(range(11))
+    assert {int(str(path)) // 6 for path in spread[:2]} == {0, 1}

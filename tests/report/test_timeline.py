@@ -1,0 +1,85 @@
+"""The history of a job from samples: what each replica did, rates, pauses, restarts."""
+
+from typing import Any
+
+import pytest
+
+from batchinf.manifest.lines import EventLine
+from batchinf.report.timeline import Mark, Span, timeline
+
+BEGAN = 1_700_000_000.0
+
+
+def sample(replica: int, incarnation: str, state: str = "running", **counts: float) -> dict[str, Any]:
+    known = {"steps": 0, "stalled_by_disk_s": 0.0, "num_running": 0}
+    rows = {"num_prompt_tokens": 0, "num_output_tokens": 0, "num_answered": 0}
+    return {"replica": replica, "incarnation": incarnation, "state": state, **known, **rows, **counts}
+
+
+def look(at_s: float, *replicas: dict[str, Any]) -> dict[str, Any]:
+    return {"at": BEGAN + at_s, "replicas": list(replicas)}
+
+
+def test_nothing_is_known_without_samples() -> None:
+    assert timeline({"": ([], ())}) is None
+    assert timeline({"": ([{"at": "x"}, 5, {"at": 1, "replicas": [{"replica": 0}]}], ())}) is None  # type: ignore[list-item]
+
+
+def test_phases_and_rates() -> None:
+    first = "000001.0001"
+    looks = [
+        look(0, sample(0, first, "starting the engine")),
+        look(10, sample(0, first)),
+        look(20, sample(0, first, steps=5, num_running=4, num_output_tokens=1000, num_answered=10)),
+        look(30, sample(0, first, steps=5, num_output_tokens=1000, num_answered=10)),
+        look(40, sample(0, first, steps=6, num_output_tokens=1000, num_answered=10, stalled_by_disk_s=9.0)),
+    ]
+    found = timeline({"": (looks, ())})
+    assert found is not None
+    assert found.spans == (
+        Span("0", "starting", 0.0, 10.0),
+        Span("0", "busy", 10.0, 20.0),
+        Span("0", "idle", 20.0, 30.0),
+        Span("0", "waiting for the disk", 30.0, 40.0),
+    )
+    assert found.seconds("0") == {"busy": 10, "idle": 10, "waiting for the disk": 10, "starting": 10, "down": 0}
+    assert sum(one.output_tokens_per_s * (one.stop_s - one.start_s) for one in found.throughput) == pytest.approx(1000)
+    assert [one.output_tokens_per_s for one in found.throughput if 11 < one.start_s < 18] == [pytest.approx(100)] * 6
+
+
+def test_a_pause_takes_no_time_and_a_death_does() -> None:
+    looks = [
+        look(0, sample(0, "000001.0001"), sample(1, "000001.0002")),
+        look(10, sample(0, "000001.0001", steps=9, num_answered=5), sample(1, "000001.0002", steps=9, num_answered=5)),
+        look(20, sample(0, "000001.0003"), sample(1, "000001.0002", steps=20, num_answered=9)),
+        look(3620, sample(0, "000002.0001"), sample(1, "000002.0002")),
+        look(3630, sample(0, "000002.0001", steps=1, num_answered=2), sample(1, "000002.0002")),
+    ]
+    events = [
+        EventLine("epoch", "2023-11-14T22:13:20+00:00", {}),
+        EventLine("replica_started", "2023-11-14T22:13:20+00:00", {"replica": 0, "incarnation": "000001.0001"}),
+        EventLine("replica_ended", "2023-11-14T22:13:33+00:00", {"incarnation": "000001.0001", "cause": "signal 9"}),
+        EventLine("replica_ended", "2023-11-14T22:13:41+00:00", {"incarnation": "000001.0002", "cause": ""}),
+        EventLine("epoch", "2023-11-14T23:13:39+00:00", {}),
+    ]
+    found = timeline({"": (looks, events)})
+    assert found is not None
+    assert found.work_s == 30.0
+    assert found.marks == (
+        Mark("restart", 13.0, "2023-11-14T22:13:33+00:00", "replica 0 ended: signal 9"),
+        Mark("resume", 20.0, "2023-11-14T23:13:40+00:00", "resumed after a pause of 1h00m"),
+    )
+    assert [span for span in found.spans if span.replica == "0"] == [
+        Span("0", "busy", 0.0, 10.0),
+        Span("0", "down", 10.0, 20.0),
+        Span("0", "busy", 20.0, 30.0),
+    ]
+    rows = sum(one.rows_per_s * (one.stop_s - one.start_s) for one in found.throughput)
+    assert rows == pytest.approx(5 + 9 + 2)
+
+
+def test_slices_have_their_own_replicas() -> None:
+    looks = [look(0, sample(0, "000001.0001")), look(5, sample(0, "000001.0001", steps=1))]
+    found = timeline({"0/2": (looks, ()), "1/2": (looks, ())})
+    assert found is not None
+    assert found.replicas == ("0/2: 0", "1/2: 0")
