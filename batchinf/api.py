@@ -157,15 +157,15 @@ class _Display(ProgressDisplay):
 
     def __init__(self, progress: Callable[[JobStatus], None] | None, quiet: bool) -> None:
         super().__init__(sys.stderr)
-        self._progress, self._is_quiet, self._has_failed = progress, quiet, False
+        self._progress, self._prints_nothing, self._has_failed = progress, quiet, False
 
     def say(self, line: str) -> None:
-        if not self._is_quiet:
+        if not self._prints_nothing:
             super().say(line)
 
     def show(self, status: JobStatus) -> None:
         if self._progress is None:
-            if not self._is_quiet:
+            if not self._prints_nothing:
                 super().show(status)
         elif not self._has_failed:
             # If it raises, the job is ended, and shows its end: not with another call.

@@ -26,8 +26,10 @@ def report_with(replicas: tuple[ReplicaStatus, ...], devices: tuple[DeviceLook, 
 
 
 REPLICAS = (
-    ReplicaStatus(0, "running", "", ("0", "1"), 1228, 1024, 204, 0.87, 0.41, 0),
-    ReplicaStatus(1, "starting the engine", "loading weights 57/191", ("2", "3"), 0, 0, 0, 0.0, None, 2),
+    ReplicaStatus(0, "running", "n1", "", ("0", "1"), "H100", 1228, 1024, 204, 0.87, 0.41, 0, None),
+    ReplicaStatus(
+        1, "starting the engine", "n1", "loading weights 57/191", ("2", "3"), "", 0, 0, 0, 0.0, None, 2, None
+    ),
 )
 DEVICES = tuple(DeviceLook(str(i), 71 * GIB, 80 * GIB, 98 + i % 2, 612.4) for i in range(3))
 

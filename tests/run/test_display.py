@@ -51,7 +51,7 @@ def status_with(**fields: Any) -> JobStatus:
 
 
 def replica(number: int, state: str = "running", detail: str = "") -> ReplicaStatus:
-    return ReplicaStatus(number, state, detail, (), 1024, 900, 124, 0.5, None, 0)
+    return ReplicaStatus(number, state, "", detail, (), "", 1024, 900, 124, 0.5, None, 0, None)
 
 
 LONG = {
