@@ -7,6 +7,7 @@ is done. Kinds of run:
 
 ceiling: one call with token ids, without logprobs and text.
 sorted: as ceiling, with rows sorted by text, so that prompts with the same beginning are neighbours.
+embed: one call of `LLM.embed` with token ids.
 raw: as ceiling, with the workload's logprobs, which stay the arrays that the engine core sends.
 defaults: one call with texts, the workload's sampling and vLLM's defaults.
 chunks: as defaults, in calls of `chunk_rows` rows, each followed by writing a Parquet file.
@@ -74,17 +75,22 @@ def measure(llm: LLM, run: dict[str, Any], result: pathlib.Path) -> dict[str, An
     budgets = rows["max_tokens"].to_pylist() if run["has_budgets"] else [run["sampling"]["max_tokens"]] * len(texts)
     params = [params_of(run["sampling"], run["kind"], budget) for budget in budgets]
     prompts: list[Any] = texts
-    if run["kind"] in ("ceiling", "raw", "sorted"):
+    if run["kind"] in ("ceiling", "raw", "sorted", "embed"):
         ids = llm.get_tokenizer()(texts)["input_ids"]
         prompts = [{"prompt_token_ids": each} for each in ids]
     own = output_processor.LogprobsProcessor
     output_processor.LogprobsProcessor = KeptOut if run["kind"] == "raw" else own
     try:
-        llm.generate(prompts[:32], params[:32], use_tqdm=False)
+        if run["kind"] == "embed":
+            llm.embed(prompts[:32], use_tqdm=False)
+        else:
+            llm.generate(prompts[:32], params[:32], use_tqdm=False)
         llm.reset_prefix_cache()
         gc.collect()
         began = time.monotonic()
-        if run["kind"] == "chunks":
+        if run["kind"] == "embed":
+            num_tokens = len(llm.embed(prompts, use_tqdm=False))
+        elif run["kind"] == "chunks":
             num_tokens = _chunks(llm, prompts, params, run["chunk_rows"], result)
         else:
             num_tokens = _count(llm.generate(prompts, params, use_tqdm=False))

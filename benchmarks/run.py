@@ -36,7 +36,7 @@ from batchinf.fleet.local.backend import engine_environment
 from batchinf.fleet.local.devices import visible_devices
 
 HERE = pathlib.Path(__file__).resolve().parent
-KINDS = ("raw", "ceiling", "sorted", "defaults", "chunks")  # in the order of running
+KINDS = ("raw", "embed", "ceiling", "sorted", "defaults", "chunks")  # in the order of running
 
 
 def main() -> None:
@@ -50,6 +50,9 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--replicas", help="numbers of replicas with commas between them")
     parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--engine", type=json.loads, help="JSON: engine arguments of job and rivals, for all workloads")
+    parser.add_argument("--job-engine", type=json.loads, help="JSON: engine arguments of the job alone")
+    parser.add_argument("--job-parallel", type=json.loads, help="JSON: more of the job's section `parallel`")
     parser.add_argument("--scripted", type=float, help="the scripted engine, a step in so many seconds; no rivals")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="end everything after so many seconds")
     parser.add_argument("--estimate", action="store_true", help="print how long it would take on an H200")
@@ -79,6 +82,8 @@ def chosen(args: argparse.Namespace) -> "itertools.chain[Workload]":
         changes: dict[str, Any] = {"dtype": args.dtype} if args.dtype else {}
         if args.max_num_seqs:
             changes["max_num_seqs"] = args.max_num_seqs
+        given = {"own_engine": args.engine, "job_engine": args.job_engine, "job_parallel": args.job_parallel}
+        changes |= {name: value for name, value in given.items() if value is not None}
         if args.scripted is not None:
             changes |= {"scripted_step_s": args.scripted, "rivals": ()}
         elif args.rivals is not None:
@@ -148,8 +153,9 @@ def write_spec(
         "parallel": {
             "tensor_parallel_size": workload.tensor_parallel_size,
             "data_parallel_size": workload.data_parallel_size,
+            **workload.job_parallel,
         },
-        "engine": workload.engine,
+        "engine": workload.engine if workload.job_engine is None else workload.job_engine,
         "output": {"path": str(out)},
     }  # fmt: skip
     if workload.task == "score":
@@ -158,6 +164,8 @@ def write_spec(
             "sampling": {},
             "input": {"path": str(prompts), "text_column": "prompt", "id_column": "id"},
         }
+    if workload.is_embedding:
+        spec |= {"task": "embed", "sampling": {}}
     if workload.scripted_step_s is not None:
         spec["scripted"] = {
             "step_s": workload.scripted_step_s,
@@ -260,6 +268,7 @@ def engine_of(group: list[Prepared]) -> dict[str, Any]:
         "quantization": workload.quantization,
         "tensor_parallel_size": workload.tensor_parallel_size,
         "max_logprobs": max(20, *(k for item, *_ in group for k in (item.logprobs or 0, item.prompt_logprobs or 0))),
+        **({"runner": "pooling", "convert": "embed"} if workload.is_embedding else {}),
         **workload.engine,
     }
 

@@ -18,7 +18,8 @@ class Workload:
     only one token comes out. chunk_rows: rows for one call of the rival `chunks`. order: the job's `input.order`. task:
     the job's; a scoring task scores each prompt. scripted_step_s: run on the scripted engine, with at least this time a
     step. prefix_tokens: the beginning of the prompt that `rows_per_prefix` rows share, shuffled. The KV cache then
-    holds a third of all prefixes.
+    holds a third of all prefixes. own_engine: engine arguments of job and rivals in place of those that follow from the
+    other fields. job_engine: of the job alone. job_parallel: more fields of the job's section `parallel`.
     """
 
     name: str
@@ -45,12 +46,17 @@ class Workload:
     scripted_step_s: float | None = None
     prefix_tokens: int = 0
     rows_per_prefix: int = 8
+    own_engine: dict[str, Any] | None = None
+    job_engine: dict[str, Any] | None = None
+    job_parallel: dict[str, Any] = field(default_factory=dict)
     rivals: tuple[str, ...] = ("ceiling",)
     h200: dict[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> dict[str, Any]:
         """EngineArgs for job and rivals: offline limits, and a prefix cache only for workloads with prefixes."""
+        if self.own_engine is not None:
+            return self.own_engine
         arguments: dict[str, Any] = {
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
@@ -66,6 +72,11 @@ class Workload:
     def is_scoring(self) -> bool:
         """Whether prompt tokens count, and not output tokens."""
         return self.max_tokens == 1
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the job embeds its prompts."""
+        return self.task == "embed"
 
     def sampling(self) -> dict[str, Any]:
         """Sampling fields of a spec, which are also fields of SamplingParams."""
@@ -141,6 +152,15 @@ WORKLOADS = {
         Workload(
             "score-task", task="score", num_rows=2560, prompt_tokens=1024, max_tokens=1, prompt_logprobs=1,
             rivals=("raw",), h200=_SCORE,
+        ),
+        # 128-token texts for a small scorer and a small embedder, as vLLM comes.
+        Workload(
+            "small-score", task="score", shape="qwen3-0.6b", num_rows=65536, prompt_tokens=128, max_tokens=1,
+            prompt_logprobs=1, own_engine={}, rivals=("raw",), h200={"batchinf": 130000, "raw": 130000},
+        ),
+        Workload(
+            "small-embed", task="embed", shape="qwen3-0.6b", num_rows=131072, prompt_tokens=128, max_tokens=1,
+            own_engine={}, rivals=("embed",), h200={"batchinf": 253000, "embed": 247000},
         ),
         # The lengths are a column of the input, which the job reads with `max_tokens: {column: max_tokens}`.
         Workload(

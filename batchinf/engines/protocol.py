@@ -4,6 +4,9 @@ from typing import Protocol
 
 from batchinf.records import Completion, EngineInfo, EngineStats, Request
 
+# The environment variable that names the file which engines of a shared device lock while they start.
+DEVICE_LOCK = "BATCHINF_DEVICE_LOCK"
+
 
 class Engine(Protocol):
     """Continuous batching: requests are added at any time, and any step may return finished ones. For one thread."""

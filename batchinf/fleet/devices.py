@@ -17,17 +17,18 @@ class Slot:
     """Where all incarnations of one replica run; a backend makes it.
 
     devices: names as the user sees them, such as those in CUDA_VISIBLE_DEVICES; empty on a processor.
-    cpus: the processor cores that it may use.
+    cpus: the processor cores that it may use. sharers: the replicas on each of its devices, itself included.
     """
 
     replica: int
     devices: tuple[str, ...]
     cpus: tuple[int, ...]
+    sharers: int = 1
 
     @property
-    def num_devices(self) -> int:
+    def num_devices(self) -> float:
         """Devices for the accounting of device time; a replica on a processor counts as one."""
-        return max(1, len(self.devices))
+        return max(1, len(self.devices)) / self.sharers
 
 
 @dataclass(frozen=True, slots=True)

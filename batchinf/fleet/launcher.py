@@ -1,5 +1,6 @@
 """Makes what a job's replicas are started with, their messages about its rows, and their events in the manifest."""
 
+import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -12,13 +13,14 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, kept
+from batchinf.fleet.settings import chosen_arguments, replicas_per_device
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.model.identity import Model, check_weights
 from batchinf.model.lora import Adapter
-from batchinf.model.memory import fit_of
+from batchinf.model.memory import Fit, fit_of
 from batchinf.output.replace import retry_metadata
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
@@ -67,14 +69,21 @@ class Launcher:
         backend.check_hosts(folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
-        settings = _settings(spec, model, size, state, say)
+        fit = fit_of(model, spec, *size, task_of(spec).default_batch_limits)
+        if slots[0].devices:
+            number = replicas_per_device(spec, fit, len({device for slot in slots for device in slot.devices}))
+            spec = spec.model_copy(
+                update={"parallel": spec.parallel.model_copy(update={"replicas_per_device": number})}
+            )
+            slots = backend.place(spec)
+        settings = _settings(spec, fit, slots[0].sharers, state, say)
         backend.check_free(spec.model_copy(update={"engine": settings.engine}), slots)
         return cls(backend, spec, model, adapters, folder, epoch, slots, settings)
 
     @property
     def devices(self) -> list[str]:
-        """The devices of all replicas; empty on processors."""
-        return [device for slot in self.slots for device in slot.devices]
+        """The devices of all replicas, each once; empty on processors."""
+        return list(dict.fromkeys(device for slot in self.slots for device in slot.devices))
 
     def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0) -> Fleet:
         """A fleet with no replica started. spec: of a retry, which has other sampling."""
@@ -119,7 +128,7 @@ class Launcher:
             {
                 # vLLM's own keys depend on the path too.
                 "model": [self.model.path, self.model.fingerprint],
-                "engine": spec.engine,
+                "engine": self.settings.engine,
                 "parallel": [spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size],
                 "dtype": [spec.model.dtype, spec.model.quantization],
             }
@@ -127,17 +136,18 @@ class Launcher:
 
 
 def _settings(
-    spec: JobSpec, model: Model, size: tuple[int | None, str], state: State | None, say: Callable[[str], None]
+    spec: JobSpec, fit: Fit, num_per_device: int, state: State | None, say: Callable[[str], None]
 ) -> EngineSettings:
-    """The spec's engine arguments, with those that an earlier epoch lowered when memory ran out.
-
-    size: memory and name of a device; see `Backend.device_size`.
-    """
+    """The spec's engine arguments, those chosen for it, and those that an earlier epoch lowered when memory ran out."""
+    chosen = chosen_arguments(spec, fit, task_of(spec), num_per_device)
+    if chosen.engine:
+        shown = ", ".join(f"{name} {json.dumps(value)}" for name, value in chosen.engine.items())
+        say(f"engine: {shown} ({chosen.reason}; a value in the spec wins)")
     lowered = kept(spec, state.lowered) if state is not None else {}
     if lowered:
         shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
         say(f"going on with {shown}, as memory ran out before; give another value in the spec to change that")
-    return EngineSettings(spec, fit_of(model, spec, *size, task_of(spec).default_batch_limits), lowered)
+    return EngineSettings(spec, fit, lowered, chosen.engine)
 
 
 def work_of(job: Job, state: State, retry: Retry | None) -> Work:
@@ -171,6 +181,7 @@ def note_started(manifest: Manifest, backend: Backend, replicas: Sequence[FleetR
             backend=backend.name,
             identity=replica.handle.identity,
             devices=list(replica.slot.devices),
+            num_devices=replica.slot.num_devices,
         )
     if replicas:
         manifest.commit()

@@ -371,9 +371,12 @@ class Verdict:
 class EngineSettings:
     """The current engine arguments, and those with which each incarnation was started."""
 
-    def __init__(self, spec: JobSpec, fit: Fit, lowered: Mapping[str, Any] | None = None) -> None:
-        """lowered: by an earlier epoch; see `kept`."""
+    def __init__(
+        self, spec: JobSpec, fit: Fit, lowered: Mapping[str, Any] | None = None, chosen: Mapping[str, Any] | None = None
+    ) -> None:
+        """lowered: by an earlier epoch; see `kept`. chosen: where the spec is silent."""
         self._spec = spec
+        self._chosen = dict(chosen or {})
         self._fit = fit
         self._lowered = dict(lowered or {})
         self._generation = 0
@@ -383,7 +386,7 @@ class EngineSettings:
     @property
     def engine(self) -> dict[str, Any]:
         """Engine arguments for the next start."""
-        return {**self._spec.engine, **self._lowered}
+        return {**self._chosen, **self._spec.engine, **self._lowered}
 
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
         """The spec as JSON for this incarnation, with lowered arguments. spec: of a retry, which has other sampling."""

@@ -41,7 +41,7 @@ def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_
     for replica in state.running_replicas:
         device_s = 0.0
         if (start := starts.get(replica.incarnation)) is not None:
-            num_devices = max(1, len(start.fields.get("devices", ())))
+            num_devices = float(start.fields.get("num_devices", 1))
             device_s = round(max(0.0, last_seen - _seconds(start.at)) * num_devices, 1)
         cause = "its coordinator was killed"
         manifest.event("replica_ended", incarnation=replica.incarnation, device_s=device_s, cause=cause)

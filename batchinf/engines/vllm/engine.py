@@ -5,6 +5,7 @@ Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comme
 
 import contextlib
 import copy
+import fcntl
 import functools
 import gc
 import json
@@ -30,6 +31,7 @@ from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.base.text import one_line
+from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.engines.vllm.arguments import (
     TEMPLATE_OF,
     engine_arguments,
@@ -81,6 +83,21 @@ _MOST_TEMPLATES = 1024
 gc.freeze()
 
 
+@contextlib.contextmanager
+def _device_turn() -> Iterator[None]:
+    """Wait until no other engine starts on a shared device: vLLM measures how much memory its start takes there."""
+    if (path := os.environ.get(DEVICE_LOCK)) is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # Processes that vLLM forked have copies of the file, so closing it would not free the lock.
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
 class VllmEngine:
     """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engines.protocol.Engine`."""
 
@@ -110,11 +127,12 @@ class VllmEngine:
             start = functools.partial(engine_on_hosts, ray_group)
             arguments["distributed_executor_backend"] = "ray"
         try:
-            self._engine: Any = start(
-                self._engine_args(arguments),
-                usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
-                stat_loggers=[lambda *_: self._stats],
-            )
+            with _device_turn():
+                self._engine: Any = start(
+                    self._engine_args(arguments),
+                    usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
+                    stat_loggers=[lambda *_: self._stats],
+                )
         except Exception as error:
             raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
         if "reasoning_parser" in arguments and spec.input.chat_template_kwargs:

@@ -7,6 +7,7 @@ the job left behind.
 import contextlib
 import os
 import pathlib
+import re
 import selectors
 import shutil
 import signal
@@ -27,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from batchinf.base.errors import EngineStartError
 from batchinf.base.storage import open_log
 from batchinf.engines.installed import vllm_version
+from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.backend import DeviceWatch, EndedBy, Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import devices
@@ -430,6 +432,12 @@ class LocalBackend:
         (cache_root() / key).touch()
 
 
+def _device_lock(slot: Slot) -> pathlib.Path:
+    """The file that replicas on the same device lock while their engine starts."""
+    name = re.sub(r"[^0-9A-Za-z-]", "-", "-".join(slot.devices))
+    return pathlib.Path(tempfile.gettempdir(), f"batchinf-device-{os.getuid()}-{name}.lock")
+
+
 def _environment(slot: Slot, sockets: pathlib.Path, own_cache: pathlib.Path | None, port: int) -> dict[str, str]:
     # The package may run from a source tree that is not installed. A replica must import the same one.
     root = str(pathlib.Path(__file__).resolve().parents[3])
@@ -442,4 +450,5 @@ def _environment(slot: Slot, sockets: pathlib.Path, own_cache: pathlib.Path | No
         "VLLM_RPC_BASE_PATH": str(sockets),
         **engine_environment(slot.devices, len(slot.cpus)),
         **({} if own_cache is None else {"VLLM_CACHE_ROOT": str(own_cache)}),
+        **({DEVICE_LOCK: str(_device_lock(slot))} if slot.sharers > 1 else {}),
     }

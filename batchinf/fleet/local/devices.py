@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,8 +150,10 @@ def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Sl
     if not devices or spec.scripted is not None:
         num_replicas = CPU_REPLICAS if wanted == "auto" else wanted
         return [Slot(i, (), share) for i, share in enumerate(share_cpus(cpus, num_replicas))]
-    num_replicas = len(devices) // degree if wanted == "auto" else wanted
-    if num_replicas * degree > len(devices) or num_replicas == 0:
+    sharers = 1 if spec.parallel.replicas_per_device == "auto" else spec.parallel.replicas_per_device
+    num_groups = len(devices) // degree
+    num_replicas = num_groups * sharers if wanted == "auto" else wanted
+    if num_replicas > num_groups * sharers or num_replicas == 0:
         is_all = spec.parallel.devices is None
         which, remedy = ("visible", "widen CUDA_VISIBLE_DEVICES") if is_all else ("in parallel.devices", "add devices")
         raise SpecError(
@@ -160,7 +163,9 @@ def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Sl
             f"({', '.join(devices)}); lower a degree, or {remedy}"
         )
     shares = share_cpus(cpus, num_replicas)
-    return [Slot(i, tuple(devices[i * degree : (i + 1) * degree]), shares[i]) for i in range(num_replicas)]
+    # The first replicas are on devices of their own, and start at the same time.
+    groups = [tuple(devices[i * degree : (i + 1) * degree]) for i in range(num_groups)]
+    return [Slot(i, groups[i % num_groups], shares[i], sharers) for i in range(num_replicas)]
 
 
 def share_cpus(cpus: Sequence[int], num_replicas: int) -> list[tuple[int, ...]]:
@@ -179,14 +184,16 @@ def own_cpus() -> tuple[int, ...]:
 def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
     """Raise UserError if another program holds memory that a replica will ask for."""
     share = float(spec.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
-    for device in (device for slot in slots for device in slot.devices):
+    users = Counter(device for slot in slots for device in slot.devices)
+    for device, num_replicas in users.items():
         free, total, uses = _device_memory(device)
-        if free < share * total:
+        if free < num_replicas * share * total:
             holders = "; ".join(f"pid {use.pid} of {use.user} ({use.used_bytes / 2**30:.1f} GiB)" for use in uses)
             holders = holders or "a program that cannot be seen from here"
             raise UserError(
                 f"device {device} is held by {holders}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, "
-                f"gpu_memory_utilization {share} needs {share * total / 2**30:.1f}; end that program, choose other "
+                f"gpu_memory_utilization {share} needs {num_replicas * share * total / 2**30:.1f} for "
+                f"{num_replicas} replica(s); end that program, choose other "
                 f"devices with parallel.devices, or lower engine.gpu_memory_utilization"
             )
 

@@ -1,0 +1,112 @@
+"""Engine arguments and the number of replicas on each device, chosen where the spec leaves them open.
+
+Only for CUDA devices: each rule rests on measurements on an H200 in `benchmarks/RESULTS.md`. A value in the spec always
+wins, and `null` in the spec is vLLM's own default.
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchinf.base.errors import SpecError
+from batchinf.model.memory import GIB, Fit
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import Task
+
+# With smaller weights, the engine's Python limits the speed, not the GPU.
+_SMALL_WEIGHT_BYTES = 4 * GIB
+# vLLM's own limits are those of offline jobs on a large device from this size on (70 GiB).
+_LARGE_DEVICE_BYTES = 70 * GIB
+# Of all engines on one device together. The rest is for CUDA contexts and graphs.
+_SHARED_UTILIZATION = 0.88
+_REPLICAS_OF_SMALL = 3
+# Each engine keeps two cores busy: its own process, and the replica's threads.
+_CORES_PER_REPLICA = 4
+# The engines of a device start one after the other, so each further replica is late by half a minute.
+_LEAST_INPUT_BYTES = 64 << 20
+_SMALL_MAX_NUM_SEQS = 2048
+_GRAPH_STEPS = ((8, 64), (16, 128), (32, 512), (64, 1024), (128, 4096))
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Engine arguments that the spec leaves open, and why they have these values."""
+
+    engine: Mapping[str, Any]
+    reason: str = ""
+
+
+def replicas_per_device(spec: JobSpec, fit: Fit, num_devices: int) -> int:
+    """The number of engines on each device. fit: the model on one of the devices.
+
+    Raises SpecError if the spec wants more than one for a model that is distributed over devices, or more memory than
+    there is.
+    """
+    wanted = spec.parallel.replicas_per_device
+    degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
+    if wanted == "auto":
+        return _REPLICAS_OF_SMALL if degree == 1 and _is_worth_sharing(spec, fit, num_devices) else 1
+    share = spec.engine.get("gpu_memory_utilization")
+    if wanted > 1 and degree > 1:
+        raise SpecError(
+            f"parallel.replicas_per_device: got {wanted} with tensor_parallel_size "
+            f"{spec.parallel.tensor_parallel_size} x pipeline_parallel_size {spec.parallel.pipeline_parallel_size}; "
+            "only replicas on one device each can share it"
+        )
+    if wanted > 1 and share is not None and wanted * float(share) > 1:
+        raise SpecError(
+            f"engine.gpu_memory_utilization: got {share} for each of {wanted} replicas on a device, more than all of "
+            f"it; give at most {int(_SHARED_UTILIZATION / wanted * 100) / 100}, or leave it out"
+        )
+    return wanted
+
+
+def _is_worth_sharing(spec: JobSpec, fit: Fit, num_devices: int) -> bool:
+    if fit.weight_bytes is None or fit.device_bytes is None or "gpu_memory_utilization" in spec.engine:
+        return False
+    is_small = fit.weight_bytes <= _SMALL_WEIGHT_BYTES and fit.device_bytes >= _LARGE_DEVICE_BYTES
+    num_cores = len(os.sched_getaffinity(0)) // max(1, num_devices)
+    has_cores = num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
+    return is_small and has_cores and _input_bytes(spec) >= _LEAST_INPUT_BYTES
+
+
+def _input_bytes(spec: JobSpec) -> int:
+    """The size of a local input of files; 0 if it is unknown, or if the job takes only a part of it."""
+    taken = spec.input
+    if taken.limit is not None or taken.sample is not None or taken.where is not None:
+        return 0
+    path = pathlib.Path(taken.path).expanduser()
+    try:
+        files = path.rglob("*") if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files if file.is_file())
+    except OSError:
+        return 0
+
+
+def chosen_arguments(spec: JobSpec, fit: Fit, task: Task, num_per_device: int) -> Chosen:
+    """Engine arguments for replicas of which `num_per_device` share a device."""
+    if fit.device_bytes is None:
+        return Chosen({})
+    engine: dict[str, Any] = {}
+    if num_per_device > 1:
+        engine["gpu_memory_utilization"] = int(_SHARED_UTILIZATION / num_per_device * 100) / 100
+    if task.draws_tokens and fit.device_bytes >= _LARGE_DEVICE_BYTES:
+        is_small = fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES
+        if is_small and num_per_device == 1:
+            engine["max_num_seqs"] = _SMALL_MAX_NUM_SEQS
+        most = int({**engine, **spec.engine}.get("max_num_seqs") or 1024)
+        engine["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(most)}
+    left_open = {name: value for name, value in engine.items() if name not in spec.engine}
+    return Chosen(left_open, "for this model and device" if left_open else "")
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes with a CUDA graph, up to `max_num_seqs`: dense for small batches, where padding costs more."""
+    sizes, size = {1, 2, 4, max_num_seqs}, 0
+    for step, last in _GRAPH_STEPS:
+        while size + step <= min(last, max_num_seqs):
+            size += step
+            sizes.add(size)
+    return sorted(sizes)
