@@ -314,7 +314,11 @@ class Fleet:
     def _start(self, replica: FleetReplica) -> None:
         self._num_incarnations += 1
         incarnation = incarnation_name(self._epoch, self._num_incarnations, self._retry)
-        is_filled = any(other.handle is not None and not other.handle.has_own_cache for other in self.replicas)
+        # Engines on the same device start one after the other, so they can fill the same cache.
+        is_filled = any(
+            other.handle is not None and not other.handle.has_own_cache and other.slot.devices != replica.slot.devices
+            for other in self.replicas
+        )
         replica.handle = self.backend.start(
             self._launch(replica.slot, incarnation),
             replica.slot,

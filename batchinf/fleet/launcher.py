@@ -71,10 +71,10 @@ class Launcher:
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
         fit = fit_of(model, spec, *size, task_of(spec).default_batch_limits)
         if slots[0].devices:
-            number = replicas_per_device(spec, fit, len({device for slot in slots for device in slot.devices}))
-            spec = spec.model_copy(
-                update={"parallel": spec.parallel.model_copy(update={"replicas_per_device": number})}
-            )
+            devices = {device for slot in slots for device in slot.devices}
+            number = replicas_per_device(spec, fit, task_of(spec), len(devices))
+            parallel = spec.parallel.model_copy(update={"replicas_per_device": number})
+            spec = spec.model_copy(update={"parallel": parallel})
             slots = backend.place(spec)
         settings = _settings(spec, fit, slots[0].sharers, state, say)
         backend.check_free(spec.model_copy(update={"engine": settings.engine}), slots)

@@ -21,11 +21,13 @@ _SMALL_WEIGHT_BYTES = 4 * GIB
 _LARGE_DEVICE_BYTES = 70 * GIB
 # Of all engines on one device together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
-_REPLICAS_OF_SMALL = 3
+# Two engines made 1.1 to 1.2 times the tokens of one with graphs for its whole batch.
+_REPLICAS_OF_SMALL = 2
 # Each engine keeps two cores busy: its own process, and the replica's threads.
 _CORES_PER_REPLICA = 4
-# The engines of a device start one after the other, so each further replica is late by half a minute.
-_LEAST_INPUT_BYTES = 64 << 20
+# The second engine is late by 50 s, so the input should keep one engine busy for 10 minutes: bytes that it reads then.
+_LEAST_PROMPT_BYTES = 800 << 20
+_LEAST_INPUT_BYTES = 128 << 20
 _SMALL_MAX_NUM_SEQS = 2048
 _GRAPH_STEPS = ((8, 64), (16, 128), (32, 512), (64, 1024), (128, 4096))
 
@@ -38,7 +40,7 @@ class Chosen:
     reason: str = ""
 
 
-def replicas_per_device(spec: JobSpec, fit: Fit, num_devices: int) -> int:
+def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> int:
     """The number of engines on each device. fit: the model on one of the devices.
 
     Raises SpecError if the spec wants more than one for a model that is distributed over devices, or more memory than
@@ -47,7 +49,9 @@ def replicas_per_device(spec: JobSpec, fit: Fit, num_devices: int) -> int:
     wanted = spec.parallel.replicas_per_device
     degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
     if wanted == "auto":
-        return _REPLICAS_OF_SMALL if degree == 1 and _is_worth_sharing(spec, fit, num_devices) else 1
+        least_bytes = _LEAST_INPUT_BYTES if task.draws_tokens else _LEAST_PROMPT_BYTES
+        is_long = _input_bytes(spec) >= least_bytes
+        return _REPLICAS_OF_SMALL if degree == 1 and is_long and _can_share(spec, fit, num_devices) else 1
     share = spec.engine.get("gpu_memory_utilization")
     if wanted > 1 and degree > 1:
         raise SpecError(
@@ -63,13 +67,12 @@ def replicas_per_device(spec: JobSpec, fit: Fit, num_devices: int) -> int:
     return wanted
 
 
-def _is_worth_sharing(spec: JobSpec, fit: Fit, num_devices: int) -> bool:
+def _can_share(spec: JobSpec, fit: Fit, num_devices: int) -> bool:
     if fit.weight_bytes is None or fit.device_bytes is None or "gpu_memory_utilization" in spec.engine:
         return False
     is_small = fit.weight_bytes <= _SMALL_WEIGHT_BYTES and fit.device_bytes >= _LARGE_DEVICE_BYTES
-    num_cores = len(os.sched_getaffinity(0)) // max(1, num_devices)
-    has_cores = num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
-    return is_small and has_cores and _input_bytes(spec) >= _LEAST_INPUT_BYTES
+    num_cores = len(os.sched_getaffinity(0)) // num_devices
+    return is_small and num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
 
 
 def _input_bytes(spec: JobSpec) -> int:

@@ -1,0 +1,154 @@
+"""Which engine arguments and how many replicas on a device are chosen, where the spec leaves them open."""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+from typing import Any
+
+import pytest
+
+from batchinf.base.errors import SpecError
+from batchinf.engines.protocol import DEVICE_LOCK
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.local import backend
+from batchinf.fleet.local.devices import place
+from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective, step_down
+from batchinf.fleet.settings import chosen_arguments, graph_sizes, replicas_per_device
+from batchinf.model.memory import GIB, Fit, KvCache, Needs
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+
+SMALL = Fit(Needs(2 * GIB, KvCache(16, 8, 128, 2, "bfloat16")), 140 * GIB, "NVIDIA H200", max_model_len=4096)
+LARGE = dataclasses.replace(SMALL, needs=Needs(15 * GIB, KvCache(32, 8, 256, 2, "bfloat16")))
+NO_DEVICE = dataclasses.replace(SMALL, device_bytes=None)
+
+
+def spec_of(path: str = "prompts.jsonl", **sections: Any) -> JobSpec:
+    sections["input"] = {"path": path, **sections.get("input", {})}
+    return JobSpec.model_validate({"model": {"name": "m"}, "output": {"path": "out"}, **sections})
+
+
+def number(spec: JobSpec, fit: Fit = SMALL, num_devices: int = 1) -> int:
+    return replicas_per_device(spec, fit, task_of(spec), num_devices)
+
+
+@pytest.fixture
+def large_input(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An input of 1 GiB on a host with 16 cores. The file has no content."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as file:
+        file.truncate(GIB)
+    return str(path)
+
+
+def test_a_small_model_with_a_large_input_shares_its_device(large_input: str) -> None:
+    assert number(spec_of(large_input)) == 2
+    assert number(spec_of(str(pathlib.Path(large_input).parent))) == 2
+
+
+@pytest.mark.parametrize(
+    ("fit", "sections"),
+    [
+        (LARGE, {}),
+        (dataclasses.replace(SMALL, device_bytes=40 * GIB), {}),
+        (dataclasses.replace(SMALL, needs=Needs(None, None)), {}),
+        (SMALL, {"input": {"limit": 1000}}),
+        (SMALL, {"engine": {"gpu_memory_utilization": 0.9}}),
+        (SMALL, {"parallel": {"tensor_parallel_size": 2}}),
+        (SMALL, {"parallel": {"replicas_per_device": 1}}),
+    ],
+)
+def test_other_jobs_do_not(large_input: str, fit: Fit, sections: dict[str, Any]) -> None:
+    assert number(spec_of(large_input, **sections), fit) == 1
+
+
+def test_a_host_with_few_cores_does_not(large_input: str) -> None:
+    assert number(spec_of(large_input), num_devices=4) == 1
+
+
+def test_an_unknown_input_does_not(large_input: str) -> None:
+    assert number(spec_of("some-user/some-dataset")) == 1
+
+
+def test_a_number_in_the_spec_counts() -> None:
+    assert number(spec_of(parallel={"replicas_per_device": 3}), LARGE) == 3
+
+
+def test_a_distributed_model_cannot_share() -> None:
+    with pytest.raises(SpecError, match="replicas_per_device: got 2 with tensor_parallel_size 2"):
+        number(spec_of(parallel={"replicas_per_device": 2, "tensor_parallel_size": 2}))
+
+
+def test_more_memory_than_the_device_has_is_refused() -> None:
+    spec = spec_of(parallel={"replicas_per_device": 3}, engine={"gpu_memory_utilization": 0.5})
+    with pytest.raises(SpecError, match=r"got 0.5 for each of 3 replicas on a device, .* give at most 0.29"):
+        number(spec)
+
+
+def test_replicas_of_the_first_round_have_devices_of_their_own() -> None:
+    slots = place(spec_of(parallel={"replicas_per_device": 2}), ["0", "1"], range(8))
+    assert [(slot.devices, slot.sharers) for slot in slots] == [(("0",), 2), (("1",), 2), (("0",), 2), (("1",), 2)]
+    assert sum(slot.num_devices for slot in slots) == 2
+    fewer = place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 3}), ["0", "1"], range(8))
+    assert [slot.devices for slot in fewer] == [("0",), ("1",), ("0",)]
+    with pytest.raises(SpecError, match="5 replica"):
+        place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 5}), ["0", "1"], range(8))
+
+
+def test_engines_that_share_a_device_share_its_memory() -> None:
+    spec = spec_of(parallel={"replicas_per_device": 3})
+    engine = chosen_arguments(spec, SMALL, task_of(spec), 3).engine
+    assert engine["gpu_memory_utilization"] == 0.29
+    assert "gpu_memory_utilization" not in chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+
+
+def test_a_value_in_the_spec_wins_and_null_is_the_default_of_vllm() -> None:
+    spec = spec_of(engine={"max_num_seqs": 300, "compilation_config": None})
+    chosen = chosen_arguments(spec, SMALL, task_of(spec), 1)
+    assert not chosen.engine
+    assert EngineSettings(spec, SMALL, None, chosen.engine).engine == spec.engine
+
+
+def test_a_small_model_gets_a_larger_batch_and_graphs_for_all_of_it() -> None:
+    spec = spec_of()
+    engine = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+    assert engine["max_num_seqs"] == max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 2048
+    engine = chosen_arguments(spec, LARGE, task_of(spec), 1).engine
+    assert set(engine) == {"compilation_config"}
+    assert max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 1024
+
+
+def test_processors_and_pooling_get_no_graphs() -> None:
+    spec = spec_of()
+    assert not chosen_arguments(spec, NO_DEVICE, task_of(spec), 1).engine
+    spec = spec_of(task="embed")
+    assert not chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+
+
+@pytest.mark.parametrize("most", [1, 7, 64, 300, 1024, 2048])
+def test_graph_sizes_end_at_the_batch(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and max(sizes) == max(most, 4) and len(sizes) <= 50
+    # A batch is padded to the next size: by at most a quarter from 32 on.
+    assert all(after <= before * 1.25 + 8 for before, after in itertools.pairwise(sizes))
+
+
+def test_a_step_down_starts_from_the_chosen_values() -> None:
+    spec = spec_of()
+    settings = EngineSettings(spec, SMALL, None, chosen_arguments(spec, SMALL, task_of(spec), 1).engine)
+    lowered = step_down(settings.engine, OutOfMemory("step", "CUDA out of memory"), SMALL)
+    assert effective(settings.engine, SMALL)["max_num_seqs"] == 2048 and lowered is not None
+    launched = JobSpec.model_validate_json(settings.launch_spec("000001.0001"))
+    assert launched.engine == settings.engine
+
+
+def test_engines_of_a_shared_device_lock_one_file(tmp_path: pathlib.Path) -> None:
+    def lock_of(slot: Slot) -> str | None:
+        return backend._environment(slot, tmp_path, None, 20_000).get(DEVICE_LOCK)
+
+    shared = [lock_of(Slot(replica, ("0",), (0,), 2)) for replica in (0, 1)]
+    assert shared[0] == shared[1] and shared[0] is not None
+    assert lock_of(Slot(2, ("1",), (0,), 2)) not in shared
+    assert lock_of(Slot(0, ("0",), (0,))) is None
