@@ -48,6 +48,10 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
     """
     wanted = spec.parallel.replicas_per_device
     degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
+    if spec.backend == "ray":
+        if wanted not in ("auto", 1):
+            raise SpecError(f"parallel.replicas_per_device: got {wanted} with backend ray, which takes 1")
+        return 1
     if wanted == "auto":
         least_bytes = _LEAST_INPUT_BYTES if task.draws_tokens else _LEAST_PROMPT_BYTES
         is_long = _input_bytes(spec) >= least_bytes
