@@ -101,16 +101,14 @@ class Exclusion:
 
     def _keys_of_jobs(self) -> Iterator[pa.Table]:
         for out in self._jobs:
-            states = [
-                (found.folder, state)
-                for found in job_folders(out)
-                if found.folder.exists("manifest") and (state := read_state(found.folder)) is not None
-            ]
-            if not states:
+            has_begun = False
+            for found in job_folders(out):
+                state = read_state(found.folder) if found.folder.exists("manifest") else None
+                has_begun |= state is not None
+                for shard in sorted(() if state is None else state.parts):
+                    yield from self._keys_of_part(out, found.folder, f"parts/{part_name(shard)}")
+            if not has_begun:
                 raise self._wrong(no_job_message(out))
-            for folder, state in states:
-                for shard in sorted(state.parts):
-                    yield from self._keys_of_part(out, folder, f"parts/{part_name(shard)}")
 
     def _keys_of_part(self, out: str, folder: Folder, name: str) -> Iterator[pa.Table]:
         try:
