@@ -92,17 +92,14 @@ def run(
     """Run a job, or resume an unfinished one."""
     _check_run_options(retry, fresh, slice_, extend)
     with interruptible():
-        from batchinf.base.slices import Slice, job_folder
+        from batchinf.base.slices import Slice
         from batchinf.fleet.launcher import choose_backend
-        from batchinf.run.epoch import check_input_is_there, move_job_aside, run_job
+        from batchinf.run.epoch import run_job
         from batchinf.run.progress import ProgressDisplay
 
         wanted = None if slice_ is None else Slice.parse(slice_)
         file, display = dataclasses.replace(_read(spec, set_), slice=wanted), ProgressDisplay()
-        if fresh:
-            check_input_is_there(file)
-            move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
-        summary = run_job(file, choose_backend(), display, retry, extends=extend)
+        summary = run_job(file, choose_backend(), display, retry, extends=extend, fresh=fresh)
     _print(summary.lines())
 
 

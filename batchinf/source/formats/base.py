@@ -138,6 +138,13 @@ class FileFormat(InputFormat, abc.ABC):
         A damaged file may raise any ValueError, LookupError, TypeError or Arrow error; the caller names the file.
         """
 
+    def first_columns(self, file: InputFile) -> Sequence[str]:
+        """The columns at the beginning of a local file, found in milliseconds; later rows may have more.
+
+        It may raise what `scan` raises.
+        """
+        raise NotImplementedError(f"{self.name}: the columns of a file are not known before its scan")
+
     @abc.abstractmethod
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder

@@ -41,6 +41,11 @@ class Csv(FileFormat):
             num_rows = spool(_batches(rows, types), schema, scratch)
         return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
 
+    def first_columns(self, file: InputFile) -> Sequence[str]:
+        """See `FileFormat`."""
+        with open_input(file) as stream:
+            return _Rows(file, _Hashed(stream)).header
+
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
     ) -> Reader:

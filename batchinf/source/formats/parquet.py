@@ -42,6 +42,11 @@ class Parquet(FileFormat):
             self.spool(file, scratch)
         return FileFindings(_footer_hash(file), metadata.num_rows, schema)
 
+    def first_columns(self, file: InputFile) -> Sequence[str]:
+        """See `FileFormat`."""
+        names: list[str] = pq.read_schema(file.path).names
+        return names
+
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
     ) -> Reader:
