@@ -26,7 +26,7 @@ from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.prompts.builder import check_columns, check_sampling_columns
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
-from batchinf.prompts.openai import COLUMNS, check_batch_models, recognised
+from batchinf.prompts.openai import COLUMNS, NUM_LOOKED_AT, check_batch_models, recognised
 from batchinf.records import Extent, Prompt
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
@@ -135,10 +135,12 @@ class PreparedJob:
     new: NewRows
     limit: int | None
 
-    def with_columns(self, columns: Iterable[str]) -> "PreparedJob":
-        """The job over an input that has these columns. Raises SpecError if it lacks one that the spec names."""
+    def over(self, rows: Sequence[Mapping[str, object]]) -> "PreparedJob":
+        """The job over an input with such rows. Raises SpecError if they lack what the spec needs."""
         with _at_its_line(self.file):
-            return replace(self, spec=_with_columns(self.spec, columns))
+            spec = _with_columns(self.spec, {name: None for row in rows for name in row})
+            check_batch_models(spec, rows)
+            return replace(self, spec=spec)
 
     def identity(self, spec: JobSpec, input: str) -> dict[str, Any]:
         """What must be unchanged on a resume. input: the fingerprint of the first version of the input."""
@@ -171,8 +173,9 @@ class PreparedJob:
         faults.point("job.input_open")
         spec = _with_columns(self.spec, source.schema.names)
         check_sampling_columns(spec.sampling, source.schema)
-        if self.state is None:
-            check_batch_models(spec, source)
+        if self.state is None and spec.input.is_batch_file:
+            rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
+            check_batch_models(spec, [row.values for row in rows])
         task_of(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
         identity = self.identity(spec, source.fingerprints[0])
         return Job(spec, self.origins, self.folder, self.model, source, identity, self.file.slice, self.adapters)

@@ -47,7 +47,7 @@ from batchinf.run.retry import RetryRequest, as_begun, take_request
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows
-from batchinf.source.rows import first_columns
+from batchinf.source.rows import first_rows
 from batchinf.spec.file import SpecFile, dump_spec
 
 _LOST_TO_NAME = 20
@@ -85,21 +85,19 @@ class CheckedJob:
 
 
 def check_first(file: SpecFile, state: State | None, retry: str | None = None, *, extends: bool = False) -> CheckedJob:
-    """The checks that take milliseconds: spec, model, settings of the job in the folder, files, and first columns.
+    """The checks that take milliseconds: spec, model, settings of the job in the folder, files, and first rows.
 
     Raises UserError, and writes nothing.
     """
     prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
     if state is None:
-        columns = first_columns(location_of(file.spec))
-        if columns is None:
-            return CheckedJob(prepared, retry, {}, extends, has_rows=True)
+        rows, where = first_rows(location_of(file.spec)), file.spec.input.where
         try:
-            prepared = prepared.with_columns(columns)
-            if file.spec.input.where is not None:
-                Predicate(file.spec.input.where, pa.schema([(name, pa.null()) for name in columns]), "input")
+            prepared = prepared if rows is None else prepared.over(rows)
+            if rows is not None and where is not None:
+                Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
         except (SpecError, PredicateError):
-            # Later rows may have the column. The scan decides, and replicas wait for it.
+            # Later rows may be other ones. The scan decides, and replicas wait for it.
             return CheckedJob(prepared, retry, {}, extends, has_rows=False)
         return CheckedJob(prepared, retry, {}, extends, has_rows=True)
     overrides: dict[str, Any] = {}

@@ -96,8 +96,8 @@ def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: Ne
     return _assembled(format, versions, scanned, cache)
 
 
-def first_columns(input: InputLocation) -> Sequence[str] | None:
-    """The columns at the beginning of the first file; later rows and files may have more.
+def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
+    """The values of a few rows from the beginning of the first file; see `FileFormat.first_rows`.
 
     None if it would cost more than milliseconds: for URLs and datasets. Empty for a file that cannot be read; the scan
     says why. Raises `InputError` if there is no file.
@@ -106,7 +106,7 @@ def first_columns(input: InputLocation) -> Sequence[str] | None:
         return None
     format, files = find_files(input)
     try:
-        return format.first_columns(files[0])
+        return format.first_rows(files[0])
     except (InputError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         return ()
 

@@ -195,6 +195,7 @@ WRONG = {
     "no such file": ("does not exist", False),
     "no such column": ("the input has no column 'nothing'", False),
     "no such model": ("model.name", False),
+    "another model": ("each of the first 9 lines", False),
     "other settings": ("sampling.max_tokens: the job has 32, now it is 5", False),
     "another input": ("1 file is changed: prompts.jsonl", True),
     "a later file": ("b.parquet cannot be read as parquet", True),
@@ -223,6 +224,11 @@ def test_what_is_wrong_is_said_and_no_replica_stays(wrong: str, prompts: pathlib
             section = {"input": {"prompt_column": "nothing"}}
         case "no such model":
             section = {"model": str(tmp_path / "nothing")}
+        case "another model":
+            path, body = tmp_path / "batch.jsonl", {"model": "gpt-4o", "prompt": "Hi"}
+            request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+            path.write_text(f"{json.dumps(request)}\n" * 9)
+            section = {"input": {"id_column": None}, "output": {"keep_columns": []}}
         case "other settings":
             section = {"sampling": {"max_tokens": 5}}
         case "another input":

@@ -3,7 +3,7 @@
 import abc
 import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -138,12 +138,12 @@ class FileFormat(InputFormat, abc.ABC):
         A damaged file may raise any ValueError, LookupError, TypeError or Arrow error; the caller names the file.
         """
 
-    def first_columns(self, file: InputFile) -> Sequence[str]:
-        """The columns at the beginning of a local file, found in milliseconds; later rows may have more.
+    def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
+        """A few rows from the beginning of a local file, found in milliseconds. Later rows may have other columns.
 
-        It may raise what `scan` raises.
+        A format whose files name their columns gives one row, of nulls. It may raise what `scan` raises.
         """
-        raise NotImplementedError(f"{self.name}: the columns of a file are not known before its scan")
+        raise NotImplementedError(f"{self.name}: nothing is known of a file before its scan")
 
     @abc.abstractmethod
     def reader(

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,10 +42,9 @@ class Parquet(FileFormat):
             self.spool(file, scratch)
         return FileFindings(_footer_hash(file), metadata.num_rows, schema)
 
-    def first_columns(self, file: InputFile) -> Sequence[str]:
+    def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         """See `FileFormat`."""
-        names: list[str] = pq.read_schema(file.path).names
-        return names
+        return [dict.fromkeys(pq.read_schema(file.path).names)]
 
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
