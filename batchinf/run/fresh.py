@@ -9,13 +9,7 @@ import tempfile
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import (
-    CUT_RECORD,
-    SOURCE_FOLDER,
-    check_place,
-    is_slice_folder,
-    job_folder,
-)
+from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, check_place, is_slice_folder, job_folder
 from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.engines.installed import check_structures
 from batchinf.fleet.backend import Backend
@@ -48,17 +42,16 @@ def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -
     checked = check_first(file, None)
     # Move the folder, not a link to it, so that the new job stays on the same disk.
     link, folder = folder.root, Folder(folder.root.resolve())
-    if not any(folder.exists(name) for name in _SIGNS):
-        if link.is_symlink():
-            folder.make()
-        return
+    folder.make()
     with JobLock(folder).held(lambda: last_epoch(folder), display.say) as epoch:
+        # Only now: another process may have moved the job since.
+        if not any(folder.exists(name) for name in _SIGNS):
+            return
+        # Slices that begin later see the lock of the whole folder.
+        for other in _beside(file, folder):
+            await_free(other, display.say)
         try:
             _check_all(checked, backend, folder, epoch, display)
-            others = [out] if file.slice is not None else filter(is_slice_folder, folder.list(""))
-            # Slices that begin later see the lock of the whole folder.
-            for other in others:
-                await_free(Folder(folder.path(other)) if file.slice is None else Folder(out), display.say)
             aside = _rename(folder.root)
         finally:
             shutil.rmtree(folder.path(_SCAN), ignore_errors=True)
@@ -70,6 +63,13 @@ def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -
             (aside / _SCAN).rename(folder.path(SOURCE_FOLDER))
         shutil.rmtree(aside / _SCAN, ignore_errors=True)
     display.say(f"moved the job in {link} to {aside}; it begins anew")
+
+
+def _beside(file: SpecFile, folder: Folder) -> list[Folder]:
+    """The folders whose holders must not run: of a whole job its slices, and of a slice the whole."""
+    if file.slice is not None:
+        return [Folder(file.spec.output.path)]
+    return [Folder(folder.path(name)) for name in folder.list("") if is_slice_folder(name)]
 
 
 def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int, display: ProgressDisplay) -> None:

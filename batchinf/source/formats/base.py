@@ -141,9 +141,10 @@ class FileFormat(InputFormat, abc.ABC):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         """A few rows from the beginning of a local file, found in milliseconds. Later rows may have other columns.
 
-        A format whose files name their columns gives one row, of nulls. It may raise what `scan` raises.
+        A format whose files name their columns gives one row, of nulls. Without rows, replicas wait for the scan. It
+        may raise what `scan` raises.
         """
-        raise NotImplementedError(f"{self.name}: nothing is known of a file before its scan")
+        return ()
 
     @abc.abstractmethod
     def reader(
