@@ -122,7 +122,7 @@ class PreparedJob:
     """A job without its input: all that its replicas need to start.
 
     file: the spec as given. spec: resolved, except perhaps its `input`. state: of the job to resume. new: how to treat
-    new rows of the input. limit: `input.limit` in the identity. The rest is as in `Job`.
+    new rows of the input. limit: `input.limit` in the identity. The others are as in `Job`.
     """
 
     file: SpecFile
@@ -142,8 +142,13 @@ class PreparedJob:
             check_batch_models(spec, rows)
             return replace(self, spec=spec)
 
-    def identity(self, spec: JobSpec, input: str) -> dict[str, Any]:
-        """What must be unchanged on a resume. input: the fingerprint of the first version of the input."""
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The identity of a resumed job if its input is still the same."""
+        assert self.state is not None
+        return self._identity(self.spec, self.state.header.identity["input"])
+
+    def _identity(self, spec: JobSpec, input: str) -> dict[str, Any]:
         identity = {**fields(spec, "identity"), "model": self.model.fingerprint, "input": input}
         if self.adapters:
             identity["lora"] = lora_identity(spec, self.adapters)
@@ -154,13 +159,6 @@ class PreparedJob:
         # Through JSON and back, so that it compares equal to the manifest's identity.
         found: dict[str, Any] = json.loads(json.dumps(identity))
         return found
-
-    def identity_over(self, header: Header) -> dict[str, Any]:
-        """The identity if the input is still that of the job with this header."""
-        spec = self.spec
-        if header.spec["input"]["format"] == OpenAIBatch.name:
-            spec = spec.model_copy(update={"input": recognised(spec.input, COLUMNS)})
-        return self.identity(spec, header.identity["input"])
 
     def open(self, cache: pathlib.Path | None = None) -> Job:
         """Scan the input, or find that it is the known one. cache: replaces the output folder's own, for a dry run."""
@@ -177,7 +175,7 @@ class PreparedJob:
             rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
             check_batch_models(spec, [row.values for row in rows])
         task_of(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
-        identity = self.identity(spec, source.fingerprints[0])
+        identity = self._identity(spec, source.fingerprints[0])
         return Job(spec, self.origins, self.folder, self.model, source, identity, self.file.slice, self.adapters)
 
 
@@ -251,6 +249,8 @@ def _prepare_job(file: SpecFile, state: State | None, new: NewRows) -> PreparedJ
     check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
     spec = task_of(file.spec.model_copy(update={"sampling": sampling})).resolve(model)
+    if state is not None and state.header.spec["input"]["format"] == OpenAIBatch.name:
+        spec = spec.model_copy(update={"input": recognised(spec.input, COLUMNS)})
     check_prompts(spec, model)
     adapters = resolve_adapters(
         spec, model, began_as.get("lora"), reads_prompt_logits=task_of(spec).reads_prompt_logits
@@ -389,22 +389,16 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def check_drift(job: Job, header: Header) -> None:
-    """Raise DriftError if the folder holds another job: in one line, or with a line for each difference."""
-    _check_identity(job.folder, job.spec, job.model, job.identity, header)
+def check_drift(job: Job | PreparedJob, header: Header, identity: dict[str, Any] | None = None) -> None:
+    """Raise DriftError if the folder holds another job: in one line, or with a line for each difference.
 
-
-def check_settings(prepared: PreparedJob, header: Header, identity: dict[str, Any] | None = None) -> None:
-    """Like `check_drift`, before the input is read. identity: that of `prepared` if nothing else is given."""
-    identity = prepared.identity_over(header) if identity is None else identity
-    _check_identity(prepared.folder, prepared.spec, prepared.model, identity, header)
-
-
-def _check_identity(folder: Folder, spec: JobSpec, model: Model, identity: dict[str, Any], header: Header) -> None:
+    identity: instead of the job's own.
+    """
+    identity = job.identity if identity is None else identity
     if header.fingerprint == fingerprint(identity):
         return
-    _refuse_other_job(folder, spec, model, header)
-    raise _drift(f"{folder.root} holds a job", header.identity, identity)
+    _refuse_other_job(job.folder, job.spec, job.model, header)
+    raise _drift(f"{job.folder.root} holds a job", header.identity, identity)
 
 
 def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.job.open import Job, PreparedJob, carried_columns, check_settings
+from batchinf.job.open import Job, PreparedJob, carried_columns, check_drift
 from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
@@ -60,11 +60,11 @@ def as_begun(prepared: PreparedJob, header: Header) -> tuple[PreparedJob, dict[s
 
     Raises DriftError if something changed that a retry cannot change.
     """
-    identity = prepared.identity_over(header)
+    identity = prepared.identity
     changed = {name for name, value in identity.items() if header.identity.get(name, value) != value}
     overrides = {name: identity[name] for name in sorted(changed - _FIXED) if name.startswith(_SAMPLING)}
     try:
-        check_settings(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}})
+        check_drift(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}})
     except DriftError as error:
         raise DriftError(
             f"{error}\nwith --retry, fields of sampling other than n and those of logprobs may change"

@@ -24,16 +24,7 @@ from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
 from batchinf.fleet.status import read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import (
-    Job,
-    PreparedJob,
-    check_drift,
-    check_settings,
-    location_of,
-    new_header,
-    new_job_id,
-    prepare_job,
-)
+from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, prepare_job
 from batchinf.manifest.lines import BEGINNING, CHOSEN
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
@@ -90,6 +81,8 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
     Raises UserError, and writes nothing.
     """
     prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    overrides: dict[str, Any] = {}
+    has_rows = state is None or not state.committed.all()
     if state is None:
         rows, where = first_rows(location_of(file.spec)), file.spec.input.where
         try:
@@ -97,15 +90,12 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
             if rows is not None and where is not None:
                 Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
         except (SpecError, PredicateError):
-            # Later rows may be other ones. The scan decides, and replicas wait for it.
-            return CheckedJob(prepared, retry, {}, extends, has_rows=False)
-        return CheckedJob(prepared, retry, {}, extends, has_rows=True)
-    overrides: dict[str, Any] = {}
-    if retry is None:
-        check_settings(prepared, state.header)
+            has_rows = False  # later rows may be other ones: the scan decides, and replicas wait for it
+    elif retry is None:
+        check_drift(prepared, state.header)
     else:
         prepared, overrides = as_begun(prepared, state.header)
-    return CheckedJob(prepared, retry, overrides, extends, has_rows=not state.committed.all())
+    return CheckedJob(prepared, retry, overrides, extends, has_rows)
 
 
 @dataclass(frozen=True, slots=True)

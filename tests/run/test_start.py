@@ -186,6 +186,13 @@ def test_a_batch_file_that_only_later_lines_show(tmp_path: pathlib.Path) -> None
     names = [event["incarnation"] for event in jobs.events_of(tmp_path / "out", "replica_started")]
     assert names == [f"000001.{number:04d}" for number in range(1, 5)]
     check_accounts(tmp_path / "out")
+    # That it is one is known from the first lines, or from the job.
+    path.write_text("".join(json.dumps(row) + "\n" for row in requests))
+    spec = spec_of(tmp_path, path, input={"id_column": None}, output={"keep_columns": [], "path": f"{tmp_path}/plain"})
+    assert jobs.run("run", spec, faults="coordinator.after_publish:2=kill").returncode == -9
+    jobs.finish(spec)
+    assert len(jobs.events_of(tmp_path / "plain", "replica_started")) == 4
+    assert [row["id"] for row in jobs.rows_of(tmp_path / "plain")] == [row["custom_id"] for row in requests]
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------------------
