@@ -239,7 +239,7 @@ def _of_all_slices(job: Job, file: SpecFile, say: Say, *, begins: bool = False) 
 
 
 def _shared(job: Job) -> Folder:
-    """Where slices keep the rows of all of them. In the output folder itself, a whole job may begin at the same time."""
+    """Where slices keep the rows of all of them: not in the output folder itself, where a whole job may begin."""
     return Folder(source_folder(job.folder, job.slice))
 
 
