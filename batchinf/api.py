@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from batchinf.base.errors import UserError
-from batchinf.base.slices import Slice, job_folder
+from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
 from batchinf.commands.status import StatusReport, job_status
 from batchinf.commands.validate import RowsToShow, ValidateFinding, ValidateReport, validate_job
@@ -27,7 +27,7 @@ from batchinf.fleet.status import JobStatus
 from batchinf.results import Results
 from batchinf.run.display import ProgressDisplay
 from batchinf.run.ending import Summary
-from batchinf.run.epoch import check_input_is_there, move_job_aside, run_job
+from batchinf.run.epoch import run_job
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
@@ -88,10 +88,7 @@ def run(
     with interruptible(stop):
         wanted = None if slice is None else Slice.parse(slice)
         file, display = read_checked(spec, overrides, wanted), display or _Display(progress, quiet)
-        if fresh:
-            check_input_is_there(file)
-            move_job_aside(str(job_folder(file.spec.output.path, wanted).root), display)
-        return run_job(file, choose_backend(file.spec), display, retry, extends=extend)
+        return run_job(file, choose_backend(file.spec), display, retry, extends=extend, fresh=fresh)
 
 
 def validate(

@@ -4,7 +4,7 @@
 
 The package's own classes make the job without an engine: a Parquet input (a number and the same prompt in each row), a
 manifest, and parts of no rows whose footers are as the manifest says. Only the last shards are missing. The time of
-`batchinf run` counts until the first replica starts.
+`batchinf run` counts until the first replica has started, and the job is opened and recovered beside it.
 """
 
 import argparse
@@ -39,6 +39,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 MODEL = HERE.parent / "sample_data" / "tiny-llama"
 _GROUP_ROWS = 20_000
 _COMMIT_PARTS = 100
+_EVENTS = {"replica_started", "epoch"}
 
 
 def main() -> None:
@@ -124,12 +125,12 @@ def make_part(folder: Folder, job_id: str, shard: Shard) -> Part:
 
 
 def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    """Start the job, wait for its first replica, and end both."""
+    """Start the job, wait for its first replica and for the end of its recovery, and end both."""
     before = {log.name for log in (out / "manifest").iterdir()}
     started, at = time.monotonic(), datetime.datetime.now(datetime.UTC)
     with (out / "logs" / "run.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "batchinf", "run", str(spec)], stdout=log, stderr=log)
-        while (event := started_event(out, before)) is None:
+        while (events := start_events(out, before)).keys() != _EVENTS:
             if process.poll() is not None:
                 sys.exit((out / "logs" / "run.log").read_text()[-2000:])
             time.sleep(0.01)
@@ -139,24 +140,27 @@ def resume(spec: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
         process.send_signal(signal.SIGINT)
         process.wait()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(event["identity"]["pgid"], signal.SIGKILL)
-    if b"gone or altered" in (out / "logs" / "run.log").read_bytes():
+        os.killpg(events["replica_started"]["identity"]["pgid"], signal.SIGKILL)
+    if events["epoch"]["lost"]:
         sys.exit(f"the run did not accept the parts; see {out / 'logs' / 'run.log'}")
-    wall_s = (datetime.datetime.fromisoformat(event["at"]) - at).total_seconds()
+    wall_s = max((datetime.datetime.fromisoformat(event["at"]) - at).total_seconds() for event in events.values())
     return {"wall_s": min(wall_s, noticed_s), "cpu_s": cpu_s}
 
 
-def started_event(out: pathlib.Path, before: set[str]) -> dict[str, Any] | None:
-    """The new log's own `replica_started`, not one copied from earlier logs."""
+def start_events(out: pathlib.Path, before: set[str]) -> dict[str, dict[str, Any]]:
+    """The events of the new log, by name, that end a start; not those copied from earlier logs."""
+    found = {}
     for log in out.glob("manifest/*.jsonl"):
         if log.name not in before:
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - 4096))
                 lines = file.read().splitlines()
             for line in lines:
-                if line.startswith(b'{"kind":"event","name":"replica_started"') and line.endswith(b"}"):
-                    return dict(json.loads(line))
-    return None
+                if line.startswith(b'{"kind":"event"') and line.endswith(b"}"):
+                    fields = json.loads(line)
+                    if fields["name"] in _EVENTS:
+                        found[fields["name"]] = fields
+    return found
 
 
 def cpu_seconds(pid: int) -> float:

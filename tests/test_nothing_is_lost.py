@@ -331,11 +331,6 @@ def assert_one_of_them(out: pathlib.Path, whole: Done, first_half: Done) -> None
     assert [row["id"] for row in rows_in(out)] == [row["id"] for row in expected]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="A whole job does not see a slice that began while it opened its input; both end, and neither can be read.",
-)
 def test_a_slice_that_begins_while_the_whole_job_opens_its_input(tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, write_lines(tmp_path / "prompts.jsonl", numbered(20)))
     with held(spec, "job.input_open", may_end=True) as go_on:
@@ -344,29 +339,20 @@ def test_a_slice_that_begins_while_the_whole_job_opens_its_input(tmp_path: pathl
     assert_one_of_them(tmp_path / "out", whole, first_half)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="A slice that is refused beside a whole job leaves slices.json, with which the whole job cannot be read.",
-)
-def test_a_slice_that_is_refused_leaves_nothing(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("first", ["the slice", "the whole job"])
+def test_the_later_of_two_that_begin_is_refused_and_leaves_nothing(first: str, tmp_path: pathlib.Path) -> None:
     spec = spec_over(tmp_path, write_lines(tmp_path / "prompts.jsonl", numbered(20)))
-    # The slice writes slices.json, and the whole job begins; then the slice looks for a whole job.
-    slice_writes, whole_begins = "storage.create.before_fsync:2", "manifest.before_write"
-    with (
-        held(spec, slice_writes, "--slice", "0/2", may_end=True) as slice_goes_on,
-        held(spec, whole_begins, may_end=True) as whole_goes_on,
-    ):
-        first_half = slice_goes_on()
-        whole = whole_goes_on()
+    # Both have passed all checks. The whole job has written its record, and has not put it in place.
+    slice_begins, whole_begins = "cut.before_record", "storage.create.before_fsync:3"
+    with held(spec, slice_begins, "--slice", "0/2") as slice_goes_on, held(spec, whole_begins) as whole_goes_on:
+        if first == "the slice":
+            first_half, whole = slice_goes_on(), whole_goes_on()
+        else:
+            whole, first_half = whole_goes_on(), slice_goes_on()
+    assert (whole if first == "the whole job" else first_half).returncode == 0
     assert_one_of_them(tmp_path / "out", whole, first_half)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="`--fresh` moves the old job aside before it finds that the new one cannot begin.",
-)
 def test_fresh_leaves_the_old_job_where_the_new_one_cannot_begin(done: pathlib.Path, tmp_path: pathlib.Path) -> None:
     ended = jobs.run("run", copy_of(done, tmp_path), "--fresh", "--set", "input.prompt_column=nothing")
     if ended.returncode != 2 or "nothing" not in ended.stderr:
@@ -374,11 +360,6 @@ def test_fresh_leaves_the_old_job_where_the_new_one_cannot_begin(done: pathlib.P
     assert rows_in(tmp_path / "out") == rows_in(done / "out")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="`--fresh` does not see a job in slices, so that the folder is refused to a job with other settings.",
-)
 def test_fresh_begins_a_job_in_slices_anew(sliced: pathlib.Path, tmp_path: pathlib.Path) -> None:
     spec, out = copy_of(sliced, tmp_path), tmp_path / "out"
     before = {path.read_bytes() for path in out.glob("slice-*/parts/*.parquet")}

@@ -1,24 +1,28 @@
-"""Slices of a job: their rows, their folders, and the record `OUT/slices.json`, which refuses slices of another job.
+"""Slices of a job: their rows, their folders, and the record `OUT/cut.json`, which says what an output folder holds.
+
+The record is created once, by the first start that has passed all checks, just before it begins its job: a whole job,
+or slices of one. Nothing that a start writes before that counts.
 
 Each slice is a job of its own in `OUT/slice-i`; the slices share `OUT/source`. A slice's first extent begins at its
-first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to a slice's identity, so a Parquet
-part of one slice cannot be mistaken for a part of another.
+first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to a slice's identity, so a Parquet part
+of one slice cannot be mistaken for a part of another.
 """
 
 import json
 import pathlib
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from batchinf.base import faults
 from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.storage import Folder, reason
 
-SLICES_VERSION = 1
+CUT_VERSION = 1
 MAX_SLICES = 999_999
 SOURCE_FOLDER = "source"
-_RECORD = "slices.json"
+CUT_RECORD = "cut.json"
 _TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
 
 
@@ -60,15 +64,16 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The record that all slices of an output folder share. num_rows: of all slices together. identity: of the job.
+    """What an output folder holds. num_slices: 0 for a whole job, which has no other fields.
 
+    num_rows: of all slices together. identity: of the job.
     begun_at: when the first slice began, in ISO format; may be empty. positions: digest of the file of the chosen
     rows; None if they are the first `num_rows` of the input.
     """
 
     num_slices: int
-    num_rows: int
-    identity: dict[str, Any]
+    num_rows: int = 0
+    identity: dict[str, Any] = field(default_factory=dict)
     begun_at: str = ""
     positions: str | None = None
 
@@ -116,25 +121,31 @@ def job_folders(out: str) -> list[JobFolder]:
 
 
 def read_cut(out: str) -> Cut | None:
-    """The record of the slices in an output folder; None if there is none. Raises OutputError for damage."""
+    """The record of the slices in an output folder; None if it holds none. Raises OutputError for damage."""
+    cut = _read_record(out)
+    return cut if cut is not None and cut.num_slices else None
+
+
+def _read_record(out: str) -> Cut | None:
     folder = Folder(out)
     try:
-        record = json.loads(folder.read(_RECORD))
+        record = json.loads(folder.read(CUT_RECORD))
         version = record.pop("version")
-        if version == SLICES_VERSION:
+        if version == CUT_VERSION:
             cut = Cut(**record)
-            if 1 <= cut.num_slices <= MAX_SLICES and cut.num_rows >= 0 and _is_typed(cut):
+            if 0 <= cut.num_slices <= MAX_SLICES and cut.num_rows >= 0 and _is_typed(cut):
                 return cut
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise OutputError(f"cannot read {folder.path(_RECORD)}: {reason(error)}") from error
+        raise OutputError(f"cannot read {folder.path(CUT_RECORD)}: {reason(error)}") from error
     except (ValueError, TypeError, KeyError, AttributeError):
         version = None
-    if isinstance(version, int) and version > SLICES_VERSION:
-        raise OutputError(f"{folder.path(_RECORD)} was written by a newer batchinf: install a newer one")
+    if isinstance(version, int) and version > CUT_VERSION:
+        raise OutputError(f"{folder.path(CUT_RECORD)} was written by a newer batchinf: install a newer one")
     raise OutputError(
-        f"{folder.path(_RECORD)} is damaged: delete it and start one of the slices again, which writes it anew"
+        f"{folder.path(CUT_RECORD)} is damaged: delete it and run the job, or one of its slices, again, which writes "
+        "it anew"
     )
 
 
@@ -145,29 +156,37 @@ def _is_typed(cut: Cut) -> bool:
 
 
 def write_cut(out: str, cut: Cut) -> Cut:
-    """Write the record of the slices unless there is one. Returns the record that is there now."""
+    """Write the record unless there is one. Returns the record that is there now."""
     folder = Folder(out)
     folder.make()
-    folder.create_exclusive(_RECORD, json.dumps({"version": SLICES_VERSION, **asdict(cut)}).encode())
-    found = read_cut(out)
+    faults.point("cut.before_record")
+    folder.create_exclusive(CUT_RECORD, json.dumps({"version": CUT_VERSION, **asdict(cut)}).encode())
+    faults.point("cut.after_record")
+    found = _read_record(out)
     assert found is not None
     return found
 
 
+def claim_whole(out: str) -> None:
+    """Make the output folder that of a whole job, durably. Raises OutputError if it holds slices."""
+    write_cut(out, Cut(0))
+    check_place(out, None)
+
+
 def check_place(out: str, slice_: Slice | None) -> None:
     """Raise OutputError if an output folder holds a job that is cut differently. Writes nothing."""
-    cut = read_cut(out)
-    if slice_ is None and cut is not None:
+    cut = _read_record(out)
+    if slice_ is None and cut is not None and cut.num_slices:
         raise OutputError(
             f"{out} holds a job in {cut.num_slices} slices: run one of them with --slice i/{cut.num_slices}, or give "
             "this one another output.path"
         )
-    if slice_ is not None and cut is not None and slice_.num_slices != cut.num_slices:
+    if slice_ is not None and cut is not None and cut.num_slices not in (0, slice_.num_slices):
         raise OutputError(
             f"--slice {slice_}: {out} holds a job in {cut.num_slices} slices: say --slice i/{cut.num_slices}, or give "
             "this one another output.path"
         )
-    if slice_ is not None and _holds_whole_job(out):
+    if slice_ is not None and (_holds_whole_job(out) if cut is None else not cut.num_slices):
         raise OutputError(
             f"--slice {slice_}: {out} holds a job that is not cut into slices: go on with it without --slice, or give "
             "this one another output.path"
@@ -176,6 +195,6 @@ def check_place(out: str, slice_: Slice | None) -> None:
 
 def _holds_whole_job(out: str) -> bool:
     folder = Folder(out)
-    # A log alone does not prove a job: it may come from a head start of replicas, after which the job never began.
-    # `job.yaml` is written before the job's header.
+    # A log alone does not prove a job: it may come from a start that ended before the job began. `job.yaml` is written
+    # before the job's header.
     return bool(folder.list("parts") or (folder.list("manifest") and folder.exists("job.yaml")))

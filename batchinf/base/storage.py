@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import pathlib
+import shutil
 import struct
 import uuid
 from collections.abc import Iterator
@@ -173,10 +174,14 @@ class Folder:
             return {}
 
     def sweep(self, folder: str) -> None:
-        """Delete half-written files in `folder`."""
+        """Delete half-written files, and folders of that kind, in `folder`."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.path(folder)) as entries:
             for entry in entries:
-                if entry.name.startswith(_TEMPORARY):
+                if not entry.name.startswith(_TEMPORARY):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
                     pathlib.Path(entry.path).unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:

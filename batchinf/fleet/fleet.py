@@ -270,11 +270,13 @@ class Fleet:
         is_cache_warm: bool,
         settings: EngineSettings | None = None,
         retry: int = 0,
+        num_before: int = 0,
     ) -> None:
         """launch: makes the message that starts an incarnation, given its slot and its name.
 
         settings: the engine arguments that `launch` uses; the fleet lowers them when memory runs out.
         retry: the number of the retry that the incarnations work for; 0 for none.
+        num_before: incarnations that this epoch has started for that before.
         """
         self.replicas = [FleetReplica(slot, requests_per_row) for slot in slots]
         self._launch = launch
@@ -287,7 +289,7 @@ class Fleet:
         self.is_cache_warm = is_cache_warm
         self._settings = settings
         self.backend = backend
-        self._num_incarnations = 0
+        self.num_incarnations = num_before
         self._spent = Totals()
         self._stalled_by_disk_s = 0.0
 
@@ -312,8 +314,8 @@ class Fleet:
         return started
 
     def _start(self, replica: FleetReplica) -> None:
-        self._num_incarnations += 1
-        incarnation = incarnation_name(self._epoch, self._num_incarnations, self._retry)
+        self.num_incarnations += 1
+        incarnation = incarnation_name(self._epoch, self.num_incarnations, self._retry)
         # Engines on the same device start one after the other, so they can fill the same cache.
         is_filled = any(
             other.handle is not None and not other.handle.has_own_cache and other.slot.devices != replica.slot.devices

@@ -85,8 +85,8 @@ class Launcher:
         """The devices of all replicas, each once; empty on processors."""
         return list(dict.fromkeys(device for slot in self.slots for device in slot.devices))
 
-    def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0) -> Fleet:
-        """A fleet with no replica started. spec: of a retry, which has other sampling."""
+    def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0, num_before: int = 0) -> Fleet:
+        """A fleet with no replica started. spec: of a retry, which has other sampling. num_before: see `Fleet`."""
         return Fleet(
             self.backend,
             self.slots,
@@ -99,6 +99,7 @@ class Launcher:
             is_cache_warm=not self.devices or self.backend.is_cache_warm(self._shape()),
             settings=self.settings,
             retry=retry,
+            num_before=num_before,
         )
 
     def _launch(self, slot: Slot, incarnation: str, job_id: str, spec: JobSpec) -> Launch:

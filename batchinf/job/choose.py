@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import read_cut
+from batchinf.base.slices import read_cut, source_folder
 from batchinf.base.storage import Folder
+from batchinf.job.disk_space import check_size
 from batchinf.job.exclude import Batches, Exclusion
 from batchinf.job.open import Job, check_cut, join_cut
 from batchinf.manifest.state import State
@@ -43,7 +44,7 @@ def begin_choice(job: Job, file: SpecFile, say: Say, check_lock: CheckLock) -> C
     if job.slice is None:
         rows = range(job.source.num_rows)
         return choose(job, file, rows, job.spec.input.limit, job.folder, say=say, check_lock=check_lock)
-    return _of_slice(job, _of_all_slices(job, file, say), check_lock)
+    return _of_slice(job, _of_all_slices(job, file, say, begins=True), check_lock)
 
 
 def choose_again(job: Job, file: SpecFile, number: int, state: State, say: Say) -> Choice:
@@ -203,28 +204,43 @@ def check_slice(job: Job, file: SpecFile, own: Extent, say: Say) -> None:
     if (own.start, own.num_rows) != (places.start, len(places)):
         raise OutputError(
             f"{job.spec.output.path}: other rows are chosen now than when slice {job.slice} began, "
-            f"{whole.num_rows:,} over all slices; put slices.json back, or give the job another output.path"
+            f"{whole.num_rows:,} over all slices; put cut.json back, or give the job another output.path"
         )
 
 
-def _of_all_slices(job: Job, file: SpecFile, say: Say) -> Choice:
-    """The rows of all slices together. Slices cut the chosen rows, not the input. The first slice to start chooses."""
+def _of_all_slices(job: Job, file: SpecFile, say: Say, *, begins: bool = False) -> Choice:
+    """The rows of all slices together. Slices cut the chosen rows, not the input. The first slice to start chooses.
+
+    begins: the slice has not begun.
+    """
     rows, limit = range(job.source.num_rows), job.spec.input.limit
+
+    def join(num_rows: int, positions: str | None) -> None:
+        # What the output folder holds is decided here: a slice that would be refused must not decide it.
+        assert job.slice is not None
+        check_size(file, job, len(job.slice.rows(num_rows)) if begins else None)
+        join_cut(job, num_rows, positions)
+
     if not job.spec.input.selects:
-        join_cut(job, len(rows))
+        join(len(rows), None)
         return Choice(1, 0, len(rows), 0, len(rows))
-    check_cut(job)
-    shared = Folder(job.spec.output.path)
+    shared = _shared(job)
     shared.make(RUN_FOLDER)
     with locked(Folder(shared.path(RUN_FOLDER))):
+        check_cut(job)
         cut = read_cut(job.spec.output.path)
         if cut is not None and cut.positions is None:
             return Choice(1, 0, cut.num_rows, 0, cut.num_rows)
         if cut is not None and (known := read_positions(shared, 1, cut.positions)) is not None:
             return _choice(known, 1, rows, limit)
         choice = choose(job, file, rows, limit, shared, say=say)
-        join_cut(job, choice.num_rows, choice.positions)
+        join(choice.num_rows, choice.positions)
         return choice
+
+
+def _shared(job: Job) -> Folder:
+    """Where slices keep the rows of all of them: not in the output folder itself, where a whole job may begin."""
+    return Folder(source_folder(job.folder, job.slice))
 
 
 def _of_slice(job: Job, whole: Choice, check_lock: CheckLock) -> Choice:
@@ -233,7 +249,7 @@ def _of_slice(job: Job, whole: Choice, check_lock: CheckLock) -> Choice:
     places = job.slice.rows(whole.num_rows)
     if whole.positions is None or not places:
         return Choice(1, places.start, len(places), places.start, places.stop)
-    order = whole.order(Folder(job.spec.output.path))
+    order = whole.order(_shared(job))
     first_row, stop_row = (
         edge if place in (0, len(order)) else order[place]
         for edge, place in ((whole.first_row, places.start), (whole.stop_row, places.stop))

@@ -1,5 +1,6 @@
 """Opens a job: resolves spec, model and input together, and checks that a resumed job is still the same."""
 
+import contextlib
 import datetime
 import glob
 import json
@@ -7,8 +8,8 @@ import os
 import pathlib
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,12 @@ from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.prompts.builder import check_columns, check_sampling_columns
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
-from batchinf.prompts.openai import check_batch_models, recognised
+from batchinf.prompts.openai import COLUMNS, NUM_LOOKED_AT, check_batch_models, recognised
 from batchinf.records import Extent, Prompt
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.source.files import InputLocation
+from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, open_source
@@ -78,9 +80,6 @@ def _round_up(num_bytes: int) -> int:
     return int(-(-num_bytes // digits) * digits)
 
 
-OnModelFound = Callable[[JobSpec, Model, tuple[Adapter, ...]], object]
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """A job with its spec resolved.
@@ -118,21 +117,89 @@ class Job:
         return fingerprint(self.identity)
 
 
-def open_job(
-    file: SpecFile,
-    cache: pathlib.Path | None = None,
-    state: State | None = None,
-    new: NewRows = "refuse",
-    found: OnModelFound | None = None,
-) -> Job:
-    """Resolve model and sampling and open the input.
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job without its input: all that its replicas need to start.
 
-    cache: replaces the output folder's own, for a dry run. state: of the job to resume, with its model's commit. new:
-    how to treat new rows of the input. found: called before the input is read, with everything that does not depend on
-    it: the spec (only its `input` is not resolved), the model and the adapters.
+    file: the spec as given. spec: resolved, except perhaps its `input`. state: of the job to resume. new: how to treat
+    new rows of the input. limit: `input.limit` in the identity. The others are as in `Job`.
     """
+
+    file: SpecFile
+    spec: JobSpec
+    origins: dict[str, str]
+    folder: Folder
+    model: Model
+    adapters: tuple[Adapter, ...]
+    state: State | None
+    new: NewRows
+    limit: int | None
+
+    def over(self, rows: Sequence[Mapping[str, object]]) -> "PreparedJob":
+        """The job over an input with such rows. Raises SpecError if they lack what the spec needs."""
+        with _at_its_line(self.file):
+            spec = _with_columns(self.spec, {name: None for row in rows for name in row})
+            check_batch_models(spec, rows)
+            return replace(self, spec=spec)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The identity of a resumed job if its input is still the same."""
+        assert self.state is not None
+        return self._identity(self.spec, self.state.header.identity["input"])
+
+    def _identity(self, spec: JobSpec, input: str) -> dict[str, Any]:
+        identity = {**fields(spec, "identity"), "model": self.model.fingerprint, "input": input}
+        if self.adapters:
+            identity["lora"] = lora_identity(spec, self.adapters)
+        if self.file.slice is not None:
+            identity["slice"] = str(self.file.slice)
+        if self.state is not None:
+            identity["input.limit"] = self.limit
+        # Through JSON and back, so that it compares equal to the manifest's identity.
+        found: dict[str, Any] = json.loads(json.dumps(identity))
+        return found
+
+    def open(self, cache: pathlib.Path | None = None) -> Job:
+        """Scan the input, or find that it is the known one. cache: replaces the output folder's own, for a dry run."""
+        with _at_its_line(self.file):
+            return self._open(cache or source_folder(self.folder, self.file.slice))
+
+    def _open(self, cache: pathlib.Path) -> Job:
+        with _refusing_other_job(self.folder, self.spec, self.model, self.state):
+            source = open_job_input(self.spec, cache, _taken(self.file, self.state), self.new)
+        faults.point("job.input_open")
+        spec = _with_columns(self.spec, source.schema.names)
+        check_sampling_columns(spec.sampling, source.schema)
+        if self.state is None and spec.input.is_batch_file:
+            rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
+            check_batch_models(spec, [row.values for row in rows])
+        task_of(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
+        identity = self._identity(spec, source.fingerprints[0])
+        return Job(spec, self.origins, self.folder, self.model, source, identity, self.file.slice, self.adapters)
+
+
+def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refuse") -> PreparedJob:
+    """Resolve model and sampling, and check all of the spec that does not depend on the input.
+
+    state: of the job to resume, with its model's commit. new: how to treat new rows of the input.
+    """
+    with _at_its_line(file):
+        return _prepare_job(file, state, new)
+
+
+def open_job(
+    file: SpecFile, cache: pathlib.Path | None = None, state: State | None = None, new: NewRows = "refuse"
+) -> Job:
+    """Resolve model and sampling and open the input; see `prepare_job` and `PreparedJob.open`."""
+    return prepare_job(file, state, new).open(cache)
+
+
+@contextlib.contextmanager
+def _at_its_line(file: SpecFile) -> Iterator[None]:
+    """Give each SpecError that begins with a field the place of the field in the file."""
     try:
-        return _open_job(file, cache, state, new, found)
+        yield
     except SpecError as error:
         field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
         if field is None:
@@ -144,7 +211,7 @@ def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
     """The identity of the folder's job, or what its slices share; empty for a new job."""
     if state is not None:
         return state.header.identity
-    cut = read_cut(file.spec.output.path)
+    cut = read_cut(file.spec.output.path) if file.slice is not None else None
     return {} if cut is None else cut.identity
 
 
@@ -169,13 +236,7 @@ def check_output_apart(spec: JobSpec) -> None:
         )
 
 
-def _open_job(
-    file: SpecFile,
-    cache: pathlib.Path | None,
-    state: State | None,
-    new: NewRows,
-    found: OnModelFound | None,
-) -> Job:
+def _prepare_job(file: SpecFile, state: State | None, new: NewRows) -> PreparedJob:
     check_output_apart(file.spec)
     began_as = _began_as(file, state)
     folder = job_folder(file.spec.output.path, file.slice)
@@ -188,40 +249,37 @@ def _open_job(
     check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
     spec = task_of(file.spec.model_copy(update={"sampling": sampling})).resolve(model)
+    if state is not None and state.header.spec["input"]["format"] == OpenAIBatch.name:
+        spec = spec.model_copy(update={"input": recognised(spec.input, COLUMNS)})
     check_prompts(spec, model)
     adapters = resolve_adapters(
         spec, model, began_as.get("lora"), reads_prompt_logits=task_of(spec).reads_prompt_logits
     )
-    if found is not None:
-        found(spec, model, adapters)
-    try:
-        # Checked first: the input may have grown, too, and that would give another error.
+    with _refusing_other_job(folder, spec, model, state):
         limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
-        source = open_job_input(spec, cache or source_folder(folder, file.slice), _taken(file, state), new)
+    return PreparedJob(file, spec, origins, folder, model, adapters, state, new, limit)
+
+
+def _with_columns(spec: JobSpec, columns: Iterable[str]) -> JobSpec:
+    """The spec with its `input` resolved. Raises SpecError if the input lacks a column."""
+    names = list(columns)
+    spec = spec.model_copy(update={"input": recognised(spec.input, names)})
+    task = task_of(spec)
+    task.check_input()
+    check_columns(spec, names, task.input_columns)
+    check_order(spec)
+    return spec
+
+
+@contextlib.contextmanager
+def _refusing_other_job(folder: Folder, spec: JobSpec, model: Model, state: State | None) -> Iterator[None]:
+    """Say of a DriftError in one line that the folder has another job, if that is so."""
+    try:
+        yield
     except DriftError:
         if state is not None:
             _refuse_other_job(folder, spec, model, state.header)
         raise
-    faults.point("job.input_open")
-    spec = spec.model_copy(update={"input": recognised(spec.input, source.schema.names)})
-    task = task_of(spec)
-    task.check_input()
-    check_columns(spec, source.schema.names, task.input_columns)
-    check_sampling_columns(spec.sampling, source.schema)
-    if state is None:
-        check_batch_models(spec, source)
-    check_order(spec)
-    task.output_schema([source.schema.field(name) for name in carried_columns(spec)])
-    identity = {**fields(spec, "identity"), "model": model.fingerprint, "input": source.fingerprints[0]}
-    if adapters:
-        identity["lora"] = lora_identity(spec, adapters)
-    if file.slice is not None:
-        identity["slice"] = str(file.slice)
-    if state is not None:
-        identity["input.limit"] = limit
-    # Through JSON and back, so that it compares equal to the manifest's identity.
-    identity = json.loads(json.dumps(identity))
-    return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
 
 
 def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:
@@ -331,12 +389,16 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def check_drift(job: Job, header: Header) -> None:
-    """Raise DriftError if the folder holds another job: in one line, or with a line for each difference."""
-    if header.fingerprint == job.fingerprint:
+def check_drift(job: Job | PreparedJob, header: Header, identity: dict[str, Any] | None = None) -> None:
+    """Raise DriftError if the folder holds another job: in one line, or with a line for each difference.
+
+    identity: instead of the job's own.
+    """
+    identity = job.identity if identity is None else identity
+    if header.fingerprint == fingerprint(identity):
         return
     _refuse_other_job(job.folder, job.spec, job.model, header)
-    raise _drift(f"{job.folder.root} holds a job", header.identity, job.identity)
+    raise _drift(f"{job.folder.root} holds a job", header.identity, identity)
 
 
 def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:

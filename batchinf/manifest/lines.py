@@ -23,7 +23,7 @@ from batchinf.records import (
 
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
 CHOSEN = "chosen"  # an event: how many rows were chosen from how many
-HEAD_START = "head_start"  # the event that begins a log if replicas start before the job has a header
+BEGINNING = "beginning"  # the event that begins the log of a new job, before replicas start and the job has a header
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class _ReplicaEnded(_Event):
     device_s: Seconds
 
 
-class _HeadStart(_Event):
+class _Beginning(_Event):
     job_id: JsonText
 
 
@@ -147,7 +147,7 @@ class _ReplicaStarted(_Event):
 
 _EVENTS: dict[str, type[_Event]] = {
     CHOSEN: _Chosen,
-    HEAD_START: _HeadStart,
+    BEGINNING: _Beginning,
     "replica_started": _ReplicaStarted,
     "replica_ended": _ReplicaEnded,
     "ready": _Ready,

@@ -324,6 +324,13 @@ class JobLock:
                     os.pwrite(file.fileno(), self._me.encode(), 0)
 
 
+def await_free(folder: Folder, on_wait: Callable[[str], None] | None = None) -> None:
+    """Raise OutputError if a process holds a job. Waits until it is known whether a holder on another host lives."""
+    if live_holder(folder) is not None:
+        with JobLock(folder).held(lambda: 0, on_wait):
+            pass
+
+
 @contextlib.contextmanager
 def _alone(folder: Folder) -> Iterator[None]:
     """Exclude other processes from this block, if the file system can. The kernel frees the lock of a dead process."""

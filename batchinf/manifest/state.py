@@ -10,14 +10,14 @@ import numpy.typing as npt
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
-from batchinf.manifest.lines import HEAD_START, EventLine, Header, Retry, SnapshotSums, read_line, read_started
+from batchinf.manifest.lines import BEGINNING, EventLine, Header, Retry, SnapshotSums, read_line, read_started
 from batchinf.records import Extent, Part, PartCounts, StartedReplica
 from batchinf.schedule.shards import follows, num_shards
 
 MANIFEST_VERSION = 1
 NUM_KEPT_EVENTS = 1000
 MANIFEST_FOLDER = "manifest"
-_BEFORE_HEADER = {HEAD_START, "replica_started", "replica_ended"}
+_BEFORE_HEADER = {BEGINNING, "replica_started", "replica_ended"}
 _LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
 _MAX_LOOKS, _LOOK_AGAIN_S = 200, 0.01
 
@@ -34,7 +34,7 @@ class State:
 
     def __init__(self) -> None:
         self._header: Header | None = None
-        # From the header, or from the head start before there is one.
+        # From the header, or from the beginning before there is one.
         self.job_id: str | None = None
         self.extents: tuple[Extent, ...] = ()
         self.source_fingerprints: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class State:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether there is nothing but a head start, or nothing at all."""
+        """Whether there is nothing but a beginning, or nothing at all."""
         is_empty = not (self._header or self.extents or self.parts)
         names = {event.name for event in self.events}
         return is_empty and names <= _BEFORE_HEADER and (self.job_id is not None or not names)
@@ -171,7 +171,7 @@ class State:
             self.kept.pop(event.fields["kept_as"], None)
         elif "kept_as" in event.fields:
             self.kept[event.fields["kept_as"]] = event
-        if event.name == HEAD_START:
+        if event.name == BEGINNING:
             self.job_id = event.fields["job_id"]
         elif event.name == "replica_started":
             self._running[event.fields["incarnation"]] = read_started(event)
@@ -195,9 +195,9 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
 
 
 def read_beginning(folder: Folder) -> State:
-    """The state of a job without a header: the job id, replicas and events of a head start that did not finish.
+    """The state of a job without a header: the job id, replicas and events of starts that did not finish.
 
-    Empty if there was none.
+    Empty if there were none.
     """
     return _read(folder, None)
 

@@ -1,14 +1,14 @@
 """Reads lines of OpenAI batch files: the prompt, as text or token ids, and the sampling parameters."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
 from batchinf.source.formats.lines import OpenAIBatch
-from batchinf.source.rows import Row, Source
+from batchinf.source.rows import Row
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
@@ -83,19 +83,18 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
 
 
-_LOOKED_AT = 100
+NUM_LOOKED_AT = 100
 
 
-def check_batch_models(spec: JobSpec, source: Source) -> None:
+def check_batch_models(spec: JobSpec, rows: Sequence[Mapping[str, object]]) -> None:
     """Raise SpecError if all of the first lines of a batch file name a model that is not the job's.
 
-    spec: resolved, its input `recognised`.
+    spec: resolved, its input `recognised`. rows: the values of the first lines.
     """
     if not spec.input.is_batch_file:
         return
     reader = BatchReader(spec)
-    rows = source.read(0, min(source.num_rows, _LOOKED_AT), COLUMNS)
-    objections = [reader.model_objection(row.values) for row in rows]
+    objections = [reader.model_objection(values) for values in rows]
     if all(objections):
         many = "the only line" if len(rows) == 1 else f"each of the first {len(rows):,} lines"
         raise SpecError(f"model.name: {many} of {spec.input.path} names another model; {objections[0]}")

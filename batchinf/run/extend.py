@@ -12,7 +12,7 @@ from batchinf.base import faults
 from batchinf.base.errors import InputError
 from batchinf.job import ordering
 from batchinf.job.choose import Say, choose
-from batchinf.job.open import Job, auto_rows_per_shard, carried_columns, open_job
+from batchinf.job.open import Job, auto_rows_per_shard, carried_columns
 from batchinf.manifest.lines import CHOSEN
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
@@ -24,21 +24,15 @@ from batchinf.spec.file import SpecFile, dump_spec
 from batchinf.spec.job import JobSpec
 
 
-def open_extended(file: SpecFile, state: State) -> Job:
-    """The job with everything that its input has now.
-
-    Raises DriftError if old input has changed or is missing, or if the limit is lower. Raises InputError if new input
-    does not fit the job.
-    """
-    job = open_job(file, state=state, new="take")
+def check_extended(job: Job, state: State) -> None:
+    """Raise InputError if the new input does not fit the job. job: with everything that its input has now."""
     if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(job.location):
         raise InputError(
-            f"{file.spec.input.path} is a Hugging Face dataset that has changed: --extend takes files, as which rows "
+            f"{job.spec.input.path} is a Hugging Face dataset that has changed: --extend takes files, as which rows "
             "of a dataset are new cannot be known; give the new rows as files, or a new job with input.exclude"
         )
     if has_more(job, state):
         _check_types(job)
-    return job
 
 
 def has_more(job: Job, state: State) -> bool:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.job.open import Job, carried_columns, check_drift
+from batchinf.job.open import Job, PreparedJob, carried_columns, check_drift
 from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
@@ -55,23 +55,40 @@ class RetryPhase:
     num_chosen: npt.NDArray[np.int64]
 
 
-def take_request(job: Job, state: State, text: str) -> tuple[Job, RetryRequest]:
-    """The job with its original sampling, and the request.
+def as_begun(prepared: PreparedJob, header: Header) -> tuple[PreparedJob, dict[str, Any]]:
+    """The job with its original sampling, and the sampling fields that the user has changed for a retry.
 
-    Raises DriftError if something changed that a retry cannot change, PredicateError if the text is not a predicate,
-    and OutputError if another retry is unfinished.
+    Raises DriftError if something changed that a retry cannot change.
     """
-    overrides = _overrides(job, state.header)
-    own = _as_begun(job, state.header)
-    predicate = Predicate(text, _output_schema(own))
+    identity = prepared.identity
+    changed = {name for name, value in identity.items() if header.identity.get(name, value) != value}
+    overrides = {name: identity[name] for name in sorted(changed - _FIXED) if name.startswith(_SAMPLING)}
+    try:
+        check_drift(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}})
+    except DriftError as error:
+        raise DriftError(
+            f"{error}\nwith --retry, fields of sampling other than n and those of logprobs may change"
+        ) from None
+    spec = prepared.spec.model_copy(update={"sampling": _sampling(header.spec["sampling"])})
+    return dataclasses.replace(prepared, spec=spec), overrides
+
+
+def take_request(job: Job, state: State, text: str | None, overrides: dict[str, Any]) -> RetryRequest | None:
+    """The request, or None without a predicate. job: with its original sampling.
+
+    Raises PredicateError if the text is not a predicate, and OutputError if another retry is unfinished.
+    """
+    if text is None:
+        return None
+    predicate = Predicate(text, _output_schema(job))
     last = state.retries[max(state.retries)] if state.retries and not state.is_done else None
     is_same = last is not None and (last.predicate, last.overrides) == (predicate.text, overrides)
-    if last is not None and not is_same and _is_unfinished(own, state, last):
+    if last is not None and not is_same and _is_unfinished(job, state, last):
         raise OutputError(
             f"{job.folder.root} has an unfinished {last}; finish it first, with the command that began it, or with "
             "`run` without --retry and its --set; then ask for another"
         )
-    return own, RetryRequest(predicate, overrides, is_same)
+    return RetryRequest(predicate, overrides, is_same)
 
 
 def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryRequest) -> Retry | None:
@@ -182,26 +199,6 @@ def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:
     return any(
         counts[shard] and (shard not in state.parts or state.parts[shard].retry < retry.number)
         for shard in range(len(counts))
-    )
-
-
-def _overrides(job: Job, header: Header) -> dict[str, Any]:
-    """The sampling fields that differ from the job's. Raises DriftError for other differences."""
-    changed = {name for name, value in job.identity.items() if header.identity.get(name, value) != value}
-    allowed = sorted(name for name in changed - _FIXED if name.startswith(_SAMPLING))
-    own = {**job.identity, **{name: header.identity[name] for name in allowed}}
-    try:
-        check_drift(dataclasses.replace(job, identity=own), header)
-    except DriftError as error:
-        raise DriftError(
-            f"{error}\nwith --retry, fields of sampling other than n and those of logprobs may change"
-        ) from None
-    return {name: job.identity[name] for name in allowed}
-
-
-def _as_begun(job: Job, header: Header) -> Job:
-    return dataclasses.replace(
-        job, spec=job.spec.model_copy(update={"sampling": _sampling(header.spec["sampling"])}), identity=header.identity
     )
 
 

@@ -96,6 +96,21 @@ def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: Ne
     return _assembled(format, versions, scanned, cache)
 
 
+def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
+    """The values of a few rows from the beginning of the first file; see `FileFormat.first_rows`.
+
+    None if it would cost more than milliseconds: for URLs and datasets. Empty for a file that cannot be read; the scan
+    says why. Raises `InputError` if there is no file.
+    """
+    if is_url(input.path) or is_dataset(input):
+        return None
+    format, files = find_files(input)
+    try:
+        return format.first_rows(files[0])
+    except (InputError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
+        return ()
+
+
 def _find(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     return find_remote(input) if is_url(input.path) else find_files(input)
 

@@ -193,7 +193,7 @@ def test_a_stop_during_recovery(tmp_path: pathlib.Path) -> None:
     marker, out, spec = tmp_path / "held", tmp_path / "out", jobs.spec_of(tmp_path)
     assert jobs.run("run", spec, faults="coordinator.before_publish:3=kill").returncode == -9
     # What was staged is adopted, and about to be committed.
-    process = jobs.start("run", spec, faults=f"manifest.before_write:1=hold {marker}")
+    process = jobs.start("run", spec, faults=f"manifest.before_write:2=hold {marker}")
     held(process, marker)
     assert not list((out / "staging").glob("*.parquet"))
     process.send_signal(USR1)

@@ -71,8 +71,8 @@ def test_where_nothing_is_read(folder: pathlib.Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_model_is_known_before_the_input_is_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[object] = []
-    monkeypatch.setattr(job_open, "open_job_input", lambda *_: heard.append("input") or 1 / 0)
+    monkeypatch.setattr(job_open, "open_job_input", lambda *_: 1 / 0)
+    prepared = job_open.prepare_job(read_spec(jobs.spec_of(tmp_path)))
+    assert prepared.model.path == str(jobs.MODEL)
     with pytest.raises(ZeroDivisionError):
-        job_open.open_job(read_spec(jobs.spec_of(tmp_path)), found=lambda _, model, __: heard.append(model))
-    assert [type(each) for each in heard] == [Model, str]
+        prepared.open()

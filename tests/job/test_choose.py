@@ -26,6 +26,7 @@ from batchinf.manifest.lines import Header
 from batchinf.manifest.lock import LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
+from batchinf.manifest.state import read_state
 from batchinf.records import Extent, Part
 from batchinf.source.files import InputLocation
 from batchinf.source.row_hash import is_in_share, row_hashes
@@ -448,7 +449,8 @@ def test_what_cannot_be_chosen_is_one_clear_line(given: dict[str, Any], words: s
     spec = spec_over(tmp_path, RECORDS[:60], input=given)
     assert words in refused(spec)
     assert words in refused(spec, "run")
-    assert not (tmp_path / "out" / "manifest" / "000001.jsonl").exists()
+    assert read_state(Folder(tmp_path / "out")) is None
+    assert not (tmp_path / "out" / "job.yaml").exists()
 
 
 def test_validate_says_how_many_rows_are_chosen(tmp_path: pathlib.Path) -> None:

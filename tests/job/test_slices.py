@@ -91,7 +91,7 @@ def test_readers_take_all_slices_by_one_pattern(sliced: dict[str, Any]) -> None:
 
 def test_the_first_pass_over_the_input_is_shared(sliced: dict[str, Any]) -> None:
     out = sliced["out"]
-    assert sorted(path.name for path in out.iterdir()) == [*(f"slice-{i}" for i in range(4)), "slices.json", "source"]
+    assert sorted(path.name for path in out.iterdir()) == ["cut.json", *(f"slice-{i}" for i in range(4)), "source"]
     assert not list(out.glob("slice-*/source"))
     assert not list(out.rglob(".tmp-*"))
 
@@ -167,22 +167,22 @@ def test_a_slice_without_rows_is_done_at_once(tmp_path: pathlib.Path) -> None:
     assert "done: 0 output rows" in done.stdout
     assert (tmp_path / "out" / "slice-000").is_dir()
     assert "slice 000" not in jobs.run("status", tmp_path / "out").stdout
-    assert not jobs.events_of(tmp_path / "out" / "slice-000", "replica_started")
+    assert not jobs.events_of(tmp_path / "out" / "slice-000", "ready")
 
 
 @pytest.mark.parametrize("record", ["", "[]", "{}", '{"version": 1, "num_slices": "4", "num_rows": 5, "identity": {}}'])
 def test_a_damaged_record_is_one_clear_line(record: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "slices.json").write_text(record)
-    with pytest.raises(OutputError, match=r"slices\.json is damaged"):
+    (tmp_path / "cut.json").write_text(record)
+    with pytest.raises(OutputError, match=r"cut\.json is damaged"):
         job_folders(str(tmp_path))
-    (tmp_path / "slices.json").write_text('{"version": 2}')
+    (tmp_path / "cut.json").write_text('{"version": 2}')
     with pytest.raises(OutputError, match="newer batchinf"):
         job_folders(str(tmp_path))
 
 
 def test_a_whole_job_beside_slices_is_told(tmp_path: pathlib.Path) -> None:
     record = {"version": 1, "num_slices": 12, "num_rows": 5, "identity": {}}
-    (tmp_path / "slices.json").write_text(json.dumps(record))
+    (tmp_path / "cut.json").write_text(json.dumps(record))
     found = job_folders(str(tmp_path))
     assert [folder.folder.root.name for folder in found] == [f"slice-{index:02d}" for index in range(12)]
     folder = Folder(tmp_path)

@@ -335,7 +335,7 @@ LINES: dict[str, dict[str, Any]] = {
     name: {"kind": "event", "name": name, "at": AT, **fields}
     for name, fields in {
         "chosen": {"num_rows": 1, "num_input_rows": 2, "kept_as": "chosen"},
-        "head_start": {"job_id": "a"},
+        "beginning": {"job_id": "a"},
         "replica_started": started("000001.0001"),
         "replica_ended": {"incarnation": "000001.0001", "device_s": 1.0},
         "ready": {"replica": 0, "device": "", "versions": {}, "settings": {}, "kept_as": "platform/a"},
@@ -366,17 +366,17 @@ def test_a_manifest_without_its_first_log_is_damage(folder: Folder) -> None:
         read_state(folder)
 
 
-def head_start(folder: Folder, epoch: int, job_id: str = HEADER.job_id) -> Manifest:
+def beginning(folder: Folder, epoch: int, job_id: str = HEADER.job_id) -> Manifest:
     manifest = open_(folder, epoch)
-    manifest.event("head_start", job_id=job_id)
+    manifest.event("beginning", job_id=job_id)
     manifest.event("replica_started", **started(f"{epoch:06d}.0001"))
     manifest.commit()
     return manifest
 
 
-def test_a_head_start_is_no_beginning(folder: Folder) -> None:
-    head_start(folder, 1).close()
-    manifest = head_start(folder, 2)
+def test_a_beginning_is_no_job(folder: Folder) -> None:
+    beginning(folder, 1).close()
+    manifest = beginning(folder, 2)
     manifest.event("replica_ended", incarnation="000002.0001", device_s=2.0)
     manifest.commit()
     assert read_state(folder) is None
@@ -393,20 +393,20 @@ def test_a_head_start_is_no_beginning(folder: Folder) -> None:
         state = state_of(folder)
         assert (state.job_id, state.device_s) == (HEADER.job_id, 2.0)
         assert state.running_replicas == before.running_replicas
-        assert [event.name for event in state.events] == [*("head_start", "replica_started") * 2, "replica_ended"]
+        assert [event.name for event in state.events] == [*("beginning", "replica_started") * 2, "replica_ended"]
 
 
 @pytest.mark.parametrize("name", ["epoch", "ready", "replica_started"])
-def test_a_log_of_a_job_that_had_begun_is_no_head_start(folder: Folder, name: str) -> None:
-    manifest = open_(folder, 2) if name == "replica_started" else head_start(folder, 2)
+def test_a_log_of_a_job_that_had_begun_is_no_beginning(folder: Folder, name: str) -> None:
+    manifest = open_(folder, 2) if name == "replica_started" else beginning(folder, 2)
     manifest.event(name, versions={}, **started("000002.0002"))
     manifest.commit()
     with pytest.raises(OutputError, match="neither it nor a later log has the job's header"):
         read_state(folder)
 
 
-def test_a_head_start_of_another_job_is_damage(folder: Folder) -> None:
-    head_start(folder, 1, "another").close()
+def test_a_beginning_of_another_job_is_damage(folder: Folder) -> None:
+    beginning(folder, 1, "another").close()
     begin(folder, 2).close()
     with pytest.raises(OutputError, match=r"000002.jsonl is damaged: it is a log of another job"):
         read_state(folder)

@@ -24,6 +24,7 @@ import pytest
 import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, create, disk_error
+from batchinf.manifest.state import read_state
 from batchinf.output.journal import Journal
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -105,12 +106,10 @@ def leftovers(out: pathlib.Path) -> list[pathlib.Path]:
 
 def parts_of(out: pathlib.Path) -> dict[str, bytes]:
     """Committed parts."""
-    if not (out / "manifest").exists() or not any(log.stat().st_size for log in (out / "manifest").iterdir()):
+    if (state := read_state(Folder(out))) is None:
         return {}
     return {
-        path.name: path.read_bytes()
-        for shard in jobs.state_of(out).parts
-        if (path := out / "parts" / f"part-{shard:06d}.parquet")
+        path.name: path.read_bytes() for shard in state.parts if (path := out / "parts" / f"part-{shard:06d}.parquet")
     }
 
 

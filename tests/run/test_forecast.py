@@ -60,8 +60,7 @@ def test_it_says_what_it_rests_on(tmp_path: pathlib.Path) -> None:
     given = {"path": str(path), "sample": 0.25}
     spec = jobs.spec_of(tmp_path, input=given, parallel={"data_parallel_size": 1}, scripted=scripted)
     # The engine is up long before there are rows.
-    done = jobs.finish(spec, faults="head_start.started=sleep 8")
-    assert "while the input is read" in done.stderr
+    done = jobs.finish(spec, faults="start.replicas=sleep 8")
     state = jobs.state_of(tmp_path / "out")
     assert state.device_s > 8
     num_run = state.counts.num_rows

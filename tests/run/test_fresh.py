@@ -88,3 +88,109 @@ def test_a_link_stays_a_link(spec: pathlib.Path, tmp_path: pathlib.Path) -> None
     assert (tmp_path / "out").is_symlink()
     assert jobs.state_of(tmp_path / "out").is_done
     assert jobs.state_of(tmp_path / "large-disk.1").is_done
+
+
+# -- what keeps the new job from beginning -----------------------------------------------------------------------------
+
+
+def files_of(folder: pathlib.Path) -> dict[pathlib.Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("input.prompt_column=nothing", "no column 'nothing'"),
+        ("input.where=prompt = 'none'", "leaves none of the 20 input rows"),
+        *jobs.slowly(("model.name=nothing", "model.name"), ("output.max_output_bytes=10", "output.max_output_bytes")),
+    ],
+)
+def test_the_old_job_stays_where_the_new_one_cannot_begin(
+    wrong: tuple[str, str], spec: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (settings, words), before = wrong, files_of(tmp_path)
+    refused = jobs.run("run", spec, "--fresh", "--set", settings)
+    assert refused.returncode == 2
+    assert words in refused.stderr
+    assert files_of(tmp_path) == before
+
+
+def test_a_damaged_file_behind_the_first_is_found_before_the_move(spec: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "input").mkdir()
+    (tmp_path / "prompts.jsonl").rename(tmp_path / "input" / "a.jsonl")
+    (tmp_path / "input" / "b.jsonl.gz").write_bytes(b"\x1f\x8b" + bytes(100))
+    before = files_of(tmp_path)
+    moved = ("--fresh", "--set", f"input.path={tmp_path / 'input'}")
+    # A kill leaves the scan of the new input behind, and the next start deletes it.
+    assert jobs.run("run", spec, *moved, faults="job.input_open=kill,source.before_fsync=kill").returncode == -9
+    assert (tmp_path / "out" / ".tmp-fresh").exists()
+    refused = jobs.run("run", spec, *moved)
+    assert refused.returncode == 2
+    assert "b.jsonl.gz cannot be read as jsonl" in refused.stderr
+    assert files_of(tmp_path) == before
+    assert not (tmp_path / "out" / ".tmp-fresh").exists()
+
+
+# -- slices ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sliced(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A spec whose job is done in two slices."""
+    spec = spec_in(tmp_path)
+    for index in range(2):
+        jobs.finish(spec, "--slice", f"{index}/2")
+    return spec
+
+
+def test_one_slice_begins_anew_and_all_of_them(sliced: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    before = files_of(out / "slice-1")
+    refused = jobs.run("run", sliced, "--slice", "1/2", "--fresh", "--set", "sampling.max_tokens=5")
+    assert refused.returncode == 2
+    assert "holds slices of a job that began with other settings" in refused.stderr
+    assert "holds a job in 2 slices" in jobs.run("run", sliced, "--slice", "1/3", "--fresh").stderr
+    assert files_of(out / "slice-1") == before
+    jobs.finish(sliced, "--slice", "1/2", "--fresh")
+    assert files_of(out / "old-slice-1.1") == before
+    assert jobs.rows_of(out / "slice-1") == jobs.rows_of(out / "old-slice-1.1")
+    before = files_of(out)
+    jobs.finish(sliced, "--fresh", "--set", "sampling.max_tokens=5")
+    assert files_of(tmp_path / "out.1") == before
+    assert max(row["num_output_tokens"] for row in jobs.rows_of(out)) <= 5
+
+
+def test_never_from_under_a_slice_at_work(sliced: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    out, marker = tmp_path / "out", tmp_path / "held"
+    process = jobs.start("run", sliced, "--slice", "1/2", "--retry", "true", faults=f"retry.before_line=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() or process.poll() is not None)
+    refused = jobs.run("run", sliced, "--fresh")
+    assert refused.returncode == 2
+    assert f"slice-1 is being run by pid {process.pid}" in refused.stderr
+    marker.unlink()
+    assert process.wait(60) == 0
+    process.communicate()
+    assert not (tmp_path / "out.1").exists()
+    # Nor does a slice begin while the folder is about to be moved.
+    process = jobs.start("run", sliced, "--fresh", faults=f"fresh.before_rename=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() or process.poll() is not None)
+    refused = jobs.run("run", sliced, "--slice", "1/2", "--retry", "true")
+    assert refused.returncode == 2
+    assert f"out is being run by pid {process.pid}" in refused.stderr
+    marker.unlink()
+    assert process.wait(60) == 0
+    process.communicate()
+    assert len(jobs.rows_of(out)) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where", ["fresh.before_rename", "fresh.after_rename", "cut.before_record", "cut.after_record"]
+)
+def test_killed_while_slices_become_a_whole_job(where: str, sliced: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    rows = [row for index in range(2) for row in jobs.rows_of(out / f"slice-{index}")]
+    assert jobs.run("run", sliced, "--fresh", faults=f"{where}=kill").returncode == -9
+    jobs.finish(sliced, *(["--fresh"] if where == "fresh.before_rename" else []))
+    assert jobs.rows_of(out) == rows
+    assert [row for index in range(2) for row in jobs.rows_of(tmp_path / "out.1" / f"slice-{index}")] == rows

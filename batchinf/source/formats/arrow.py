@@ -5,7 +5,7 @@ Artifacts: `rows`, the spool, an Arrow IPC file of small batches; `batches`, the
 """
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -59,6 +59,14 @@ class Arrow(FileFormat):
             firsts = np.cumsum([0, *counts]).astype("<i8")
             scratch.create("batches").write(firsts.tobytes())
             return FileFindings(digest, int(firsts[-1]), schema)
+
+    def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
+        """See `FileFormat`."""
+        with pa.memory_map(file.path) as mapped:
+            try:
+                return [dict.fromkeys(pa.ipc.open_file(mapped).schema.names)]
+            except pa.ArrowInvalid:
+                return [dict.fromkeys(pa.ipc.open_stream(mapped).schema.names)]
 
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder

@@ -3,7 +3,7 @@
 import abc
 import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -137,6 +137,14 @@ class FileFormat(InputFormat, abc.ABC):
 
         A damaged file may raise any ValueError, LookupError, TypeError or Arrow error; the caller names the file.
         """
+
+    def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
+        """A few rows from the beginning of a local file, found in milliseconds. Later rows may have other columns.
+
+        A format whose files name their columns gives one row, of nulls. Without rows, replicas wait for the scan. It
+        may raise what `scan` raises.
+        """
+        return ()
 
     @abc.abstractmethod
     def reader(

@@ -5,7 +5,7 @@ Column types are decided afterwards, over all files.
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -40,6 +40,11 @@ class Csv(FileFormat):
             schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
             num_rows = spool(_batches(rows, types), schema, scratch)
         return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
+
+    def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
+        """See `FileFormat`."""
+        with open_input(file) as stream:
+            return [dict.fromkeys(_Rows(file, _Hashed(stream)).header)]
 
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder

@@ -4,7 +4,7 @@ import abc
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from batchinf.source.formats.base import FileFormat, InputFormat, Reader, Record
 from batchinf.source.types import JsonTypes, MixedTypes, is_json_column
 
 WHITESPACE = b" \t\r\n"  # of JSON
+_FIRST_LINES = 100  # that are looked at before the scan
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
@@ -236,6 +237,11 @@ class JsonLines(LineFormat):
         )
         return FileFindings(content_hash, num_rows, types.schema(), num_bytes)
 
+    def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
+        """See `FileFormat`."""
+        run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
+        return _records(_split_lines(run)[:_FIRST_LINES])
+
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
     ) -> Reader:
@@ -303,6 +309,10 @@ class TextLines(LineFormat):
         """See `FileFormat`."""
         content_hash, num_rows, num_bytes = index_lines(file, scratch, lambda run: None, has_blank_rows=True)
         return FileFindings(content_hash, num_rows, pa.schema([(_COLUMN, pa.string())]), num_bytes)
+
+    def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
+        """See `FileFormat`."""
+        return [{_COLUMN: None}]
 
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,6 +41,10 @@ class Parquet(FileFormat):
         if any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups):
             self.spool(file, scratch)
         return FileFindings(_footer_hash(file), metadata.num_rows, schema)
+
+    def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
+        """See `FileFormat`."""
+        return [dict.fromkeys(pq.read_schema(file.path).names)]
 
     def reader(
         self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder

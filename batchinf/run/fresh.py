@@ -1,0 +1,108 @@
+"""`--fresh`: makes all checks of the new job, and then moves the folder's job, or one slice of it, aside."""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import shutil
+import tempfile
+
+from batchinf.base import faults
+from batchinf.base.errors import OutputError
+from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, check_place, is_slice_folder, job_folder
+from batchinf.base.storage import Folder, reason, sync_folder
+from batchinf.engines.installed import check_structures
+from batchinf.fleet.backend import Backend
+from batchinf.fleet.launcher import Launcher
+from batchinf.job.choose import choose
+from batchinf.job.disk_space import check_size
+from batchinf.job.open import check_cut
+from batchinf.manifest.lock import LOCK, JobLock, await_free
+from batchinf.manifest.state import last_epoch
+from batchinf.run.display import ProgressDisplay
+from batchinf.run.start import CheckedJob, check_first
+from batchinf.spec.file import SpecFile
+
+# A folder with one of these holds a job or its remains.
+_SIGNS = ("manifest", "parts", "job.yaml", CUT_RECORD)
+# In the old job's folder: the scan of the new job's input. If it stays behind, the next run deletes it.
+_SCAN = ".tmp-fresh"
+
+
+def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -> None:
+    """Move a job to the first free name of `OUT.1`, `OUT.2`, ..., if there is one and the new one can begin.
+
+    A whole job begins anew in place of a whole job or of all slices, and a slice in place of itself. The move is
+    durable on return. Raises UserError, and moves nothing, if the new job cannot begin, if another process runs a job
+    in the folder, or if the folder cannot be moved.
+    """
+    out, folder = file.spec.output.path, job_folder(file.spec.output.path, file.slice)
+    if file.slice is not None:
+        check_place(out, file.slice)
+    checked = check_first(file, None)
+    # Move the folder, not a link to it, so that the new job stays on the same disk.
+    link, folder = folder.root, Folder(folder.root.resolve())
+    folder.make()
+    with JobLock(folder).held(lambda: last_epoch(folder), display.say) as epoch:
+        # Only now: another process may have moved the job since.
+        if not any(folder.exists(name) for name in _SIGNS):
+            return
+        # Slices that begin later see the lock of the whole folder.
+        for other in _beside(file, folder):
+            await_free(other, display.say)
+        try:
+            _check_all(checked, backend, folder, epoch, display)
+            aside = _rename(folder.root)
+        finally:
+            shutil.rmtree(folder.path(_SCAN), ignore_errors=True)
+        # The lock moved with the folder.
+        Folder(aside).delete(LOCK)
+    folder.make()
+    if (aside / _SCAN).exists():
+        with contextlib.suppress(OSError):  # the start scans the input again
+            (aside / _SCAN).rename(folder.path(SOURCE_FOLDER))
+        shutil.rmtree(aside / _SCAN, ignore_errors=True)
+    display.say(f"moved the job in {link} to {aside}; it begins anew")
+
+
+def _beside(file: SpecFile, folder: Folder) -> list[Folder]:
+    """The folders whose holders must not run: of a whole job its slices, and of a slice the whole."""
+    if file.slice is not None:
+        return [Folder(file.spec.output.path)]
+    return [Folder(folder.path(name)) for name in folder.list("") if is_slice_folder(name)]
+
+
+def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int, display: ProgressDisplay) -> None:
+    """Make the checks of a start that `check_first` does not make, and start nothing.
+
+    A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
+    """
+    prepared, file = checked.prepared, checked.prepared.file
+    Launcher.of(backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, None, display.say)
+    folder.sweep("")
+    job = prepared.open(None if file.slice is not None else folder.path(_SCAN))
+    with contextlib.closing(job.source):
+        if job.slice is not None:
+            check_cut(job)
+        if job.spec.scripted is None:
+            list(check_structures(file, job.model.tokenizer))
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.root) as scratch:
+            num_rows = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch)).num_rows
+        check_size(file, job, num_rows if job.slice is None else len(job.slice.rows(num_rows)))
+
+
+def _rename(root: pathlib.Path) -> pathlib.Path:
+    # A slice's name must not match `slice-*`, by which readers find the parts of all slices.
+    prefix = "old-" if is_slice_folder(root.name) else ""
+    names = (root.with_name(f"{prefix}{root.name}.{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    faults.point("fresh.before_rename")
+    try:
+        root.rename(aside)
+        sync_folder(root.parent)
+    except OSError as error:
+        raise OutputError(
+            f"cannot move {root} to {aside}: {reason(error)}; move it yourself, or give the job another output.path"
+        ) from error
+    faults.point("fresh.after_rename")
+    return aside

@@ -1,0 +1,245 @@
+"""The start of an epoch, the same for every job: checks, replicas, and beside them the scan of the input; then `Work`.
+
+`check_first` finds what can be found in milliseconds and writes nothing. Replicas start next: they need only the spec,
+the model and their devices. `start` then reads the input, chooses the rows, begins or recovers the job in the manifest,
+and tells the replicas about the rows. If anything on the way is refused, it ends them. `epoch` uses both.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from batchinf.base import faults
+from batchinf.base.errors import BatchinfError, SpecError
+from batchinf.base.slices import claim_whole
+from batchinf.base.stop_signals import shielded
+from batchinf.base.storage import Folder
+from batchinf.engines.installed import check_structures
+from batchinf.fleet.backend import Backend
+from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
+from batchinf.fleet.status import read_status
+from batchinf.job import ordering
+from batchinf.job.disk_space import check_size, room_warning
+from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, prepare_job
+from batchinf.manifest.lines import BEGINNING, CHOSEN
+from batchinf.manifest.lock import JobLock
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.state import State, read_beginning, read_state
+from batchinf.output import journal
+from batchinf.prompts.builder import setting
+from batchinf.run.display import ProgressDisplay
+from batchinf.run.extend import add_extent, check_extended, has_more, said
+from batchinf.run.recovery import note_ended, recover
+from batchinf.run.retry import RetryRequest, as_begun, take_request
+from batchinf.schedule.positions import Choice
+from batchinf.schedule.predicate import Predicate, PredicateError
+from batchinf.schedule.shards import total_rows
+from batchinf.source.rows import first_rows
+from batchinf.spec.file import SpecFile, dump_spec
+
+_LOST_TO_NAME = 20
+NOTHING_NEW = "--extend: the input has nothing that the job has not taken in"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedJob:
+    """A job that has passed the first checks.
+
+    prepared: for a retry, with the sampling that the job began with. retry: a predicate for the rows that run again.
+    overrides: the retry's sampling. extends: first take in new rows. has_rows: whether it is known, without the input,
+    that rows will run; replicas can start then.
+    """
+
+    prepared: PreparedJob
+    retry: str | None
+    overrides: dict[str, Any]
+    extends: bool
+    has_rows: bool
+
+    @property
+    def state(self) -> State | None:
+        """That of a job that has begun."""
+        return self.prepared.state
+
+    def open(self) -> Job:
+        """Read the input, and check that it is still the job's."""
+        job = self.prepared.open()
+        if self.state is not None:
+            if self.extends:
+                check_extended(job, self.state)
+            check_drift(job, self.state.header)
+        return job
+
+
+def check_first(file: SpecFile, state: State | None, retry: str | None = None, *, extends: bool = False) -> CheckedJob:
+    """The checks that take milliseconds: spec, model, settings of the job in the folder, files, and first rows.
+
+    Raises UserError, and writes nothing.
+    """
+    prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    overrides: dict[str, Any] = {}
+    has_rows = state is None or not state.committed.all()
+    if state is None:
+        rows, where = first_rows(location_of(file.spec)), file.spec.input.where
+        try:
+            prepared = prepared if rows is None else prepared.over(rows)
+            if rows is not None and where is not None:
+                Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
+        except (SpecError, PredicateError):
+            has_rows = False  # later rows may be other ones: the scan decides, and replicas wait for it
+    elif retry is None:
+        check_drift(prepared, state.header)
+    else:
+        prepared, overrides = as_begun(prepared, state.header)
+    return CheckedJob(prepared, retry, overrides, extends, has_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedJob:
+    """A job whose rows can run. fleet: its replicas, which know their work; none runs if all shards are committed."""
+
+    job: Job
+    state: State
+    manifest: Manifest
+    launcher: Launcher
+    fleet: Fleet
+    request: RetryRequest | None
+
+
+@contextlib.contextmanager
+def start(
+    checked: CheckedJob, backend: Backend, lock: JobLock, epoch: int, display: ProgressDisplay
+) -> Iterator[StartedJob]:
+    """Start replicas and open the job beside them. When the block ends, all of these replicas have ended."""
+    prepared, state, folder = checked.prepared, checked.state, checked.prepared.folder
+    file, before = prepared.file, state or read_beginning(folder)
+    if prepared.spec.scripted is None:
+        backend.read_ahead(prepared.model, prepared.spec.model.load_format)
+    backend.end_leftovers(before.running_replicas, before.job_id)
+    launcher = Launcher.of(backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, state, display.say)
+    manifest = Manifest(folder, epoch, lock, state)
+    note_ended(before, read_status(folder), manifest, lock.predecessor_seen_at)
+    job_id = before.job_id or new_job_id()
+    fleet, opened = launcher.fleet(job_id), contextlib.ExitStack()
+    try:
+        if state is None:
+            # Replicas make files outside the job's folder with the id in their names. So the id is stored first.
+            manifest.event(BEGINNING, job_id=job_id)
+            manifest.commit()
+        if checked.has_rows:
+            display.say(f"starting {len(launcher.slots)} replica(s) while the input is read")
+            with shielded():
+                note_started(manifest, backend, fleet.start_due())
+            faults.point("start.replicas")
+        else:
+            display.say("reading the input")
+        job = checked.open()
+        opened.callback(job.source.close)
+        if job.spec.input.format != launcher.spec.input.format:
+            # Only later rows show that it is a batch file, for which engines start with other arguments.
+            _end(fleet, manifest)
+            launcher = replace(launcher, spec=job.spec)
+            fleet = launcher.fleet(job_id, num_before=fleet.num_incarnations)
+        request = None if state is None else take_request(job, state, checked.retry, checked.overrides)
+        if job.spec.scripted is None and (state is None or request is not None):
+            for line in check_structures(file, job.model.tokenizer):
+                display.say(line)
+        choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
+        check_size(file, job, None if choice is None else choice.num_rows)
+        if state is None:
+            state = _begin(job, manifest, len(launcher.slots), choice, job_id)
+        elif checked.extends:
+            state = _extend(job, file, state, manifest, len(launcher.slots), display)
+        _recover(job, state, manifest, epoch, display)
+        _say_what(job, state, launcher, display)
+        if (warning := room_warning(job, state, len(launcher.slots))) is not None:
+            display.say(warning)
+        if state.committed.all():
+            _end(fleet, manifest)  # what was left is adopted
+        else:
+            for line in job.task.prompt_warnings(job.model, job.source):
+                display.say(line)
+            fleet.give_work(work_of(job, state, None))
+        yield StartedJob(job, state, manifest, launcher, fleet, request)
+    except BaseException:
+        # Later errors, for example from a full disk, must not hide the first one.
+        with contextlib.suppress(BatchinfError, OSError):
+            manifest.discard()
+            _end(fleet, manifest)
+        raise
+    finally:
+        opened.close()
+        manifest.close()
+
+
+def _end(fleet: Fleet, manifest: Manifest) -> None:
+    """End the replicas that run, and commit their ends."""
+    with shielded():
+        for ended in fleet.kill():
+            note_end(manifest, ended)
+        manifest.commit()
+
+
+def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | None, job_id: str) -> State:
+    if job.slice is None:
+        claim_whole(job.spec.output.path)
+    # Segments without a manifest belong to no job.
+    for shard in journal.list_shards(job.folder):
+        journal.drop(job.folder, shard)
+    header, extent = new_header(job, num_replicas, choice, job_id)
+    job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
+    manifest.header(header)
+    manifest.extent(extent, job.source.fingerprint)
+    if job.spec.input.selects:
+        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=extent.num_rows, num_input_rows=job.source.num_rows)
+    manifest.commit()
+    return _state_of(job.folder)
+
+
+def _state_of(folder: Folder) -> State:
+    state = read_state(folder)
+    assert state is not None
+    return state
+
+
+def _extend(
+    job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, display: ProgressDisplay
+) -> State:
+    if not has_more(job, state):
+        display.say(NOTHING_NEW)
+        return state
+    num_rows = add_extent(job, file, state, manifest, num_replicas, display.say)
+    display.say(said(job, state, num_rows))
+    return _state_of(job.folder)
+
+
+def _recover(job: Job, state: State, manifest: Manifest, epoch: int, display: ProgressDisplay) -> None:
+    found = recover(job, state.extents, state, manifest)
+    manifest.event("epoch", epoch=epoch, job_id=state.header.job_id, adopted=len(found.adopted), lost=list(found.lost))
+    manifest.commit()
+    for shard in found.lost[:_LOST_TO_NAME]:
+        display.say(f"warning: part {shard} is gone or altered; its rows run again")
+    if len(found.lost) > _LOST_TO_NAME:
+        display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
+
+
+def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDisplay) -> None:
+    slots = launcher.slots
+    sampling = ", ".join(
+        setting(name, getattr(job.spec.sampling, name)) + ("" if origin == "spec" else f" ({origin})")
+        for name, origin in job.origins.items()
+    )
+    task = job.task
+    display.say(task.describe() or (f"sampling: {sampling}" if task.draws_tokens else f"task: {task.name}"))
+    done, shards = int(state.committed.sum()), len(state.committed)
+    samples = f" with {task.num_rows_per_input:,} samples each" if task.num_rows_per_input > 1 else ""
+    display.say(
+        ("" if job.slice is None else f"slice {job.slice}: ")
+        + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of them done; "
+        + f"{len(slots)} replica(s) on "
+        + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else launcher.backend.processors)
+    )
