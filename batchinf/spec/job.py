@@ -298,6 +298,12 @@ class JobSpec(Section):
         return engine
 
     @model_validator(mode="after")
+    def _devices_of_this_host(self) -> Self:
+        if self.backend == "ray" and self.parallel.devices is not None:
+            raise wrong("got a list with backend: ray; Ray chooses the devices: leave it out", "parallel.devices")
+        return self
+
+    @model_validator(mode="after")
     def _adapters(self) -> Self:
         lora, column = self.model.lora, self.input.adapter_column
         if column is not None and not isinstance(lora, dict):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import cluster
+import psutil
 import pytest
 import yaml
 
@@ -118,6 +119,29 @@ def test_an_array_of_three_with_one_task_killed(slurm: cluster.Cluster, submit: 
     assert [job.activity for job in job_status(str(out)).jobs] == ["done"] * 3
     rows = [row for index in range(3) for row in jobs.rows_of(out / f"slice-{index}")]
     assert rows == list(jobs.unhurt())
+
+
+def test_a_job_on_two_nodes_with_ray_is_signalled_and_queued_again(
+    slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path
+) -> None:
+    out = tmp_path / "out"
+    # A replica takes all cores of a node, so that each of the two has one.
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.05}, ray={"resources": {"CPU": 2}})
+    job = submit(spec, "--nodes", "2")
+    jobs.wait_until(lambda: num_committed(out), 120)
+    load = job_status(str(out)).load
+    assert load is not None
+    assert (load.num_replicas, load.hosts) == (2, (os.uname().nodename,))
+    slurm.call("scancel", "--signal=USR1", job)  # to all steps, as before the time limit
+    assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
+    assert slurm.state(job, "Restarts") == "1"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    # A cluster of its own in each run.
+    started = jobs.events_of(out, "replica_started")
+    assert len({(event["backend"], event["identity"]["cluster"]) for event in started}) == 2
+    slurm.wait_for_nodes()
+    assert not list(pathlib.Path("/tmp").glob(f"ray-{job}-*"))
+    assert not [p for p in psutil.process_iter(["cmdline"]) if f"/tmp/ray-{job}-" in " ".join(p.info["cmdline"] or [])]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)

@@ -262,6 +262,7 @@ def test_the_section_of_a_ray_cluster():
         "backend", "ray.address", "ray.resources", "ray.env_vars",
     }  # fmt: skip
     assert "'ray://h:10001', the address of a Ray Client" in refusal(LEAST + "ray: {address: 'ray://h:10001'}")
+    assert "parallel.devices: got a list with backend: ray" in refusal(LEAST + "backend: ray\nparallel: {devices: [0]}")
     assert "ray.resources.GPU: must not name GPU" in refusal(LEAST + "ray: {resources: {GPU: 1}}")
     assert "ray.env_vars.HF_TOKEN: is named like a secret" in refusal(LEAST + "ray: {env_vars: {HF_TOKEN: x}}")
 
