@@ -136,6 +136,11 @@ def _address(spec: RaySpec) -> str:
             f"ray.address: is not set, and neither is {_ADDRESS}; give the address that `ray start --head` printed, "
             "such as 10.0.0.1:6379, or auto for the cluster that this host belongs to"
         )
+    if "://" in address:
+        raise UserError(
+            f"{_ADDRESS}: got {address!r}, the address of a Ray Client or a dashboard; batchinf runs on a host of the "
+            "cluster: give host:port of its head, or auto, in ray.address"
+        )
     return address
 
 
