@@ -5,14 +5,14 @@
 
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf.base.errors import ModelError
 from batchinf.model.cache import KvCache, UnknownCacheError, kv_cache_of, num_attention_heads, num_kv_heads
 from batchinf.model.identity import Model, text_section
-from batchinf.model.parameters import Described, described, stored
+from batchinf.model.parameters import Described, Part, Tensor, described, stored
 from batchinf.model.weights import UnknownWeightsError, Weights, indexed_bytes, quantization_of, weigh
 from batchinf.spec.job import JobSpec, ModelSpec
 
@@ -59,27 +59,41 @@ _PLAIN_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_k
 class Needs:
     """A model's memory over all devices of a replica; None if unknown. unknown: the reasons.
 
-    num_heads: query heads, which tensor-parallel ranks must divide. step_width: numbers of an activation that a token
-    has at the same time: those that each rank keeps whole, and those that ranks split.
+    config: of the text model, with the defaults of its class where they were needed. parameters: by part; empty if they
+    were not counted. quantization: in words; empty: none. dtype: of what is not quantized.
     """
 
     weights: Weights | None
     kv_cache: KvCache | None
     unknown: tuple[str, ...] = ()
-    num_heads: int | None = None
-    num_layers: int = 1
-    vocab_size: int | None = None
-    step_width: tuple[int, int] = (0, 0)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[Part, int] = field(default_factory=dict)
+    quantization: str = ""
+    dtype: str = "bfloat16"
 
     @property
     def weight_bytes(self) -> int | None:
         """On one device."""
         return None if self.weights is None else self.weights.num_bytes
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.weights.layers) if self.weights is not None else 1
+
     def tensor_degrees(self, most: int) -> list[int]:
-        """The tensor-parallel sizes up to `most` that vLLM accepts: the heads must divide."""
-        heads = self.num_heads or 1
-        return [degree for degree in range(1, most + 1) if self.num_heads is None or heads % degree == 0]
+        """The tensor-parallel sizes up to `most` that vLLM accepts.
+
+        Query heads must divide, and KV heads too, or be divided; so must the width of the MLP.
+        """
+        heads, kv_heads = num_attention_heads(self.config), num_kv_heads(self.config)
+        inner = self.config.get("moe_intermediate_size") or self.config.get("intermediate_size")
+        return [
+            degree
+            for degree in range(1, most + 1)
+            if (heads is None or heads % degree == 0)
+            and (kv_heads is None or kv_heads % degree == 0 or degree % kv_heads == 0)
+            and (not isinstance(inner, int) or inner % degree == 0)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +142,9 @@ class Fit:
         Activations: of a full batch, the widest layer at once, in 16 bits. Sampler: logits in 16 and 32 bits and
         logprobs in 32 for each sequence. vLLM measures both in its profiling run.
         """
-        limits, (whole, split) = self.limits, self.needs.step_width
+        limits, (whole, split) = self.limits, _step_width(self.needs.config)
         activations = limits["max_num_batched_tokens"] * 2 * (whole + split // self.tensor_parallel_size)
-        sampler = limits["max_num_seqs"] * (self.needs.vocab_size or 0) * 10
+        sampler = limits["max_num_seqs"] * (vocab_size_of(self.needs.config) or 0) * 10
         return max(RESERVE_BYTES, activations, sampler)
 
     @property
@@ -219,7 +233,7 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
     A family that is not plain is built by transformers, in another process; see `described`.
     """
     raw, unknown = text_section(model.config), []
-    tensors = ()
+    tensors: tuple[Tensor, ...] = ()
     if spec.load_format != "dummy":
         tensors = stored(pathlib.Path(model.path), spec.load_format, is_tied=bool(raw.get("tie_word_embeddings")))
     built, why_not = None, ""
@@ -236,8 +250,8 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
     except UnknownWeightsError as error:
         weights = None
         unknown.append(f"weights: {error}")
+    dtype, cache_dtype = weight_dtype(model.config, spec), str(engine.get("kv_cache_dtype", "auto"))
     try:
-        dtype, cache_dtype = weight_dtype(model.config, spec), str(engine.get("kv_cache_dtype", "auto"))
         if built is None and not tensors and not _is_plain(raw) and why_not:
             raise UnknownCacheError(why_not)
         kv_cache = kv_cache_of(config, model.config, dtype, cache_dtype)
@@ -248,11 +262,27 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
         weights,
         kv_cache,
         tuple(unknown),
-        num_attention_heads(config),
-        len(weights.layers) if weights is not None else 1,
-        vocab_size_of(config),
-        _step_width(config),
+        config,
+        _counts(tensors or (built.tensors if built is not None else ())),
+        _quantization_name(model, spec),
+        dtype,
     )
+
+
+def _counts(tensors: Sequence[Tensor]) -> dict[Part, int]:
+    counts: dict[Part, int] = {}
+    for tensor in tensors:
+        if not tensor.is_other:
+            counts[tensor.part] = counts.get(tensor.part, 0) + tensor.num_parameters
+    return counts
+
+
+def _quantization_name(model: Model, spec: ModelSpec) -> str:
+    try:
+        found = quantization_of(model.config, spec.quantization)
+    except UnknownWeightsError:
+        return "unknown"
+    return "" if found is None else found.name
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
@@ -267,7 +297,7 @@ def _weights(
     model: Model,
     spec: ModelSpec,
     config: Mapping[str, Any],
-    tensors: tuple[Any, ...],
+    tensors: tuple[Tensor, ...],
     built: Described | None,
     why_not: str,
 ) -> Weights:

@@ -1,0 +1,71 @@
+"""The report of `batchinf plan` as text."""
+
+from collections.abc import Iterator
+
+from batchinf.base.text import duration, short_count, size_text
+from batchinf.commands.plan import GpuPlan, ModelPlan, PlanReport
+from batchinf.model.memory import GIB, gib
+from batchinf.plan.choose import Option, shape_text
+
+
+def plan_lines(report: PlanReport) -> Iterator[str]:
+    """The lines of a report."""
+    yield from _model_lines(report.model)
+    yield ""
+    yield from _table(report)
+    for note in report.notes:
+        yield note
+    if report.choice:
+        yield ""
+        yield f"choice: {report.choice}"
+
+
+def _model_lines(model: ModelPlan) -> Iterator[str]:
+    kind = f"{model.quantization} and {model.dtype}" if model.quantization else model.dtype
+    counted = f"{short_count(model.num_parameters)} parameters, " if model.num_parameters else ""
+    yield f"model {model.name}: {', '.join(model.architectures) or 'of unknown architecture'}; {counted}{kind}"
+    if model.weight_bytes is not None:
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in model.parts if size)
+        yield f"  weights {size_text(model.weight_bytes)} = {gib(model.weight_bytes)}{f' ({parts})' if parts else ''}"
+    if model.token_bytes is not None and model.context_bytes is not None:
+        yield (
+            f"  KV cache in {model.cache_dtype}: {gib(model.context_bytes)} for one sequence of {model.context:,} "
+            f"tokens; {model.token_bytes:,} bytes for each more"
+        )
+    for why in model.unknown:
+        yield f"  unknown: {why}"
+
+
+_HEADS = ("GPU", "memory", "least", "weights a GPU", "tokens of cache", "sequences")
+
+
+def _table(report: PlanReport) -> Iterator[str]:
+    rows = [_HEADS, *(_row(plan, report.model.context) for plan in report.gpus)]
+    # A reason takes the place of the last columns.
+    widths = [max(len(row[column]) for row in rows if len(row) == len(_HEADS)) for column in range(len(_HEADS))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+
+
+def _row(plan: GpuPlan, context: int) -> tuple[str, ...]:
+    head = (plan.gpu.name, f"{plan.gpu.memory_bytes / GIB:.1f} GiB")
+    if plan.why_not is not None:
+        return (*head, "no", plan.why_not)
+    needs = plan.needs
+    if needs is None:
+        return (*head, "no", f"{gib(plan.missing_bytes)} a GPU are missing" if plan.missing_bytes else "unknown")
+    degree = f"{needs.num_devices}" if needs.pipeline == 1 else f"{needs.tensor} × {needs.pipeline}"
+    shown = plan.chosen.degrees if plan.chosen is not None else needs
+    if plan.chosen is None:
+        return (*head, degree, f"not on {plan.num_gpus}: {gib(plan.missing_bytes)} a GPU are missing")
+    sequences = f"{shown.sequences:,.1f} of {context:,} tokens"
+    return (*head, degree, gib(shown.weight_bytes), f"{shown.cache_tokens:,}", sequences)
+
+
+def option_line(option: Option) -> str:
+    """One line for an option of a job."""
+    degrees, speed = option.degrees, option.speed
+    parts = [shape_text(degrees, option.data), f"{degrees.cache_tokens:,} tokens of cache"]
+    if speed is not None:
+        parts += [f"{option.tokens_per_s:,.0f} tokens/s", duration(speed.seconds)]
+    return ": ".join([parts[0], ", ".join(parts[1:])])
