@@ -165,6 +165,10 @@ def plan(
     price: Annotated[
         float | None, typer.Option("--price", min=0, metavar="PRICE", help="Price of one GPU for an hour.")
     ] = None,
+    output_tokens: Annotated[
+        float | None,
+        typer.Option("--output-tokens", min=1, metavar="N", help="Tokens of an output on average; default: max_tokens."),
+    ] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -174,7 +178,7 @@ def plan(
     from batchinf.commands.plan import plan as plan_of
     from batchinf.commands.text.plan import plan_lines
 
-    report = plan_of(target, set_ or (), Wanted(tuple(gpu or ()), gpus, nodes, free, context, price))
+    report = plan_of(target, set_ or (), Wanted(tuple(gpu or ()), gpus, nodes, free, context, price, output_tokens))
     _show(report, plan_lines(report), as_json)
 
 

@@ -9,30 +9,33 @@ import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, UserError
-from batchinf.job.open import Job
+from batchinf.commands.shown_rows import LengthRange, histogram
+from batchinf.job.disk_space import free_bytes
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of
 from batchinf.plan.choose import Machine, Option, best, options, reason
 from batchinf.plan.degrees import MOST_DEVICES, Degrees, degrees_of, that_fit
 from batchinf.plan.gpus import GPUS, Gpu, gpu_named, why_not
+from batchinf.plan.lengths import lengths_of, opened
 from batchinf.plan.throughput import Shape, Work, shape_of
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
 
-_NODE = 8  # GPUs of a host, unless --gpus says otherwise
+_NODE = 8  # GPUs of a host, unless --gpus says more
+_START_S = 90.0  # of engines with cold caches (benchmarks/RESULTS.md)
+_PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What the user asked for. gpus: names; empty: all of the table. gpus_per_node: None: as many as are needed.
 
-    free_gib: memory of each GPU that other programs leave. price: of a GPU for an hour.
+    free_gib: memory of each GPU that other programs leave. price: of a GPU for an hour. output_tokens: of a request, on average.
     """
 
     gpus: tuple[str, ...] = ()
@@ -41,6 +44,7 @@ class Wanted:
     free_gib: float | None = None
     context: int | None = None
     price: float | None = None
+    output_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,31 @@ class ModelPlan:
     context: int
     context_bytes: int | None
     unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """A job's rows, from a sample of them. is_estimated: the input was not scanned, so `num_rows` may be estimated.
+
+    histogram: of prompt lengths in tokens. prompt_error: half of the 95 % interval of their mean, as a share. output:
+    tokens of a request, on average. output_from: in words. output_bytes: of all rows. free_bytes: of the disk.
+    host_bytes: memory that a replica takes of the host, on each of its GPUs.
+    """
+
+    path: str
+    num_rows: int
+    is_estimated: bool
+    num_sampled: int
+    num_requests: int
+    histogram: tuple[LengthRange, ...]
+    prompt: float
+    prompt_error: float
+    longest: int
+    output: float
+    output_from: str
+    output_bytes: int
+    free_bytes: int | None
+    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +119,10 @@ class GpuPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The whole plan. notes: lines about what could not be looked at. choice: the sentence; empty if nothing fits."""
+    """The whole plan. job: None for a model. notes: what could not be looked at. choice: empty if nothing fits."""
 
     model: ModelPlan
+    job: JobPlan | None
     gpus: tuple[GpuPlan, ...]
     notes: tuple[str, ...]
     choice: str
@@ -102,12 +132,46 @@ def plan(target: str, overrides: Sequence[str], wanted: Wanted) -> PlanReport:
     """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError."""
     gpus = [gpu_named(name) for name in wanted.gpus] or list(GPUS.values())
     with _spec_file(target, overrides) as (file, is_job):
+        notes: list[str] = []
+        found = _job(file, wanted, notes) if is_job else None
         model = resolve(file.spec.model)
         base = fit_of(model, file.spec, None)
         context = _context(wanted, file.spec, model)
-        shape = shape_of(base.needs)
-        plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, None) for gpu in gpus)
-        return PlanReport(_model_plan(model, base.needs, context), plans, (), _choice(plans, wanted))
+        shape, work = shape_of(base.needs), None if found is None else found[1]
+        plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, work) for gpu in gpus)
+        job = None if found is None else dataclasses.replace(found[0], host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
+        return PlanReport(_model_plan(model, base.needs, context), job, plans, tuple(notes), _choice(plans))
+
+
+def _job(file: SpecFile, wanted: Wanted, notes: list[str]) -> tuple[JobPlan, Work] | None:
+    """The job's rows and work; None, with a note, without the input."""
+    try:
+        with opened(file) as (job, num_rows):
+            lengths = lengths_of(job, file, num_rows)
+            work = lengths.work(job, wanted.output_tokens)
+    except InputError as error:
+        notes.append(f"without lengths of rows, as the input cannot be read: {error}")
+        return None
+    if not lengths.prompts:
+        notes.append(f"without lengths of rows, as all {lengths.num_sampled:,} that were read have errors")
+        return None
+    by = "--output-tokens" if wanted.output_tokens is not None else "each output has its max_tokens"
+    return JobPlan(
+        path=file.spec.input.path,
+        num_rows=lengths.num_rows,
+        is_estimated=lengths.is_estimated,
+        num_sampled=lengths.num_sampled,
+        num_requests=work.num_requests,
+        histogram=histogram(sorted(lengths.prompts)),
+        prompt=work.prompt_tokens,
+        prompt_error=lengths.error,
+        longest=lengths.longest,
+        output=work.output_tokens,
+        output_from="the spec has no max_tokens, so this is a guess" if lengths.is_assumed else by,
+        output_bytes=lengths.output_bytes,
+        free_bytes=free_bytes(file.spec.output.path),
+        host_bytes=0,
+    ), work
 
 
 @contextlib.contextmanager
@@ -163,7 +227,7 @@ def _on_gpu(
     if empty.why_not is not None or base.needs.weights is None or base.needs.kv_cache is None:
         return empty
     gpus_per_node = wanted.gpus_per_node or _NODE
-    needed = next(that_fit(fit, context, share, gpus_per_node, MOST_DEVICES), None)
+    needed = next(that_fit(fit, context, share, max(_NODE, gpus_per_node), MOST_DEVICES), None)
     num_gpus = gpus_per_node * wanted.num_nodes
     if wanted.gpus_per_node is None and wanted.num_nodes == 1 and needed is not None:
         num_gpus = needed.num_devices
@@ -174,6 +238,11 @@ def _on_gpu(
     if chosen is None:
         most = max((tensor for tensor in fit.needs.tensor_degrees(machine.gpus_per_node)), default=1)
         missing = degrees_of(fit, most, machine.num_nodes, context, share).missing_bytes
+    seconds = None
+    if chosen is not None and chosen.speed is not None:
+        seconds = _START_S + chosen.speed.seconds
+    used = 0 if chosen is None else chosen.data * chosen.degrees.num_devices
+    hours = None if seconds is None else seconds * used / 3600
     return dataclasses.replace(
         empty,
         num_gpus=machine.num_gpus,
@@ -182,10 +251,13 @@ def _on_gpu(
         options=tuple(found),
         chosen=chosen,
         reason="" if chosen is None else reason(chosen, found),
+        seconds=seconds,
+        gpu_hours=hours,
+        cost=None if hours is None or wanted.price is None else hours * wanted.price,
     )
 
 
-def _choice(plans: Sequence[GpuPlan], wanted: Wanted) -> str:
+def _choice(plans: Sequence[GpuPlan]) -> str:
     able = [it for it in plans if it.chosen is not None]
     if not able:
         return ""

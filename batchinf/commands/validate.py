@@ -18,13 +18,11 @@ from batchinf.base.errors import DriftError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
 from batchinf.commands.shown_rows import (
-    ChosenRows,
     LengthCounts,
     PromptLengths,
     ShownRow,
     find_row,
     random_rows,
-    sample_rows,
     shown_row,
 )
 from batchinf.engines.installed import check_structures, is_cpu_build
@@ -32,6 +30,7 @@ from batchinf.fleet.launcher import choose_backend
 from batchinf.job.choose import Chosen, choose, described, max_model_len
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, begun_at, check_drift, open_job
+from batchinf.job.sample import ChosenRows, sample_rows
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
