@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from batchinf.model.weights import stage_sizes
 
-Kind = Literal["full", "window", "latent", "state"]
+Kind = Literal["full", "window", "chunk", "latent", "state"]
 
 BLOCK_TOKENS = 16  # vLLM's default on CUDA devices
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1,
@@ -21,7 +21,7 @@ _LATENT = frozenset(
     """deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2 kimi_linear longcat_flash
     pangu_ultra_moe""".split()
 )
-_WINDOWS = ("sliding_attention", "chunked_attention", "local", "local_attention", "sliding_window")
+_WINDOWS = ("sliding_attention", "local", "local_attention", "sliding_window")
 _STATES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear", "m", "hybrid")
 _FULL = ("full_attention", "attention", "global", "*", "full")
 
@@ -53,7 +53,7 @@ class LayerCache:
     """One layer. A token takes num_heads × width × item_bytes, plus `extra_bytes` on every rank.
 
     width: items of one head: its key and its value, or MLA's compressed row, which has one head on every rank.
-    window: the tokens that a `window` layer keeps. state: of a `state` layer.
+    window: the tokens that a `window` or `chunk` layer keeps. state: of a `state` layer.
     """
 
     kind: Kind
@@ -118,14 +118,19 @@ class KvCache:
         return self._fullest(pipeline_parallel_size, lambda it: it.sequence_bytes(num_tokens, tensor_parallel_size))
 
     def pools(
-        self, num_tokens: int, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, in_flight_tokens: int = 0
+        self,
+        num_tokens: int,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        in_flight_tokens: int = 0,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> "list[Pool]":
         """What one sequence of `num_tokens` takes of each stage, in the blocks of vLLM's allocator.
 
         in_flight_tokens: that a window layer keeps beyond its window, because they are being computed.
         """
         return [
-            _pool(caches, num_tokens, tensor_parallel_size, in_flight_tokens)
+            _pool(caches, num_tokens, tensor_parallel_size, in_flight_tokens, block_tokens)
             for caches in self.stages(pipeline_parallel_size)
             if caches
         ]
@@ -148,7 +153,7 @@ class Pool:
         return num_bytes // self.block_bytes / self.num_blocks
 
 
-def _pool(caches: list[LayerCache], num_tokens: int, tensor: int, in_flight: int) -> Pool:
+def _pool(caches: list[LayerCache], num_tokens: int, tensor: int, in_flight: int, block_tokens: int) -> Pool:
     """Groups of layers and the blocks that each takes, as `get_kv_cache_groups` in vLLM's v1/core/kv_cache_utils.py."""
     pages = [it.token_bytes(tensor) for it in caches if it.state is None]
     states = [it.state.num_bytes(tensor) for it in caches if it.state is not None]
@@ -157,20 +162,22 @@ def _pool(caches: list[LayerCache], num_tokens: int, tensor: int, in_flight: int
     if not states and all(it.window is None for it in caches):
         return Pool(sum(pages), num_tokens)
     # A block of attention becomes as large as a state, which is padded to it; a narrower page gets more tokens.
-    page = max(pages) * BLOCK_TOKENS
+    page = max(pages) * block_tokens
     page *= max(1, math.ceil(max(states, default=0) / page))
     kinds: dict[tuple[Any, ...], int] = {}
     for it in caches:
-        key = ("state",) if it.state is not None else (it.window, page // it.token_bytes(tensor))
+        key = ("state",) if it.state is not None else (it.kind, it.window, page // it.token_bytes(tensor))
         kinds[key] = kinds.get(key, 0) + 1
     fewest, most = min(kinds.values()), max(kinds.values())
     group_size = most if most < fewest * 1.5 else fewest
     num_blocks = 0
-    for (window, *block), number in kinds.items():
+    for (kind, *sizes), number in kinds.items():
         each = 1
-        if window != "state":
-            kept = num_tokens if window is None else min(window - 1 + in_flight, num_tokens)
-            each = math.ceil(kept / block[0]) + (window is not None)
+        if kind != "state":
+            window, block = sizes
+            kept = num_tokens if window is None else min(window - (kind == "window") + in_flight, num_tokens)
+            # A sliding window may begin in the middle of a block.
+            each = math.ceil(kept / block) + (kind == "window")
         num_blocks += math.ceil(number / group_size) * each
     return Pool(group_size * page, num_blocks)
 
@@ -178,10 +185,17 @@ def _pool(caches: list[LayerCache], num_tokens: int, tensor: int, in_flight: int
 # -- from a config ---------------------------------------------------------------------------------------------------
 
 
-def kv_cache_of(config: Mapping[str, Any], whole: Mapping[str, Any], model_dtype: str, kv_cache_dtype: str) -> KvCache:
+def kv_cache_of(
+    config: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    model_dtype: str,
+    kv_cache_dtype: str,
+    mamba_ssm_cache_dtype: str = "auto",
+) -> KvCache:
     """The KV cache by a model's config. config: the text section of the `whole` one. Raises UnknownCacheError.
 
-    kv_cache_dtype: vLLM's argument; `auto`: as the checkpoint chooses, else the model's type.
+    kv_cache_dtype: vLLM's argument; `auto`: as the checkpoint chooses, else the model's type. mamba_ssm_cache_dtype:
+    vLLM's argument, of the states of recurrent layers; `auto`: as the config says, else the model's type.
     """
     if whole.get("is_encoder_decoder"):
         raise UnknownCacheError(f"{whole.get('model_type', 'this model')} has an encoder and a decoder")
@@ -194,14 +208,25 @@ def kv_cache_of(config: Mapping[str, Any], whole: Mapping[str, Any], model_dtype
         raise UnknownCacheError("the config does not give the number of layers")
     kinds = _kinds(config, num_layers)
     num_cached = num_layers - (_first(config, "num_kv_shared_layers") or 0)
-    item, state = _ITEM_BYTES[dtype], _ITEM_BYTES[model_dtype]
+    if mamba_ssm_cache_dtype == "auto":
+        mamba_ssm_cache_dtype = _state_dtype(config) or model_dtype
+    item, state = _ITEM_BYTES[dtype], (_ITEM_BYTES[model_dtype], _ITEM_BYTES.get(mamba_ssm_cache_dtype, 4))
     layers = [_layer(config, kind, item, state) if number < num_cached else () for number, kind in enumerate(kinds)]
     if not any(layers):
         raise UnknownCacheError("the config gives no layer that keeps anything")
     return KvCache(tuple(layers), dtype)
 
 
-def _layer(config: Mapping[str, Any], kind: str, item_bytes: int, state_bytes: int) -> tuple[LayerCache, ...]:
+def _state_dtype(config: Mapping[str, Any]) -> str | None:
+    """What vLLM's model_executor/models/config.py takes for Nemotron-H and Qwen3.5."""
+    family = str(config.get("model_type"))
+    if family.startswith("nemotron_h"):
+        return str(config.get("mamba_ssm_cache_dtype") or "float32")
+    named = config.get("mamba_ssm_dtype") if family.startswith("qwen3_5") else None
+    return None if named is None else str(named)
+
+
+def _layer(config: Mapping[str, Any], kind: str, item_bytes: int, state_bytes: tuple[int, int]) -> tuple[LayerCache, ...]:
     if kind == "none":
         return ()
     if kind == "both":  # Falcon-H1: attention and a state in each layer
@@ -209,13 +234,15 @@ def _layer(config: Mapping[str, Any], kind: str, item_bytes: int, state_bytes: i
     if kind == "state":
         return (LayerCache("state", state=_state(config, state_bytes)),)
     window = None
-    if kind == "window":
-        window = _first(config, "sliding_window", "attention_chunk_size", "sliding_window_size", "local_attention")
+    if kind in ("window", "chunk"):
+        keys = ("sliding_window", "sliding_window_size", "local_attention")
+        window = _first(config, *(keys if kind == "window" else ("attention_chunk_size",)))
         if window is None:
             raise UnknownCacheError("the config does not give the size of its window")
     if config.get("model_type") in _LATENT and isinstance(config.get("kv_lora_rank"), int) and kind == "full":
         return (_latent(config, item_bytes),)
-    return (_attention(config, item_bytes, window),)
+    cache = _attention(config, item_bytes, window)
+    return (replace(cache, kind="chunk") if kind == "chunk" else cache,)
 
 
 def _latent(config: Mapping[str, Any], item_bytes: int) -> LayerCache:
@@ -238,7 +265,7 @@ def _attention(config: Mapping[str, Any], item_bytes: int, window: int | None) -
 
 
 def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """`full`, `window`, `state`, `both` or `none` for each layer."""
+    """`full`, `window`, `chunk`, `state`, `both` or `none` for each layer."""
     family = str(config.get("model_type", ""))
     if family.startswith(("mamba", "falcon_mamba")):
         return ["state"] * num_layers
@@ -269,6 +296,8 @@ _OTHER_CACHES = ("sliding_window_pattern", "_sliding_window_pattern", "attention
 def _kind_of(name: str, family: str) -> str:
     if name in _WINDOWS:
         return "window"
+    if name == "chunked_attention":
+        return "chunk"
     if name == "hybrid" and family in ("zamba2", "zamba"):
         return "both"
     if name.lower() in _STATES:
@@ -280,31 +309,40 @@ def _kind_of(name: str, family: str) -> str:
     raise UnknownCacheError(f"layers of type {name} are not known")
 
 
-def _state(config: Mapping[str, Any], item_bytes: int) -> State:
-    """Shapes by `MambaStateShapeCalculator` in vLLM's model_executor/layers/mamba/mamba_utils.py."""
+def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> State:
+    """Shapes by `MambaStateShapeCalculator` in vLLM's model_executor/layers/mamba/mamba_utils.py.
+
+    sizes: bytes of a number of the convolution's state and of the recurrent one.
+    """
+    item_bytes, recurrent_bytes = sizes
     hidden = _first(config, "hidden_size") or 0
     if (keys := _first(config, "linear_num_key_heads")) is not None:  # gated delta net: Qwen3-Next and later
         values, key_dim = _needed(config, "linear_num_value_heads"), _needed(config, "linear_key_head_dim")
         value_dim, kernel = _needed(config, "linear_value_head_dim"), _needed(config, "linear_conv_kernel_dim")
         convolved = 2 * keys * key_dim + values * value_dim
-        state = _ITEM_BYTES.get(str(config.get("mamba_ssm_dtype")), item_bytes)
-        return State(((convolved * (kernel - 1), item_bytes), (values * value_dim * key_dim, state)))
+        return State(((convolved * (kernel - 1), item_bytes), (values * value_dim * key_dim, recurrent_bytes)))
     if (kernel := _first(config, "conv_L_cache")) is not None:  # short convolutions: LFM2
         return State(((hidden * (kernel - 1), item_bytes),))
     kernel = _first(config, "mamba_d_conv", "conv_kernel", "conv_kernel_size") or 4
     size = _needed(config, "mamba_d_state", "ssm_state_size", "state_size")
     heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    if config.get("model_type") == "mamba2":
+        heads = _first(config, "num_heads")
     is_second = heads is not None and config.get("model_type") not in ("jamba", "falcon_mamba", "mamba", "zamba")
     expand = _first(config, "mamba_expand", "expand") or 2
     if not is_second or heads is None:
         inner = _first(config, "intermediate_size") if config.get("model_type") in ("mamba", "falcon_mamba") else None
         inner = inner or expand * hidden
-        return State(((inner * (kernel - 1), item_bytes), (inner * size, item_bytes)))
-    head_dim = _first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim") or expand * hidden // heads
+        return State(((inner * (kernel - 1), item_bytes), (inner * size, recurrent_bytes)))
+    head_keys = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    if config.get("model_type") == "mamba2":
+        head_keys = ("head_dim",)
+    head_dim = _first(config, *head_keys) or expand * hidden // heads
     groups = _first(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
     group_items = 2 * size * (kernel - 1)
     convolved = heads * head_dim * (kernel - 1) + groups * group_items
-    return State(((convolved, item_bytes), (heads * head_dim * size, item_bytes)), groups, group_items * item_bytes)
+    split = ((convolved, item_bytes), (heads * head_dim * size, recurrent_bytes))
+    return State(split, groups, group_items * item_bytes)
 
 
 def _needed(config: Mapping[str, Any], *keys: str) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf.base.errors import ModelError
-from batchinf.model.cache import KvCache, UnknownCacheError, kv_cache_of, num_attention_heads, num_kv_heads
+from batchinf.model.cache import BLOCK_TOKENS, KvCache, Pool, UnknownCacheError, kv_cache_of, num_attention_heads, num_kv_heads
 from batchinf.model.identity import Model, text_section
 from batchinf.model.parameters import Described, Part, Tensor, described, stored
 from batchinf.model.weights import UnknownWeightsError, Weights, indexed_bytes, quantization_of, weigh
@@ -159,13 +159,14 @@ class Fit:
         pools = self._pools(num_tokens)
         return None if pools is None else max(pool.sequence_bytes for pool in pools)
 
-    def _pools(self, num_tokens: int) -> Any:
+    def _pools(self, num_tokens: int) -> list[Pool] | None:
         if self.needs.kv_cache is None:
             return None
         # With asynchronous scheduling two batches are in flight.
         in_flight = 2 * self.limits["max_num_batched_tokens"]
+        block_tokens = self.engine.get("block_size") or BLOCK_TOKENS
         return self.needs.kv_cache.pools(
-            num_tokens, self.tensor_parallel_size, self.pipeline_parallel_size, in_flight
+            num_tokens, self.tensor_parallel_size, self.pipeline_parallel_size, in_flight, block_tokens
         )
 
     @property
@@ -254,7 +255,8 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
     try:
         if built is None and not tensors and not _is_plain(raw) and why_not:
             raise UnknownCacheError(why_not)
-        kv_cache = kv_cache_of(config, model.config, dtype, cache_dtype)
+        state_dtype = str(engine.get("mamba_ssm_cache_dtype", "auto"))
+        kv_cache = kv_cache_of(config, model.config, dtype, cache_dtype, state_dtype)
     except UnknownCacheError as error:
         kv_cache = None
         unknown.append(f"KV cache: {error}")
