@@ -60,9 +60,12 @@ def degrees_of(fit: Fit, tensor: int, pipeline: int, context: int, share: float)
 def _legal(fit: Fit, most: int, devices_per_node: int, *, has_pipelines: bool) -> Iterator[tuple[int, int]]:
     """(tensor, pipeline), the fewest devices first, then the largest tensor-parallel size, which stays within a node.
 
-    has_pipelines: also within a node, where tensor parallel is faster. A pipeline is for heads that do not divide.
+    Beyond a node, whole nodes. has_pipelines: also within a node, where tensor parallel is faster. A pipeline is for
+    heads that do not divide.
     """
     for number in range(1, most + 1):
+        if number > devices_per_node and number % devices_per_node:
+            continue
         for tensor in reversed(fit.needs.tensor_degrees(min(number, devices_per_node))):
             pipeline, rest = divmod(number, tensor)
             is_for_nodes = pipeline == 1 or number > devices_per_node
