@@ -27,9 +27,10 @@ from batchinf.commands.shown_rows import (
 )
 from batchinf.engines.installed import check_structures, is_cpu_build
 from batchinf.fleet.launcher import choose_backend
+from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
 from batchinf.job.choose import Chosen, choose, described, max_model_len
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import Job, begun_at, check_drift, open_job
+from batchinf.job.open import Job, begun_at, check_drift, open_job, placing
 from batchinf.job.sample import ChosenRows, sample_rows
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
@@ -195,6 +196,8 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
     """Yield the finding of each check that passes. Raises UserError at the first check that fails."""
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
+    remarks: list[str] = []
+    file = with_degrees(file, choose_backend(), remarks.append)
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has scanned its input already.
         own = folder.path(SOURCE_FOLDER)
@@ -203,7 +206,11 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
         job = open_job(file, own, state, new) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):
             yield SpecFound(str(file.path))
-            yield _model(job)
+            model = _model(job)
+            yield model
+            with placing(file):
+                remarks += _on_devices(job, model.fit)
+            yield from (Remark("warning", text) for text in remarks)
             yield _input(job)
             chosen = choose(job, file, 0, job.spec.input.limit) if job.spec.input.selects and state is None else None
             if chosen is not None:
@@ -236,6 +243,18 @@ def _model(job: Job) -> ModelFound:
         gpu_memory_utilization=float(share),
         fit=fit_of(model, spec, device_bytes, device_name, job.task.default_batch_limits),
     )
+
+
+def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
+    """Warnings about the devices of this host. Raises SpecError for what cannot start on them."""
+    if job.spec.scripted is not None:
+        return
+    backend = choose_backend()
+    devices = backend.devices()
+    if (note := devices_note(devices, is_cpu_build=is_cpu_build())) is not None:
+        yield note
+    if devices:
+        yield from check_devices(job.spec, fit, len(backend.place(job.spec)))
 
 
 def _input(job: Job) -> InputFound:

@@ -11,6 +11,7 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, kept
+from batchinf.fleet.parallel import check_devices
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.log import Manifest
@@ -61,6 +62,8 @@ class Launcher:
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
         settings = _settings(spec, model, size, state, say)
+        for line in check_devices(spec, settings.fit, len(slots)):
+            say(line)
         backend.check_free(spec.model_copy(update={"engine": settings.engine}), slots)
         return cls(backend, spec, model, adapters, folder, epoch, slots, settings)
 

@@ -375,6 +375,11 @@ class EngineSettings:
         self._failed_starts: dict[int, int] = {}
 
     @property
+    def fit(self) -> Fit:
+        """The model on the devices."""
+        return self._fit
+
+    @property
     def engine(self) -> dict[str, Any]:
         """Engine arguments for the next start."""
         return {**self._spec.engine, **self._lowered}

@@ -1,5 +1,6 @@
 """Opens a job: resolves spec, model and input together, and checks that a resumed job is still the same."""
 
+import contextlib
 import datetime
 import glob
 import json
@@ -7,7 +8,7 @@ import os
 import pathlib
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import size_text
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import MANIFEST_VERSION, State
-from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults
+from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
+from batchinf.model.memory import Needs
 from batchinf.prompts.builder import check_columns, check_sampling_columns
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
@@ -131,8 +133,15 @@ def open_job(
     how to treat new rows of the input. found: called before the input is read, with everything that does not depend on
     it: the spec (only its `input` is not resolved), the model and the adapters.
     """
-    try:
+    with placing(file):
         return _open_job(file, cache, state, new, found)
+
+
+@contextlib.contextmanager
+def placing(file: SpecFile) -> Iterator[None]:
+    """Add the place in the file to a SpecError that begins with the name of a field."""
+    try:
+        yield
     except SpecError as error:
         field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
         if field is None:
@@ -189,6 +198,7 @@ def _open_job(
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
     spec = task_of(file.spec.model_copy(update={"sampling": sampling})).resolve(model)
     check_prompts(spec, model)
+    _check_heads(spec, model)
     adapters = resolve_adapters(
         spec, model, began_as.get("lora"), reads_prompt_logits=task_of(spec).reads_prompt_logits
     )
@@ -222,6 +232,17 @@ def _open_job(
     # Through JSON and back, so that it compares equal to the manifest's identity.
     identity = json.loads(json.dumps(identity))
     return Job(spec, origins, folder, model, source, identity, file.slice, adapters)
+
+
+def _check_heads(spec: JobSpec, model: Model) -> None:
+    """Raise SpecError for a tensor-parallel size that vLLM would refuse half a minute later."""
+    wanted = spec.parallel.tensor_parallel_size
+    legal = Needs(None, None, config=text_section(model.config)).tensor_degrees(64)
+    if spec.scripted is None and isinstance(wanted, int) and wanted <= 64 and wanted not in legal:
+        raise SpecError(
+            f"parallel.tensor_parallel_size: got {wanted}, by which the heads or the MLP of '{model.name}' do not "
+            f"divide; it must be one of {', '.join(map(str, legal))}"
+        )
 
 
 def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:

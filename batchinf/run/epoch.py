@@ -17,11 +17,12 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, work_of
+from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import Telemetry, read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import Job, check_drift, location_of, new_header, open_job
+from batchinf.job.open import Job, check_drift, location_of, new_header, open_job, placing
 from batchinf.manifest.lines import CHOSEN
 from batchinf.manifest.lock import LOCK, JobLock
 from batchinf.manifest.log import Manifest
@@ -185,6 +186,7 @@ def _run_epoch(
     extends: bool,
 ) -> None:
     display.say("opening model and input")
+    file = with_degrees(file, backend, display.say)
     with HeadStart(backend, folder, epoch, lock, state, display.say) as ahead:
         if extends and state is not None:
             job = open_extended(file, state)
@@ -200,9 +202,10 @@ def _run_epoch(
         if job.spec.scripted is None and (state is None or request is not None):
             for line in check_structures(file, job.model.tokenizer):
                 display.say(line)
-        launcher = ahead.launcher or Launcher.of(
-            backend, job.spec, job.model, job.adapters, folder, epoch, state, display.say
-        )
+        with placing(file):
+            launcher = ahead.launcher or Launcher.of(
+                backend, job.spec, job.model, job.adapters, folder, epoch, state, display.say
+            )
         num_replicas = len(launcher.slots)
         choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
         check_size(file, job, None if choice is None else choice.num_rows)

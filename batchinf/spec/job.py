@@ -91,12 +91,19 @@ class ModelSpec(Section):
 class ParallelSpec(Section):
     """Degrees of parallelism. A replica uses tensor × pipeline devices."""
 
-    tensor_parallel_size: Annotated[Positive, RUNTIME] = 1
-    """Devices over which each layer is split."""
-    pipeline_parallel_size: Annotated[Positive, RUNTIME] = 1
-    """Devices over which the layers are distributed. Only for CUDA devices: vLLM has no pipelines on a CPU."""
+    tensor_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = 1
+    """Devices over which each layer is split; `auto`: the fewest that hold the model, or more where that is faster."""
+    pipeline_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = 1
+    """Devices over which the layers are distributed; `auto`: 1 unless the heads do not divide. Only for CUDA devices:
+    vLLM has no pipelines on a CPU."""
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
     """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tensor and pipeline-parallel size; 1 for `auto`, as long as no devices are known."""
+        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        return 1 if tensor == "auto" else tensor, 1 if pipeline == "auto" else pipeline
 
 
 class OutputSpec(Section):
