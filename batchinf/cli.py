@@ -167,7 +167,9 @@ def plan(
     ] = None,
     output_tokens: Annotated[
         float | None,
-        typer.Option("--output-tokens", min=1, metavar="N", help="Tokens of an output on average; default: max_tokens."),
+        typer.Option(
+            "--output-tokens", min=1, metavar="N", help="Tokens of an output on average; default: max_tokens."
+        ),
     ] = None,
     set_: Overrides = None,
     as_json: AsJson = False,

@@ -152,7 +152,10 @@ def table(results: list[dict[str, Any]]) -> str:
     ]
     for it in results:
         cells = [it["case"], it["task"]]
-        for predicted, found in (("predicted_cache_tokens", "cache_tokens"), ("predicted_tokens_per_s", "tokens_per_s")):
+        for predicted, found in (
+            ("predicted_cache_tokens", "cache_tokens"),
+            ("predicted_tokens_per_s", "tokens_per_s"),
+        ):
             mine, theirs = it[predicted], it.get(found)
             cells += [f"{mine:,.0f}", *([f"{theirs:,.0f}", f"{mine / theirs:.2f}"] if theirs else ["failed", ""])]
         lines.append(f"| {' | '.join([*cells, it['limited_by']])} |")

@@ -111,9 +111,7 @@ class KvCache:
             lambda it: 0 if it.window is not None or it.state is not None else it.token_bytes(tensor_parallel_size),
         )
 
-    def sequence_bytes(
-        self, num_tokens: int, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
-    ) -> int:
+    def sequence_bytes(self, num_tokens: int, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
         """Of one sequence, on the device with the most."""
         return self._fullest(pipeline_parallel_size, lambda it: it.sequence_bytes(num_tokens, tensor_parallel_size))
 
@@ -226,7 +224,9 @@ def _state_dtype(config: Mapping[str, Any]) -> str | None:
     return None if named is None else str(named)
 
 
-def _layer(config: Mapping[str, Any], kind: str, item_bytes: int, state_bytes: tuple[int, int]) -> tuple[LayerCache, ...]:
+def _layer(
+    config: Mapping[str, Any], kind: str, item_bytes: int, state_bytes: tuple[int, int]
+) -> tuple[LayerCache, ...]:
     if kind == "none":
         return ()
     if kind == "both":  # Falcon-H1: attention and a state in each layer

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf.base.errors import ModelError
-from batchinf.model.cache import BLOCK_TOKENS, KvCache, Pool, UnknownCacheError, kv_cache_of, num_attention_heads, num_kv_heads
+from batchinf.model.cache import (
+    BLOCK_TOKENS,
+    KvCache,
+    Pool,
+    UnknownCacheError,
+    kv_cache_of,
+    num_attention_heads,
+    num_kv_heads,
+)
 from batchinf.model.identity import Model, text_section
 from batchinf.model.parameters import Described, Part, Tensor, described, stored
 from batchinf.model.weights import UnknownWeightsError, Weights, indexed_bytes, quantization_of, weigh

@@ -166,7 +166,9 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
     asked = json.dumps({"config": config, "trust_remote_code": trust_remote_code, "folder": folder}, sort_keys=True)
     version = f"{_VERSION} {importlib.metadata.version('transformers')}"
     # A folder's own code may change under the same config.
-    place = None if trust_remote_code else _cache() / f"{hashlib.sha256(f'{version} {asked}'.encode()).hexdigest()}.json"
+    place = (
+        None if trust_remote_code else _cache() / f"{hashlib.sha256(f'{version} {asked}'.encode()).hexdigest()}.json"
+    )
     if place is not None and place.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return _decoded(json.loads(place.read_text()))

@@ -41,9 +41,7 @@ def degrees_of(fit: Fit, tensor: int, pipeline: int, context: int, share: float)
 
     `fit.needs` must be known.
     """
-    at = dataclasses.replace(
-        fit, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, max_model_len=context
-    )
+    at = dataclasses.replace(fit, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, max_model_len=context)
     weights, sequence, step = at.weight_bytes, at.sequence_bytes, at.step_bytes
     assert weights is not None and sequence is not None and fit.device_bytes is not None
     room = at.cache_bytes(share, step)

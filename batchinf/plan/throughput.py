@@ -110,9 +110,7 @@ class Speed:
 
 def speed_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work, share: float) -> Speed:
     """Time of the work on one replica."""
-    at = dataclasses.replace(
-        fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline
-    )
+    at = dataclasses.replace(fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline)
     limits = at.limits
     # A sequence has on average half of its output.
     kept = max(1, round(work.prompt_tokens + work.output_tokens / 2))

@@ -55,9 +55,7 @@ def test_70b_on_eight_h200_by_auto(tmp_path: pathlib.Path) -> None:
     said: list[str] = []
     file = with_degrees(spec_of(tmp_path, "llama-3.3-70b"), Devices(8, "h200"), said.append)
     assert file.spec.parallel.sizes == (2, 1)
-    assert said == [
-        "parallel: tensor 2 × data 4 on 8 GPUs: weights 65.7 GiB a GPU, 402,790 tokens of cache each"
-    ]
+    assert said == ["parallel: tensor 2 × data 4 on 8 GPUs: weights 65.7 GiB a GPU, 402,790 tokens of cache each"]
 
 
 def test_a_small_model_takes_one_device_each(tmp_path: pathlib.Path) -> None:

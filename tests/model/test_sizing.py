@@ -145,9 +145,7 @@ def rule_of_thumb(config: dict[str, Any], tokens: int, item_bytes: float = 2) ->
     ("name", "by_formula", "published", "published_128k"),
     [("4B", 1.43, 1.4, 44.8), ("12B", 3.02, 3.1, 99.2), ("27B", 5.46, 5.5, 176)],
 )
-def test_the_rule_of_thumb_for_gemma_3(
-    name: str, by_formula: float, published: float, published_128k: float
-) -> None:
+def test_the_rule_of_thumb_for_gemma_3(name: str, by_formula: float, published: float, published_128k: float) -> None:
     config = GEMMA[name]
     assert rule_of_thumb(config, 4096) == pytest.approx(by_formula, abs=0.006)
     assert rule_of_thumb(config, 4096) == pytest.approx(published, rel=0.027)

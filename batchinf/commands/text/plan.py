@@ -69,10 +69,14 @@ _JOB_HEADS = ("tokens/s", "time", "GPU-hours", "cost")
 
 
 def _table(report: PlanReport) -> Iterator[str]:
-    heads = _HEADS if report.job is None else (*_HEADS, *_JOB_HEADS[: 3 + any(it.cost is not None for it in report.gpus)])
+    heads = (
+        _HEADS if report.job is None else (*_HEADS, *_JOB_HEADS[: 3 + any(it.cost is not None for it in report.gpus)])
+    )
     rows = [heads, *(_row(plan, report.model.context) for plan in report.gpus)]
     # A reason takes the place of the last columns.
-    widths = [max(len(row[column]) for row in rows if len(row) > column and len(row) > 4) for column in range(len(heads))]
+    widths = [
+        max(len(row[column]) for row in rows if len(row) > column and len(row) > 4) for column in range(len(heads))
+    ]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
 

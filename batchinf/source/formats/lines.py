@@ -46,7 +46,6 @@ class LineFormat(FileFormat):
         offsets = map_int64(cache, entry.artifacts["offsets"])
         return digest.hexdigest(), int(np.searchsorted(offsets[:-1], num_bytes))
 
-
     def sample(self, file: InputFile, num_runs: int, seed: int, to: pathlib.Path) -> float | None:
         """See `FileFormat`. The places are bytes, so longer lines come a little more often."""
         if file.is_remote or compression(file):
