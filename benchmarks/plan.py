@@ -21,7 +21,7 @@ from typing import Any
 from run import run_spec
 from shapes import SHAPES, make_model, make_prompts
 
-import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
+import batchinf.tasks.registry  # it adds the tasks to the spec
 from batchinf.fleet.launcher import choose_backend
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of

@@ -35,7 +35,8 @@ _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replic
 class Wanted:
     """What the user asked for. gpus: names; empty: all of the table. gpus_per_node: None: as many as are needed.
 
-    free_gib: memory of each GPU that other programs leave. price: of a GPU for an hour. output_tokens: of a request, on average.
+    free_gib: memory of each GPU that other programs leave. price: of a GPU for an hour. output_tokens: of a request, on
+    average.
     """
 
     gpus: tuple[str, ...] = ()

@@ -4,9 +4,9 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError, RowError
 from batchinf.prompts.encoder import show
-from batchinf.records import Int64Array, Prompt, Request, Span
+from batchinf.records import Prompt, Request, Span
 from batchinf.source.rows import Source
 from batchinf.source.types import is_json_column
 from batchinf.spec.sampling import SamplingSpec

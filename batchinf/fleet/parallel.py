@@ -16,7 +16,6 @@ from batchinf.plan.lengths import lengths_of, opened
 from batchinf.plan.throughput import Work, shape_of
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, ParallelSpec
-from batchinf.tasks.registry import task_of
 
 
 def with_degrees(file: SpecFile, backend: Backend, say: Callable[[str], None]) -> SpecFile:
@@ -103,9 +102,9 @@ def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
     ranks = fit.tensor_parallel_size * fit.pipeline_parallel_size * num_replicas
     available = psutil.virtual_memory().available
     if fit.offloaded_bytes * ranks > available:
+        given, taken = spec.engine["cpu_offload_gb"], gib(fit.offloaded_bytes * ranks)
         raise SpecError(
-            f"engine.cpu_offload_gb: got {spec.engine['cpu_offload_gb']}, which takes {gib(fit.offloaded_bytes * ranks)}"
-            f" of the host's memory for {ranks} device(s), but {gib(available)} are free; lower it, or use more devices"
+            f"engine.cpu_offload_gb: got {given}, which takes {taken} of the host's memory for {ranks} device(s), but {gib(available)} are free; lower it, or use more devices"
         )
     gpu = gpu_like(fit.device_name, fit.device_bytes)
     if gpu is None:

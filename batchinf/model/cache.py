@@ -321,8 +321,8 @@ def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> State:
         value_dim, kernel = _needed(config, "linear_value_head_dim"), _needed(config, "linear_conv_kernel_dim")
         convolved = 2 * keys * key_dim + values * value_dim
         return State(((convolved * (kernel - 1), item_bytes), (values * value_dim * key_dim, recurrent_bytes)))
-    if (kernel := _first(config, "conv_L_cache")) is not None:  # short convolutions: LFM2
-        return State(((hidden * (kernel - 1), item_bytes),))
+    if (length := _first(config, "conv_L_cache")) is not None:  # short convolutions: LFM2
+        return State(((hidden * (length - 1), item_bytes),))
     kernel = _first(config, "mamba_d_conv", "conv_kernel", "conv_kernel_size") or 4
     size = _needed(config, "mamba_d_state", "ssm_state_size", "state_size")
     heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
@@ -334,9 +334,8 @@ def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> State:
         inner = _first(config, "intermediate_size") if config.get("model_type") in ("mamba", "falcon_mamba") else None
         inner = inner or expand * hidden
         return State(((inner * (kernel - 1), item_bytes), (inner * size, recurrent_bytes)))
-    head_keys = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
-    if config.get("model_type") == "mamba2":
-        head_keys = ("head_dim",)
+    is_plain = config.get("model_type") == "mamba2"
+    head_keys = ("head_dim",) if is_plain else ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
     head_dim = _first(config, *head_keys) or expand * hidden // heads
     groups = _first(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
     group_items = 2 * size * (kernel - 1)

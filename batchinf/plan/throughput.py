@@ -127,10 +127,8 @@ def speed_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work, sha
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
     num_steps = degrees.pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
     device_s, python_s = sum(parts.values()), num_steps * STEP_S + running * SEQUENCE_S + starts * REQUEST_S
-    if work.is_pooling:
-        step_s = device_s + python_s
-    else:
-        step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)
+    not_hidden = 1.0 if work.is_pooling else _NOT_HIDDEN
+    step_s = max(device_s, python_s) + not_hidden * min(device_s, python_s)
     seconds = work.num_requests * step_s / starts
     if decoded:  # the last sequences end alone
         weights_s = shape.layer_bytes / degrees.tensor / gpu.bandwidth / _MEMORY_SHARE

@@ -12,8 +12,8 @@ import pytest
 import jobs
 from batchinf.base.errors import InputError, RowError
 from batchinf.commands.shown_rows import find_row, random_rows, shown_row
-from batchinf.job.sample import ChosenRows
 from batchinf.commands.text.validate import row_lines
+from batchinf.job.sample import ChosenRows
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt, Request
 from batchinf.source.files import InputLocation

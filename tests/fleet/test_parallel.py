@@ -10,8 +10,8 @@ import transformers  # noqa: F401
 
 import jobs
 from batchinf.base.errors import SpecError
-from batchinf.fleet.parallel import check_devices, choose_degrees, with_degrees
 from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.parallel import check_devices, choose_degrees, with_degrees
 from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of
 from batchinf.plan.gpus import gpu_named

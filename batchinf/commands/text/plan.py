@@ -21,8 +21,7 @@ def plan_lines(report: PlanReport) -> Iterator[str]:
         if plan.seconds is not None and len(report.gpus) == 1:
             yield ""
             yield from _option_lines(plan)
-    for note in report.notes:
-        yield note
+    yield from report.notes
     if report.choice:
         yield ""
         yield f"choice: {report.choice}"
