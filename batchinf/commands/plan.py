@@ -137,6 +137,8 @@ def plan(target: str, overrides: Sequence[str], wanted: Wanted) -> PlanReport:
         found = _job(file, wanted, notes) if is_job else None
         model = resolve(file.spec.model)
         base = fit_of(model, file.spec, None)
+        if base.needs.weights is None or base.needs.kv_cache is None:
+            raise UserError(f"the memory of '{model.name}' is not known by its config: {'; '.join(base.needs.unknown)}")
         context = _context(wanted, file.spec, model)
         shape, work = shape_of(base.needs), None if found is None else found[1]
         plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, work) for gpu in gpus)

@@ -104,7 +104,8 @@ def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
     if fit.offloaded_bytes * ranks > available:
         given, taken = spec.engine["cpu_offload_gb"], gib(fit.offloaded_bytes * ranks)
         raise SpecError(
-            f"engine.cpu_offload_gb: got {given}, which takes {taken} of the host's memory for {ranks} device(s), but {gib(available)} are free; lower it, or use more devices"
+            f"engine.cpu_offload_gb: got {given}, which takes {taken} of the host's memory for {ranks} device(s), but "
+            f"{gib(available)} are free; lower it, or use more devices"
         )
     gpu = gpu_like(fit.device_name, fit.device_bytes)
     if gpu is None:
