@@ -138,7 +138,7 @@ def plan(target: str, overrides: Sequence[str], wanted: Wanted) -> PlanReport:
         model = resolve(file.spec.model)
         base = fit_of(model, file.spec, None)
         if base.needs.weights is None or base.needs.kv_cache is None:
-            raise UserError(f"the memory of '{model.name}' is not known by its config: {'; '.join(base.needs.unknown)}")
+            raise UserError(f"the memory of '{model.name}' is not known by its config: {base.needs.unknown[0]}")
         context = _context(wanted, file.spec, model)
         shape, work = shape_of(base.needs), None if found is None else found[1]
         plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, work) for gpu in gpus)

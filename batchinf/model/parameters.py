@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.base.errors import ModelError
+from batchinf.base.text import one_line
 from batchinf.model import files as model_files
 
 # `linear`: a matrix that quantization changes. `embedding` and `head` stay as they are, and so do all `other` ones.
@@ -228,7 +229,8 @@ def _counted(config: Mapping[str, Any], trust_remote_code: bool, folder: str | N
 
 
 def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    # The names of all known families, a page of them, say nothing here.
+    return one_line(str(error).partition("Should contain one of")[0], 200)
 
 
 def _main() -> None:
