@@ -71,7 +71,7 @@ def test_a_config_without_the_fields_says_what_is_unknown(tmp_path: pathlib.Path
 
 def test_a_large_file_is_sampled_and_not_scanned(tmp_path: pathlib.Path) -> None:
     number, rng = 200_000, np.random.default_rng(0)
-    lengths = np.minimum(2000, rng.lognormal(5.6, 0.5, number)).astype(int)
+    lengths = np.minimum(2000, rng.lognormal(5.9, 0.5, number)).astype(int)
     text = "".join(map(chr, rng.integers(97, 123, 4000)))
     rows = {"prompt": [text[: int(length)] + str(i) for i, length in enumerate(lengths)]}
     pq.write_table(pa.table(rows), tmp_path / "rows.parquet", row_group_size=20_000, compression="none")
