@@ -89,7 +89,7 @@ def test_a_large_file_is_sampled_and_not_scanned(tmp_path: pathlib.Path) -> None
         read = (
             pq.read_table(copy)["prompt"].to_pylist()
             if name.endswith("parquet")
-            else [json.loads(line)["prompt"] for line in copy.open()]
+            else [json.loads(line)["prompt"] for line in copy.read_text().splitlines()]
         )
         assert set(read) <= set(rows["prompt"])
         assert sum(map(len, read)) / len(read) == pytest.approx(mean, rel=0.1)
