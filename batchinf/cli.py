@@ -210,6 +210,45 @@ def validate(
         _show(report, (), as_json)
 
 
+@app.command(epilog="Example: batchinf plan job.yaml --gpu h100-80 --gpus 8")
+def plan(
+    target: Annotated[
+        str, typer.Argument(metavar="JOB.yaml|MODEL", help="A job spec; or a model: hub id, folder or config.json.")
+    ],
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", metavar="NAME", help="A GPU, such as h100-80 or h100-80:3g (MIG). May be repeated."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs of each node.")] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")] = 1,
+    free: Annotated[
+        float | None, typer.Option("--free", min=0.1, metavar="GIB", help="Memory that others leave free on each GPU.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", min=1, metavar="TOKENS", help="Tokens of the longest sequence.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0, metavar="PRICE", help="Price of one GPU for an hour.")
+    ] = None,
+    output_tokens: Annotated[
+        float | None,
+        typer.Option(
+            "--output-tokens", min=1, metavar="N", help="Tokens of an output on average; default: max_tokens."
+        ),
+    ] = None,
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
+    import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
+    from batchinf.commands.plan import Wanted
+    from batchinf.commands.plan import plan as plan_of
+    from batchinf.commands.text.plan import plan_lines
+
+    report = plan_of(target, set_ or (), Wanted(tuple(gpu or ()), gpus, nodes, free, context, price, output_tokens))
+    _show(report, plan_lines(report), as_json)
+
+
 @app.command(epilog="Example: batchinf status out/job")
 def status(
     out: Out,

@@ -121,7 +121,12 @@ def run_job(
     workload: Workload, folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path, deadline: float
 ) -> dict[str, Any]:
     """Run the workload as a batchinf job. Returns figures from its manifest."""
-    path, out = write_spec(workload, folder, model, prompts)
+    return run_spec(*write_spec(workload, folder, model, prompts), deadline)
+
+
+def run_spec(path: pathlib.Path, out: pathlib.Path, deadline: float) -> dict[str, Any]:
+    """Run the job of a spec file, whose output folder is `out`. Returns figures from its manifest."""
+    folder = path.parent
     started = time.monotonic()
     with (folder / "job.log").open("wb") as log:
         process = subprocess.Popen(

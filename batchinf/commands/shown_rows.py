@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,6 @@ from batchinf.source.rows import Source
 from batchinf.source.types import is_json_column
 from batchinf.spec.sampling import SamplingSpec
 
-MOST_SAMPLED = 1000
-# Rows to read together. In an input with large row groups, one row takes as long as these.
-_RUN_ROWS = 10
 _MOST_BARS = 12
 
 
@@ -114,18 +111,6 @@ class LengthCounts:
             num_truncated=self.num_truncated,
             errors=tuple(errors),
         )
-
-
-def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
-    """At most 1,000 of these rows, in short groups that are spread evenly. The seed determines the rows."""
-    if len(positions) <= MOST_SAMPLED:
-        yield positions
-        return
-    draw, num_runs = random.Random(seed), MOST_SAMPLED // _RUN_ROWS
-    for run in range(num_runs):
-        first, stop = (len(positions) * number // num_runs for number in (run, run + 1))
-        start = draw.randint(first, stop - _RUN_ROWS)
-        yield positions[start : start + _RUN_ROWS]
 
 
 def histogram(lengths: Sequence[int]) -> tuple[LengthRange, ...]:

@@ -129,7 +129,7 @@ def _check_devices(file: SpecFile, wishes: Wishes) -> None:
     if wishes.num_gpus is None or file.spec.scripted is not None:
         return
     parallel = file.spec.parallel
-    degree = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    degree = math.prod(parallel.sizes)
     needed = degree * (1 if parallel.data_parallel_size == "auto" else parallel.data_parallel_size)
     num_devices = wishes.num_gpus * wishes.num_nodes
     if needed > num_devices:

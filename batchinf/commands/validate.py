@@ -22,14 +22,16 @@ from batchinf.commands.shown_rows import (
     ShownRow,
     find_row,
     random_rows,
-    sample_rows,
     shown_row,
 )
 from batchinf.engines.installed import check_structures, is_cpu_build
+from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
+from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
 from batchinf.job.choose import choose, described
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job
+from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing
+from batchinf.job.sample import sample_rows
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
@@ -194,6 +196,8 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
     """Yield the finding of each check that passes. Raises UserError at the first check that fails."""
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
+    remarks: list[str] = []
+    file = with_degrees(file, _local(file.spec), remarks.append)
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has scanned its input already.
         own = folder.path(SOURCE_FOLDER)
@@ -202,7 +206,11 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
         job = open_job(file, own, state, new) if own.is_dir() else open_job(file, pathlib.Path(scratch))
         with contextlib.closing(job.source):
             yield SpecFound(str(file.path))
-            yield _model(job)
+            model = _model(job)
+            yield model
+            with placing(file):
+                remarks += _on_devices(job, model.fit)
+            yield from (Remark("warning", text) for text in remarks)
             yield _input(job)
             chosen = None
             if job.spec.input.selects and state is None:
@@ -222,8 +230,7 @@ def _model(job: Job) -> ModelFound:
     model = job.model
     check_weights(model, job.spec.model.load_format)
     # All devices are assumed to be alike.
-    # It needs no cluster: devices of other hosts are not looked at.
-    backend = choose_backend(job.spec.model_copy(update={"backend": "local"}))
+    backend = _local(job.spec)
     device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
     runs_on_cpu = device_bytes is None and is_cpu_build()
     spec = job.spec.model_copy(update={"model": on_cpu(job.spec.model)}) if runs_on_cpu else job.spec
@@ -238,6 +245,23 @@ def _model(job: Job) -> ModelFound:
         gpu_memory_utilization=float(share),
         fit=fit_of(model, spec, device_bytes, device_name, job.task.default_batch_limits),
     )
+
+
+def _local(spec: JobSpec) -> Backend:
+    # It needs no cluster: devices of other hosts are not looked at.
+    return choose_backend(spec.model_copy(update={"backend": "local"}))
+
+
+def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
+    """Warnings about the devices of this host. Raises SpecError for what cannot start on them."""
+    if job.spec.scripted is not None:
+        return
+    backend = _local(job.spec)
+    devices = backend.devices()
+    if (note := devices_note(devices, is_cpu_build=is_cpu_build())) is not None:
+        yield note
+    if devices:
+        yield from check_devices(job.spec, fit, len(backend.place(job.spec)))
 
 
 def _input(job: Job) -> InputFound:

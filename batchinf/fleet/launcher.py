@@ -13,6 +13,7 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, kept
+from batchinf.fleet.parallel import check_devices
 from batchinf.fleet.settings import chosen_arguments, replicas_per_device
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import Retry
@@ -77,6 +78,8 @@ class Launcher:
             spec = spec.model_copy(update={"parallel": parallel})
             slots = backend.place(spec)
         settings = _settings(spec, fit, slots[0].sharers, state, say)
+        for line in check_devices(spec, fit, len(slots)):
+            say(line)
         backend.check_free(spec.model_copy(update={"engine": settings.engine}), slots)
         return cls(backend, spec, model, adapters, folder, epoch, slots, settings)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from batchinf.base.text import one_line
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, gib
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, RESERVE_BYTES, Fit, default_limits, gib
 from batchinf.spec.job import JobSpec
 
 Kind = Literal["free", "cache", "length", "load", "start", "step", "host"]
@@ -58,8 +58,6 @@ _LEAST_ROWS = 512
 _SHARE_STEP = 0.05
 # If the model's needs are unknown.
 _LEAST_SHARE = 0.3
-# Activations, CUDA graphs and buffers of a model of 8 billion parameters at default limits. Used only for advice.
-_RESERVE_BYTES = 2 * GIB
 _MOST_DEGREE = 16
 
 
@@ -117,12 +115,8 @@ def _with_sizes(failure: OutOfMemory, text: str) -> OutOfMemory:
 
 def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
     """The settings that a step lowers: of the spec, else of the task, else vLLM's offline defaults."""
-    is_large = fit.device_bytes is not None and (
-        fit.device_bytes >= 160 * GIB or (fit.device_bytes >= 70 * GIB and "a100" not in fit.device_name.lower())
-    )
     defaults = {
-        "max_num_seqs": 1024 if is_large else 256,
-        "max_num_batched_tokens": 16384 if is_large else 8192,
+        **default_limits(fit.device_bytes, fit.device_name),
         "gpu_memory_utilization": DEFAULT_GPU_MEMORY_UTILIZATION,
     }
     names = (*defaults, "kv_cache_memory_bytes", "num_gpu_blocks_override")
@@ -276,7 +270,7 @@ def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str
     if fit.device_bytes is None and cause.needed_bytes is not None:
         space = math.ceil(cause.needed_bytes / GIB)
         return [f"set the environment variable VLLM_CPU_KVCACHE_SPACE to {space} (GiB), which sizes the cache on a CPU"]
-    share, least = now["gpu_memory_utilization"], fit.least_utilization(_RESERVE_BYTES)
+    share, least = now["gpu_memory_utilization"], fit.least_utilization(RESERVE_BYTES)
     if cause.kind == "length" and fit.device_bytes and cause.needed_bytes and cause.available_bytes is not None:
         # vLLM's own figures include activations.
         missing = (cause.needed_bytes - cause.available_bytes) / fit.device_bytes
@@ -292,7 +286,7 @@ def _would_fit(changed: Fit, fit: Fit, cause: OutOfMemory, now: Mapping[str, Any
     """Whether the weights and one sequence would fit; by vLLM's figure of what was left, if it gave one."""
     before, after, sequence = fit.weight_bytes, changed.weight_bytes, changed.sequence_bytes
     if cause.available_bytes is None or before is None or after is None or sequence is None:
-        return bool(changed.fits(now["gpu_memory_utilization"], _RESERVE_BYTES))
+        return bool(changed.fits(now["gpu_memory_utilization"], RESERVE_BYTES))
     return sequence <= cause.available_bytes + before - after
 
 
@@ -311,16 +305,16 @@ def _new_job(cause: OutOfMemory, engine: Mapping[str, Any], now: Mapping[str, An
     share, choices = now["gpu_memory_utilization"], []
     if cause.kind not in ("cache", "length", "load"):
         return []
-    most = cause.most_tokens or (fit.most_tokens(share, _RESERVE_BYTES) if cause.kind != "length" else None)
+    most = cause.most_tokens or (fit.most_tokens(share, RESERVE_BYTES) if cause.kind != "length" else None)
     if most and most >= 256 and (fit.max_model_len is None or most < fit.max_model_len):
         choices.append(f"engine.max_model_len {most} or less")
     cache = fit.needs.kv_cache
     if cache is not None and cache.item_bytes == 2 and not engine.get("kv_cache_dtype"):
-        smaller = replace(fit, needs=replace(fit.needs, kv_cache=replace(cache, item_bytes=1)))
+        smaller = replace(fit, needs=replace(fit.needs, kv_cache=cache.in_fp8()))
         if _would_fit(smaller, fit, cause, now) and not _would_fit(fit, fit, cause, now):
             choices.append("engine.kv_cache_dtype fp8")
-    if fit.needs.weight_bytes is not None and cache is not None:
-        smaller = replace(fit, needs=replace(fit.needs, weight_bytes=fit.needs.weight_bytes // 2))
+    if fit.needs.weights is not None and cache is not None:
+        smaller = replace(fit, needs=replace(fit.needs, weights=fit.needs.weights.halved()))
         if _would_fit(smaller, fit, cause, now) and not _would_fit(fit, fit, cause, now):
             choices.append("model.quantization fp8, where the weights are not quantized yet")
     return [f"begin a new job, with another output.path, with {' or '.join(choices)}"] if choices else []
@@ -382,6 +376,11 @@ class EngineSettings:
         self._generation = 0
         self._launched: dict[str, tuple[int, dict[str, Any]]] = {}
         self._failed_starts: dict[int, int] = {}
+
+    @property
+    def fit(self) -> Fit:
+        """The model on the devices."""
+        return self._fit
 
     @property
     def engine(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Only for CUDA devices: each rule rests on measurements on an H200 in `benchmarks
 wins, and `null` in the spec is vLLM's own default.
 """
 
+import math
 import os
 import pathlib
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
     there is.
     """
     wanted = spec.parallel.replicas_per_device
-    degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
+    degree = math.prod(spec.parallel.sizes)
     if spec.backend == "ray":
         if wanted not in ("auto", 1):
             raise SpecError(f"parallel.replicas_per_device: got {wanted} with backend ray, which takes 1")

@@ -29,18 +29,27 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
         status = os.statvfs(_existing(job.folder.root))
     except OSError:
         return None
-    free_bytes, num_bytes = status.f_bavail * status.f_frsize, estimated_bytes(job, state, num_replicas, num_rows)
+    num_free, num_bytes = status.f_bavail * status.f_frsize, estimated_bytes(job, state, num_replicas, num_rows)
     where = f"{job.folder.root} may not have room for the job"
     # Only a warning: the estimate can be wrong, and a job with a full disk can be resumed.
-    if num_bytes > free_bytes:
+    if num_bytes > num_free:
         return (
-            f"warning: {where}: about {_gib(num_bytes)} will be written, {_gib(free_bytes)} are free; if the disk is "
+            f"warning: {where}: about {_gib(num_bytes)} will be written, {_gib(num_free)} are free; if the disk is "
             "full before the end, make room and run the same command again"
         )
     num_files = _num_shards_left(state) + _OTHER_FILES
     if status.f_files > 0 and num_files > status.f_favail:
         return f"warning: {where}: about {num_files:,} files will be made, it can hold {status.f_favail:,} more"
     return None
+
+
+def free_bytes(path: str) -> int | None:
+    """What is free on the file system of a folder, which need not be there yet; None if that is not known."""
+    try:
+        status = os.statvfs(_existing(pathlib.Path(path)))
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
 
 
 def check_size(file: SpecFile, job: Job, num_rows: int | None) -> None:

@@ -21,8 +21,9 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import size_text
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import MANIFEST_VERSION, State
-from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults
+from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
+from batchinf.model.memory import Needs
 from batchinf.prompts.builder import check_columns, check_sampling_columns
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
@@ -137,7 +138,7 @@ class PreparedJob:
 
     def over(self, rows: Sequence[Mapping[str, object]]) -> "PreparedJob":
         """The job over an input with such rows. Raises SpecError if they lack what the spec needs."""
-        with _at_its_line(self.file):
+        with placing(self.file):
             spec = _with_columns(self.spec, {name: None for row in rows for name in row})
             check_batch_models(spec, rows)
             return replace(self, spec=spec)
@@ -162,7 +163,7 @@ class PreparedJob:
 
     def open(self, cache: pathlib.Path | None = None) -> Job:
         """Scan the input, or find that it is the known one. cache: replaces the output folder's own, for a dry run."""
-        with _at_its_line(self.file):
+        with placing(self.file):
             return self._open(cache or source_folder(self.folder, self.file.slice))
 
     def _open(self, cache: pathlib.Path) -> Job:
@@ -184,7 +185,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
 
     state: of the job to resume, with its model's commit. new: how to treat new rows of the input.
     """
-    with _at_its_line(file):
+    with placing(file):
         return _prepare_job(file, state, new)
 
 
@@ -196,7 +197,7 @@ def open_job(
 
 
 @contextlib.contextmanager
-def _at_its_line(file: SpecFile) -> Iterator[None]:
+def placing(file: SpecFile) -> Iterator[None]:
     """Give each SpecError that begins with a field the place of the field in the file."""
     try:
         yield
@@ -252,6 +253,7 @@ def _prepare_job(file: SpecFile, state: State | None, new: NewRows) -> PreparedJ
     if state is not None and state.header.spec["input"]["format"] == OpenAIBatch.name:
         spec = spec.model_copy(update={"input": recognised(spec.input, COLUMNS)})
     check_prompts(spec, model)
+    _check_heads(spec, model)
     adapters = resolve_adapters(
         spec, model, began_as.get("lora"), reads_prompt_logits=task_of(spec).reads_prompt_logits
     )
@@ -280,6 +282,17 @@ def _refusing_other_job(folder: Folder, spec: JobSpec, model: Model, state: Stat
         if state is not None:
             _refuse_other_job(folder, spec, model, state.header)
         raise
+
+
+def _check_heads(spec: JobSpec, model: Model) -> None:
+    """Raise SpecError for a tensor-parallel size that vLLM would refuse half a minute later."""
+    wanted = spec.parallel.tensor_parallel_size
+    legal = Needs(None, None, config=text_section(model.config)).tensor_degrees(64)
+    if spec.scripted is None and isinstance(wanted, int) and wanted <= 64 and wanted not in legal:
+        raise SpecError(
+            f"parallel.tensor_parallel_size: got {wanted}, by which the heads or the MLP of '{model.name}' do not "
+            f"divide; it must be one of {', '.join(map(str, legal))}"
+        )
 
 
 def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:

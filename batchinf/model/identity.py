@@ -39,7 +39,7 @@ class Model:
 
     name: as the user wrote it. path: for the engine: a folder or, if the weights are not here yet, the hub id, with
     `commit` as its revision. tokenizer: a folder. max_model_len, vocab_size: from the config, as vLLM reads it; None if
-    it does not say.
+    it does not say. folder: of the config.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Model:
     max_model_len: int | None
     vocab_size: int | None
     tokenizer: str
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ def resolve(spec: ModelSpec, began_as: str = "") -> Model:
         max_model_len=derive_max_model_len(config),
         vocab_size=next((section["vocab_size"] for section in _sections(config) if section.get("vocab_size")), None),
         tokenizer=str(tokenizer.folder),
+        folder=str(place.folder),
     )
 
 

@@ -1,14 +1,27 @@
-"""Memory that a model needs on a device, and batches that fit, computed from its config and weight files."""
+"""Memory that a model needs on a device, and batches that fit, computed from its config and weight files.
+
+`plan`, `validate` and `run` use it. Needs neither weights nor a device, and imports neither torch nor transformers.
+"""
 
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf.base.errors import ModelError
-from batchinf.model import files as model_files
+from batchinf.model.cache import (
+    BLOCK_TOKENS,
+    KvCache,
+    Pool,
+    UnknownCacheError,
+    kv_cache_of,
+    num_attention_heads,
+    num_kv_heads,
+)
 from batchinf.model.identity import Model, text_section
+from batchinf.model.parameters import Described, Part, Tensor, described, stored
+from batchinf.model.weights import UnknownWeightsError, Weights, indexed_bytes, quantization_of, weigh
 from batchinf.spec.job import JobSpec, ModelSpec
 
 # For each prompt token and vocabulary entry: a logit of 16 bits and a logprob of 32.
@@ -41,49 +54,54 @@ def vocab_size_of(config: Mapping[str, Any]) -> int | None:
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 GIB = 1 << 30
 
-_ITEM_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-_CACHE_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-# Float types in a safetensors header, which vLLM casts to the model's type.
-_CAST = ("F64", "F32", "F16", "BF16")
-# Decoders with attention, then a gated MLP or experts of that kind.
-_DENSE = ("llama", "mistral", "qwen2", "qwen3")
-_SPARSE = ("mixtral", "qwen3_moe")
-# A config with one of these keys does not cache each token's keys and values in each layer.
-_OTHER_CACHES = (
-    "sliding_window_pattern", "attention_chunk_size", "num_kv_shared_layers", "hybrid_override_pattern",
-    "attn_layer_period", "full_attention_interval", "mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size",
-    "layers_block_type", "block_configs", "index_topk", "index_head_dim", "compress_ratios", "cross_attention_layers",
-)  # fmt: skip
+# What a step takes beside weights and cache, at least: activations, CUDA graphs, the sampler, CUDA's own memory.
+RESERVE_BYTES = 2 * GIB
 
-
-@dataclass(frozen=True, slots=True)
-class KvCache:
-    """A cached token takes `item_bytes` × `width` for each of `num_heads` heads of `num_layers` layers.
-
-    width: items of one head: keys and values, or MLA's one compressed row, which every tensor-parallel rank keeps
-    whole. dtype: in words.
-    """
-
-    num_layers: int
-    num_heads: int
-    width: int
-    item_bytes: int
-    dtype: str
-
-    def bytes_per_token(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
-        """On one device. A head is not split: if there are more ranks than heads, several ranks keep the same one."""
-        num_layers = math.ceil(self.num_layers / pipeline_parallel_size)
-        num_heads = max(1, math.ceil(self.num_heads / tensor_parallel_size))
-        return num_layers * num_heads * self.width * self.item_bytes
+_TYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+# Families without defaults in their classes that matter here, and with full attention unless the config says more.
+_PLAIN = frozenset("llama mistral qwen2 qwen3 mixtral qwen3_moe".split())
+_PLAIN_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A model's memory over all devices of a replica; None if unknown. unknown: the reasons."""
+    """A model's memory over all devices of a replica; None if unknown. unknown: the reasons.
 
-    weight_bytes: int | None
+    config: of the text model, with the defaults of its class where they were needed. parameters: by part; empty if they
+    were not counted. quantization: in words; empty: none. dtype: of what is not quantized.
+    """
+
+    weights: Weights | None
     kv_cache: KvCache | None
     unknown: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[Part, int] = field(default_factory=dict)
+    quantization: str = ""
+    dtype: str = "bfloat16"
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """On one device."""
+        return None if self.weights is None else self.weights.num_bytes
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.weights.layers) if self.weights is not None else 1
+
+    def tensor_degrees(self, most: int) -> list[int]:
+        """The tensor-parallel sizes up to `most` that vLLM accepts.
+
+        Query heads must divide, and KV heads too, or be divided; so must the width of the MLP.
+        """
+        heads, kv_heads = num_attention_heads(self.config), num_kv_heads(self.config)
+        inner = self.config.get("moe_intermediate_size") or self.config.get("intermediate_size")
+        return [
+            degree
+            for degree in range(1, most + 1)
+            if (heads is None or heads % degree == 0)
+            and (kv_heads is None or kv_heads % degree == 0 or degree % kv_heads == 0)
+            and (not isinstance(inner, int) or inner % degree == 0)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +109,7 @@ class Fit:
     """A model on devices: what it takes of each, and what is left. Sizes are in bytes; None if unknown.
 
     device_bytes: memory of one device. max_model_len: the engine's longest sequence, in tokens. batch_limits: engine
-    arguments that the task sets unless the spec does.
+    arguments that the task sets unless the spec does. engine: the spec's arguments.
     """
 
     needs: Needs
@@ -101,26 +119,68 @@ class Fit:
     pipeline_parallel_size: int = 1
     max_model_len: int | None = None
     batch_limits: Mapping[str, int] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """`max_num_seqs` and `max_num_batched_tokens`: of the spec, else of the task, else vLLM's offline defaults."""
+        defaults = default_limits(self.device_bytes, self.device_name)
+        given = {name: self.engine[name] for name in defaults if isinstance(self.engine.get(name), int)}
+        return {**defaults, **self.batch_limits, **given}
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Weights of one device that `cpu_offload_gb` keeps in the host's memory."""
+        wanted = int(float(self.engine.get("cpu_offload_gb") or 0) * GIB)
+        return 0 if self.needs.weights is None else min(wanted, self._all_weights())
+
+    def _all_weights(self) -> int:
+        assert self.needs.weights is not None
+        return self.needs.weights.rank_bytes(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def weight_bytes(self) -> int | None:
         """Weights on one device, approximately: tensor-parallel ranks split nearly all weights."""
-        degree = self.tensor_parallel_size * self.pipeline_parallel_size
-        return None if self.needs.weight_bytes is None else math.ceil(self.needs.weight_bytes / degree)
+        return None if self.needs.weights is None else self._all_weights() - self.offloaded_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Memory of a step beside weights and cache: activations or the sampler's logits, at least `RESERVE_BYTES`.
+
+        Activations: of a full batch, the widest layer at once, in 16 bits. Sampler: logits in 16 and 32 bits and
+        logprobs in 32 for each sequence. vLLM measures both in its profiling run.
+        """
+        limits, (whole, split) = self.limits, _step_width(self.needs.config)
+        activations = limits["max_num_batched_tokens"] * 2 * (whole + split // self.tensor_parallel_size)
+        sampler = limits["max_num_seqs"] * (vocab_size_of(self.needs.config) or 0) * 10
+        return max(RESERVE_BYTES, activations, sampler)
 
     @property
     def bytes_per_token(self) -> int | None:
-        """KV cache of one token on one device."""
+        """KV cache of one more token of a long sequence on one device."""
         if self.needs.kv_cache is None:
             return None
         return self.needs.kv_cache.bytes_per_token(self.tensor_parallel_size, self.pipeline_parallel_size)
 
+    def sequence_bytes_of(self, num_tokens: int) -> int | None:
+        """KV cache of one sequence on one device, as vLLM allocates it."""
+        pools = self._pools(num_tokens)
+        return None if pools is None else max(pool.sequence_bytes for pool in pools)
+
+    def _pools(self, num_tokens: int) -> list[Pool] | None:
+        if self.needs.kv_cache is None:
+            return None
+        # With asynchronous scheduling two batches are in flight.
+        in_flight = 2 * self.limits["max_num_batched_tokens"]
+        block_tokens = self.engine.get("block_size") or BLOCK_TOKENS
+        return self.needs.kv_cache.pools(
+            num_tokens, self.tensor_parallel_size, self.pipeline_parallel_size, in_flight, block_tokens
+        )
+
     @property
     def sequence_bytes(self) -> int | None:
         """KV cache of one sequence of `max_model_len` on one device. With less, vLLM does not start."""
-        if self.bytes_per_token is None or self.max_model_len is None:
-            return None
-        return self.bytes_per_token * self.max_model_len
+        return None if self.max_model_len is None else self.sequence_bytes_of(self.max_model_len)
 
     @property
     def least_bytes(self) -> int | None:
@@ -135,12 +195,26 @@ class Fit:
             return None
         return int(self.device_bytes * gpu_memory_utilization) - self.weight_bytes
 
-    def most_tokens(self, gpu_memory_utilization: float, reserve_bytes: int = 0) -> int | None:
-        """Tokens of KV cache that fit into what the weights leave, less `reserve_bytes`."""
+    def cache_bytes(self, gpu_memory_utilization: float, reserve_bytes: int = 0) -> int | None:
+        """Memory of one device for the KV cache; `kv_cache_memory_bytes` if it is given. May be negative."""
+        if isinstance(given := self.engine.get("kv_cache_memory_bytes"), int):
+            return given
         left = self.left_bytes(gpu_memory_utilization)
-        if left is None or not self.bytes_per_token:
-            return None
-        return max(0, left - reserve_bytes) // self.bytes_per_token
+        return None if left is None else left - reserve_bytes
+
+    def sequences(self, num_tokens: int, gpu_memory_utilization: float, reserve_bytes: int = 0) -> float | None:
+        """Sequences of `num_tokens` whose cache fits at the same time."""
+        room, pools = self.cache_bytes(gpu_memory_utilization, reserve_bytes), self._pools(num_tokens)
+        return None if room is None or pools is None else min(pool.capacity(max(0, room)) for pool in pools)
+
+    def most_tokens(self, gpu_memory_utilization: float, reserve_bytes: int = 0) -> int | None:
+        """Tokens of KV cache that fit into what the weights leave, less `reserve_bytes`.
+
+        If layers keep different numbers of tokens, counted in sequences of `max_model_len`, as vLLM reports it.
+        """
+        length = self.max_model_len or 1
+        sequences = self.sequences(length, gpu_memory_utilization, reserve_bytes)
+        return None if sequences is None else math.floor(sequences * length + 1e-6)
 
     def least_utilization(self, reserve_bytes: int = 0) -> float | None:
         """The smallest gpu_memory_utilization, in hundredths, that holds weights and one sequence; may be above 1."""
@@ -154,16 +228,118 @@ class Fit:
         return None if least is None else least <= gpu_memory_utilization + 1e-9
 
 
+def default_limits(device_bytes: int | None, device_name: str = "") -> dict[str, int]:
+    """vLLM's offline `max_num_seqs` and `max_num_batched_tokens` by device (`get_batch_defaults` in arg_utils.py)."""
+    is_large = device_bytes is not None and (
+        device_bytes >= 160 * GIB or (device_bytes >= 70 * GIB and "a100" not in device_name.lower())
+    )
+    return {"max_num_seqs": 1024 if is_large else 256, "max_num_batched_tokens": 16384 if is_large else 8192}
+
+
 def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
-    """A model's needs under these settings. Reads headers of local weight files, never weights."""
-    config, unknown = text_section(model.config), []
-    weight_bytes, why = _weight_bytes(model, spec)
-    if weight_bytes is None:
-        unknown.append(f"weights: {why}")
-    kv_cache, why = kv_cache_of(config, model.config, spec, str(engine.get("kv_cache_dtype", "auto")))
-    if kv_cache is None:
-        unknown.append(f"KV cache: {why}")
-    return Needs(weight_bytes, kv_cache, tuple(unknown))
+    """A model's needs under these settings. Reads headers of local weight files, never weights.
+
+    A family that is not plain is built by transformers, in another process; see `described`.
+    """
+    raw, unknown = text_section(model.config), []
+    tensors: tuple[Tensor, ...] = ()
+    if spec.load_format != "dummy":
+        tensors = stored(pathlib.Path(model.path), spec.load_format, is_tied=bool(raw.get("tie_word_embeddings")))
+    built, why_not = None, ""
+    if not (tensors and _is_plain(raw)):
+        try:
+            built = described(
+                model.config, trust_remote_code=spec.trust_remote_code, folder=model.folder or model.tokenizer
+            )
+        except ModelError as error:
+            why_not = str(error)
+    config = raw if built is None else {**text_section(built.config), **raw}
+    try:
+        weights = _weights(model, spec, config, tensors, built, why_not)
+    except UnknownWeightsError as error:
+        weights = None
+        unknown.append(f"weights: {error}")
+    dtype, cache_dtype = weight_dtype(model.config, spec), str(engine.get("kv_cache_dtype", "auto"))
+    try:
+        if built is None and not tensors and not _is_plain(raw) and why_not:
+            raise UnknownCacheError(why_not)
+        state_dtype = str(engine.get("mamba_ssm_cache_dtype", "auto"))
+        kv_cache = kv_cache_of(config, model.config, dtype, cache_dtype, state_dtype)
+    except UnknownCacheError as error:
+        kv_cache = None
+        unknown.append(f"KV cache: {error}")
+    return Needs(
+        weights,
+        kv_cache,
+        tuple(unknown),
+        config,
+        _counts(tensors or (built.tensors if built is not None else ())),
+        _quantization_name(model, spec),
+        dtype,
+    )
+
+
+def _counts(tensors: Sequence[Tensor]) -> dict[Part, int]:
+    counts: dict[Part, int] = {}
+    for tensor in tensors:
+        if not tensor.is_other:
+            counts[tensor.part] = counts.get(tensor.part, 0) + tensor.num_parameters
+    return counts
+
+
+def _quantization_name(model: Model, spec: ModelSpec) -> str:
+    try:
+        found = quantization_of(model.config, spec.quantization)
+    except UnknownWeightsError:
+        return "unknown"
+    return "" if found is None else found.name
+
+
+def _is_plain(config: Mapping[str, Any]) -> bool:
+    return (
+        config.get("model_type") in _PLAIN
+        and all(isinstance(config.get(key), int) for key in _PLAIN_KEYS)
+        and not (config.get("sliding_window") and config.get("use_sliding_window") is not False)
+    )
+
+
+def _weights(
+    model: Model,
+    spec: ModelSpec,
+    config: Mapping[str, Any],
+    tensors: tuple[Tensor, ...],
+    built: Described | None,
+    why_not: str,
+) -> Weights:
+    """Of the weight files; else their index, if they are quantized; else counted. Raises UnknownWeightsError."""
+    item_bytes = _TYPE_BYTES[weight_dtype(model.config, spec)]
+    num_layers = config.get("num_hidden_layers") or config.get("n_layer")
+    is_tied = bool(config.get("tie_word_embeddings"))
+    is_quantized = bool(model.config.get("quantization_config"))
+    if tensors and is_quantized:
+        return weigh(tensors, num_layers, None, None, is_tied=is_tied)
+    indexed = None if spec.load_format == "dummy" else indexed_bytes(pathlib.Path(model.folder or model.tokenizer))
+    if indexed is not None and not tensors and (is_quantized or built is None):
+        return Weights.of_total(indexed, num_layers or 1)
+    tensors = tensors or (() if built is None else built.tensors)
+    if not tensors:
+        raise UnknownWeightsError(f"they are not here, and {why_not or 'the config does not say enough'}")
+    return weigh(tensors, num_layers, item_bytes, quantization_of(model.config, spec.quantization), is_tied=is_tied)
+
+
+def _step_width(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Numbers of a token's activations at the widest place of a layer: the MLP's input and output and three inside.
+
+    In a mixture of experts, each chosen expert has its own.
+    """
+    hidden = int(config.get("hidden_size") or config.get("n_embd") or 0)
+    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    inner = max(inner) if isinstance(inner, list) else int(inner)
+    chosen = config.get("num_experts_per_tok")
+    if isinstance(chosen, int) and chosen:
+        expert = config.get("moe_intermediate_size") or inner
+        return hidden * (2 + chosen), 3 * chosen * int(max(expert) if isinstance(expert, list) else expert)
+    return 2 * hidden, 3 * inner
 
 
 def fit_of(
@@ -176,10 +352,10 @@ def fit_of(
         needs_of(model, spec.model, spec.engine),
         device_bytes,
         device_name,
-        spec.parallel.tensor_parallel_size,
-        spec.parallel.pipeline_parallel_size,
+        *spec.parallel.sizes,
         length if isinstance(length, int) and length > 0 else model.max_model_len,
         {} if limits_of is None else limits_of(vocab_size_of(model.config), device_bytes, float(share)),
+        spec.engine,
     )
 
 
@@ -188,147 +364,12 @@ def on_cpu(spec: ModelSpec) -> ModelSpec:
     return spec.model_copy(update={"dtype": "float32"}) if spec.dtype == "auto" else spec
 
 
-def kv_cache_of(
-    config: Mapping[str, Any], whole: Mapping[str, Any], spec: ModelSpec, kv_cache_dtype: str
-) -> tuple[KvCache | None, str]:
-    """The KV cache by a model's config, or why it is unknown. config: the text section of the `whole` config."""
-    num_layers, num_heads = _first(config, "num_hidden_layers", "n_layer"), _num_kv_heads(config)
-    types = {str(kind) for kind in config.get("layer_types") or ()}
-    others = [key for key in _OTHER_CACHES if config.get(key)]
-    if others or types - {"full_attention"} or whole.get("is_encoder_decoder") or _has_window(config):
-        return None, f"{whole.get('model_type', 'this model')} does not keep every token in every layer"
-    item_bytes, dtype = _cache_type(whole, spec, kv_cache_dtype)
-    if item_bytes is None:
-        return None, f"kv_cache_dtype {dtype} is of a size of its own"
-    if isinstance(config.get("kv_lora_rank"), int):
-        if item_bytes == 1 or not isinstance(config.get("qk_rope_head_dim"), int) or num_layers is None:
-            return None, "a compressed cache (MLA) of a form of its own"
-        return KvCache(num_layers, 1, config["kv_lora_rank"] + config["qk_rope_head_dim"], item_bytes, dtype), ""
-    head_dim = _head_dim(config)
-    if num_layers is None or num_heads is None or head_dim is None:
-        return None, "the config does not give layers, heads and their size"
-    return KvCache(num_layers, num_heads, 2 * head_dim, item_bytes, dtype), ""
-
-
-def _first(config: Mapping[str, Any], *keys: str) -> int | None:
-    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
-
-
-def _num_kv_heads(config: Mapping[str, Any]) -> int | None:
-    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
-        return 1
-    if any(isinstance(config.get(key), list) for key in ("num_key_value_heads", "num_attention_heads")):
-        return None
-    return _first(config, "num_key_value_heads", "num_kv_heads", "n_head_kv", "num_attention_heads", "n_head")
-
-
-def _head_dim(config: Mapping[str, Any]) -> int | None:
-    hidden_size, num_heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
-    fallback = hidden_size // num_heads if hidden_size and num_heads else None
-    return _first(config, "head_dim") or fallback
-
-
-def _has_window(config: Mapping[str, Any]) -> bool:
-    # Qwen2 configs name a window that is not used.
-    return bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is not False
-
-
-def _cache_type(config: Mapping[str, Any], spec: ModelSpec, kv_cache_dtype: str) -> tuple[int | None, str]:
-    """Bytes of an item and the type in words."""
-    if kv_cache_dtype != "auto":
-        return _CACHE_BYTES.get(kv_cache_dtype), kv_cache_dtype
-    quantization = config.get("quantization_config") or {}
-    if any(quantization.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo", "quantization")):
-        return None, "that the checkpoint chooses"
-    dtype = weight_dtype(config, spec)
-    return _ITEM_BYTES[dtype], dtype
-
-
 def weight_dtype(config: Mapping[str, Any], spec: ModelSpec) -> str:
     """The type of weights and arithmetic on a GPU. By default vLLM runs float32 checkpoints in 16 bits."""
     if spec.dtype != "auto":
         return spec.dtype
     named = text_section(config).get("dtype") or text_section(config).get("torch_dtype") or config.get("torch_dtype")
     return "float16" if named in ("float16", "half") else "bfloat16"
-
-
-def _weight_bytes(model: Model, spec: ModelSpec) -> tuple[int | None, str]:
-    item_bytes = _ITEM_BYTES[weight_dtype(model.config, spec)]
-    is_quantized = bool(model.config.get("quantization_config"))
-    if spec.quantization not in (None, "fp8") and not is_quantized:
-        return None, f"quantization {spec.quantization} is of a size of its own"
-    is_fp8 = spec.quantization == "fp8" and not is_quantized
-    if spec.load_format != "dummy" and (stored := _stored_bytes(model, spec, item_bytes, is_fp8, is_quantized)):
-        return stored, ""
-    if is_quantized:
-        return None, "they are quantized, and not here yet"
-    parameters = parameters_of(text_section(model.config)) if not _is_multimodal(model.config) else None
-    if parameters is None:
-        return None, f"they are not here, and {model.config.get('model_type', 'this model')} is not known by its config"
-    in_layers, others = parameters
-    return in_layers * (1 if is_fp8 else item_bytes) + others * item_bytes, ""
-
-
-def _is_multimodal(config: Mapping[str, Any]) -> bool:
-    return text_section(config) is not config
-
-
-def _stored_bytes(model: Model, spec: ModelSpec, item_bytes: int, is_fp8: bool, is_quantized: bool) -> int | None:
-    """Bytes by the headers of safetensors files, with each tensor in the type that vLLM uses; None without them."""
-    folder, total = pathlib.Path(model.path), 0
-    if not folder.is_dir():
-        return None
-    is_tied = bool(text_section(model.config).get("tie_word_embeddings"))
-    try:
-        names = model_files.weight_files(folder, spec.load_format)
-        for name in names:
-            if not name.endswith(".safetensors"):
-                return None
-            tensors, _ = model_files.read_header(folder / name)
-            for tensor, header in tensors.items():
-                if is_tied and tensor.endswith("lm_head.weight"):
-                    continue
-                size = header["data_offsets"][1] - header["data_offsets"][0]
-                if header["dtype"] in _CAST and not is_quantized:
-                    is_linear = len(header["shape"]) == 2 and ".layers." in tensor
-                    size = math.prod(header["shape"]) * (1 if is_fp8 and is_linear else item_bytes)
-                total += size
-    except (OSError, ValueError, AttributeError, ModelError):
-        return None
-    return total or None
-
-
-def parameters_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Parameters in the layers' matrices, and all others, by the config's shapes; None for an unknown family."""
-    family, hidden = config.get("model_type"), config.get("hidden_size")
-    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-    head_dim, num_kv_heads = _head_dim(config), _num_kv_heads(config)
-    if family not in _DENSE + _SPARSE or not all(isinstance(config.get(key), int) for key in keys):
-        return None
-    assert isinstance(hidden, int)
-    if head_dim is None or num_kv_heads is None:
-        return None
-    num_layers, query, keys_values = (
-        config["num_hidden_layers"],
-        config["num_attention_heads"] * head_dim,
-        (2 * num_kv_heads * head_dim),
-    )
-    matrices = hidden * (query + keys_values) + query * hidden + _mlp(config, str(family), hidden)
-    vectors = 2 * hidden
-    if family == "qwen2":
-        vectors += query + keys_values  # biases
-    if family in ("qwen3", "qwen3_moe"):
-        vectors += 2 * head_dim  # norms of query and key
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return num_layers * matrices, num_layers * vectors + embeddings + hidden
-
-
-def _mlp(config: Mapping[str, Any], family: str, hidden: int) -> int:
-    if family in _DENSE:
-        return 3 * hidden * int(config["intermediate_size"])
-    num_experts = _first(config, "num_local_experts", "num_experts") or 1
-    width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return num_experts * (3 * hidden * int(width) + hidden)
 
 
 def gib(num_bytes: float) -> str:

@@ -20,7 +20,7 @@ from batchinf.job.open import check_cut
 from batchinf.manifest.lock import LOCK, JobLock, await_free
 from batchinf.manifest.state import last_epoch
 from batchinf.run.display import ProgressDisplay
-from batchinf.run.start import CheckedJob, check_first
+from batchinf.run.start import CheckedJob, check_first, with_known_degrees
 from batchinf.spec.file import SpecFile
 
 # A folder with one of these holds a job or its remains.
@@ -77,6 +77,7 @@ def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int
 
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """
+    checked = with_known_degrees(checked, backend, display)
     prepared, file = checked.prepared, checked.prepared.file
     Launcher.of(backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, None, display.say)
     folder.sweep("")

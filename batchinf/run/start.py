@@ -21,10 +21,11 @@ from batchinf.engines.installed import check_structures
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
+from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.status import read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, prepare_job
+from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, placing, prepare_job
 from batchinf.manifest.lines import BEGINNING, CHOSEN
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
@@ -98,6 +99,16 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
     return CheckedJob(prepared, retry, overrides, extends, has_rows)
 
 
+def with_known_degrees(checked: CheckedJob, backend: Backend, display: ProgressDisplay) -> CheckedJob:
+    """The job with numbers in place of `auto` for the tensor and pipeline-parallel sizes. Raises SpecError."""
+    prepared = checked.prepared
+    file = with_degrees(prepared.file, backend, display.say)
+    if file is prepared.file:
+        return checked
+    spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
+    return replace(checked, prepared=replace(prepared, file=file, spec=spec))
+
+
 @dataclass(frozen=True, slots=True)
 class StartedJob:
     """A job whose rows can run. fleet: its replicas, which know their work; none runs if all shards are committed."""
@@ -115,12 +126,16 @@ def start(
     checked: CheckedJob, backend: Backend, lock: JobLock, epoch: int, display: ProgressDisplay
 ) -> Iterator[StartedJob]:
     """Start replicas and open the job beside them. When the block ends, all of these replicas have ended."""
+    checked = with_known_degrees(checked, backend, display)
     prepared, state, folder = checked.prepared, checked.state, checked.prepared.folder
     file, before = prepared.file, state or read_beginning(folder)
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     backend.end_leftovers(before.running_replicas, before.job_id)
-    launcher = Launcher.of(backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, state, display.say)
+    with placing(file):
+        launcher = Launcher.of(
+            backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, state, display.say
+        )
     manifest = Manifest(folder, epoch, lock, state)
     note_ended(before, read_status(folder), manifest, lock.predecessor_seen_at)
     job_id = before.job_id or new_job_id()

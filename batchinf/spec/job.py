@@ -103,10 +103,11 @@ Devices = Annotated[tuple[Whole | Text, ...], Field(strict=False, min_length=1),
 class ParallelSpec(Section):
     """Degrees of parallelism. A replica uses tensor × pipeline devices."""
 
-    tensor_parallel_size: Annotated[Positive, RUNTIME] = 1
-    """Devices over which each layer is split."""
-    pipeline_parallel_size: Annotated[Positive, RUNTIME] = 1
-    """Devices over which the layers are distributed. Only for CUDA devices: vLLM has no pipelines on a CPU."""
+    tensor_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = 1
+    """Devices over which each layer is split; `auto`: the fewest that hold the model, or more where that is faster."""
+    pipeline_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = 1
+    """Devices over which the layers are distributed; `auto`: 1 unless the heads do not divide. Only for CUDA devices:
+    vLLM has no pipelines on a CPU."""
     replicas_per_device: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
     """Replicas that share a CUDA device; `auto`: 2 for a small model with a large input, otherwise 1."""
     devices: Annotated[Devices | None, RUNTIME] = None
@@ -115,6 +116,12 @@ class ParallelSpec(Section):
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
     """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU. With `backend: ray`: as many as
     the cluster has room for at the start, or without GPUs one on each node."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tensor and pipeline-parallel size; 1 for `auto`, as long as no devices are known."""
+        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        return 1 if tensor == "auto" else tensor, 1 if pipeline == "auto" else pipeline
 
 
 # Part of a variable's name: its value must not be in any file, and the spec is stored.

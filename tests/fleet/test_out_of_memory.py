@@ -22,9 +22,11 @@ from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective,
 from batchinf.manifest.lines import Header
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import read_state
-from batchinf.model.memory import GIB, Fit, Needs, kv_cache_of
+from batchinf.model.cache import kv_cache_of
+from batchinf.model.memory import GIB, Fit, Needs
+from batchinf.model.weights import Weights
 from batchinf.replica.messages import Failed
-from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, JobSpec, ModelSpec
+from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, JobSpec
 from batchinf.tasks.registry import task_of
 from benchmarks.shapes import SHAPES
 
@@ -211,10 +213,10 @@ def test_the_batch_limits_are_those_of_the_installed_vllm() -> None:
 
 def fit(shape: str = "llama-3.1-8b", **fields: Any) -> Fit:
     config = SHAPES[shape]
-    kv_cache, _ = kv_cache_of(config, config, ModelSpec(name="m"), "auto")
+    kv_cache = kv_cache_of(config, config, "bfloat16", "auto")
     weights = {"llama-3.1-8b": 16_060_522_496, "llama-3.3-70b": 141_107_412_992}[shape]
     base = {"device_bytes": H100_BYTES, "device_name": "NVIDIA H100 80GB HBM3", "max_model_len": 131_072}
-    return Fit(Needs(weights, kv_cache), **{**base, **fields})
+    return Fit(Needs(Weights.of_total(weights), kv_cache), **{**base, **fields})
 
 
 def oom(text: str, *, was_up: bool = False) -> OutOfMemory:

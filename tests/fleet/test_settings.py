@@ -15,12 +15,13 @@ from batchinf.fleet.local import backend
 from batchinf.fleet.local.devices import place
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective, step_down
 from batchinf.fleet.settings import chosen_arguments, graph_sizes, replicas_per_device
-from batchinf.model.memory import GIB, Fit, KvCache, Needs
+from batchinf.model.memory import GIB, Fit, Needs
+from batchinf.model.weights import Weights
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-SMALL = Fit(Needs(2 * GIB, KvCache(16, 8, 128, 2, "bfloat16")), 140 * GIB, "NVIDIA H200", max_model_len=4096)
-LARGE = dataclasses.replace(SMALL, needs=Needs(15 * GIB, KvCache(32, 8, 256, 2, "bfloat16")))
+SMALL = Fit(Needs(Weights.of_total(2 * GIB), None), 140 * GIB, "NVIDIA H200", max_model_len=4096)
+LARGE = dataclasses.replace(SMALL, needs=Needs(Weights.of_total(15 * GIB), None))
 NO_DEVICE = dataclasses.replace(SMALL, device_bytes=None)
 
 

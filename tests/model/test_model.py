@@ -99,6 +99,7 @@ def test_a_folder_says_what_it_is(folder: pathlib.Path) -> None:
         max_model_len=512,
         vocab_size=384,
         tokenizer=str(folder),
+        folder=str(folder),
     )
     assert len(model.fingerprint) == 32
 

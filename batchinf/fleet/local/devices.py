@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import threading
 from collections import Counter
@@ -139,9 +140,9 @@ def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Sl
     Devices are assigned in order, so that a replica's tensor-parallel ranks are neighbours.
     """
     devices = _chosen_devices(spec, visible)
-    degree = spec.parallel.tensor_parallel_size * spec.parallel.pipeline_parallel_size
+    degree = math.prod(spec.parallel.sizes)
     wanted = spec.parallel.data_parallel_size
-    if not devices and spec.scripted is None and spec.parallel.pipeline_parallel_size > 1:
+    if not devices and spec.scripted is None and spec.parallel.sizes[1] > 1:
         # On a CPU, later stages of vLLM 0.32 have no buffers for earlier stages' output and die at the first request.
         raise SpecError(
             f"parallel.pipeline_parallel_size: got {spec.parallel.pipeline_parallel_size}, but no CUDA device is "

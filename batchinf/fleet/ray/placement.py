@@ -56,8 +56,7 @@ class Demand:
     def of(cls, spec: JobSpec, nodes: Sequence[Node]) -> "Demand":
         """The demand of a job in this cluster."""
         has_gpus = spec.scripted is None and any(node.total.get(GPU) for node in nodes)
-        parallel = spec.parallel
-        return cls(has_gpus, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, spec.ray.resources)
+        return cls(has_gpus, *spec.parallel.sizes, spec.ray.resources)
 
     @property
     def degree(self) -> int:

@@ -2,6 +2,7 @@
 
 import abc
 import bisect
+import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -17,6 +18,7 @@ from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
 from batchinf.source.files import InputFile
 from batchinf.source.types import MixedTypes, cast_column
 
+SAMPLED_ROWS = 16  # of a run of `FileFormat.sample`
 MAX_ROWS = 2**40  # of one file; a footer that claims more is damaged
 
 
@@ -173,6 +175,14 @@ class FileFormat(InputFormat, abc.ABC):
     def is_slow_by_row(self, entry: FileEntry) -> bool:
         """Whether reading one row reads many others. Such a file is copied by `spool` if rows are read out of order."""
         return False
+
+    def sample(self, file: InputFile, num_runs: int, seed: int, to: pathlib.Path) -> float | None:
+        """Write `num_runs` short runs of rows, from places all over the file, to a small file of this format.
+
+        Returns the file's number of rows, estimated if it is not known without the scan; None, and writes nothing, if
+        the format has no quick way to do that.
+        """
+        return None
 
     def spool(self, file: InputFile, scratch: Scratch) -> None:
         """Write a copy with quick access to each row."""

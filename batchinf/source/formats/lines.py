@@ -2,8 +2,11 @@
 
 import abc
 import contextlib
+import itertools
 import json
 import os
+import pathlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, cast
@@ -17,7 +20,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression
-from batchinf.source.formats.base import FileFormat, InputFormat, Reader, Record, map_int64
+from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, Reader, Record, map_int64
 from batchinf.source.types import JsonTypes, MixedTypes, is_json_column
 
 WHITESPACE = b" \t\r\n"  # of JSON
@@ -43,6 +46,22 @@ class LineFormat(FileFormat):
                 return None
         offsets = map_int64(cache, entry.artifacts["offsets"])
         return digest.hexdigest(), int(np.searchsorted(offsets[:-1], num_bytes))
+
+    def sample(self, file: InputFile, num_runs: int, seed: int, to: pathlib.Path) -> float | None:
+        """See `FileFormat`. The places are bytes, so longer lines come a little more often."""
+        if file.is_remote or compression(file):
+            return None
+        draw, size, lines, found = random.Random(seed), file.stamp()[0], 0, bytearray()
+        with open(file.path, "rb") as stream:
+            for number in range(num_runs):
+                stream.seek(draw.randrange(number * size // num_runs, (number + 1) * size // num_runs + 1))
+                stream.readline(MAX_LINE_BYTES)  # the rest of a line
+                for line in itertools.islice(stream, SAMPLED_ROWS):
+                    if line.strip(WHITESPACE):
+                        found += line if line.endswith(b"\n") else line + b"\n"
+                        lines += 1
+        to.write_bytes(found)
+        return size / (len(found) / lines) if lines else None
 
 
 # -- the scan --------------------------------------------------------------------------------------------------------

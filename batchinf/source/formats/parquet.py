@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import pathlib
+import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +18,11 @@ from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import BLOCK_BYTES, InputFile, open_input
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
-from batchinf.source.formats.base import ColumnarReader, FileFormat, Reader, Recent, check_num_rows, spans
+from batchinf.source.formats.base import SAMPLED_ROWS, ColumnarReader, FileFormat, Reader, Recent, check_num_rows, spans
 from batchinf.source.types import MixedTypes, plain_schema
 
 GROUP_ROWS, GROUP_BYTES = 20_000, 64 << 20  # a row group up to this size is read directly
+_SKIPPED_ROWS = 16_384
 CACHED_GROUPS = 2  # of each open file
 
 
@@ -72,6 +75,28 @@ class Parquet(FileFormat):
     def is_slow_by_row(self, entry: FileEntry) -> bool:
         """See `FileFormat`. Reading one row reads its whole row group."""
         return not _is_spooled(entry)
+
+    def sample(self, file: InputFile, num_runs: int, seed: int, to: pathlib.Path) -> float | None:
+        """See `FileFormat`. A run begins at most `_SKIPPED_ROWS` rows after the start of a row group."""
+        if file.is_remote:
+            return None
+        draw, metadata = random.Random(seed), pq.read_metadata(file.path)
+        groups = [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
+        chosen = sorted(draw.sample(groups, min(num_runs, len(groups))))
+        batches = []
+        with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES) as parquet:
+            for group in chosen:
+                rows = min(metadata.row_group(group).num_rows, _SKIPPED_ROWS)
+                # As many runs from each group, at least one, one after the other.
+                each = -(-num_runs // len(chosen))
+                wanted = {draw.randrange(-(-rows // SAMPLED_ROWS)) for _ in range(each)}
+                read = parquet.iter_batches(batch_size=SAMPLED_ROWS, row_groups=[group], use_threads=False)
+                for number, batch in enumerate(itertools.islice(read, max(wanted) + 1)):
+                    if number in wanted:
+                        batches.append(batch)
+        if batches:
+            pq.write_table(pa.Table.from_batches(batches), to, row_group_size=GROUP_ROWS)
+        return float(metadata.num_rows)
 
     def spool(self, file: InputFile, scratch: Scratch) -> None:
         """See `FileFormat`."""

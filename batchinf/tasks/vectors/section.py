@@ -210,7 +210,7 @@ def check_layers(config: ModelConfig, spec: JobSpec) -> None:
         raise SpecError(
             f"pooling.layers: got {layers[-1]}; the model has {depth}: must be from 0, the embedding, to that"
         )
-    if (layers is not None or not pooling.final_norm) and spec.parallel.pipeline_parallel_size > 1:
+    if (layers is not None or not pooling.final_norm) and spec.parallel.pipeline_parallel_size != 1:
         name = "layers" if layers is not None else "final_norm"
         raise SpecError(
             f"pooling.{name}: vLLM gives states between layers with pipeline_parallel_size 1 alone; "

@@ -1,0 +1,267 @@
+"""`batchinf plan`: what a model or a job needs, and how long it takes, on GPUs that need not be here.
+
+`text.plan` makes lines of the report.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from batchinf.base.errors import InputError, UserError
+from batchinf.commands.shown_rows import LengthRange, histogram
+from batchinf.job.disk_space import free_bytes
+from batchinf.model.identity import Model, resolve
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of
+from batchinf.plan.choose import Machine, Option, best, options, reason
+from batchinf.plan.degrees import MOST_DEVICES, Degrees, degrees_of, that_fit
+from batchinf.plan.gpus import GPUS, Gpu, gpu_named, why_not
+from batchinf.plan.lengths import lengths_of, opened
+from batchinf.plan.throughput import Shape, Work, shape_of
+from batchinf.spec.file import SpecFile, read_spec
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+
+_NODE = 8  # GPUs of a host, unless --gpus says more
+_START_S = 90.0  # of engines with cold caches (benchmarks/RESULTS.md)
+_PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user asked for. gpus: names; empty: all of the table. gpus_per_node: None: as many as are needed.
+
+    free_gib: memory of each GPU that other programs leave. price: of a GPU for an hour. output_tokens: of a request, on
+    average.
+    """
+
+    gpus: tuple[str, ...] = ()
+    gpus_per_node: int | None = None
+    num_nodes: int = 1
+    free_gib: float | None = None
+    context: int | None = None
+    price: float | None = None
+    output_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model's memory on one device. Sizes are in bytes; None if unknown. unknown: the reasons.
+
+    parts: bytes by part. num_parameters: 0 if they were not counted. token_bytes: cache of one more token of a long
+    sequence. context_bytes: cache of one sequence of `context` tokens.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    dtype: str
+    quantization: str
+    num_parameters: int
+    weight_bytes: int | None
+    parts: tuple[tuple[str, int], ...]
+    cache_dtype: str
+    token_bytes: int | None
+    context: int
+    context_bytes: int | None
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """A job's rows, from a sample of them. is_estimated: the input was not scanned, so `num_rows` may be estimated.
+
+    histogram: of prompt lengths in tokens. prompt_error: half of the 95 % interval of their mean, as a share. output:
+    tokens of a request, on average. output_from: in words. output_bytes: of all rows. free_bytes: of the disk.
+    host_bytes: memory that a replica takes of the host, on each of its GPUs.
+    """
+
+    path: str
+    num_rows: int
+    is_estimated: bool
+    num_sampled: int
+    num_requests: int
+    histogram: tuple[LengthRange, ...]
+    prompt: float
+    prompt_error: float
+    longest: int
+    output: float
+    output_from: str
+    output_bytes: int
+    free_bytes: int | None
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """A model, or a job, on GPUs of one kind.
+
+    num_gpus: of all nodes. why_not: why it cannot run there at all; None: it can. needs: the least degrees on any
+    number of GPUs. missing_bytes: on each GPU, at the largest legal degree of these GPUs. options: all degrees that fit
+    these GPUs. chosen: of them. reason: of the choice, in a sentence. seconds, gpu_hours, cost: of the job.
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    share: float
+    why_not: str | None
+    needs: Degrees | None
+    missing_bytes: int
+    options: tuple[Option, ...]
+    chosen: Option | None
+    reason: str
+    seconds: float | None = None
+    gpu_hours: float | None = None
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """The whole plan. job: None for a model. notes: what could not be looked at. choice: empty if nothing fits."""
+
+    model: ModelPlan
+    job: JobPlan | None
+    gpus: tuple[GpuPlan, ...]
+    notes: tuple[str, ...]
+    choice: str
+
+
+def plan(target: str, overrides: Sequence[str], wanted: Wanted) -> PlanReport:
+    """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError."""
+    gpus = [gpu_named(name) for name in wanted.gpus] or list(GPUS.values())
+    with _spec_file(target, overrides) as (file, is_job):
+        notes: list[str] = []
+        found = _job(file, wanted, notes) if is_job else None
+        model = resolve(file.spec.model)
+        base = fit_of(model, file.spec, None)
+        if base.needs.weights is None or base.needs.kv_cache is None:
+            raise UserError(f"the memory of '{model.name}' is not known by its config: {base.needs.unknown[0]}")
+        context = _context(wanted, file.spec, model)
+        shape, work = shape_of(base.needs), None if found is None else found[1]
+        plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, work) for gpu in gpus)
+        job = None if found is None else dataclasses.replace(found[0], host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
+        return PlanReport(_model_plan(model, base.needs, context), job, plans, tuple(notes), _choice(plans))
+
+
+def _job(file: SpecFile, wanted: Wanted, notes: list[str]) -> tuple[JobPlan, Work] | None:
+    """The job's rows and work; None, with a note, without the input."""
+    try:
+        with opened(file) as (job, num_rows):
+            lengths = lengths_of(job, file, num_rows)
+            work = lengths.work(job, wanted.output_tokens)
+    except InputError as error:
+        notes.append(f"without lengths of rows, as the input cannot be read: {error}")
+        return None
+    if not lengths.prompts:
+        notes.append(f"without lengths of rows, as all {lengths.num_sampled:,} that were read have errors")
+        return None
+    by = "--output-tokens" if wanted.output_tokens is not None else "each output has its max_tokens"
+    return JobPlan(
+        path=file.spec.input.path,
+        num_rows=lengths.num_rows,
+        is_estimated=lengths.is_estimated,
+        num_sampled=lengths.num_sampled,
+        num_requests=work.num_requests,
+        histogram=histogram(sorted(lengths.prompts)),
+        prompt=work.prompt_tokens,
+        prompt_error=lengths.error,
+        longest=lengths.longest,
+        output=work.output_tokens,
+        output_from="the spec has no max_tokens, so this is a guess" if lengths.is_assumed else by,
+        output_bytes=lengths.output_bytes,
+        free_bytes=free_bytes(file.spec.output.path),
+        host_bytes=0,
+    ), work
+
+
+@contextlib.contextmanager
+def _spec_file(target: str, overrides: Sequence[str]) -> Iterator[tuple[SpecFile, bool]]:
+    """The spec of a job, or one that is made for a model. Whether it is a job's."""
+    if target.endswith((".yaml", ".yml")):
+        yield read_spec(target, overrides), True
+        return
+    name = os.path.dirname(target) or "." if os.path.basename(target) == "config.json" else target
+    with tempfile.TemporaryDirectory() as scratch:
+        path = pathlib.Path(scratch, "plan.yaml")
+        path.write_text("input: {path: rows.jsonl}\noutput: {path: out}\nmodel: {name: x}\n")
+        yield read_spec(path, [f"model.name={name}", *overrides]), False
+
+
+def _context(wanted: Wanted, spec: JobSpec, model: Model) -> int:
+    given = wanted.context or spec.engine.get("max_model_len")
+    found = given if isinstance(given, int) and given > 0 else model.max_model_len
+    if found is None:
+        raise UserError(f"the config of '{model.name}' does not say how long a sequence may be; give --context")
+    return found
+
+
+def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
+    cache, weights = needs.kv_cache, needs.weights
+    return ModelPlan(
+        name=model.name,
+        architectures=tuple(model.config.get("architectures") or ()),
+        dtype=needs.dtype,
+        quantization=needs.quantization,
+        num_parameters=sum(needs.parameters.values()),
+        weight_bytes=needs.weight_bytes,
+        parts=() if weights is None else weights.parts,
+        cache_dtype="" if cache is None else cache.dtype,
+        token_bytes=None if cache is None else cache.bytes_per_token(),
+        context=context,
+        context_bytes=None if cache is None else cache.sequence_bytes(context),
+        unknown=needs.unknown,
+    )
+
+
+def _on_gpu(
+    gpu: Gpu, base: Fit, spec: JobSpec, wanted: Wanted, context: int, shape: Shape | None, work: Work | None
+) -> GpuPlan:
+    share = float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+    if wanted.free_gib is not None:
+        share = min(share, math.floor(wanted.free_gib * GIB / gpu.memory_bytes * 100) / 100)
+    limits = task_of(spec).default_batch_limits(base.needs.config.get("vocab_size"), gpu.memory_bytes, share)
+    fit = dataclasses.replace(base, device_bytes=gpu.memory_bytes, device_name=gpu.title, batch_limits=limits)
+    empty = GpuPlan(gpu, 0, share, why_not(gpu, base.needs.dtype), None, 0, (), None, "")
+    if empty.why_not is not None or base.needs.weights is None or base.needs.kv_cache is None:
+        return empty
+    gpus_per_node = wanted.gpus_per_node or _NODE
+    needed = next(that_fit(fit, context, share, max(_NODE, gpus_per_node), MOST_DEVICES), None)
+    num_gpus = gpus_per_node * wanted.num_nodes
+    if wanted.gpus_per_node is None and wanted.num_nodes == 1 and needed is not None:
+        num_gpus = needed.num_devices
+    machine = Machine(gpu, min(gpus_per_node, num_gpus), max(1, num_gpus // gpus_per_node), share)
+    found = options(fit, machine, context, shape, work)
+    chosen = best(found)
+    missing = 0
+    if chosen is None:
+        most = max((tensor for tensor in fit.needs.tensor_degrees(machine.gpus_per_node)), default=1)
+        missing = degrees_of(fit, most, machine.num_nodes, context, share).missing_bytes
+    seconds = None
+    if chosen is not None and chosen.speed is not None:
+        seconds = _START_S + chosen.speed.seconds
+    used = 0 if chosen is None else chosen.data * chosen.degrees.num_devices
+    hours = None if seconds is None else seconds * used / 3600
+    return dataclasses.replace(
+        empty,
+        num_gpus=machine.num_gpus,
+        needs=needed,
+        missing_bytes=missing,
+        options=tuple(found),
+        chosen=chosen,
+        reason="" if chosen is None else reason(chosen, found),
+        seconds=seconds,
+        gpu_hours=hours,
+        cost=None if hours is None or wanted.price is None else hours * wanted.price,
+    )
+
+
+def _choice(plans: Sequence[GpuPlan]) -> str:
+    able = [it for it in plans if it.chosen is not None]
+    if not able:
+        return ""
+    # Of a table of GPUs, the least memory in all that holds the model.
+    first = min(able, key=lambda it: it.num_gpus * it.gpu.memory_bytes)
+    return f"{first.num_gpus} × {first.gpu.title}: {first.reason}"

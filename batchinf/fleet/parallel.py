@@ -1,0 +1,135 @@
+"""Degrees of parallelism on a backend's devices: what `auto` means there, and what cannot start."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import psutil
+
+from batchinf.base.errors import SpecError
+from batchinf.fleet.backend import Backend
+from batchinf.model.identity import resolve
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, gib
+from batchinf.plan.choose import Machine, Option, best, options, shape_text
+from batchinf.plan.degrees import MOST_DEVICES, that_fit
+from batchinf.plan.gpus import Gpu, gpu_like, why_not
+from batchinf.plan.lengths import lengths_of, opened
+from batchinf.plan.throughput import Work, shape_of
+from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec, ParallelSpec
+
+
+def with_degrees(file: SpecFile, backend: Backend, say: Callable[[str], None]) -> SpecFile:
+    """The spec with numbers in place of `auto` for the tensor and pipeline-parallel sizes.
+
+    The choice depends on the spec, the model, the devices and the input alone, so that a resume makes the same. On
+    processors it is 1. Raises SpecError if the model does not fit the devices.
+    """
+    given = file.spec.parallel
+    if "auto" not in (given.tensor_parallel_size, given.pipeline_parallel_size):
+        return file
+    devices = () if file.spec.scripted is not None else backend.devices()
+    device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
+    if device_bytes is None:
+        return _set(file, *given.sizes)
+    chosen = _chosen(file, len(devices), device_bytes, title)
+    degrees = chosen.degrees
+    say(
+        f"parallel: {shape_text(degrees, chosen.data)} on {chosen.data * degrees.num_devices} GPUs: weights "
+        f"{gib(degrees.weight_bytes)} a GPU, {degrees.cache_tokens:,} tokens of cache each"
+    )
+    return _set(file, degrees.tensor, degrees.pipeline)
+
+
+def _set(file: SpecFile, tensor: int, pipeline: int) -> SpecFile:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    parallel = file.spec.parallel.model_copy(update=sizes)
+    return dataclasses.replace(file, spec=file.spec.model_copy(update={"parallel": parallel}))
+
+
+def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> Option:
+    with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None)) as (job, num_rows):
+        lengths = lengths_of(job, file, num_rows)
+        work = lengths.work(job) if lengths.prompts else None
+        limits_of = job.task.default_batch_limits
+    model = resolve(file.spec.model)
+    fit = fit_of(model, _set(file, 1, 1).spec, device_bytes, title, limits_of)
+    if fit.needs.weights is None or fit.needs.kv_cache is None or fit.max_model_len is None:
+        unknown = "; ".join(fit.needs.unknown) or "the config does not say how long a sequence may be"
+        raise file.error("parallel", f"got auto, but the model's memory is not known ({unknown}); give the degrees")
+    share = float(file.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+    return choose_degrees(file, fit, num_devices, gpu_like(title, device_bytes), share, work)
+
+
+def choose_degrees(
+    file: SpecFile, fit: Fit, num_devices: int, gpu: Gpu | None, share: float, work: Work | None
+) -> Option:
+    """The best of the degrees that fit the devices and what the spec fixes. gpu: None: not in the table."""
+    given, context = file.spec.parallel, fit.max_model_len
+    assert context is not None and fit.device_bytes is not None
+    known = gpu or Gpu("", fit.device_name, fit.device_bytes, 1e12, 1e14, 1e14, 1e14, (8, 0), 1e11, "")
+    shape = shape_of(fit.needs) if gpu is not None else None
+    machine = Machine(known, num_devices, 1, share)
+    found = [it for it in options(fit, machine, context, shape, work) if _is_as_given(it, given)]
+    chosen = best(found)
+    if chosen is not None:
+        data = given.data_parallel_size
+        return chosen if data == "auto" else dataclasses.replace(chosen, data=data)
+    needed = next(that_fit(fit, context, share, max(8, num_devices), MOST_DEVICES), None)
+    hint = "it fits no number of them" if needed is None else f"it needs {needed.num_devices}"
+    raise file.error(
+        "parallel.tensor_parallel_size",
+        f"got auto, but weights of {gib(fit.needs.weight_bytes or 0)} and one sequence of max_model_len {context:,} do "
+        f"not fit {num_devices} device(s) of {gib(fit.device_bytes)}; {hint}: use more devices, a lower "
+        "engine.max_model_len, or model.quantization fp8",
+    )
+
+
+def _is_as_given(option: Option, given: ParallelSpec) -> bool:
+    degrees = option.degrees
+    wanted = (given.tensor_parallel_size, given.pipeline_parallel_size)
+    if any(want not in ("auto", size) for want, size in zip(wanted, (degrees.tensor, degrees.pipeline), strict=True)):
+        return False
+    return given.data_parallel_size == "auto" or given.data_parallel_size <= option.data
+
+
+def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
+    """Warnings about the devices. Raises SpecError for settings that cannot start on them.
+
+    Looks the device up in the table of GPUs; a device that is not there passes.
+    """
+    if spec.scripted is not None or fit.device_bytes is None:
+        return
+    ranks = fit.tensor_parallel_size * fit.pipeline_parallel_size * num_replicas
+    available = psutil.virtual_memory().available
+    if fit.offloaded_bytes * ranks > available:
+        given, taken = spec.engine["cpu_offload_gb"], gib(fit.offloaded_bytes * ranks)
+        raise SpecError(
+            f"engine.cpu_offload_gb: got {given}, which takes {taken} of the host's memory for {ranks} device(s), but "
+            f"{gib(available)} are free; lower it, or use more devices"
+        )
+    gpu = gpu_like(fit.device_name, fit.device_bytes)
+    if gpu is None:
+        return
+    if (why := why_not(gpu, fit.needs.dtype)) is not None:
+        raise SpecError(f"model.dtype: got {spec.model.dtype}, but {fit.device_name} cannot run it: {why}")
+    cache = str(spec.engine.get("kv_cache_dtype", "auto"))
+    if cache.startswith("fp8") and cache != "fp8_e5m2" and gpu.capability < (8, 9):
+        shown = ".".join(map(str, gpu.capability))
+        raise SpecError(
+            f"engine.kv_cache_dtype: got {cache}, but {fit.device_name} has compute capability {shown}, and FP8 needs "
+            "8.9; leave it out"
+        )
+    if fit.needs.quantization == "fp8" and gpu.capability < (8, 9):
+        yield f"note: {fit.device_name} has no FP8 units, so vLLM computes the FP8 weights in 16 bits"
+    if fit.tensor_parallel_size > 1 and not gpu.link:
+        yield (
+            f"warning: tensor_parallel_size {fit.tensor_parallel_size} over {fit.device_name}, which has no NVLink: "
+            "each layer waits for PCIe twice; parallel.pipeline_parallel_size may be faster"
+        )
+
+
+def devices_note(devices: Sequence[str], *, is_cpu_build: bool) -> str | None:
+    """A line for a host without devices, such as a login node."""
+    if devices or is_cpu_build:
+        return None
+    return "note: no GPU is visible here, so that degrees and memory of devices were not looked at"

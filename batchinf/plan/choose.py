@@ -1,0 +1,102 @@
+"""Which degrees a job should run at on a number of GPUs, and the reason in one sentence. Pure arithmetic.
+
+`plan` shows the choice, and `auto` for the degrees takes it. It rests on spec, model, devices and input alone.
+"""
+
+from dataclasses import dataclass
+
+from batchinf.model.memory import Fit
+from batchinf.plan.degrees import Degrees, replicas, that_fit
+from batchinf.plan.gpus import Gpu
+from batchinf.plan.throughput import Shape, Speed, Work, speed_of
+
+# A larger degree has to be better by this share, as the prediction is not exact.
+_CLEARLY = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Degrees with the number of replicas. speed: of one replica; None without a job."""
+
+    degrees: Degrees
+    data: int
+    speed: Speed | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all replicas, prompts and outputs together."""
+        return 0.0 if self.speed is None else self.speed.tokens_per_s * self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """GPUs of one kind. share: gpu_memory_utilization, lower where others use a part of the memory."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    num_nodes: int
+    share: float
+
+    @property
+    def num_gpus(self) -> int:
+        return self.gpus_per_node * self.num_nodes
+
+
+def options(fit: Fit, machine: Machine, context: int, shape: Shape | None, work: Work | None) -> list[Option]:
+    """All degrees that fit the machine, the fewest devices of a replica first."""
+    found = []
+    for degrees in that_fit(fit, context, machine.share, machine.gpus_per_node, machine.num_gpus):
+        data = replicas(degrees, machine.gpus_per_node, machine.num_nodes)
+        if data == 0:
+            continue
+        speed = None
+        if shape is not None and work is not None:
+            part = _share_of(work, data)
+            speed = speed_of(fit, degrees, shape, machine.gpu, part, machine.share)
+        found.append(Option(degrees, data, speed))
+    return found
+
+
+def _share_of(work: Work, data: int) -> Work:
+    return Work(max(1, -(-work.num_requests // data)), work.prompt_tokens, work.output_tokens, work.longest_output,
+                work.all_logits, work.is_pooling)  # fmt: skip
+
+
+def best(found: list[Option]) -> Option | None:
+    """The least degree, or a larger one that predicts clearly more tokens a second on the same GPUs."""
+    chosen: Option | None = None
+    for option in found:
+        if option.degrees.pipeline > 1 and chosen is not None and chosen.degrees.pipeline == 1:
+            continue  # a pipeline is for what does not fit otherwise
+        if chosen is None or option.tokens_per_s > chosen.tokens_per_s * (1 + _CLEARLY):
+            chosen = option
+    return chosen
+
+
+def reason(chosen: Option, found: list[Option]) -> str:
+    """Why, in one sentence."""
+    least, degrees = found[0], chosen.degrees
+    shape = shape_text(degrees, chosen.data)
+    if degrees.num_devices == least.degrees.num_devices:
+        if degrees.pipeline > 1:
+            return f"{shape}: the model fits no single node's tensor-parallel degree, so its layers are in a pipeline"
+        why = "the model fits one GPU" if degrees.num_devices == 1 else "the fewest GPUs that hold the model"
+        if chosen.speed is None:
+            return f"{shape}: {why}, and replicas scale better than larger degrees"
+        return f"{shape}: {why}, and no larger degree predicts clearly more tokens a second; {_limit(chosen.speed)}"
+    more = chosen.tokens_per_s / least.tokens_per_s if least.tokens_per_s else 0.0
+    assert chosen.speed is not None and least.speed is not None
+    return (
+        f"{shape}: {more:.2f} times the tokens a second of {shape_text(least.degrees, least.data)}, which is limited "
+        f"by {least.speed.limited_by}"
+    )
+
+
+def _limit(speed: Speed) -> str:
+    return f"limited by {speed.limited_by}"
+
+
+def shape_text(degrees: Degrees, data: int) -> str:
+    """`tensor 2 × data 4`."""
+    parts = [f"tensor {degrees.tensor}", *([f"pipeline {degrees.pipeline}"] if degrees.pipeline > 1 else [])]
+    return " × ".join([*parts, f"data {data}"])

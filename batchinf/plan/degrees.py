@@ -1,0 +1,95 @@
+"""The degrees at which a model fits a number of GPUs, and how much is missing at others. Pure arithmetic."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from batchinf.model.memory import Fit
+
+MOST_DEVICES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """One way to split a replica, and what it leaves on each GPU. Sizes are in bytes.
+
+    weight_bytes, step_bytes: of one GPU: weights, and what a step takes beside weights and cache. cache_tokens: that a
+    replica's cache holds. sequences: of the context, at the same time. missing_bytes: on each GPU; 0: it fits.
+    """
+
+    tensor: int
+    pipeline: int
+    weight_bytes: int
+    step_bytes: int
+    cache_tokens: int
+    sequences: float
+    missing_bytes: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights and one sequence of the context fit."""
+        return self.missing_bytes == 0
+
+
+def degrees_of(fit: Fit, tensor: int, pipeline: int, context: int, share: float) -> Degrees:
+    """The model at these degrees. context: tokens of the sequence that must fit. share: gpu_memory_utilization.
+
+    `fit.needs` must be known.
+    """
+    at = dataclasses.replace(fit, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, max_model_len=context)
+    weights, sequence, step = at.weight_bytes, at.sequence_bytes, at.step_bytes
+    assert weights is not None and sequence is not None and fit.device_bytes is not None
+    room = at.cache_bytes(share, step)
+    assert room is not None
+    sequences = at.sequences(context, share, step) or 0.0
+    missing = 0 if sequences >= 1 else max(1, sequence - room)
+    if isinstance(given := fit.engine.get("kv_cache_memory_bytes"), int):
+        # vLLM then takes what it needs, up to the whole device.
+        missing = max(missing, weights + step + given - fit.device_bytes)
+    tokens = at.most_tokens(share, step) or 0
+    return Degrees(tensor, pipeline, weights, step, tokens, sequences, missing)
+
+
+def _legal(fit: Fit, most: int, devices_per_node: int, *, has_pipelines: bool) -> Iterator[tuple[int, int]]:
+    """(tensor, pipeline), the fewest devices first, then the largest tensor-parallel size, which stays within a node.
+
+    Beyond a node, whole nodes. has_pipelines: also within a node, where tensor parallel is faster. A pipeline is for
+    heads that do not divide.
+    """
+    for number in range(1, most + 1):
+        if number > devices_per_node and number % devices_per_node:
+            continue
+        for tensor in reversed(fit.needs.tensor_degrees(min(number, devices_per_node))):
+            pipeline, rest = divmod(number, tensor)
+            is_for_nodes = pipeline == 1 or number > devices_per_node
+            if rest == 0 and pipeline <= fit.needs.num_layers and (is_for_nodes or has_pipelines):
+                yield tensor, pipeline
+
+
+def that_fit(fit: Fit, context: int, share: float, devices_per_node: int, most: int) -> Iterator[Degrees]:
+    """The legal degrees with at most `most` devices that hold weights and one sequence, the fewest devices first.
+
+    Pipelines within a node come only if nothing else fits.
+    """
+    is_found = False
+    for has_pipelines in (False, True):
+        for tensor, pipeline in _legal(fit, most, devices_per_node, has_pipelines=has_pipelines):
+            found = degrees_of(fit, tensor, pipeline, context, share)
+            if found.fits:
+                is_found = True
+                yield found
+        if is_found:
+            return
+
+
+def replicas(degrees: Degrees, gpus_per_node: int, num_nodes: int) -> int:
+    """Replicas of these degrees on the nodes. A replica that fits a node does not cross nodes."""
+    if degrees.num_devices <= gpus_per_node:
+        return gpus_per_node // degrees.num_devices * num_nodes
+    nodes_each = math.ceil(degrees.num_devices / gpus_per_node)
+    return num_nodes // nodes_each

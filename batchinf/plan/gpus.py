@@ -1,0 +1,141 @@
+"""Data-centre and desktop GPUs: memory, bandwidth and arithmetic, with their sources. `plan` reads them by name."""
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+
+from batchinf.base.errors import UserError
+
+_MIB = 1 << 20
+_T, _GB = 1e12, 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, or a part of one. Rates are peaks, a second; a type that it does not have is 0.
+
+    memory_bytes: as NVML gives it. bandwidth: of the memory, in bytes. bf16, fp16, fp8: FLOP of dense matrices with
+    sums in 32 bits. link: to other GPUs of the host by NVLink, in bytes in one direction; 0: over PCIe.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    bandwidth: float
+    bf16: float
+    fp16: float
+    fp8: float
+    capability: tuple[int, int]
+    link: float
+    source: str
+
+    def flops(self, dtype: str) -> float:
+        """Of matrices of this type. Without FP8 units, vLLM computes FP8 weights in 16 bits."""
+        if dtype == "float32":
+            return self.fp16 / 16  # vector units, about
+        return {"fp8": self.fp8 or self.fp16, "float16": self.fp16}.get(dtype, self.bf16)
+
+
+def _gpu(name: str, title: str, mib: int, bandwidth: float, bf16: float, fp16: float, fp8: float,
+         capability: tuple[int, int], link: float, source: str) -> Gpu:  # fmt: skip
+    return Gpu(name, title, mib * _MIB, bandwidth * _GB, bf16 * _T, fp16 * _T, fp8 * _T, capability, link * _GB, source)
+
+
+# Rates: NVIDIA's data sheets and architecture white papers, dense, with FP32 sums. MiB: nvidia-smi on such a GPU, or,
+# for A100 and RTX 4090, the nominal GiB.
+_GPUS = [
+    _gpu("b200", "B200 SXM", 183_359, 8000, 2250, 2250, 4500, (10, 0), 900, "nvidia.com/en-us/data-center/dgx-b200"),
+    _gpu("h200", "H200 SXM", 143_771, 4800, 989, 989, 1979, (9, 0), 450, "nvidia.com/en-us/data-center/h200"),
+    _gpu("h100-80", "H100 SXM 80 GB", 81_079, 3350, 989, 989, 1979, (9, 0), 450,
+         "nvidia.com/en-us/data-center/h100"),
+    _gpu("h100-94", "H100 NVL 94 GB", 95_830, 3900, 835, 835, 1671, (9, 0), 300, "nvidia.com/en-us/data-center/h100"),
+    _gpu("h100-pcie", "H100 PCIe 80 GB", 81_079, 2000, 756, 756, 1513, (9, 0), 0,
+         "nvidia.com/en-us/data-center/h100"),
+    _gpu("a100-80", "A100 SXM 80 GB", 81_920, 2039, 312, 312, 0, (8, 0), 300, "nvidia.com/en-us/data-center/a100"),
+    _gpu("a100-40", "A100 SXM 40 GB", 40_960, 1555, 312, 312, 0, (8, 0), 300, "nvidia.com/en-us/data-center/a100"),
+    _gpu("l40s", "L40S", 46_068, 864, 362, 362, 733, (8, 9), 0, "nvidia.com/en-us/data-center/l40s"),
+    _gpu("l4", "L4", 23_034, 300, 121, 121, 242, (8, 9), 0, "nvidia.com/en-us/data-center/l4"),
+    _gpu("a40", "A40", 46_068, 696, 150, 150, 0, (8, 6), 0, "nvidia.com/en-us/data-center/a40"),
+    _gpu("a10", "A10", 23_028, 600, 125, 125, 0, (8, 6), 0, "nvidia.com/en-us/data-center/products/a10-gpu"),
+    _gpu("a6000", "RTX A6000", 49_140, 768, 155, 155, 0, (8, 6), 0, "nvidia.com/en-us/design-visualization/rtx-a6000"),
+    _gpu("rtx-5090", "GeForce RTX 5090", 32_607, 1792, 210, 210, 419, (12, 0), 0, "Blackwell GB202 white paper"),
+    _gpu("rtx-4090", "GeForce RTX 4090", 24_576, 1008, 165, 165, 330, (8, 9), 0, "Ada GPU architecture white paper"),
+    _gpu("rtx-3090", "GeForce RTX 3090", 24_576, 936, 71, 71, 0, (8, 6), 0, "Ampere GA102 white paper"),
+    _gpu("v100-32", "V100 SXM2 32 GB", 32_768, 900, 0, 125, 0, (7, 0), 150, "nvidia.com/en-us/data-center/v100"),
+    _gpu("v100-16", "V100 SXM2 16 GB", 16_384, 900, 0, 125, 0, (7, 0), 150, "nvidia.com/en-us/data-center/v100"),
+    _gpu("t4", "T4", 15_360, 320, 0, 65, 0, (7, 5), 0, "nvidia.com/en-us/data-center/tesla-t4"),
+    _gpu("rtx-2080-ti", "GeForce RTX 2080 Ti", 11_264, 616, 0, 54, 0, (7, 5), 0, "Turing architecture white paper"),
+]  # fmt: skip
+GPUS = {gpu.name: gpu for gpu in _GPUS}
+
+# Short names, and MIG parts that have names of their own.
+_ALIASES = {"h100": "h100-80", "h100-sxm": "h100-80", "h100-nvl": "h100-94", "h100-40": "h100-80:3g",
+            "a100": "a100-80", "h200-sxm": "h200", "v100": "v100-32", "4090": "rtx-4090", "3090": "rtx-3090",
+            "5090": "rtx-5090", "2080-ti": "rtx-2080-ti", "rtx-a6000": "a6000"}  # fmt: skip
+# MIG profiles: sevenths of the arithmetic, eighths of the memory (NVIDIA MIG user guide, "Supported MIG profiles").
+_PARTS = {"1g": (1, 1), "2g": (2, 2), "3g": (3, 4), "4g": (4, 4), "7g": (7, 8)}
+_WITH_PARTS = ("a100-40", "a100-80", "h100-80", "h100-94", "h100-pcie", "h200", "b200")
+
+
+def gpu_named(text: str) -> Gpu:
+    """A GPU by its name, such as `h100-80` or, for a MIG part, `h100-80:3g`. Raises UserError with near names."""
+    wanted = re.sub(r"[\s_]+", "-", text.strip().lower()).removeprefix("nvidia-").removeprefix("geforce-")
+    wanted = _ALIASES.get(wanted, wanted)
+    name, _, part = wanted.partition(":")
+    gpu = GPUS.get(_ALIASES.get(name, name))
+    if gpu is None:
+        near = difflib.get_close_matches(name, [*GPUS, *_ALIASES], 3, 0.5)
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise UserError(f"--gpu: got '{text}', which is not known{hint}; known: {', '.join(GPUS)}")
+    if not part:
+        return gpu
+    part = part.partition(".")[0]
+    if part not in _PARTS or gpu.name not in _WITH_PARTS:
+        raise UserError(f"--gpu: got '{text}'; MIG parts are {', '.join(_PARTS)}, of {', '.join(_WITH_PARTS)}")
+    return _part_of(gpu, part)
+
+
+def _part_of(gpu: Gpu, part: str) -> Gpu:
+    arithmetic, memory = _PARTS[part]
+    share = arithmetic / 7
+    return dataclasses.replace(
+        gpu,
+        name=f"{gpu.name}:{part}",
+        title=f"{gpu.title}, MIG {part}",
+        memory_bytes=gpu.memory_bytes * memory // 8,
+        bandwidth=gpu.bandwidth * memory / 8,
+        bf16=gpu.bf16 * share,
+        fp16=gpu.fp16 * share,
+        fp8=gpu.fp8 * share,
+        link=0,
+    )
+
+
+def gpu_like(title: str, memory_bytes: int) -> Gpu | None:
+    """The GPU of the table for a device of this host, by NVML's name and memory; None if it is not in the table."""
+    words = title.lower().replace("nvidia", "").replace("geforce", "")
+    near = [gpu for gpu in GPUS.values() if re.search(rf"\b{_family(gpu.name)}\b", words)]
+    if not near:
+        return None
+    found = min(near, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), "pcie" in gpu.name))
+    return dataclasses.replace(found, memory_bytes=memory_bytes)
+
+
+def _family(name: str) -> str:
+    """`h100` of `h100-80`, `4090` of `rtx-4090`, `2080 ti` of `rtx-2080-ti`."""
+    return name.removeprefix("rtx-").replace("-ti", " ti").partition("-")[0]
+
+
+def why_not(gpu: Gpu, dtype: str) -> str | None:
+    """Why vLLM's CUDA 13 build does not run on the GPU, or not in this type; None if it does.
+
+    CUDA 13 needs compute capability 7.5 (CUDA 13.0 release notes), bfloat16 8.0 and FP8 arithmetic 8.9; before these,
+    vLLM computes FP8 weights in 16 bits.
+    """
+    capability = ".".join(map(str, gpu.capability))
+    if gpu.capability < (7, 5):
+        return f"compute capability {capability}: a CUDA 13 build needs 7.5"
+    if dtype == "bfloat16" and gpu.capability < (8, 0):
+        return f"compute capability {capability}: bfloat16 needs 8.0; use model.dtype float16"
+    return None

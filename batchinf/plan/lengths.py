@@ -1,0 +1,137 @@
+"""Token lengths of a job's rows, from a sample of its input, without a full scan of a large one."""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchinf.base.storage import Folder
+from batchinf.job.choose import choose
+from batchinf.job.open import Job, location_of, max_model_len, open_job
+from batchinf.job.sample import RUN_ROWS, sample_rows
+from batchinf.plan.throughput import Work
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.source.sample import sample_input
+from batchinf.spec.file import SpecFile
+from batchinf.tasks.base import LIKELY_TOKENS
+from batchinf.tasks.registry import task_of
+
+_LONG = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of a sample of rows. num_rows: that run; is_estimated: the input was not scanned. num_sampled: with error rows.
+
+    prompts, outputs: tokens of each request of the sample, those of rows with errors left out. requests_per_row: on
+    average, over all rows. output_bytes: estimated, of all rows. is_assumed: the spec gives no `max_tokens`.
+    """
+
+    num_rows: int
+    is_estimated: bool
+    num_sampled: int
+    prompts: tuple[int, ...]
+    outputs: tuple[int, ...]
+    requests_per_row: float
+    output_bytes: int
+    is_assumed: bool
+
+    @property
+    def error(self) -> float:
+        """Half the width of the 95 % interval of the mean prompt length, as a share of it; 0 if all rows were read."""
+        number = len(self.prompts)
+        if number < 2 or self.num_sampled >= self.num_rows:
+            return 0.0
+        mean = sum(self.prompts) / number
+        # Rows are read in runs, and rows of a run may be alike: each run counts once.
+        deviation = float(np.std(self.prompts, ddof=1))
+        return 1.96 * deviation / math.sqrt(max(1.0, number / RUN_ROWS)) / max(mean, 1e-9)
+
+    @property
+    def longest(self) -> int:
+        """Of prompt and output together."""
+        return max(map(sum, zip(self.prompts, self.outputs, strict=True)), default=1)
+
+    def work(self, job: Job, output_tokens: float | None = None) -> Work:
+        """All requests of the job, on average. output_tokens: of a request; None: each reaches its `max_tokens`."""
+        number = max(1, len(self.prompts))
+        task, longest = job.task, max(self.outputs, default=0)
+        is_pooling = task.pooling is not None
+        outputs = 0.0 if is_pooling else sum(self.outputs) / number
+        return Work(
+            max(1, round(self.num_rows * self.requests_per_row)),
+            sum(self.prompts) / number,
+            outputs if output_tokens is None else min(output_tokens, float(longest)),
+            0 if is_pooling else longest,
+            all_logits=task.reads_prompt_logits,
+            is_pooling=is_pooling,
+        )
+
+
+@contextlib.contextmanager
+def opened(file: SpecFile) -> Iterator[tuple[Job, int | None]]:
+    """The job over its input, or over a small copy of a large one, and then the number of rows of the whole.
+
+    Nothing is written outside of a temporary folder.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        copy, number = pathlib.Path(scratch, "rows"), None
+        copy.mkdir()
+        found = sample_input(location_of(file.spec), copy)
+        if found is not None:
+            # A share and a limit are applied to the number of rows.
+            changes = {"path": found.path, "sample": None, "limit": None, "order": "input"}
+            spec = file.spec.model_copy(update={"input": file.spec.input.model_copy(update=changes)})
+            file, number = dataclasses.replace(file, spec=spec), found.num_rows
+        job = open_job(file, pathlib.Path(scratch, "scan"))
+        with contextlib.closing(job.source):
+            yield job, number
+
+
+def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
+    """Read a sample of rows and make their requests. num_rows: see `opened`. file: with the spec as the user wrote it.
+
+    Raises UserError if no row is chosen.
+    """
+    given = file.spec.input
+    positions: Sequence[int] = job.rows
+    with tempfile.TemporaryDirectory() as scratch:
+        if job.spec.input.selects:
+            folder, limit = Folder(scratch), None if num_rows is not None else given.limit
+            positions = choose(job, file, range(job.source.num_rows), limit, folder).order(folder)
+        all_rows = len(positions)
+        if num_rows is not None:
+            all_rows = round(num_rows * len(positions) / max(1, job.source.num_rows) * (given.sample or 1.0))
+            all_rows = min(all_rows, given.limit or all_rows)
+        return _of_rows(job, positions, all_rows, is_estimated=num_rows is not None)
+
+
+def _of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
+    sampling = job.spec.sampling
+    # One request stands for all samples of a row, which may be millions.
+    task = task_of(job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))
+    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    builder, length = job.task.prompt_builder(tokenizer, job.model.vocab_size), max_model_len(job)
+    prompts, outputs, num_sampled, built = [], [], 0, []
+    is_assumed = job.task.draws_tokens and sampling.max_tokens is None
+    for rows in sample_rows(positions, 0):
+        for prompt in builder.build(job.source.read_rows(np.asarray(rows, np.int64), builder.columns), length):
+            num_sampled += 1
+            if prompt.error is not None:
+                continue
+            built.append(prompt)
+            for request in task.expand(prompt, length or _LONG):
+                own = len(request.prompt_token_ids)
+                most = LIKELY_TOKENS if is_assumed else request.max_tokens
+                prompts.append(own)
+                outputs.append(max(1, min(most, (length or _LONG) - own)))
+    per_row = len(prompts) / max(1, num_sampled) * (sampling.n if job.task.draws_tokens else 1)
+    row_bytes = job.task.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
+    return Lengths(
+        num_rows, is_estimated, num_sampled, tuple(prompts), tuple(outputs), per_row, num_rows * row_bytes, is_assumed
+    )

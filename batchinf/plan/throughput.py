@@ -1,0 +1,168 @@
+"""Predicts tokens a second by a roofline: the engine's steps, by arithmetic, memory, links and the engine's Python.
+
+Williams, Waterman and Patterson, "Roofline" (CACM 52:4, 2009): a step takes as long as its arithmetic or its reads of
+memory, whichever is more. Arithmetic of a transformer: 2 FLOP for each active parameter and token (Kaplan et al.,
+arXiv:2001.08361, section 2.1), and 4 × heads × head size FLOP for each pair of tokens in attention. All-reduce:
+2 (n - 1) / n of the bytes over each link (NCCL tests, PERFORMANCE.md).
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from batchinf.model.cache import head_dim_of, num_attention_heads
+from batchinf.model.memory import Fit, Needs
+from batchinf.plan.degrees import Degrees
+from batchinf.plan.gpus import Gpu
+
+# Shares of the peaks that vLLM reaches, and the engine's Python, measured on one H200 (benchmarks/RESULTS.md). They are
+# the same for all models and GPUs.
+_MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
+_MEMORY_SHARE, _LINK_SHARE = 0.80, 0.60
+# Seconds: of a step, of each sequence in it, and of each request once.
+STEP_S, SEQUENCE_S, REQUEST_S = 14e-3, 12e-6, 250e-6
+# The share of the shorter of device and Python that the longer one does not hide.
+_NOT_HIDDEN = 0.25
+_PCIE = 25e9  # bytes a second in one direction, between GPUs without NVLink
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a token costs. Parameters of the matrices that compute one token: all layers, and the head.
+
+    layer_parameters: only the chosen experts. layer_bytes: of all weights of the layers. attention_width: heads × size
+    of a head, over all layers that see all tokens. window_width, window: the same of layers with a window.
+    """
+
+    layer_parameters: float
+    head_parameters: float
+    layer_bytes: float
+    attention_width: int
+    window_width: int
+    window: int
+    hidden: int
+    num_layers: int
+    dtype: str
+
+
+def shape_of(needs: Needs) -> Shape | None:
+    """The shape by the counted parameters and the config; None if they are not known."""
+    weights, cache, counts, config = needs.weights, needs.kv_cache, needs.parameters, needs.config
+    hidden, heads, head_dim = config.get("hidden_size"), num_attention_heads(config), head_dim_of(config)
+    if weights is None or cache is None or not counts or not isinstance(hidden, int):
+        return None
+    experts = float(counts.get("expert", 0))
+    number = next((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), 0)
+    chosen = config.get("num_experts_per_tok")
+    if experts and number and isinstance(chosen, int):
+        experts *= chosen / number
+    kinds = [one.window for layer in cache.layers for one in layer if one.state is None]
+    width = (heads or 0) * (head_dim or 0)
+    windows = [window for window in kinds if window is not None]
+    return Shape(
+        counts.get("linear", 0) + experts,
+        # With tied embeddings there is no head of its own.
+        counts.get("head") or counts.get("embedding", 0),
+        sum(weights.layers),
+        width * (len(kinds) - len(windows)),
+        width * len(windows),
+        max(windows, default=0),
+        hidden,
+        needs.num_layers,
+        "fp8" if needs.quantization == "fp8" else needs.dtype,
+    )
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The rows of a job, on average. prompt_tokens, output_tokens: of a request. longest_output: of all requests.
+
+    all_logits: whether the head computes each prompt token. is_pooling: nothing is generated, and vLLM's steps do not
+    overlap with its Python.
+    """
+
+    num_requests: int
+    prompt_tokens: float
+    output_tokens: float
+    longest_output: int
+    all_logits: bool = False
+    is_pooling: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of one replica. limited_by: what takes the longest of a step. running: sequences at the same time."""
+
+    seconds: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    running: int
+    limited_by: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts and outputs together."""
+        return self.prompt_tokens_per_s + self.output_tokens_per_s
+
+
+def speed_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work, share: float) -> Speed:
+    """Time of the work on one replica."""
+    at = dataclasses.replace(fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline)
+    limits = at.limits
+    # A sequence has on average half of its output.
+    kept = max(1, round(work.prompt_tokens + work.output_tokens / 2))
+    most = at.sequences(kept, share, degrees.step_bytes) or 1.0
+    running = max(1, min(limits["max_num_seqs"], int(most), work.num_requests))
+    starts = running / max(1.0, work.output_tokens)
+    # In a step each running sequence makes a token, and prompts of new ones are computed with it.
+    prompt_tokens, decoded = starts * work.prompt_tokens, running
+    if work.output_tokens <= 1:  # all is prefill: a full batch
+        prompt_tokens = min(limits["max_num_batched_tokens"], work.num_requests * work.prompt_tokens)
+        starts = prompt_tokens / max(1.0, work.prompt_tokens)
+        running, decoded = max(1, math.ceil(starts)), 0
+    parts = _step(at, shape, gpu, work, prompt_tokens, decoded, running)
+    # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
+    num_steps = degrees.pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
+    device_s, python_s = sum(parts.values()), num_steps * STEP_S + running * SEQUENCE_S + starts * REQUEST_S
+    not_hidden = 1.0 if work.is_pooling else _NOT_HIDDEN
+    step_s = max(device_s, python_s) + not_hidden * min(device_s, python_s)
+    seconds = work.num_requests * step_s / starts
+    if decoded:  # the last sequences end alone
+        weights_s = shape.layer_bytes / degrees.tensor / gpu.bandwidth / _MEMORY_SHARE
+        seconds += max(0.0, work.longest_output - work.output_tokens) * (STEP_S + weights_s)
+    limited_by = "the engine's Python" if python_s > device_s else max(parts, key=lambda name: parts[name])
+    if decoded and running < min(limits["max_num_seqs"], work.num_requests):
+        limited_by = f"the cache, which holds {running:,} of {limits['max_num_seqs']:,} sequences"
+    prompts, outputs = work.num_requests * work.prompt_tokens, work.num_requests * work.output_tokens
+    return Speed(seconds, prompts / seconds, outputs / seconds, running, limited_by)
+
+
+def _step(
+    fit: Fit, shape: Shape, gpu: Gpu, work: Work, prompt_tokens: float, decoded: int, running: int
+) -> dict[str, float]:
+    """Seconds that one device works on a step of all running sequences, by what it waits for."""
+    tensor, pipeline, cache = fit.tensor_parallel_size, fit.pipeline_parallel_size, fit.needs.kv_cache
+    assert cache is not None
+    tokens = prompt_tokens + decoded
+    memory = gpu.bandwidth * _MEMORY_SHARE
+    plain = (gpu.bf16 or gpu.fp16) * _MATRIX_SHARE["other"]
+    matrices = gpu.flops(shape.dtype) * _MATRIX_SHARE.get(shape.dtype, _MATRIX_SHARE["other"])
+    linear = 2 * shape.layer_parameters * tokens / matrices / tensor / pipeline
+    # Each stage of a pipeline reads its weights for each of as many batches.
+    weights = shape.layer_bytes / memory / tensor
+    head_tokens = 0.0 if work.is_pooling else tokens if work.all_logits else float(running)
+    seen = work.prompt_tokens / 2
+    pairs = (shape.attention_width * seen + shape.window_width * min(seen, shape.window)) * prompt_tokens
+    others = (2 * shape.head_parameters * head_tokens + 4 * pairs) / plain / tensor / pipeline
+    kept = round(work.prompt_tokens + work.output_tokens / 2)
+    read = decoded * cache.sequence_bytes(kept, tensor, pipeline) / memory
+    # Two all-reduces in each layer, of 16 bits.
+    sums = 2 * (tensor - 1) / tensor * 2 * shape.num_layers * tokens * shape.hidden * 2 / pipeline
+    return {
+        "arithmetic": others + (linear if linear >= weights else 0.0),
+        "memory": read + (weights if weights > linear else 0.0),
+        "links between GPUs": sums / ((gpu.link or _PCIE) * _LINK_SHARE),
+    }

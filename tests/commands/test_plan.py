@@ -1,0 +1,96 @@
+"""`batchinf plan` for models and jobs, by its text and its JSON."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import jobs
+from batchinf.source.files import InputLocation
+from batchinf.source.sample import sample_input
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    done = jobs.run("plan", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_job_has_lengths_time_and_a_choice(tmp_path: pathlib.Path) -> None:
+    path = jobs.spec_of(tmp_path)
+    report = planned(str(path), "--gpu", "h200", "--gpus", "4", "--price", "2")
+    [gpu] = report["gpus"]
+    assert report["job"]["num_rows"] == 657
+    assert sum(it["num_rows"] for it in report["job"]["histogram"]) == 657
+    assert report["job"]["output"] == pytest.approx(32, rel=0.05)
+    assert gpu["chosen"]["degrees"]["tensor"] == 1
+    assert gpu["chosen"]["data"] == 4
+    assert gpu["gpu_hours"] == pytest.approx(gpu["seconds"] * 4 / 3600)
+    assert gpu["cost"] == pytest.approx(gpu["gpu_hours"] * 2)
+    assert report["choice"].startswith("4 × H200 SXM: tensor 1 × data 4: the model fits one GPU")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_without_its_input_and_a_model_by_its_config(tmp_path: pathlib.Path) -> None:
+    path = jobs.spec_of(tmp_path, input={"path": str(tmp_path / "none.jsonl")})
+    report = planned(str(path), "--gpu", "a100")
+    assert report["job"] is None
+    assert "none.jsonl" in report["notes"][0]
+    of_model = planned(str(jobs.MODEL / "config.json"), "--gpu", "a100", "--set", "model.quantization=fp8")
+    assert of_model["model"]["weight_bytes"] < report["model"]["weight_bytes"]
+    assert len(planned(str(jobs.MODEL))["gpus"]) > 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((str(jobs.MODEL), "--gpu", "h10"), "--gpu: got 'h10', which is not known; near: h100"),
+        ((str(jobs.MODEL), "--gpu", "l4:3g"), "MIG parts are 1g"),
+        (("./no/such/model",), "there is no folder './no/such/model'"),
+    ],
+)
+def test_wrong_inputs_are_one_line(arguments: tuple[str, ...], words: str) -> None:
+    done = jobs.run("plan", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_config_without_the_fields_says_what_is_unknown(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "a new one"}))
+    done = jobs.run("plan", str(tmp_path), "--gpu", "h200", "--context", "512")
+    assert done.returncode == 2
+    assert "a new one" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_large_file_is_sampled_and_not_scanned(tmp_path: pathlib.Path) -> None:
+    number, rng = 200_000, np.random.default_rng(0)
+    lengths = np.minimum(2000, rng.lognormal(5.9, 0.5, number)).astype(int)
+    text = "".join(map(chr, rng.integers(97, 123, 4000)))
+    rows = {"prompt": [text[: int(length)] + str(i) for i, length in enumerate(lengths)]}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet", row_group_size=20_000, compression="none")
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        file.writelines(json.dumps({"prompt": prompt}) + "\n" for prompt in rows["prompt"])
+    mean = sum(map(len, rows["prompt"])) / number
+    for name in ("rows.parquet", "rows.jsonl"):
+        to = tmp_path / name.replace(".", "-")
+        to.mkdir()
+        found = sample_input(InputLocation(str(tmp_path / name)), to)
+        assert found is not None
+        assert found.num_rows == pytest.approx(number, rel=0.1)
+        [copy] = to.iterdir()
+        assert copy.stat().st_size < 2_000_000
+        read = (
+            pq.read_table(copy)["prompt"].to_pylist()
+            if name.endswith("parquet")
+            else [json.loads(line)["prompt"] for line in copy.read_text().splitlines()]
+        )
+        assert set(read) <= set(rows["prompt"])
+        assert sum(map(len, read)) / len(read) == pytest.approx(mean, rel=0.1)
+    assert sample_input(InputLocation(str(jobs.PROMPTS)), tmp_path) is None

@@ -1,0 +1,137 @@
+"""`auto` for the degrees, and what is refused, on devices that are not here."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch  # noqa: F401  # with these two here, models are counted in this process
+import transformers  # noqa: F401
+
+import jobs
+from batchinf.base.errors import SpecError
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.parallel import check_devices, choose_degrees, with_degrees
+from batchinf.model.identity import resolve
+from batchinf.model.memory import Fit, fit_of
+from batchinf.plan.gpus import gpu_named
+from batchinf.plan.throughput import Work
+from batchinf.spec.file import SpecFile, read_spec
+from benchmarks.shapes import SHAPES
+
+
+class Devices(LocalBackend):
+    """Devices of one kind, which only this class sees."""
+
+    def __init__(self, number: int, gpu: str) -> None:
+        super().__init__()
+        self._number, self._gpu = number, gpu_named(gpu)
+
+    def devices(self) -> tuple[str, ...]:
+        return tuple(map(str, range(self._number)))
+
+    def device_size(self, device: str) -> tuple[int | None, str]:
+        return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
+
+
+def spec_of(folder: pathlib.Path, shape: str | None = None, **sections: Any) -> SpecFile:
+    """A job with the sample's tokenizer, and a config of this shape in place of the sample's."""
+    parallel = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), "auto")
+    model = {"name": str(jobs.MODEL), "load_format": "dummy"}
+    if shape is not None:
+        place = folder / "model"
+        place.mkdir()
+        for path in jobs.MODEL.iterdir():
+            if path.suffix == ".json" and path.name != "config.json":
+                (place / path.name).symlink_to(path.resolve())
+        (place / "config.json").write_text(json.dumps(SHAPES[shape]))
+        model["name"] = str(place)
+    given = {"model": {**model, **sections.pop("model", {})}, "parallel": {**parallel, **sections.pop("parallel", {})}}
+    given["engine"] = {"max_model_len": 8192, **sections.pop("engine", {})}
+    return read_spec(jobs.spec_of(folder, scripted=None, **given, **sections))
+
+
+def test_70b_on_eight_h200_by_auto(tmp_path: pathlib.Path) -> None:
+    said: list[str] = []
+    file = with_degrees(spec_of(tmp_path, "llama-3.3-70b"), Devices(8, "h200"), said.append)
+    assert file.spec.parallel.sizes == (2, 1)
+    assert said == ["parallel: tensor 2 × data 4 on 8 GPUs: weights 65.7 GiB a GPU, 402,790 tokens of cache each"]
+
+
+def test_a_small_model_takes_one_device_each(tmp_path: pathlib.Path) -> None:
+    said: list[str] = []
+    assert with_degrees(spec_of(tmp_path), Devices(4, "h200"), said.append).spec.parallel.sizes == (1, 1)
+    assert said[0].startswith("parallel: tensor 1 × data 4 on 4 GPUs")
+
+
+def test_without_devices_auto_is_one(tmp_path: pathlib.Path) -> None:
+    said: list[str] = []
+    assert with_degrees(spec_of(tmp_path), Devices(0, "h200"), said.append).spec.parallel.sizes == (1, 1)
+    assert not said
+
+
+def test_what_the_spec_fixes_is_kept(tmp_path: pathlib.Path) -> None:
+    fixed = spec_of(tmp_path, "llama-3.3-70b", parallel={"pipeline_parallel_size": 1, "data_parallel_size": 2})
+    assert with_degrees(fixed, Devices(8, "h200"), lambda line: None).spec.parallel.sizes[1] == 1
+
+
+def test_too_few_devices_are_one_line_with_the_place(tmp_path: pathlib.Path) -> None:
+    file = spec_of(tmp_path, "llama-3.3-70b")
+    with pytest.raises(SpecError, match=r"tensor_parallel_size: got auto, but weights of 131\.4 GiB .* needs 2:") as it:
+        with_degrees(file, Devices(1, "h200"), lambda line: None)
+    assert "\n" not in str(it.value)
+
+
+def test_where_the_cache_is_starved_a_larger_degree_is_taken(tmp_path: pathlib.Path) -> None:
+    """Few sequences fit beside the weights on one card, many beside half of them."""
+    file = spec_of(tmp_path, "llama-3.1-8b", engine={"max_model_len": 256})
+    gpu, work = gpu_named("h200"), Work(10_000, 128, 128, 128)
+    # An H200 of which others use nearly all: 0.9 GB are left for the cache.
+    starved = fit_of(resolve(file.spec.model), file.spec, 20_778 << 20, gpu.title)
+    found = choose_degrees(file, starved, 4, gpu, 0.92, work)
+    assert found.degrees.tensor > 1
+    assert found.speed is not None
+    roomy = Fit(starved.needs, gpu.memory_bytes, max_model_len=256)
+    assert choose_degrees(file, roomy, 4, gpu, 0.92, work).degrees.tensor == 1
+
+
+def on(gpu: str, tmp_path: pathlib.Path, **sections: Any) -> list[str]:
+    spec = spec_of(tmp_path, **sections).spec
+    device = gpu_named(gpu)
+    fit = fit_of(resolve(spec.model), spec, device.memory_bytes, f"NVIDIA {device.title}")
+    return list(check_devices(spec, fit, 1))
+
+
+def test_types_that_a_device_lacks_are_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match=r"model\.dtype: got bfloat16, .*RTX 2080 Ti cannot run it.*8\.0"):
+        on("rtx-2080-ti", tmp_path, model={"dtype": "bfloat16"})
+    assert not on("rtx-2080-ti", tmp_path, model={"dtype": "float16"})
+    with pytest.raises(SpecError, match=r"model\.dtype: .*V100.*7\.5"):
+        on("v100-32", tmp_path, model={"dtype": "float16"})
+    with pytest.raises(SpecError, match=r"engine\.kv_cache_dtype: got fp8, .*A100.*8\.9"):
+        on("a100-80", tmp_path, engine={"kv_cache_dtype": "fp8"})
+    assert not on("h100-80", tmp_path, engine={"kv_cache_dtype": "fp8"})
+    assert "16 bits" in on("a100-80", tmp_path, model={"quantization": "fp8"})[0]
+
+
+def test_ranks_without_nvlink_get_a_warning(tmp_path: pathlib.Path) -> None:
+    [line] = on("rtx-4090", tmp_path, parallel={"tensor_parallel_size": 2})
+    assert "no NVLink" in line and "pipeline_parallel_size" in line
+    assert not on("h100-80", tmp_path, parallel={"tensor_parallel_size": 2})
+
+
+def test_offload_beyond_the_hosts_memory_is_refused(tmp_path: pathlib.Path) -> None:
+    spec = spec_of(tmp_path, "llama-3.3-70b", engine={"cpu_offload_gb": 10_000}).spec
+    fit = fit_of(resolve(spec.model), spec, gpu_named("h200").memory_bytes, "NVIDIA H200")
+    with pytest.raises(SpecError, match=r"engine\.cpu_offload_gb: got 10000, which takes 1,051\.3 GiB"):
+        list(check_devices(spec, fit, 8))
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_legal_degrees(tmp_path: pathlib.Path) -> None:
+    path = jobs.spec_of(tmp_path, scripted=None, parallel={"tensor_parallel_size": 3, "data_parallel_size": 1})
+    for command in ("validate", "run"):
+        done = jobs.run(command, path)
+        assert done.returncode == 2
+        [line] = done.stderr.strip().splitlines()[-1:]
+        assert "parallel.tensor_parallel_size: got 3" in line and "must be one of 1, 2" in line
+        assert f"{path}:" in line
