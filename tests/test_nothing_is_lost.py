@@ -146,11 +146,6 @@ def rows_in(out: pathlib.Path) -> list[dict[str, Any]]:
 # -- 1 and 2: an input that changes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="A Parquet file is known by its footer and size alone, so that rows in another order pass for the same.",
-)
 def test_a_parquet_file_shuffled_between_kill_and_resume_is_noticed(tmp_path: pathlib.Path) -> None:
     rows, path = numbered(200), tmp_path / "prompts.parquet"
 
@@ -166,11 +161,6 @@ def test_a_parquet_file_shuffled_between_kill_and_resume_is_noticed(tmp_path: pa
     assert_refused(jobs.run("run", spec), path.name)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="A line that is edited in place while the job runs gives a row with the new id beside the old prompt.",
-)
 def test_a_line_edited_in_place_while_the_job_runs_is_noticed(tmp_path: pathlib.Path) -> None:
     path = write_lines(tmp_path / "prompts.jsonl", numbered(FEW))
     # The row's prompt is read by then; its id is read when the part is written.
@@ -182,11 +172,6 @@ def test_a_line_edited_in_place_while_the_job_runs_is_noticed(tmp_path: pathlib.
     assert not list((tmp_path / "out" / "parts").iterdir())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="A file that is replaced by another of its size before it is opened gives rows that the job never took in.",
-)
 def test_a_file_replaced_before_it_is_opened_is_noticed(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "prompts"
     write_lines(folder / "a.jsonl", numbered(20))

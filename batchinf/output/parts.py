@@ -403,6 +403,7 @@ def write_part(
             own = {**_own_metadata(shard.shard, shard.rows), **count_entries(counts)}
             writer.add_key_value_metadata({**target.metadata, **own, **UNSEALED})
             sink.hold()
+        source.keep_digests()
         sink.seal()
     return _part(counts, shard.index, name, sink.num_bytes, sink.hexdigest())
 

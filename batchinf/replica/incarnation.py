@@ -166,7 +166,7 @@ class Pipeline:
         self._spec, self._task, self._source, self._tokenizer = task.spec, task, source, tokenizer
         self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
         self._order, self._begun_at = order, begun_at
-        self._journal = Journal(folder, incarnation, task.result_schema)
+        self._journal = Journal(folder, incarnation, task.result_schema, source.keep_digests)
         self._retry = retry_of(incarnation)
         self._chosen = stored_positions(folder, self._retry, where=RETRY_FOLDER) if self._retry else None
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)

@@ -14,7 +14,8 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source import files
 from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
-from batchinf.source.files import InputFile
+from batchinf.source.digests import ReadDigests
+from batchinf.source.files import InputFile, ReadRange
 from batchinf.source.types import MixedTypes, cast_column
 
 MAX_ROWS = 2**40  # of one file; a footer that claims more is damaged
@@ -140,17 +141,29 @@ class FileFormat(InputFormat, abc.ABC):
 
     @abc.abstractmethod
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """A reader for a file that was scanned.
 
         schema: all columns of the source with their present types, for `Reader.table`. read_types: their types when
-        the file was taken in, for `Reader.records` of a format without types.
+        the file was taken in, for `Reader.records` of a format without types. A reader of the input itself, and not of
+        a copy in the cache, raises DriftError if the bytes that it reads are not those of the scan; see `Watch`.
+        digests: for bytes that the scan did not read.
         """
 
     def content_hash(self, file: InputFile) -> str | None:
         """The hash that `scan` would find; None if that costs as much as the scan."""
         return files.content_hash(file)
+
+    def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
+        """Whether a local file has the content of an entry."""
+        return self.content_hash(file) == entry.hash
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
@@ -166,8 +179,8 @@ class FileFormat(InputFormat, abc.ABC):
         """Whether reading one row reads many others. Such a file is copied by `spool` if rows are read out of order."""
         return False
 
-    def spool(self, file: InputFile, scratch: Scratch) -> None:
-        """Write a copy with quick access to each row."""
+    def spool(self, file: InputFile, scratch: Scratch) -> tuple[ReadRange, ...]:
+        """Write a copy with quick access to each row. Returns the ranges that were read and `hash` does not cover."""
         raise NotImplementedError(f"{self.name}: is_slow_by_row says that files are spooled")
 
 

@@ -15,6 +15,7 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.source.digests import ReadDigests
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, open_input
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import FileFormat, Reader, Record
@@ -42,7 +43,13 @@ class Csv(FileFormat):
         return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
 
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """See `FileFormat`."""
         return _CsvReader(file, entry, schema, read_types, cache)

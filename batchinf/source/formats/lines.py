@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.source.digests import BlockDigests, CheckedBytes, ReadDigests, changed
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression
 from batchinf.source.formats.base import FileFormat, InputFormat, Reader, Record, map_int64
 from batchinf.source.types import JsonTypes, MixedTypes, is_json_column
@@ -56,6 +56,7 @@ def index_lines(
     """
     offsets, blanks = scratch.create("offsets"), scratch.create("blanks")
     copy = scratch.create("lines") if file.is_remote or compression(file) else None
+    block_digests = None if copy else BlockDigests(scratch.create("digests"))
     digest, num_rows, size = xxhash.xxh3_128(), 0, 0
 
     def content() -> Iterator[bytes]:
@@ -65,6 +66,8 @@ def index_lines(
             digest.update(block)
             if copy:
                 copy.write(block)
+            if block_digests:
+                block_digests.update(block)
             yield block
 
     for offset, run in _whole_lines(content()):
@@ -74,6 +77,8 @@ def index_lines(
         num_rows += int(is_row.sum())
         if run is not None:
             on_lines(run)
+    if block_digests:
+        block_digests.end()
     offsets.write(np.array([size], "<i8").tobytes())
     return digest.hexdigest(), num_rows, size
 
@@ -81,6 +86,11 @@ def index_lines(
 def _content(file: InputFile, entry: FileEntry, cache: Folder) -> str:
     copy = entry.artifacts.get("lines")
     return os.fspath(cache.path(copy.name)) if copy else file.path
+
+
+def _block_digests(entry: FileEntry, cache: Folder) -> bytes:
+    artifact = entry.artifacts.get("digests")
+    return b"" if artifact is None else cache.read(artifact.name)
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
@@ -135,7 +145,8 @@ class LineReader(abc.ABC):
         self._json_columns = {field.name for field in schema if is_json_column(field)}
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
-        self._file = open(_content(file, entry, cache), "rb")  # noqa: SIM115
+        digests = None if "lines" in entry.artifacts else _block_digests(entry, cache)
+        self._bytes = CheckedBytes(file.name, _content(file, entry, cache), digests, entry.stamp, entry.num_bytes)
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """See `Reader`."""
@@ -159,13 +170,13 @@ class LineReader(abc.ABC):
             yield from self._lines(start, middle)
             yield from self._lines(middle, stop)
             return
-        data = os.pread(self._file.fileno(), min(last - first, MAX_LINE_BYTES + 1), first)
+        data = self._bytes.read(first, min(last - first, MAX_LINE_BYTES + 1))
         if b"\n" not in data and len(data) > MAX_LINE_BYTES:
             yield None
             return
         lines = self._split(data)
         if len(lines) != stop - start:
-            raise InputError(f"{self._name} changed while it was read; start again once it is complete")
+            raise changed(self._name)
         yield from lines
 
     @abc.abstractmethod
@@ -193,7 +204,7 @@ class LineReader(abc.ABC):
 
     def close(self) -> None:
         """See `Reader`."""
-        self._file.close()
+        self._bytes.close()
 
 
 def _fit(value: Any, type: pa.DataType) -> Any:
@@ -237,7 +248,13 @@ class JsonLines(LineFormat):
         return FileFindings(content_hash, num_rows, types.schema(), num_bytes)
 
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """See `FileFormat`."""
         return _JsonReader(file, entry, schema, cache)
@@ -305,7 +322,13 @@ class TextLines(LineFormat):
         return FileFindings(content_hash, num_rows, pa.schema([(_COLUMN, pa.string())]), num_bytes)
 
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """See `FileFormat`."""
         return _TextReader(file, entry, schema, cache)
