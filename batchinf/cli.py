@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from batchinf import __version__
-from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError
+from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError, memory_words
 from batchinf.base.stop_signals import interruptible
 
 if TYPE_CHECKING:
@@ -284,7 +284,12 @@ def main() -> NoReturn:
         elif not isinstance(error, UserError) and error.exit_code == 1:
             traceback.print_exc()
         sys.exit(error.exit_code)
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        if (words := memory_words(error)) is not None:
+            print(f"error: {words}", file=sys.stderr)
+            sys.exit(UserError.exit_code)
+        if not isinstance(error, OSError):
+            raise
         from batchinf.base.storage import disk_error
 
         print(f"error: {_plain(disk_error(error))}", file=sys.stderr)

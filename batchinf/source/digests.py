@@ -18,7 +18,7 @@ import xxhash
 from batchinf.base import faults
 from batchinf.base.errors import DriftError
 from batchinf.base.storage import Folder, naming, open_log, sync_folder
-from batchinf.source.files import BLOCK_BYTES, ReadRange, Stamp, settled_stamp, stamp, stamp_of
+from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, settled_stamp, stamp, stamp_of
 
 T = TypeVar("T")
 
@@ -155,6 +155,25 @@ class ReadDigests:
         self._fresh: list[tuple[int, ...]] = []
         self._watches: dict[int, Watch] = {}
         self._num_seen = defaultdict[str, int](int)  # bytes of each file in the folder
+        self._files: Sequence[tuple[InputFile, Stamp, Callable[[], bool]]] = ()
+        self._compared = dict[str, Stamp]()
+
+    def cover(self, files: Sequence[tuple[InputFile, Stamp, Callable[[], bool]]]) -> None:
+        """Set the files of the source, each with its trusted stamp and whether it has its content now."""
+        self._files = files
+
+    def compare_all(self) -> None:
+        """Compare each file of the source whose stamp has changed. Raises DriftError for one that has changed.
+
+        A file that nobody has read yet has nothing to compare. But it may have got the rows of one that was read.
+        """
+        for file, trusted, is_same in self._files:
+            now = stamp(file.path) if os.path.exists(file.path) else None
+            if now in (trusted, self._compared.get(file.path)):
+                continue
+            if now is None or not is_same():
+                raise changed(file.name)
+            self._compared[file.path] = now
 
     def watch(self, content: int, watch: Watch) -> None:
         """Let `keep` check this file, too, before ranges of it count as read."""
@@ -183,6 +202,12 @@ class ReadDigests:
             return True
         with open(path, "rb", buffering=0) as file:
             return all(_digest(file, offset, num_bytes) == digest for (offset, num_bytes), digest in known)
+
+    def has(self, content: int) -> bool:
+        """Whether ranges of this content were read."""
+        with self._lock:
+            self._load()
+            return bool(self._known[content])
 
     def keep(self) -> None:
         """Make the ranges durable that were read up to now. Raises DriftError if their files have changed since."""

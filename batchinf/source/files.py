@@ -78,6 +78,13 @@ def settled_stamp(path: str) -> Stamp:
     return found
 
 
+def refuse_utf16(file: InputFile, head: bytes) -> None:
+    """Raise InputError if a file of text begins like UTF-16: with its mark, or with ASCII of two bytes each."""
+    is_wide = len(head) >= 4 and any(head[i] and head[i + 2] and not head[1 - i] and not head[3 - i] for i in (0, 1))
+    if is_wide or head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{file.name} is UTF-16; save it as UTF-8")
+
+
 def open_input(file: InputFile) -> BinaryIO:
     """A file's content, decompressed if it begins like gzip or zstandard. Raises InputError if it cannot be read."""
     stream = file.open()

@@ -22,6 +22,7 @@ from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, spa
 from batchinf.source.formats.huggingface import open_dataset
 from batchinf.source.formats.registry import file_format
 from batchinf.source.remote import find_remote, is_url
+from batchinf.source.types import Lost
 from batchinf.source.versions import (
     InputVersion,
     ScannedFile,
@@ -60,7 +61,8 @@ def open_source(
     """The rows of `input`. The folder `cache` keeps the results of the scan.
 
     Opening again reads only metadata: a file is trusted while its path, size, mtime and inode are unchanged. Several
-    processes may open one input with one cache at the same time. Raises `InputError` if there is nothing to read or no row.
+    processes may open one input with one cache at the same time. Raises `InputError` if there is nothing to read or no
+    row.
 
     taken: fingerprints of the versions that a job has, the latest last. Their rows keep their positions, even if files
     were renamed; `new` says what happens to new files and rows. Raises `DriftError` if known files are changed or gone.
@@ -138,6 +140,8 @@ def _assembled(
     digests: ReadDigests,
 ) -> "Source":
     schemas = [schema_of(version.schema) for version in versions]
+    own = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
+    digests.cover([(file, e.stamp, functools.partial(format.is_same, file, e, digests)) for file, e in own])
     openers, runs = [], []
     for version, schema in zip(versions, schemas, strict=True):
         for added in version.added:
@@ -186,25 +190,37 @@ class Source:
                 records += reader.records(first, last, columns)
         return [Row(start + i, values, error) for i, (values, error) in enumerate(records)]
 
-    def read_columns(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+    def read_columns(
+        self, start: int, stop: int, columns: Sequence[str], lost: dict[int, str] | None = None
+    ) -> pa.Table:
         """`stop - start` rows as a table with the types of `schema`; null if a record is broken or lacks the column.
 
-        Lone surrogates, which Arrow cannot hold, become `?`. Raises `KeyError` for a column that `schema` lacks.
+        lost: gets the positions of rows with a value that its type cannot hold, and why; the value is then null. None:
+        raise InputError. In text, lone surrogates become `?` and bytes that are not UTF-8 become U+FFFD; these rows are
+        in `lost`, too, but raise nothing. Raises `KeyError` for a column that `schema` lacks.
         """
         schema = pa.schema([self.schema.field(name) for name in columns])
+        tables = []
         with self._turn:
-            tables = [reader.table(first, last, columns) for reader, first, last in self._spans(start, stop)]
+            for reader, first, last in self._spans(start, stop):
+                own = None if lost is None else Lost()
+                tables.append(reader.table(first, last, columns, own))
+                if lost is not None and own:
+                    lost.update({start + row - first: reason for row, reason in own.items()})
+                start += last - first
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
     def read_rows(self, positions: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> list[Row]:
         """Rows at these positions, int64, ascending; see `read`. Adjacent rows are read together."""
         return [row for start, stop in _runs(positions) for row in self.read(start, stop, columns)]
 
-    def columns_of(self, positions: npt.NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+    def columns_of(
+        self, positions: npt.NDArray[np.int64], columns: Sequence[str], lost: dict[int, str] | None = None
+    ) -> pa.Table:
         """Rows at these positions, int64, ascending; see `read_columns`."""
         if not len(positions):
             return self.read_columns(0, 0, columns)
-        return pa.concat_tables([self.read_columns(start, stop, columns) for start, stop in _runs(positions)])
+        return pa.concat_tables([self.read_columns(start, stop, columns, lost) for start, stop in _runs(positions)])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Reader, int, int]]:
         if not 0 <= start <= stop <= self.num_rows:

@@ -360,25 +360,27 @@ def _match(
     *,
     by_name: bool,
 ) -> list[FileRange]:
-    """Move the files that have the content of known ones from `free` to `compared`. Returns the other known ones."""
+    """Move the files that have the content of known ones from `free` to `compared`. Returns the other known ones.
+
+    A file that was scanned anew may stand for a known one of which nothing was read, but only after all others.
+    """
     names = defaultdict[str, list[str]](list)
     for name in sorted(free):
         names[free[name][1].hash].append(name)
     left = list[FileRange]()
-    for old in known:
+    for old in known if by_name else sorted(known, key=lambda old: not digests.has(old.content)):
         alike = [name for name in names[old.hash] if name in free and (name == old.name or not by_name)]
-        same = [name for name in alike if _has_content(old, *free[name], cache, digests)][:1]
-        if same:
-            file, entry = free.pop(same[0])
-            compared.unchanged[old.file] = file, replace(entry, content=old.content)
+        for name in sorted(alike, key=lambda name: name != old.name):
+            file, entry = free[name]
+            is_same = entry.content == old.content
+            if not is_same and (not by_name or digests.has(old.content)):
+                is_same = digests.is_same(old.content, local_copy(file, entry, cache).path)
+            if is_same:
+                compared.unchanged[old.file] = free.pop(name)[0], replace(entry, content=old.content)
+                break
         else:
             left.append(old)
-    return left
-
-
-def _has_content(old: FileRange, file: InputFile, entry: FileEntry, cache: Folder, digests: ReadDigests) -> bool:
-    """Whether a file whose hash is that of `old` also has the bytes that were read of `old`."""
-    return entry.content == old.content or digests.is_same(old.content, local_copy(file, entry, cache).path)
+    return sorted(left, key=lambda old: old.file)
 
 
 def _save_contents(compared: FileComparison, cache: Folder) -> None:

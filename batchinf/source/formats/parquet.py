@@ -163,16 +163,23 @@ class _ParquetReader(ColumnarReader):
         super().__init__(schema, entry.arrow_schema())
         self._name, self._content, self._digests = file.name, entry.content, digests
         trusted = entry.stamp if file.path == entry.path else file.stamp()  # else a copy in the cache
-        self._watch = Watch(file.name, [file.path], [trusted], lambda: Parquet().is_same(file, entry, digests))
+        self._watch = Watch(file.name, [file.path], [trusted], self._is_same)
+        self._file_and_entry = file, entry
         digests.watch(entry.content, self._watch)
         self._path, self._opened = file.path, list[Stamp]()
         self._groups = Recent[int, dict[str, pa.ChunkedArray]](CACHED_GROUPS, lambda i: {}, lambda columns: None)
         self._watch.read(self._open)
 
+    def _is_same(self) -> bool:
+        self._digests.compare_all()
+        return Parquet().is_same(*self._file_and_entry, self._digests)
+
     def _open(self) -> None:
         """Open the file, and again if another file with its content has taken its place."""
         if self._opened == self._watch.trusted:
             return
+        if self._opened:
+            self.close()
         self._opened, metadata = self._watch.trusted, pq.read_metadata(self._path)
         repeated = _repeated_columns(metadata)
         self._bytes = DigestedFile(self._path)
