@@ -55,6 +55,12 @@ def write_lines(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> pathlib.P
     return path
 
 
+def write_parquet(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> pathlib.Path:
+    """Rows of equal lengths make files of equal sizes and footers."""
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="none", use_dictionary=False, write_statistics=False)
+    return path
+
+
 def numbered(num_rows: int, first: int = 0) -> list[dict[str, Any]]:
     """Rows whose ids and prompts have the same length each."""
     return [{"id": f"row-{n:04d}", "prompt": f"Say {n:04d}."} for n in range(first, first + num_rows)]
@@ -148,14 +154,10 @@ def rows_in(out: pathlib.Path) -> list[dict[str, Any]]:
 
 def test_a_parquet_file_shuffled_between_kill_and_resume_is_noticed(tmp_path: pathlib.Path) -> None:
     rows, path = numbered(200), tmp_path / "prompts.parquet"
-
-    def write(rows: Sequence[dict[str, Any]]) -> None:
-        pq.write_table(pa.Table.from_pylist(rows), path, compression="none", use_dictionary=False)
-
-    write(rows)
+    write_parquet(path, rows)
     size, spec = path.stat().st_size, spec_over(tmp_path, path, output={"rows_per_shard": 20})
     killed(spec, "coordinator.after_publish:4")
-    write(rows[::-1])
+    write_parquet(path, rows[::-1])
     if path.stat().st_size != size:
         raise SetupError("the file has another size")
     assert_refused(jobs.run("run", spec), path.name)
@@ -182,6 +184,41 @@ def test_a_file_replaced_before_it_is_opened_is_noticed(tmp_path: pathlib.Path) 
     assert_refused(done, path.name)
     ids = {row["id"] for part in (tmp_path / "out" / "parts").iterdir() for row in pq.read_table(part).to_pylist()}
     assert ids <= {row["id"] for row in numbered(20)}
+
+
+def test_a_parquet_file_shuffled_while_the_job_runs_is_noticed(tmp_path: pathlib.Path) -> None:
+    path = write_parquet(tmp_path / "prompts.parquet", numbered(FEW))
+    # The prompts are read by then; the ids are read for the first time when the part is written.
+    with held(spec_over(tmp_path, path), "engine.output.0") as go_on:
+        write_parquet(path, numbered(FEW)[::-1])
+        done = go_on()
+    assert_refused(done, path.name)
+    assert not list((tmp_path / "out" / "parts").iterdir())
+    write_parquet(path, numbered(FEW))
+    finished(tmp_path / "job.yaml")
+    assert [row["id"] for row in rows_in(tmp_path / "out")] == [row["id"] for row in numbered(FEW)]
+
+
+def test_an_input_that_is_touched_or_grows_while_the_job_runs(tmp_path: pathlib.Path) -> None:
+    path = write_lines(tmp_path / "prompts.jsonl", numbered(FEW))
+    with held(spec_over(tmp_path, path), "engine.output.0") as go_on:
+        with path.open("a") as file:
+            file.write(json.dumps({"id": "new-0000", "prompt": "Say more."}) + "\n")
+        done = go_on()
+    assert done.returncode == 0, done.stderr
+    assert [row["id"] for row in rows_in(tmp_path / "out")] == [row["id"] for row in numbered(FEW)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["input", "longest"])
+def test_a_restored_backup_is_the_same_input(order: str, tmp_path: pathlib.Path) -> None:
+    path = write_parquet(tmp_path / "prompts.parquet", numbered(200))
+    spec = spec_over(tmp_path, path, input={"order": order}, output={"rows_per_shard": 20})
+    killed(spec, "coordinator.after_publish:4")
+    shutil.copyfile(path, tmp_path / "backup")
+    (tmp_path / "backup").replace(path)
+    finished(spec)
+    assert [row["id"] for row in rows_in(tmp_path / "out")] == [row["id"] for row in numbered(200)]
 
 
 # -- 3: columns that differ in case alone ------------------------------------------------------------------------------
@@ -275,6 +312,16 @@ def test_wide_integers_beside_floats_of_other_lines_keep_their_values(tmp_path: 
     path = write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"Say {x}.", "reading": x} for x in values])
     spec = spec_over(tmp_path, path, input={"id_column": None}, output={"keep_columns": ["reading"]})
     assert_kept(spec, "reading", values, same_number)
+
+
+def test_ids_that_are_no_unicode_are_error_rows(tmp_path: pathlib.Path) -> None:
+    """Both would be stored as `?`."""
+    rows = [{"id": text, "prompt": "Say it."} for text in ("\ud800", "\ud801", "good")]
+    finished(spec_over(tmp_path, write_lines(tmp_path / "prompts.jsonl", rows)))
+    after = rows_in(tmp_path / "out")
+    assert [row["error_type"] for row in after] == ["unstorable_value", "unstorable_value", None]
+    assert "'\\ud801' has a lone surrogate" in after[1]["error_message"]
+    assert all(row["text"] for row in after)
 
 
 # -- 5 to 8: where a job lies ------------------------------------------------------------------------------------------

@@ -87,6 +87,8 @@ def _unchanged(
 ) -> FileEntry | None:
     if entry is None or entry.format != format.name or not is_whole(entry, cache):
         return None
+    if not format.hashes_all and not digests.has(entry.content):
+        return None  # nothing of it was read, so it may be any file
     size, mtime_ns, inode = stamp = _stamp_now(file)
     if size != entry.size or not format.is_same(file, entry, digests) or _stamp_now(file) != stamp:
         return None

@@ -137,6 +137,8 @@ class FileFormat(InputFormat, abc.ABC):
     may_be_compressed: ClassVar[bool] = True
     # Whether the scan reads a file from beginning to end. If not, a remote file is first copied to the cache.
     is_scanned_in_order: ClassVar[bool] = True
+    # Whether `FileFindings.hash` covers each byte. If not, the ranges that were read count; see `ReadDigests`.
+    hashes_all: ClassVar[bool] = True
 
     @abc.abstractmethod
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:

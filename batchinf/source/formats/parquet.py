@@ -33,6 +33,7 @@ class Parquet(FileFormat):
     mixed_types = MixedTypes.REFUSED
     may_be_compressed = False
     is_scanned_in_order = False
+    hashes_all = False
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`. Only the footer is read, unless the file is spooled."""
@@ -163,16 +164,16 @@ class _ParquetReader(ColumnarReader):
         super().__init__(schema, entry.arrow_schema())
         self._name, self._content, self._digests = file.name, entry.content, digests
         trusted = entry.stamp if file.path == entry.path else file.stamp()  # else a copy in the cache
-        self._watch = Watch(file.name, [file.path], [trusted], self._is_same)
-        self._file_and_entry = file, entry
+
+        def is_same() -> bool:  # without `self`: the watch stays when the reader is closed
+            digests.compare_all()
+            return Parquet().is_same(file, entry, digests)
+
+        self._watch = Watch(file.name, [file.path], [trusted], is_same)
         digests.watch(entry.content, self._watch)
         self._path, self._opened = file.path, list[Stamp]()
         self._groups = Recent[int, dict[str, pa.ChunkedArray]](CACHED_GROUPS, lambda i: {}, lambda columns: None)
         self._watch.read(self._open)
-
-    def _is_same(self) -> bool:
-        self._digests.compare_all()
-        return Parquet().is_same(*self._file_and_entry, self._digests)
 
     def _open(self) -> None:
         """Open the file, and again if another file with its content has taken its place."""
