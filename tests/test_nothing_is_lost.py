@@ -251,7 +251,7 @@ def assert_kept(spec: pathlib.Path, name: str, values: Sequence[Any], same: Call
     """Each value of a column is stored as it is, or its row is an error, or the job is refused by the column's name."""
     done = jobs.run("run", spec)
     if done.returncode == 2:
-        assert_refused(done, name)
+        assert_refused(done, "'reading'")
         return
     if done.returncode != 0:
         raise SetupError(done.stderr)
