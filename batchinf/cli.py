@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn, TextIO
 import typer
 
 from batchinf import __version__
-from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError
+from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError, memory_words
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import plain, to_json
 
@@ -505,7 +505,12 @@ def main() -> NoReturn:
         elif not isinstance(error, UserError) and error.exit_code == 1:
             traceback.print_exc()
         sys.exit(error.exit_code)
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        if (words := memory_words(error)) is not None:
+            print(f"error: {words}", file=sys.stderr)
+            sys.exit(UserError.exit_code)
+        if not isinstance(error, OSError):
+            raise
         from batchinf.base.storage import disk_error
 
         print(f"error: {plain(disk_error(error))}", file=sys.stderr)

@@ -201,6 +201,22 @@ def test_an_output_folder_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
     assert_one_clear_line(failed.stderr, "output folder")
 
 
+def test_an_output_folder_that_is_a_dangling_link(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "out").symlink_to("nowhere")
+    failed = jobs.run("run", jobs.spec_of(tmp_path))
+    assert failed.returncode == 2
+    assert_one_clear_line(failed.stderr, "is a symbolic link to nowhere, which does not exist")
+
+
+@pytest.mark.slow
+def test_a_limit_on_addresses(tmp_path: pathlib.Path) -> None:
+    limited = ("bash", "-c", 'ulimit -v 500000; exec "$@"', "_")
+    failed = jobs.run("run", jobs.spec_of(tmp_path), prefix=limited)
+    assert failed.returncode == 2
+    assert "`ulimit -v` allows each process 0.5 GiB of addresses" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
 def test_parts_without_a_manifest_are_left_alone(done: Any, tmp_path: pathlib.Path) -> None:
     _, out, _ = done
     shutil.copytree(out / "parts", tmp_path / "out" / "parts")

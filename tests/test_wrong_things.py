@@ -341,6 +341,10 @@ WRONG = [
     # The input
     Wrong("no such file", {"input": {"path": "row.jsonl"}},
           "row.jsonl does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id"),
+    Wrong("a device", {"input": {"path": "/dev/stdin"}},
+          "/dev/stdin is a pipe or a device; a job reads its input more than once, so write the rows to a file"),
+    Wrong("UTF-16", {"input": {"path": "wide.jsonl"}}, "wide.jsonl is UTF-16; save it as UTF-8",
+          files={"wide.jsonl": "\x00{\x00\"\x00p"}),
     Wrong("no file matches", {"input": {"path": "rows/*.jsonl"}},
           "no file matches rows/*.jsonl; mend the glob, or put it in quotes if a shell expanded it"),
     Wrong("unknown ending", {"input": {"path": "rows.xls"}},

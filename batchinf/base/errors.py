@@ -16,6 +16,8 @@
 A failed row raises none of these: it is a `RowError` value and becomes an error row of the output.
 """
 
+import errno
+import resource
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -87,6 +89,20 @@ class EngineDeadError(BatchinfError):
     def __init__(self, message: str, was_killed: bool = False) -> None:
         super().__init__(message)
         self.was_killed = was_killed
+
+
+def memory_words(error: BaseException) -> str | None:
+    """A line for the user if a process has no memory left, or none under `ulimit -v`; None for other errors."""
+    is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return "no memory is left on this machine; free some and run the same command again" if is_memory else None
+    if not is_memory and "can't start new thread" not in str(error):
+        return None
+    return (
+        f"no memory is left: `ulimit -v` allows each process {limit / 2**30:.1f} GiB of addresses, and engines need "
+        "far more than they fill; set `ulimit -v unlimited` and run the same command again"
+    )
 
 
 @dataclass(frozen=True, slots=True)

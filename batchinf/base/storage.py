@@ -34,6 +34,7 @@ _REMEDIES = {
     errno.EIO: "see that the disk is sound (the system's log says more)",
     errno.EACCES: "give this user the right to it",
     errno.EPERM: "give this user the right to it",
+    errno.EXDEV: "files are renamed between the folders of a job, so keep all of them on one file system",
 }
 
 
@@ -49,6 +50,11 @@ class Folder:
 
     def make(self, *names: str) -> None:
         """Create the folder and the named folders below it."""
+        if self.root.is_symlink() and not self.root.exists():
+            raise OutputError(
+                f"the output folder {self.root} is a symbolic link to {os.readlink(self.root)}, which does not exist; "
+                "make that folder, or remove the link"
+            )
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for name in names:

@@ -121,6 +121,6 @@ class _Journalled:
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
         if not self._columns:
             return self._task.reduce(None, results)
-        columns = [self._source.read_columns(index, index + 1, self._columns) for index in indices]
+        columns = [self._source.read_columns(index, index + 1, self._columns, {}) for index in indices]
         empty = self._source.read_columns(0, 0, self._columns)
         return self._task.reduce(pa.concat_tables(columns or [empty]), results)

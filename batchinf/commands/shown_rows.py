@@ -272,7 +272,7 @@ def find_row(source: Source, id_column: str | None, wanted: str) -> int:
     field = source.schema.field(id_column)
     ids = _as_type(field, wanted)
     for start in range(0, source.num_rows, _LOOK_ROWS):
-        table = source.read_columns(start, min(start + _LOOK_ROWS, source.num_rows), [id_column])
+        table = source.read_columns(start, min(start + _LOOK_ROWS, source.num_rows), [id_column], {})
         place: int = pc.index(pc.is_in(table.column(0), ids), True).as_py()
         if place >= 0:
             return start + place

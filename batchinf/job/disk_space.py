@@ -92,7 +92,7 @@ def _kept_bytes(job: Job) -> int:
     columns = list(dict.fromkeys(carried_columns(job.spec)))
     if not columns or not num_rows:
         return 0
-    return int(row_bytes(job.source.read_columns(start, start + num_rows, columns)).sum()) // num_rows
+    return int(row_bytes(job.source.read_columns(start, start + num_rows, columns, {})).sum()) // num_rows
 
 
 def _num_shards_left(state: State | None) -> int:

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -99,16 +99,21 @@ class RecoveredJournal:
 class Journal:
     """Writes the segments of one incarnation. Reads those of all incarnations of the same retry, or of none."""
 
-    def __init__(self, folder: Folder, incarnation: str, schema: pa.Schema) -> None:
+    def __init__(
+        self, folder: Folder, incarnation: str, schema: pa.Schema, before: Callable[[], object] = lambda: None
+    ) -> None:
+        """before: is called before each segment becomes durable."""
         if not _INCARNATION.fullmatch(incarnation):
             raise ValueError(f"got incarnation {incarnation!r}; allowed are letters, digits, '.', '_' and '-'")
         self._folder = folder
         self._incarnation = incarnation
         self._schema = schema
+        self._before = before
         self._seq = 0
 
     def write(self, shard: int, table: pa.Table) -> Segment:
         """Make these results durable as one segment. table: in the journal's schema."""
+        self._before()
         name = self._next_name(shard)
         with self._folder.writing(f"{_FOLDER}/{name}", fault="journal") as file:
             file.write(bytes(HEADER_BYTES))

@@ -358,6 +358,8 @@ class OpenShard:
 PART_VERSION = 1
 _PREFIX = "batchinf."
 
+UNSTORABLE = "unstorable_value"  # the error type of a row whose id or kept column cannot be stored as it is
+
 # Results and kept columns are read in pieces of this size. A row group has several pieces.
 PIECE_BYTES = 16 << 20
 ROW_GROUP_BYTES = 128 << 20
@@ -415,6 +417,7 @@ def write_part(
             own = {**_own_metadata(shard.shard, shard.rows), **count_entries(counts)}
             writer.add_key_value_metadata({**target.metadata, **own, **UNSEALED})
             sink.hold()
+        source.keep_digests()
         sink.seal()
     return _part(counts, shard.index, name, sink.num_bytes, sink.hexdigest())
 
@@ -464,7 +467,7 @@ def _output(shard: OpenShard, merged: "_Merged", source: Source, names: Sequence
     starts = np.concatenate([[0], np.cumsum(shard.num_requests, dtype=np.int64)])
     rows = np.repeat(np.arange(shard.shard.num_rows, dtype=np.int32), shard.num_requests)
     is_first = np.diff(rows, prepend=-1) != 0
-    for first, last, columns in _blocks(shard, source, names):
+    for first, last, columns, lost in _blocks(shard, source, names):
         result_bytes = merged.num_bytes[starts[first] : starts[last]]
         if columns is not None:
             result_bytes = result_bytes + row_bytes(columns)[rows[starts[first] : starts[last]] - first]
@@ -474,15 +477,32 @@ def _output(shard: OpenShard, merged: "_Merged", source: Source, names: Sequence
             own = None if columns is None else columns.slice(rows[start] - first, rows[stop - 1] - rows[start] + 1)
             if own is not None and not is_whole:
                 own = own.filter(pa.array(shard.chosen[rows[start] : rows[stop - 1] + 1]))
-            yield shard.task.reduce(own, merged.take(start, stop))
+            yield _with_lost(shard.task.reduce(own, merged.take(start, stop)), lost)
             for segment in shard.segments:
                 segment.let_go()
 
 
-def _blocks(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[tuple[int, int, pa.Table | None]]:
-    """Ranges of a shard's rows, by local index, with their columns of the source. Skips ranges without chosen rows."""
+def _with_lost(table: pa.Table, lost: Mapping[int, str]) -> pa.Table:
+    """The output rows, those of `lost` as error rows: a kept column or the id has not the value of the input."""
+    if not lost:
+        return table
+    reasons = [lost.get(row) for row in table.column("row_index").to_pylist()]
+    is_lost = pc.and_(pa.array([reason is not None for reason in reasons]), pc.is_null(table.column("error_type")))
+    for name, values in (("error_type", UNSTORABLE), ("error_message", pa.array(reasons, pa.string()))):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.field(place), pc.if_else(is_lost, values, table.column(place)))
+    return table
+
+
+def _blocks(
+    shard: OpenShard, source: Source, names: Sequence[str]
+) -> Iterator[tuple[int, int, pa.Table | None, dict[int, str]]]:
+    """Ranges of a shard's rows, by local index, with their columns of the source. Skips ranges without chosen rows.
+
+    The last item has the rows whose values cannot be stored, by `row_index`, and why.
+    """
     if not names:
-        yield 0, shard.shard.num_rows, None
+        yield 0, shard.shard.num_rows, None, {}
         return
     first, num_rows = 0, _FIRST_ROWS
     while first < shard.shard.num_rows:
@@ -490,8 +510,9 @@ def _blocks(shard: OpenShard, source: Source, names: Sequence[str]) -> Iterator[
         if not shard.chosen[first:last].any():
             first = last
             continue
-        read = source.columns_of(shard.rows.positions(first, last), list(dict.fromkeys(names)))
-        yield first, last, pa.Table.from_arrays([read.column(name) for name in names], names=list(names))
+        lost = dict[int, str]()
+        read = source.columns_of(shard.rows.positions(first, last), list(dict.fromkeys(names)), lost)
+        yield first, last, pa.Table.from_arrays([read.column(name) for name in names], names=list(names)), lost
         likely = int(PIECE_BYTES * (last - first) / max(1, row_bytes(read).sum()))
         num_rows = max(1, min(likely, 4 * num_rows, _MOST_ROWS))
         first = last

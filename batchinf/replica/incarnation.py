@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from batchinf.base import faults
-from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError
+from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError, UserError, memory_words
 from batchinf.base.storage import LASTING, Folder, disk_error
 from batchinf.engines.installed import importing
 from batchinf.engines.protocol import Engine
@@ -167,7 +167,7 @@ class Pipeline:
         self._spec, self._task, self._source, self._tokenizer = task.spec, task, source, tokenizer
         self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
         self._order, self._begun_at = order, begun_at
-        self._journal = Journal(folder, incarnation, task.result_schema)
+        self._journal = Journal(folder, incarnation, task.result_schema, source.keep_digests)
         self._retry = retry_of(incarnation)
         self._chosen = stored_positions(folder, self._retry, where=RETRY_FOLDER) if self._retry else None
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
@@ -446,6 +446,8 @@ def last_words(error: BaseException) -> Failed:
     if isinstance(error, BatchinfError):
         was_killed = isinstance(error, EngineDeadError) and error.was_killed
         return Failed(type(error).__name__, str(error), error.exit_code, was_killed)
+    if (words := memory_words(error)) is not None:
+        return Failed(type(error).__name__, words, UserError.exit_code)
     if isinstance(error, OSError) and error.errno in LASTING:
         return Failed(DISK_ERROR, disk_error(error), OutputError.exit_code)
     if isinstance(error, OSError) and error.filename is not None:

@@ -189,7 +189,8 @@ class Tried:
 class Failed:
     """From a replica, last: why it ends. cause: a line that a user can act on.
 
-    error_type: DISK_ERROR if it cannot write and no restart helps. was_killed: a signal from outside ended its engine.
+    error_type: DISK_ERROR if it cannot write, DriftError if the input has changed: no restart helps then. was_killed: a
+    signal from outside ended its engine.
     """
 
     error_type: str

@@ -10,7 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from batchinf.base import faults
-from batchinf.base.errors import BatchinfError, EngineStartError, HopelessJob, Interrupted, OutputError
+from batchinf.base.errors import (
+    BatchinfError,
+    DriftError,
+    EngineStartError,
+    HopelessJob,
+    Interrupted,
+    OutputError,
+    UserError,
+)
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Platforms, kept_as
@@ -32,6 +40,8 @@ from batchinf.schedule.shards import PendingShards
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
+# Errors of a replica that no restart mends.
+_FATAL: dict[str, type[UserError]] = {DISK_ERROR: OutputError, DriftError.__name__: DriftError}
 
 
 class Coordinator:
@@ -73,13 +83,14 @@ class Coordinator:
         self._platforms = platforms
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
-        # From the first replica that found the disk full. The others would report the same.
-        self._disk_error = ""
+        # From the first replica that found the disk full or the input changed. The others would report the same.
+        self._fatal: UserError | None = None
 
     def run(self) -> None:
         """Run until every shard is committed.
 
-        Raises Interrupted, HopelessJob, EngineStartError, or OutputError if the disk is full.
+        Raises Interrupted, HopelessJob, EngineStartError, OutputError if the disk is full, or DriftError if the input
+        has changed.
         """
         with on_stop_signals():
             try:
@@ -97,7 +108,7 @@ class Coordinator:
             self._show("done", force=True)
 
     def _work(self) -> None:
-        while not self._is_finished and not self.requests and not self._disk_error:
+        while not self._is_finished and not self.requests and not self._fatal:
             self._turn()
         is_asked = bool(self.requests)
         if is_asked and not self._is_finished:
@@ -106,8 +117,8 @@ class Coordinator:
                 f"{self.requests.name}: finishing what can be finished in {drain_s:.0f} s; Ctrl-C to stop at once"
             )
         self._end_replicas(drains=is_asked)
-        if not self._is_finished and self._disk_error:
-            raise OutputError(self._disk_error)
+        if not self._is_finished and self._fatal:
+            raise self._fatal
         if not self._is_finished:
             raise Interrupted(f"stopped on {self.requests.name}")
 
@@ -133,7 +144,7 @@ class Coordinator:
             return
         self._note_ended(self._fleet.reap())
         self._judge()
-        if self._fleet.is_spent and not self._is_finished and not self._disk_error:
+        if self._fleet.is_spent and not self._is_finished and not self._fatal:
             self._give_up()
         self._assignment.assign()
         self._show(self._state())
@@ -262,8 +273,9 @@ class Coordinator:
                 self._manifest.event(
                     kept_as, kept_as=kept_as, replica=replica, incarnation=end.incarnation, **step.fields()
                 )
-            if end.replica.failed is not None and end.replica.failed.error_type == DISK_ERROR:
-                self._disk_error = self._disk_error or end.cause
+            failed = end.replica.failed
+            if failed is not None and failed.error_type in _FATAL:
+                self._fatal = self._fatal or _FATAL[failed.error_type](end.cause)
             elif not end.was_asked:
                 cause = end.cause if end.out_of_memory is None else end.out_of_memory.words
                 more = f"; {suspicion}" if suspicion else ""

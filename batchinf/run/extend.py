@@ -66,6 +66,7 @@ def add_extent(job: Job, file: SpecFile, state: State, manifest: Manifest, num_r
     if job.spec.input.selects:
         num_rows = total_rows(state.extents) + choice.num_rows
         manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=num_rows, num_input_rows=job.source.num_rows)
+    job.source.keep_digests()
     faults.point("extend.before_line")
     manifest.extent(extent, job.source.fingerprint, {"limit": job.spec.input.limit})
     manifest.commit()

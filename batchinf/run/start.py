@@ -207,6 +207,7 @@ def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | Non
         journal.drop(job.folder, shard)
     header, extent = new_header(job, num_replicas, choice, job_id)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
+    job.source.keep_digests()
     manifest.header(header)
     manifest.extent(extent, job.source.fingerprint)
     if job.spec.input.selects:

@@ -10,7 +10,7 @@ import fcntl
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
@@ -19,22 +19,24 @@ import xxhash
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder, create, naming
-from batchinf.source.files import BLOCK_BYTES, InputFile
+from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class FileFindings:
     """The results of a file's scan. schema: of this file alone; a JSON column has `JSON_MARK`.
 
-    num_bytes: of the decompressed content, if the format lets rows be appended.
+    num_bytes: of the decompressed content, if the format lets rows be appended. ranges: that were read, each with its
+    digest, if `hash` does not cover them.
     """
 
     hash: str
     num_rows: int
     schema: pa.Schema
     num_bytes: int = 0
+    ranges: tuple[ReadRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +53,29 @@ class FileEntry:
     """One input file and the results of its scan.
 
     `hash` covers the decompressed content. For Parquet it covers the file's size and the footer, which has sizes,
-    statistics and offsets of every column chunk. `artifacts` by role: `offsets` and `blanks` (int64, see
-    `formats/lines.py`), `lines` (a decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each
-    Arrow batch, then the row count), `content` (a copy of a remote file). `size` and `mtime_ns` are the file's stamp;
-    the stamp of a remote file has other numbers.
+    statistics and offsets of every column chunk; `ReadDigests` has the digests of the chunks that were read, under the
+    number `content`. `artifacts` by role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (see
+    `BlockDigests`), `lines` (a decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow
+    batch, then the row count), `content` (a copy of a remote file). `size`, `mtime_ns` and `inode` are the file's
+    stamp; the stamp of a remote file has other numbers.
     """
 
     path: str
     format: str
     size: int
     mtime_ns: int
+    inode: int
     hash: str
     num_rows: int
     schema: str
     artifacts: Mapping[str, Artifact]
     num_bytes: int  # see `FileFindings`
+    content: int
+
+    @property
+    def stamp(self) -> Stamp:
+        """See `InputFile.stamp`."""
+        return self.size, self.mtime_ns, self.inode
 
     def arrow_schema(self) -> pa.Schema:
         """The columns of this file alone; a JSON column has `JSON_MARK`."""
@@ -162,6 +172,7 @@ class Scratch:
         self._cache = cache
         self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode())
         self._files: dict[str, IO[bytes]] = {}
+        self.fetched: tuple[ReadRange, ...] = ()  # the whole of a remote file
 
     def __enter__(self) -> "Scratch":
         return self
@@ -183,11 +194,13 @@ class Scratch:
 
     def fetch(self, file: InputFile) -> InputFile:
         """Copy a remote file; the copy has the role `content`."""
-        copy = self.create("content")
+        copy, digest = self.create("content"), xxhash.xxh3_64()
         with file.open() as stream:
             while block := stream.read(BLOCK_BYTES):
+                digest.update(block)
                 copy.write(block)
         copy.flush()
+        self.fetched = ((0, copy.tell(), digest.intdigest()),)
         return InputFile(file.name, os.fspath(self._cache.path(self._temporary("content"))))
 
     def drop(self, role: str) -> None:
@@ -200,8 +213,13 @@ class Scratch:
         """The roles of the files that are not empty."""
         return {role for role, stream in self._files.items() if stream.tell()}
 
-    def publish(self, content_hash: str) -> dict[str, Artifact]:
-        """Make the non-empty files durable. Their names have the input's hash, so they never change."""
+    def publish(self, content_hash: str, ranges: Sequence[ReadRange] = ()) -> dict[str, Artifact]:
+        """Make the non-empty files durable. Their names have a hash of the input's content, so they never change.
+
+        ranges: that were read, if `content_hash` does not cover them.
+        """
+        if ranges:
+            content_hash = xxhash.xxh3_128_hexdigest(json.dumps([content_hash, sorted(ranges)]).encode())
         artifacts = {}
         for role, stream in self._files.items():
             if not stream.tell():

@@ -2,6 +2,7 @@
 
 import io
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -14,6 +15,10 @@ from batchinf.base.errors import InputError
 BLOCK_BYTES = 1 << 20  # read at once
 MAX_LINE_BYTES = 64 << 20  # a longer line or CSV field is an error row and is never held in memory
 LINE_ENDS = (b"\n", b"\r\n")
+_TICK_NS = 20_000_000  # Linux sets mtimes by a clock that ticks every 1 to 10 ms
+
+Stamp = tuple[int, int, int]  # see `stamp`
+ReadRange = tuple[int, int, int]  # of a file: first byte, number of bytes, and their xxh3-64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,8 @@ class InputFile:
         """Whether its content has to be fetched. Such a file is read once, from beginning to end."""
         return False
 
-    def stamp(self) -> tuple[int, int]:
-        """Two numbers. If both are unchanged, the content is unchanged."""
+    def stamp(self) -> Stamp:
+        """Three numbers. If all are unchanged, the content is unchanged."""
         return stamp(self.path)
 
     def open(self) -> io.BufferedReader:
@@ -54,10 +59,30 @@ class InputFile:
             ) from error
 
 
-def stamp(path: str) -> tuple[int, int]:
-    """Size in bytes and mtime in nanoseconds."""
-    stat = os.stat(path)
-    return stat.st_size, stat.st_mtime_ns
+def stamp(path: str) -> Stamp:
+    """Size in bytes, mtime in nanoseconds, and inode."""
+    return stamp_of(os.stat(path))
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """See `stamp`."""
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def settled_stamp(path: str) -> Stamp:
+    """The stamp, once a later change of the file is sure to change it. Waits if the file has just been changed."""
+    found = stamp(path)
+    if 0 <= time.time_ns() - found[1] < _TICK_NS:
+        time.sleep(_TICK_NS / 1e9)
+        found = stamp(path)
+    return found
+
+
+def refuse_utf16(file: InputFile, head: bytes) -> None:
+    """Raise InputError if a file of text begins like UTF-16: with its mark, or with ASCII of two bytes each."""
+    is_wide = len(head) >= 4 and any(head[i] and head[i + 2] and not head[1 - i] and not head[3 - i] for i in (0, 1))
+    if is_wide or head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{file.name} is UTF-16; save it as UTF-8")
 
 
 def open_input(file: InputFile) -> BinaryIO:

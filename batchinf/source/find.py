@@ -28,6 +28,12 @@ def is_dataset(input: InputLocation) -> bool:
 def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     """The files of a file, glob or folder, sorted by name, and their one format."""
     path = os.path.expanduser(input.path)
+    is_plain = os.path.isfile(path) or os.path.isdir(path)
+    # The files in /proc and /dev/fd are others for each process.
+    if path.startswith(("/dev/", "/proc/")) or (os.path.exists(path) and not is_plain):
+        raise InputError(
+            f"{input.path} is a pipe or a device; a job reads its input more than once, so write the rows to a file"
+        )
     if os.path.isfile(path):
         files = [InputFile(os.path.basename(path), os.path.abspath(path))]
     elif os.path.isdir(path):

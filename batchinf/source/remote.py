@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from batchinf.base.errors import BatchinfError, InputError
-from batchinf.source.files import InputFile, InputLocation
+from batchinf.source.files import InputFile, InputLocation, Stamp
 from batchinf.source.find import data_files, one_format
 from batchinf.source.formats.base import FileFormat
 
@@ -44,12 +44,12 @@ class RemoteFile(InputFile):
         """See `InputFile`."""
         return True
 
-    def stamp(self) -> tuple[int, int]:
-        """The size and a number for the version, or `UNKNOWN`; see `InputFile`."""
+    def stamp(self) -> Stamp:
+        """The size, a number for the version, and 0; `UNKNOWN` for what is not known. See `InputFile`."""
         info = self.info if _version(self.info) is not None else self._fresh_info()
         return _stamp(info)
 
-    def fresh_stamp(self) -> tuple[int, int]:
+    def fresh_stamp(self) -> Stamp:
         """The stamp as it is now; `stamp` may be as old as the listing."""
         return _stamp(self._fresh_info())
 
@@ -186,10 +186,10 @@ def _version(info: Mapping[str, Any]) -> str | None:
     return next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key) not in (None, "")), None)
 
 
-def _stamp(info: Mapping[str, Any]) -> tuple[int, int]:
+def _stamp(info: Mapping[str, Any]) -> Stamp:
     size, version = info.get("size"), _version(info)
     number = UNKNOWN if version is None else xxhash.xxh3_64_intdigest(version.encode()) >> 1
-    return UNKNOWN if size is None else int(size), number
+    return UNKNOWN if size is None else int(size), number, 0
 
 
 @contextlib.contextmanager

@@ -15,12 +15,14 @@ import pyarrow as pa
 from batchinf.base.errors import DriftError, InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import read_record, schema_of, write_record
+from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, spans
 from batchinf.source.formats.huggingface import open_dataset
 from batchinf.source.formats.registry import file_format
 from batchinf.source.remote import find_remote, is_url
+from batchinf.source.types import Lost
 from batchinf.source.versions import (
     InputVersion,
     ScannedFile,
@@ -58,8 +60,9 @@ def open_source(
 ) -> "Source":
     """The rows of `input`. The folder `cache` keeps the results of the scan.
 
-    Opening again reads only metadata: a file is trusted while its path, size and mtime are unchanged. Several processes
-    may open one input with one cache at the same time. Raises `InputError` if there is nothing to read or no row.
+    Opening again reads only metadata: a file is trusted while its path, size, mtime and inode are unchanged. Several
+    processes may open one input with one cache at the same time. Raises `InputError` if there is nothing to read or no
+    row.
 
     taken: fingerprints of the versions that a job has, the latest last. Their rows keep their positions, even if files
     were renamed; `new` says what happens to new files and rows. Raises `DriftError` if known files are changed or gone.
@@ -78,22 +81,25 @@ def _of_dataset(input: InputLocation, cache: Folder) -> "Source":
 
 def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: NewRows) -> "Source":
     cache.make()
+    digests = ReadDigests(cache)
     versions = load_versions(cache, taken[-1]) if taken else None
     if versions is None and len(set(taken)) > 1:
         path = record_path(cache, taken[-1])
         raise InputError(f"{path} is gone or damaged, which says where each row is; put it back as it was")
     if versions is None:
         format, files = _find(input)
-        version, scanned = first_version(format, files, cache)
+        version, scanned = first_version(format, files, cache, digests)
         versions = [version]
     else:
-        format, versions, scanned = _again(input, cache, versions, new)
+        format, versions, scanned = _again(input, cache, digests, versions, new)
     if input.is_shuffled and new != "ignore":
-        scanned = {number: (file, spooled(file, entry, format, cache)) for number, (file, entry) in scanned.items()}
+        scanned = {
+            number: (file, spooled(file, entry, format, cache, digests)) for number, (file, entry) in scanned.items()
+        }
     save_version(cache, versions[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
-    return _assembled(format, versions, scanned, cache)
+    return _assembled(format, versions, scanned, cache, digests)
 
 
 def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
@@ -120,7 +126,7 @@ def _asked(input: InputLocation) -> dict[str, object]:
 
 
 def _again(
-    input: InputLocation, cache: Folder, versions: list[InputVersion], new: NewRows
+    input: InputLocation, cache: Folder, digests: ReadDigests, versions: list[InputVersion], new: NewRows
 ) -> tuple[FileFormat, list[InputVersion], dict[int, ScannedFile]]:
     """The files of these versions, and of a new version if `new` is `take`."""
     known, known_format = latest_ranges(versions), file_format(versions[-1].format)
@@ -133,7 +139,7 @@ def _again(
     format, files = _find(input)
     if format is not known_format:
         raise DriftError(f"{input.path} is {format.name}, but the job in the output folder has {versions[-1].format}")
-    compared = compare_files(known, files, format, cache, scans_new=new == "take")
+    compared = compare_files(known, files, format, cache, digests, scans_new=new == "take")
     refuse_changes(compared, input.path, takes_new=new != "refuse")
     found = next_version(versions[-1], known, compared, format) if new == "take" else None
     if found is None:
@@ -142,17 +148,23 @@ def _again(
 
 
 def _assembled(
-    format: FileFormat, versions: Sequence[InputVersion], scanned: Mapping[int, ScannedFile], cache: Folder
+    format: FileFormat,
+    versions: Sequence[InputVersion],
+    scanned: Mapping[int, ScannedFile],
+    cache: Folder,
+    digests: ReadDigests,
 ) -> "Source":
     schemas = [schema_of(version.schema) for version in versions]
+    own = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
+    digests.cover([(file, e.stamp, functools.partial(format.is_same, file, e, digests)) for file, e in own])
     openers, runs = [], []
     for version, schema in zip(versions, schemas, strict=True):
         for added in version.added:
             file, entry = scanned[added.file]
             file = local_copy(file, entry, cache)
-            openers.append(functools.partial(format.reader, file, entry, schemas[-1], schema, cache))
+            openers.append(functools.partial(format.reader, file, entry, schemas[-1], schema, cache, digests))
             runs.append((added.first_row, added.stop_row))
-    return Source(openers, runs, schemas, [version.fingerprint for version in versions])
+    return Source(openers, runs, schemas, [version.fingerprint for version in versions], digests)
 
 
 class Source:
@@ -173,8 +185,10 @@ class Source:
         runs: Sequence[tuple[int, int]],
         schemas: Sequence[pa.Schema],
         fingerprints: Sequence[str],
+        digests: ReadDigests | None = None,
     ) -> None:
-        """runs: for each opener's reader, the first row to read and the one after the last."""
+        """runs: for each opener's reader, the first row to read and the one after the last. digests: of the readers."""
+        self._digests = digests
         self._readers = Recent[int, Reader](OPEN_FILES, lambda i: openers[i](), lambda reader: reader.close())
         self._offsets = [start for start, _ in runs]
         self._firsts = [0, *itertools.accumulate(stop - start for start, stop in runs)]
@@ -191,25 +205,37 @@ class Source:
                 records += reader.records(first, last, columns)
         return [Row(start + i, values, error) for i, (values, error) in enumerate(records)]
 
-    def read_columns(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+    def read_columns(
+        self, start: int, stop: int, columns: Sequence[str], lost: dict[int, str] | None = None
+    ) -> pa.Table:
         """`stop - start` rows as a table with the types of `schema`; null if a record is broken or lacks the column.
 
-        Lone surrogates, which Arrow cannot hold, become `?`. Raises `KeyError` for a column that `schema` lacks.
+        lost: gets the positions of rows with a value that its type cannot hold, and why; the value is then null. None:
+        raise InputError. In text, lone surrogates become `?` and bytes that are not UTF-8 become U+FFFD; these rows are
+        in `lost`, too, but raise nothing. Raises `KeyError` for a column that `schema` lacks.
         """
         schema = pa.schema([self.schema.field(name) for name in columns])
+        tables = []
         with self._turn:
-            tables = [reader.table(first, last, columns) for reader, first, last in self._spans(start, stop)]
+            for reader, first, last in self._spans(start, stop):
+                own = None if lost is None else Lost()
+                tables.append(reader.table(first, last, columns, own))
+                if lost is not None and own:
+                    lost.update({start + row - first: reason for row, reason in own.items()})
+                start += last - first
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
     def read_rows(self, positions: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> list[Row]:
         """Rows at these positions, int64, ascending; see `read`. Adjacent rows are read together."""
         return [row for start, stop in _runs(positions) for row in self.read(start, stop, columns)]
 
-    def columns_of(self, positions: npt.NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+    def columns_of(
+        self, positions: npt.NDArray[np.int64], columns: Sequence[str], lost: dict[int, str] | None = None
+    ) -> pa.Table:
         """Rows at these positions, int64, ascending; see `read_columns`."""
         if not len(positions):
             return self.read_columns(0, 0, columns)
-        return pa.concat_tables([self.read_columns(start, stop, columns) for start, stop in _runs(positions)])
+        return pa.concat_tables([self.read_columns(start, stop, columns, lost) for start, stop in _runs(positions)])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Reader, int, int]]:
         if not 0 <= start <= stop <= self.num_rows:
@@ -217,6 +243,14 @@ class Source:
         for i, first, last in spans(self._firsts, start, stop):
             offset = self._offsets[i]
             yield self._readers.get(i), offset + first, offset + last
+
+    def keep_digests(self) -> None:
+        """Make the digests of all that was read durable. Call it before anything durable is made of the rows.
+
+        Raises DriftError if a file has changed since it was read.
+        """
+        if self._digests is not None:
+            self._digests.keep()
 
     def close(self) -> None:
         """Close the files; the source is not read afterwards."""

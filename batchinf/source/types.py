@@ -6,7 +6,7 @@ A type is None if no Arrow type holds all values unchanged. `MixedTypes` says wh
 import enum
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -49,7 +49,7 @@ def settled_schema(schemas: Iterable[pa.Schema], mixed: MixedTypes) -> pa.Schema
     for field in itertools.chain.from_iterable(schemas):
         found = None if is_json_column(field) else field.type
         known = types.get(field.name, found)
-        types[field.name] = both = _merge(known, found)
+        types[field.name] = both = _merge(known, found, by_value=mixed is MixedTypes.REFUSED)
         if both is None and mixed is MixedTypes.REFUSED:
             both_types = f"{known} in one file and {found} in another"
             raise InputError(f"column {field.name!r} is {both_types}; write the files with one type")
@@ -59,7 +59,8 @@ def settled_schema(schemas: Iterable[pa.Schema], mixed: MixedTypes) -> pa.Schema
 def _settled_field(name: str, type: pa.DataType | None, mixed: MixedTypes) -> pa.Field:
     if mixed is MixedTypes.JSON and (type is None or _has_empty_struct(type)):
         return _json_field(name)
-    return pa.field(name, pa.string() if type is None else _plain(type, null=pa.string()))
+    leaves = _SETTLED if mixed is MixedTypes.REFUSED else {**_SETTLED, _NARROW: pa.int64()}
+    return pa.field(name, pa.string() if type is None else _plain(type, leaves))
 
 
 def _has_empty_struct(type: pa.DataType) -> bool:  # Parquet cannot hold one
@@ -67,17 +68,43 @@ def _has_empty_struct(type: pa.DataType) -> bool:  # Parquet cannot hold one
     return (pa.types.is_struct(type) and not children) or any(map(_has_empty_struct, children))
 
 
-def _merge(a: pa.DataType | None, b: pa.DataType | None) -> pa.DataType | None:
-    """A type that holds both (null fits any type, int64 fits float64, structs join their fields), or None."""
+def _merge(a: pa.DataType | None, b: pa.DataType | None, *, by_value: bool = False) -> pa.DataType | None:
+    """A type that holds all values of both (null fits any type, structs join their fields), or None.
+
+    by_value: floats may stand for wide integers, and nanoseconds for all times, because each value is checked when it
+    is cast.
+    """
     if a is None or b is None:
         return None
     if a.equals(b):
         return b
     schemas = [pa.schema([("", a)]), pa.schema([("", b)])]
     try:
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        both = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
         return None
+    return both if all(_holds(both, own, by_value=by_value) for own in (a, b)) else None
+
+
+def _holds(type: pa.DataType, own: pa.DataType, *, by_value: bool) -> bool:
+    """Whether values of `own` fit the type that Arrow promotes them to. Arrow makes int64 of uint64, for example."""
+    if own.equals(type) or pa.types.is_null(own):
+        return True
+    if pa.types.is_struct(own):
+        fields = [(type.field(field.name).type, field.type) for field in own]
+        return all(_holds(*types, by_value=by_value) for types in fields)
+    if own.num_fields:  # lists and maps
+        children = [(type.field(i).type, own.field(i).type) for i in range(own.num_fields)]
+        return all(_holds(*types, by_value=by_value) for types in children)
+    if pa.types.is_decimal(type) and (pa.types.is_integer(own) or pa.types.is_decimal(own)):
+        num_digits, scale = _DIGITS.get(own) or (own.precision - own.scale, own.scale)
+        return bool(type.precision - type.scale >= num_digits and type.scale >= scale)
+    if pa.types.is_integer(own) and pa.types.is_integer(type):
+        num_bits = own.bit_width + (pa.types.is_signed_integer(type) and pa.types.is_unsigned_integer(own))
+        return bool(type.bit_width >= num_bits)
+    if pa.types.is_floating(type):
+        return by_value or own.bit_width < 64 if pa.types.is_integer(own) else pa.types.is_floating(own)
+    return True
 
 
 def refuse_twins(names: Sequence[str], file_name: str) -> None:
@@ -90,29 +117,57 @@ def refuse_twins(names: Sequence[str], file_name: str) -> None:
 # -- plain types -----------------------------------------------------------------------------------------------------
 
 
+_PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+_SETTLED = {**_PLAIN, _NULL: pa.string()}
+# In the schema of one file without types: integers that float64 holds, too. Wider ones are int64.
+_NARROW, _NARROW_MAX = pa.int32(), 2**53
+# Decimal digits before and behind the point.
+_DIGITS = {
+    pa.int8(): (3, 0), pa.int16(): (5, 0), pa.int32(): (10, 0), pa.int64(): (19, 0),
+    pa.uint8(): (3, 0), pa.uint16(): (5, 0), pa.uint32(): (10, 0), pa.uint64(): (20, 0),
+}  # fmt: skip
+
+
 def plain_schema(schema: pa.Schema) -> pa.Schema:
     """The columns with their plain types, without metadata."""
     return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
 
 
-def _plain(type: pa.DataType, null: pa.DataType = _NULL) -> pa.DataType:
-    """The type without dictionaries, views and extension types, and with `null` instead of the null type."""
+def _plain(type: pa.DataType, leaves: Mapping[pa.DataType, pa.DataType] = _PLAIN) -> pa.DataType:
+    """The type without dictionaries and extension types, and with other types for `leaves`."""
     if isinstance(type, pa.DictionaryType):
-        return _plain(type.value_type, null)
+        return _plain(type.value_type, leaves)
     if isinstance(type, pa.BaseExtensionType):
-        return _plain(type.storage_type, null)
+        return _plain(type.storage_type, leaves)
     if isinstance(type, pa.ListType):
-        return pa.list_(_plain(type.value_type, null))
+        return pa.list_(_plain(type.value_type, leaves))
     if isinstance(type, pa.LargeListType):
-        return pa.large_list(_plain(type.value_type, null))
+        return pa.large_list(_plain(type.value_type, leaves))
     if isinstance(type, pa.StructType):
-        return pa.struct([pa.field(field.name, _plain(field.type, null)) for field in type])
-    return {_NULL: null, pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(type, type)
+        return pa.struct([pa.field(field.name, _plain(field.type, leaves)) for field in type])
+    return leaves.get(type, type)
 
 
 def cast_column(column: Any, type: pa.DataType) -> Any:
-    """An array in another type. Unsafe: a large integer becomes the nearest float if other files have floats."""
-    return column if column.type.equals(type) else column.cast(type, safe=False)
+    """An array in another type. Raises `pa.ArrowInvalid` if a value would change."""
+    return column if column.type.equals(type) else column.cast(type)
+
+
+Lost = dict[int, str]  # by row: why the output cannot have a value of the row as it is
+
+
+def cast_each(column: pa.ChunkedArray, cast: Callable[[Any], Any], type: pa.DataType) -> tuple[Any, dict[int, Any]]:
+    """A column in another type, with null for values that would change, and these by their places."""
+    fitted, lost = [], {}
+    for place in range(len(column)):
+        value = column.slice(place, 1)
+        try:
+            fitted.append(cast(value))
+        except pa.ArrowInvalid:
+            fitted.append(pa.chunked_array([pa.nulls(1, type)]))
+            lost[place] = value[0]
+    chunks = [chunk for one in fitted for chunk in one.chunks]
+    return pa.chunked_array(chunks, type), lost
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -165,8 +220,10 @@ def _settle(values: Iterable[object], depth: int = 0) -> pa.DataType | None:
     kinds = set(map(type, present))
     if kinds <= {int, float} and kinds:
         integers = present if kinds == {int} else [value for value in present if type(value) is int]
-        is_wide = bool(integers) and (min(integers) < -(2**63) or max(integers) >= 2**63)
-        return None if is_wide else pa.int64() if kinds == {int} else pa.float64()
+        least, most = min(integers, default=0), max(integers, default=0)
+        if max(-least, most) <= _NARROW_MAX:
+            return _NARROW if kinds == {int} else pa.float64()
+        return pa.int64() if kinds == {int} and max(-least - 1, most) < 2**63 else None
     if len(kinds) > 1 or depth > MAX_JSON_DEPTH:
         return None
     if kinds == {dict}:
@@ -197,7 +254,10 @@ _EXACT_DIGITS = 15  # float64 holds every integer of so many digits exactly
 
 
 class CsvTypes:
-    """The types of CSV columns: int64 or float64 if that holds each non-empty value exactly, else string."""
+    """The types of CSV columns: int64 or float64 if that holds each non-empty value exactly, else string.
+
+    As with JSON, `settled_schema` makes int64 of all integers.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._kinds: dict[str, set[str]] = {name: set() for name in names}
@@ -234,5 +294,5 @@ def _csv_type(kinds: set[str]) -> pa.DataType:
     if not kinds:
         return pa.null()
     if kinds <= {"integer", "long integer"}:
-        return pa.int64()
+        return _NARROW if kinds == {"integer"} else pa.int64()
     return pa.float64() if kinds <= {"integer", "number"} else pa.string()

@@ -27,7 +27,8 @@ from batchinf.source.cache import (
     schema_text,
     write_record,
 )
-from batchinf.source.files import InputFile, open_input
+from batchinf.source.digests import ReadDigests, Watch, changed
+from batchinf.source.files import InputFile, Stamp, open_input, settled_stamp
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.remote import UNKNOWN, RemoteFile, is_url
 from batchinf.source.types import refuse_twins, settled_schema
@@ -35,11 +36,11 @@ from batchinf.source.types import refuse_twins, settled_schema
 SAVE_BYTES = 1 << 30  # of input: an interrupted scan of many files resumes from the last save
 
 
-def scan_files(files: Sequence[InputFile], format: FileFormat, cache: Folder) -> list[FileEntry]:
-    """The entry of each file: from the cache if path, size and mtime are unchanged, else from a scan.
+def scan_files(files: Sequence[InputFile], format: FileFormat, cache: Folder, digests: ReadDigests) -> list[FileEntry]:
+    """The entry of each file: from the cache if path, size, mtime and inode are unchanged, else from a scan.
 
-    If only path or mtime differ, the file is hashed, and scanned only if the hash differs. Several processes may call
-    this with one cache: one works under a lock, and the others find its result.
+    If the size is the same, the file's content is compared first, and scanned only if it differs. Several processes may
+    call this with one cache: one works under a lock, and the others find its result.
     """
     cache.make()
     known = load_entries(cache)
@@ -48,24 +49,26 @@ def scan_files(files: Sequence[InputFile], format: FileFormat, cache: Folder) ->
     if len(found) == len(files):
         return found
     with locked(cache):
-        return _scan_alone(files, format, cache)
+        return _scan_alone(files, format, cache, digests)
 
 
-def _scan_alone(files: Sequence[InputFile], format: FileFormat, cache: Folder) -> list[FileEntry]:
+def _scan_alone(files: Sequence[InputFile], format: FileFormat, cache: Folder, digests: ReadDigests) -> list[FileEntry]:
     known = load_entries(cache)
     entries: dict[str, FileEntry] = {}
     unsaved_bytes = 0
     trusted = {file.name: _trusted(file, format, known.get(file.name), cache) for file in files}
     format.refuse_crashing([file for file in files if trusted[file.name] is None and not file.is_remote])
     for file in files:
-        entry = trusted[file.name] or _unchanged(file, format, known.get(file.name), cache)
+        entry = trusted[file.name] or _unchanged(file, format, known.get(file.name), cache, digests)
         if entry is None:
-            entry = _scan(file, format, cache)
+            entry = _scan(file, format, cache, digests)
             unsaved_bytes += max(0, entry.size)
         entries[file.name] = entry
         if unsaved_bytes > SAVE_BYTES:
+            digests.keep()
             save_entries(cache, {**known, **entries})
             unsaved_bytes = 0
+    digests.keep()
     # Other entries stay: `files` may be only some of the job's files.
     save_entries(cache, {**known, **entries})
     return list(entries.values())
@@ -75,20 +78,24 @@ def _trusted(file: InputFile, format: FileFormat, entry: FileEntry | None, cache
     if entry is None or (entry.path, entry.format) != (file.path, format.name):
         return None
     stamp = file.stamp()
-    is_same = UNKNOWN not in stamp and stamp == (entry.size, entry.mtime_ns) and is_whole(entry, cache)
+    is_same = UNKNOWN not in stamp and stamp == entry.stamp and is_whole(entry, cache)
     return entry if is_same else None
 
 
-def _unchanged(file: InputFile, format: FileFormat, entry: FileEntry | None, cache: Folder) -> FileEntry | None:
+def _unchanged(
+    file: InputFile, format: FileFormat, entry: FileEntry | None, cache: Folder, digests: ReadDigests
+) -> FileEntry | None:
     if entry is None or entry.format != format.name or not is_whole(entry, cache):
         return None
-    size, mtime_ns = file.stamp()
-    if size != entry.size or format.content_hash(file) != entry.hash:
+    if not format.hashes_all and not digests.has(entry.content):
+        return None  # nothing of it was read, so it may be any file
+    size, mtime_ns, inode = stamp = _stamp_now(file)
+    if size != entry.size or not format.is_same(file, entry, digests) or _stamp_now(file) != stamp:
         return None
-    return replace(entry, path=file.path, mtime_ns=mtime_ns)
+    return replace(entry, path=file.path, mtime_ns=mtime_ns, inode=inode)
 
 
-def _scan(file: InputFile, format: FileFormat, cache: Folder) -> FileEntry:
+def _scan(file: InputFile, format: FileFormat, cache: Folder, digests: ReadDigests) -> FileEntry:
     if not file.is_remote:
         open_input(file).close()
     before, stamp = _stamp_now(file), file.stamp()
@@ -104,12 +111,19 @@ def _scan(file: InputFile, format: FileFormat, cache: Folder) -> FileEntry:
             raise InputError(f"{file.name} changed while it was read; start again once it is complete")
         if {"content", "rows"} <= scratch.roles:
             scratch.drop("content")
-        artifacts = scratch.publish(found.hash)
+        ranges = (*found.ranges, *scratch.fetched)
+        artifacts = scratch.publish(found.hash, ranges)
+    # The same for each process that scans the same content, and another one for content that replaces it.
+    content = xxhash.xxh3_64_intdigest(json.dumps([file.name, stamp, found.hash]).encode()) >> 1
+    if not digests.note(content, ranges):
+        raise changed(file.name)
     schema = schema_text(found.schema)
-    return FileEntry(file.path, format.name, *stamp, found.hash, found.num_rows, schema, artifacts, found.num_bytes)
+    return FileEntry(
+        file.path, format.name, *stamp, found.hash, found.num_rows, schema, artifacts, found.num_bytes, content
+    )
 
 
-def spooled(file: InputFile, entry: FileEntry, format: FileFormat, cache: Folder) -> FileEntry:
+def spooled(file: InputFile, entry: FileEntry, format: FileFormat, cache: Folder, digests: ReadDigests) -> FileEntry:
     """The entry of a file whose rows are read in any order. Adds a copy if rows are slow to read one by one."""
     if not format.is_slow_by_row(entry) or not entry.num_rows:
         return entry
@@ -119,11 +133,17 @@ def spooled(file: InputFile, entry: FileEntry, format: FileFormat, cache: Folder
         if other is not None and other.hash == entry.hash and not format.is_slow_by_row(other):
             return other
         with Scratch(cache, file, format.name) as scratch:
+            local = local_copy(file, entry, cache)
+            trusted = entry.stamp if local == file else local.stamp()
+            watch = Watch(file.name, [local.path], [trusted], lambda: format.is_same(local, entry, digests))
             try:
-                format.spool(local_copy(file, entry, cache), scratch)
+                ranges = watch.read(lambda: format.spool(local, scratch))
             except (ValueError, LookupError, TypeError, pa.ArrowException) as error:
                 raise _damaged(file, format, error) from error
-            made = scratch.publish(entry.hash)
+            if not digests.note(entry.content, ranges):
+                raise changed(file.name)
+            digests.keep()
+            made = scratch.publish(entry.hash, ranges)
         entry = replace(entry, artifacts={**entry.artifacts, **made})
         save_entries(cache, {**known, file.name: entry})
     return entry
@@ -135,8 +155,8 @@ def local_copy(file: InputFile, entry: FileEntry, cache: Folder) -> InputFile:
     return file if copy is None else InputFile(file.name, str(cache.path(copy.name)))
 
 
-def _stamp_now(file: InputFile) -> tuple[int, int]:
-    return file.fresh_stamp() if isinstance(file, RemoteFile) else file.stamp()
+def _stamp_now(file: InputFile) -> Stamp:
+    return file.fresh_stamp() if isinstance(file, RemoteFile) else settled_stamp(file.path)
 
 
 def _local(file: InputFile, format: FileFormat, scratch: Scratch) -> InputFile:
@@ -160,13 +180,14 @@ VERSIONS_FOLDER = "versions"
 class FileRange:
     """Consecutive rows of a file.
 
-    file: its number in the job, from 0, the same in each version that added rows of it. hash, num_bytes: of its whole
-    content in that version, which has `stop_row` rows.
+    file: its number in the job, from 0, the same in each version that added rows of it. hash, num_bytes, content: of
+    its whole content in that version, which has `stop_row` rows; see `FileEntry`.
     """
 
     file: int
     name: str
     hash: str
+    content: int
     num_bytes: int
     first_row: int
     stop_row: int
@@ -197,13 +218,13 @@ class InputVersion:
 
 
 def save_version(cache: Folder, version: InputVersion) -> None:
-    """Write a version's record unless there is one."""
-    name = _name(version.fingerprint)
-    if read_record(cache, name):
+    """Write a version's record unless it is there."""
+    name, record = _name(version.fingerprint), json.loads(json.dumps(asdict(version)))
+    if read_record(cache, name) == record:
         return
     cache.make(VERSIONS_FOLDER)
     faults.point("input_version.before_record")
-    write_record(cache, name, json.loads(json.dumps(asdict(version))))
+    write_record(cache, name, record)
     faults.point("input_version.after_record")
 
 
@@ -272,13 +293,10 @@ def from_cache(known: Sequence[FileRange], cache: Folder) -> dict[int, ScannedFi
     A remote file's copy counts as the file; the remote system is not asked.
     """
     entries = load_entries(cache)
-    by_hash = {entry.hash: (name, entry) for name, entry in entries.items()}
+    by_content = {(entry.hash, entry.content): (name, entry) for name, entry in entries.items()}
     found: dict[int, ScannedFile] = {}
     for number, old in enumerate(known):
-        own = entries.get(old.name)
-        name, entry = (old.name, own) if own is not None else ("", None)
-        if entry is None or entry.hash != old.hash:
-            name, entry = by_hash.get(old.hash, ("", None))
+        name, entry = by_content.get((old.hash, old.content), ("", None))
         if entry is None or not _is_there(name, entry) or not is_whole(entry, cache):
             return None
         found[number] = (InputFile(name, entry.path), entry)
@@ -289,23 +307,30 @@ def _is_there(name: str, entry: FileEntry) -> bool:
     if is_url(entry.path):
         return True
     try:
-        return InputFile(name, entry.path).stamp() == (entry.size, entry.mtime_ns)
+        return InputFile(name, entry.path).stamp() == entry.stamp
     except OSError:
         return False
 
 
 def compare_files(
-    known: Sequence[FileRange], files: Sequence[InputFile], format: FileFormat, cache: Folder, *, scans_new: bool
+    known: Sequence[FileRange],
+    files: Sequence[InputFile],
+    format: FileFormat,
+    cache: Folder,
+    digests: ReadDigests,
+    *,
+    scans_new: bool,
 ) -> FileComparison:
     """Compare files with those of a version: first by name and content, then by content alone."""
     compared = FileComparison()
     names = {old.name for old in known}
-    free = _scanned([file for file in files if file.name in names], format, cache)
-    left = _match_by_name(known, free, compared)
+    free = _scanned([file for file in files if file.name in names], format, cache, digests)
+    left = _match(known, free, compared, cache, digests, by_name=True)
     unknown = [file for file in files if file.name not in names]
     if left or scans_new:
-        free.update(_scanned(unknown, format, cache))
-        left = _match_by_content(left, free, compared)
+        free.update(_scanned(unknown, format, cache, digests))
+        left = _match(left, free, compared, cache, digests, by_name=False)
+    _save_contents(compared, cache)
     for old in left:
         scanned = free.get(old.name)
         if scanned is not None and _has_grown(old, *scanned, format, cache):
@@ -321,35 +346,52 @@ def compare_files(
     return compared
 
 
-def _scanned(files: Sequence[InputFile], format: FileFormat, cache: Folder) -> dict[str, ScannedFile]:
-    return {file.name: (file, entry) for file, entry in zip(files, scan_files(files, format, cache), strict=True)}
+def _scanned(
+    files: Sequence[InputFile], format: FileFormat, cache: Folder, digests: ReadDigests
+) -> dict[str, ScannedFile]:
+    entries = scan_files(files, format, cache, digests)
+    return {file.name: (file, entry) for file, entry in zip(files, entries, strict=True)}
 
 
-def _match_by_name(
-    known: Sequence[FileRange], free: dict[str, ScannedFile], compared: FileComparison
+def _match(
+    known: Sequence[FileRange],
+    free: dict[str, ScannedFile],
+    compared: FileComparison,
+    cache: Folder,
+    digests: ReadDigests,
+    *,
+    by_name: bool,
 ) -> list[FileRange]:
-    left = []
-    for old in known:
-        if old.name in free and free[old.name][1].hash == old.hash:
-            compared.unchanged[old.file] = free.pop(old.name)
-        else:
-            left.append(old)
-    return left
+    """Move the files that have the content of known ones from `free` to `compared`. Returns the other known ones.
 
-
-def _match_by_content(
-    known: Sequence[FileRange], free: dict[str, ScannedFile], compared: FileComparison
-) -> list[FileRange]:
+    A file that was scanned anew may stand for a known one of which nothing was read, but only after all others.
+    """
     names = defaultdict[str, list[str]](list)
-    for name in sorted(free, reverse=True):
+    for name in sorted(free):
         names[free[name][1].hash].append(name)
-    left = []
-    for old in known:
-        if alike := names[old.hash]:
-            compared.unchanged[old.file] = free.pop(alike.pop())
+    left = list[FileRange]()
+    for old in known if by_name else sorted(known, key=lambda old: not digests.has(old.content)):
+        alike = [name for name in names[old.hash] if name in free and (name == old.name or not by_name)]
+        for name in sorted(alike, key=lambda name: name != old.name):
+            file, entry = free[name]
+            is_same = entry.content == old.content
+            if not is_same and (not by_name or digests.has(old.content)):
+                is_same = digests.is_same(old.content, local_copy(file, entry, cache).path)
+            if is_same:
+                compared.unchanged[old.file] = free.pop(name)[0], replace(entry, content=old.content)
+                break
         else:
             left.append(old)
-    return left
+    return sorted(left, key=lambda old: old.file)
+
+
+def _save_contents(compared: FileComparison, cache: Folder) -> None:
+    """Store which contents were found again, so that they are not compared once more."""
+    found = {file.name: entry for file, entry in compared.unchanged.values()}
+    known = load_entries(cache)
+    if any(name in known and known[name].content != entry.content for name, entry in found.items()):
+        with locked(cache):
+            save_entries(cache, {**load_entries(cache), **found})
 
 
 def _has_grown(old: FileRange, file: InputFile, entry: FileEntry, format: FileFormat, cache: Folder) -> bool:
@@ -391,10 +433,10 @@ def _said(files: Mapping[str, Sequence[str]]) -> str:
 
 
 def first_version(
-    format: FileFormat, files: Sequence[InputFile], cache: Folder
+    format: FileFormat, files: Sequence[InputFile], cache: Folder, digests: ReadDigests
 ) -> tuple[InputVersion, dict[int, ScannedFile]]:
     """The version of a new job: all files."""
-    scanned = dict(enumerate(zip(files, scan_files(files, format, cache), strict=True)))
+    scanned = dict(enumerate(zip(files, scan_files(files, format, cache, digests), strict=True)))
     added = tuple(_added(number, *scanned[number], 0) for number in scanned)
     return InputVersion(None, format.name, _settled(scanned, format), added), scanned
 
@@ -416,7 +458,7 @@ def next_version(
 
 
 def _added(number: int, file: InputFile, entry: FileEntry, first_row: int) -> FileRange:
-    return FileRange(number, file.name, entry.hash, entry.num_bytes, first_row, entry.num_rows)
+    return FileRange(number, file.name, entry.hash, entry.content, entry.num_bytes, first_row, entry.num_rows)
 
 
 def _settled(scanned: dict[int, ScannedFile], format: FileFormat) -> str:

@@ -265,8 +265,8 @@ class JobSpec(Section):
     """Seconds that running requests have to finish after a request to stop; at most 20 s after SIGTERM."""
     stop_before_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 120.0
     """In a Slurm job: stop this many seconds before its time limit, with exit code 75."""
-    stall_timeout_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 900.0
-    """Restart a replica if its engine makes no step for this many seconds."""
+    stall_timeout_s: Annotated[float, Field(ge=2, le=10**9), RUNTIME] = 900.0
+    """Restart a replica if its engine makes no step for this many seconds. Replicas report their steps every second."""
     max_restarts: Annotated[Whole, RUNTIME] = 3
     """Give up a replica after this many restarts without a finished request between them."""
     on_oom: Annotated[Literal["step_down", "fail"], RUNTIME] = "step_down"

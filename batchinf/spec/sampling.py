@@ -20,7 +20,7 @@ STRUCTURES = ("json", "regex", "choice", "grammar")
 class SamplingSpec(Section):
     """vLLM's sampling parameters under vLLM's names. Unset fields come from the model's generation_config."""
 
-    n: Annotated[Positive, IDENTITY] = 1
+    n: Annotated[int, Field(ge=1, le=16_384), IDENTITY] = 1
     """Samples for each row. Each sample is an output row with its own `sample_index` and seed."""
     temperature: Annotated[float | None, Field(ge=0, le=2), IDENTITY] = None
     """Sampling temperature; 0 is greedy."""

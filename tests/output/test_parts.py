@@ -59,7 +59,10 @@ class Rows:
         table = self.columns_of(np.array([index]), self.schema.names)
         return {name: table.column(name)[0].as_py() for name in self.schema.names}
 
-    def columns_of(self, positions: Any, columns: Sequence[str]) -> pa.Table:
+    def keep_digests(self) -> None:
+        """It has none."""
+
+    def columns_of(self, positions: Any, columns: Sequence[str], lost: dict[int, str] | None = None) -> pa.Table:
         self.reads.append(len(positions))
         rows = positions.tolist()
         arrays = {
@@ -453,7 +456,7 @@ def test_torn_or_altered_parts_are_not_adopted(folder: Folder) -> None:
 
 def test_a_seal_in_the_data_is_not_taken_for_the_file_s_own(folder: Folder) -> None:
     class Forged(Rows):
-        def columns_of(self, positions: Any, columns: Sequence[str]) -> pa.Table:
+        def columns_of(self, positions: Any, columns: Sequence[str], lost: Any = None) -> pa.Table:
             return pa.table({"key": [f"batchinf.seal: {row:032x}" for row in positions]})
 
     spec = make_spec(id_column="key")

@@ -465,3 +465,14 @@ def test_words_about_a_disk(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a").write_text("a file")
     with pytest.raises(OutputError, match=r"cannot create the output folder .*/a/b: "):
         Folder(tmp_path / "a" / "b").make()
+
+
+@needs_tmpfs
+def test_parts_on_another_file_system(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "out").mkdir()
+    spec = jobs.spec_of(tmp_path, parallel=ONE_REPLICA, input={"limit": 5})
+    with mounted(tmp_path / "out" / "parts", *TMPFS):
+        failed = jobs.run("run", spec)
+    assert failed.returncode == 2
+    assert "invalid cross-device link; files are renamed between the folders of a job" in failed.stderr
+    jobs.finish(spec)

@@ -1,5 +1,6 @@
 import json
 import pathlib
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +22,10 @@ from batchinf.source.types import is_json_column
         ([True, None, False], pa.bool_()),
         ([1, -(2**63), 2**63 - 1], pa.int64()),
         ([1, 2.5], pa.float64()),
-        ([2**60 + 1, 2.5], pa.float64()),
+        ([2**53, 2.5], pa.float64()),
+        ([2**53 + 1, 2.5], None),
+        ([-(2**53) - 1, 2.5], None),
+        ([[2**53 + 1], [2.5]], None),
         ([1, 2**63], None),
         ([1.5, -(2**63) - 1], None),
         ([1, True], None),
@@ -112,6 +116,16 @@ def test_csv_types(
     found.close()
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_wide_integers_of_one_file_and_floats_of_another(ending: str, tmp_path: pathlib.Path) -> None:
+    for name, value in (("a", 2**53 + 1), ("b", 0.5), ("c", 7)):
+        line = json.dumps({"x": value}) if ending == "jsonl" else f"x\n{value}\n"
+        (tmp_path / f"{name}.{ending}").write_text(line)
+    found = open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")
+    assert found.read_columns(0, 3, ["x"]).column("x").to_pylist() == [str(2**53 + 1), "0.5", "7"]
+    found.close()
+
+
 def test_columns_beyond_a_bound_stay_in_the_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(types, "MAX_COLUMNS", 3)
     found = open_jsonl(tmp_path, *[{f"x{i}": i} for i in range(5)])
@@ -135,5 +149,34 @@ def test_parquet_files_whose_types_meet(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"x": pa.nulls(1)}), tmp_path / "c.parquet")
     found = open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")
     assert [row.values for row in found.read(0, 3)] == [{"x": 2**60 + 1}, {"x": 0.5, "y": b"b"}, {"x": None}]
-    assert found.read_columns(0, 3, ["y", "x"]).to_pydict() == {"y": [None, b"b", None], "x": [2.0**60, 0.5, None]}
+    lost = dict[int, str]()
+    table = found.read_columns(0, 3, ["y", "x"], lost)
+    assert table.to_pydict() == {"y": [None, b"b", None], "x": [None, 0.5, None]}
+    reason = (
+        "a.parquet: column 'x' has 1152921504606846977 (int64), which double, the column's type over all files, cannot "
+        "hold; write the files with one type"
+    )
+    assert lost == {0: reason}
+    with pytest.raises(InputError, match=re.escape(reason)):
+        found.read_columns(0, 3, ["x"])
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (pa.uint64(), pa.int64()),
+        (pa.uint64(), pa.int8()),
+        (pa.int64(), pa.decimal128(10, 2)),
+        (pa.float64(), pa.decimal128(10, 2)),
+        (pa.list_(pa.uint64()), pa.list_(pa.int64())),
+        (pa.struct([("a", pa.uint64())]), pa.struct([("a", pa.int64())])),
+    ],
+)
+def test_types_that_no_type_holds_together(first: pa.DataType, second: pa.DataType, tmp_path: pathlib.Path) -> None:
+    for name, type in (("a", first), ("b", second)):
+        with pa.ipc.new_file(tmp_path / f"{name}.arrow", pa.schema([("x", type)])) as writer:
+            writer.write_table(pa.table({"x": pa.nulls(1, type)}))
+    message = f"column 'x' is {first} in one file and {second} in another; write the files with one type"
+    with pytest.raises(InputError, match=re.escape(message)):
+        open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")

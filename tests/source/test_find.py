@@ -1,8 +1,10 @@
+import os
 import pathlib
 
 import pytest
 from inputs import refusal
 
+from batchinf.base.errors import InputError
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import open_source
 
@@ -21,6 +23,13 @@ from batchinf.source.rows import open_source
         ({"f/x.jsonl": b"{}", "f/x.csv": b"a"}, InputLocation("f"), "f mixes formats"),
         ({"f/x.md": b"x", "f/_x.csv": b"x", "f/.x.csv": b"x"}, InputLocation("f"), "f has no data file"),
         ({"f/x.csv": b"x"}, InputLocation("f", "jsonl"), "f has no jsonl file"),
+        ({}, InputLocation("/dev/stdin", "jsonl"), "/dev/stdin is a pipe or a device"),
+        ({}, InputLocation("/dev/null", "csv"), "/dev/null is a pipe or a device"),
+        *(
+            ({f"x.{ending}": text.encode(encoding)}, InputLocation(f"x.{ending}"), f"x.{ending} is UTF-16; save it as")
+            for ending, text in (("jsonl", '{"a": 1}\n'), ("csv", "a,b\n1,2\n"), ("txt", "one\ntwo\n"))
+            for encoding in ("utf-16", "utf-16-le", "utf-16-be")
+        ),
     ],
 )
 def test_one_clear_line_for_what_cannot_be_found(
@@ -29,6 +38,12 @@ def test_one_clear_line_for_what_cannot_be_found(
     said = refusal(files, location, tmp_path)
     assert message in said
     assert "\n" not in said
+
+
+def test_a_named_pipe(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(InputError, match=r"x\.jsonl is a pipe or a device; a job reads its input more than once"):
+        open_source(InputLocation(str(tmp_path / "x.jsonl")), tmp_path / "cache")
 
 
 def test_a_folder_that_is_told_its_format(tmp_path: pathlib.Path) -> None:

@@ -102,7 +102,7 @@ class Semicolons(FileFormat):
         prompts = read(file)
         return FileFindings(content_hash(file), len(prompts), pa.schema([("question", pa.string())]))
 
-    def reader(self, file, entry, schema, read_types, cache):
+    def reader(self, file, entry, schema, read_types, cache, digests):
         return Prompts(file, entry, schema)
 
 

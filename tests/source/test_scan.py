@@ -34,6 +34,8 @@ def test_a_touched_file_is_hashed_and_not_read_again(
     (tmp_path / "data").mkdir()
     path, expected = FORMATS[format](tmp_path / "data")
     first = open_source(InputLocation(path), tmp_path / "cache")
+    first.read(0, first.num_rows)  # Parquet of which nothing was read has only its footer to compare, and is scanned
+    first.keep_digests()
     first.close()
     for file in data_files(tmp_path / "data"):
         os.utime(file, ns=(0, 0))

@@ -60,4 +60,4 @@ def test_a_lost_artifact_is_made_again(tmp_path: pathlib.Path) -> None:
         check(found, expected)
         assert file.exists()
         found.close()
-    assert len(lost) == 3
+    assert len(lost) == 4

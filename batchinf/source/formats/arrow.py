@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.source.digests import ReadDigests, Watch
 from batchinf.source.files import InputFile, content_hash
 from batchinf.source.formats.base import (
     ColumnarReader,
@@ -69,7 +70,13 @@ class Arrow(FileFormat):
                 return [dict.fromkeys(pa.ipc.open_stream(mapped).schema.names)]
 
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """See `FileFormat`."""
         return ArrowReader(file, entry, schema, cache)
@@ -137,6 +144,14 @@ def _halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
+def copied(table: pa.Table) -> pa.Table:
+    """A table in memory, without references to a memory map."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.ipc.open_stream(sink.getvalue()).read_all()
+
+
 class ArrowReader(ColumnarReader):
     """A memory-mapped Arrow file: the input itself or its spool."""
 
@@ -145,12 +160,21 @@ class ArrowReader(ColumnarReader):
         self._name = file.name
         rows = entry.artifacts.get("rows")
         self._firsts = map_int64(cache, entry.artifacts["batches"])
+        self._watch: Watch | None = None
+        if rows is None and file.path == entry.path:
+            self._watch = Watch(file.name, [file.path], [entry.stamp], lambda: content_hash(file) == entry.hash)
+            self._watch.check()
         with open(cache.path(rows.name) if rows else file.path, "rb") as opened:
             self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self._reader = pa.ipc.open_file(pa.py_buffer(self._mapped))
         self._num_touched_bytes = 0
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
+        if self._watch is None:
+            return self._mapped_slice(start, stop, columns)
+        return self._watch.read(lambda: copied(self._mapped_slice(start, stop, columns)))
+
+    def _mapped_slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
         schema = pa.schema([self._reader.schema.field(name) for name in columns])
         batches = [
             self._reader.get_batch(i).select(columns).slice(first, last - first)

@@ -15,8 +15,9 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source import files
 from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
-from batchinf.source.files import InputFile
-from batchinf.source.types import MixedTypes, cast_column
+from batchinf.source.digests import ReadDigests
+from batchinf.source.files import InputFile, ReadRange
+from batchinf.source.types import Lost, MixedTypes, cast_column, cast_each
 
 SAMPLED_ROWS = 16  # of a run of `FileFormat.sample`
 MAX_ROWS = 2**40  # of one file; a footer that claims more is damaged
@@ -70,17 +71,19 @@ def _row(table: pa.Table, number: int) -> tuple[dict[str, Any], str | None]:
     return values, None
 
 
-def with_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The column with valid UTF-8: other bytes become the replacement character."""
+def with_text(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, list[int]]:
+    """The column with valid UTF-8: other bytes become the replacement character. The places where that was needed."""
     as_bytes = _as_bytes(column.type)
     if as_bytes.equals(column.type):
-        return column
+        return column, []
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
-        values = [_text(value.as_py(), column.type) for value in column.cast(as_bytes)]
-        return pa.chunked_array([pa.array(values, column.type)])
-    return column
+        stored = column.cast(as_bytes)
+        values = pa.chunked_array([pa.array([_text(value.as_py(), column.type) for value in stored], column.type)])
+        again = values.cast(as_bytes)
+        return values, [i for i in range(len(stored)) if not stored[i].equals(again[i])]
+    return column, []
 
 
 def _text(value: Any, type: pa.DataType) -> Any:
@@ -104,8 +107,12 @@ class Reader(Protocol):
         """Rows with the file's own values. `columns`: None means all; columns that a row lacks are absent."""
         ...
 
-    def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
-        """Rows with the types of the source; null if a record is broken or lacks the column."""
+    def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
+        """Rows with the types of the source; null if a record is broken or lacks the column.
+
+        lost: gets the rows with a value that these types cannot hold; the value is then null, or text with other
+        characters in it. None: raise InputError for such a value, but not for text.
+        """
         ...
 
     def close(self) -> None:
@@ -132,6 +139,8 @@ class FileFormat(InputFormat, abc.ABC):
     may_be_compressed: ClassVar[bool] = True
     # Whether the scan reads a file from beginning to end. If not, a remote file is first copied to the cache.
     is_scanned_in_order: ClassVar[bool] = True
+    # Whether `FileFindings.hash` covers each byte. If not, the ranges that were read count; see `ReadDigests`.
+    hashes_all: ClassVar[bool] = True
 
     @abc.abstractmethod
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
@@ -150,17 +159,29 @@ class FileFormat(InputFormat, abc.ABC):
 
     @abc.abstractmethod
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """A reader for a file that was scanned.
 
         schema: all columns of the source with their present types, for `Reader.table`. read_types: their types when
-        the file was taken in, for `Reader.records` of a format without types.
+        the file was taken in, for `Reader.records` of a format without types. A reader of the input itself, and not of
+        a copy in the cache, raises DriftError if the bytes that it reads are not those of the scan; see `Watch`.
+        digests: for bytes that the scan did not read.
         """
 
     def content_hash(self, file: InputFile) -> str | None:
         """The hash that `scan` would find; None if that costs as much as the scan."""
         return files.content_hash(file)
+
+    def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
+        """Whether a local file has the content of an entry."""
+        return self.content_hash(file) == entry.hash
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
@@ -184,9 +205,16 @@ class FileFormat(InputFormat, abc.ABC):
         """
         return None
 
-    def spool(self, file: InputFile, scratch: Scratch) -> None:
-        """Write a copy with quick access to each row."""
+    def spool(self, file: InputFile, scratch: Scratch) -> tuple[ReadRange, ...]:
+        """Write a copy with quick access to each row. Returns the ranges that were read and `hash` does not cover."""
         raise NotImplementedError(f"{self.name}: is_slow_by_row says that files are spooled")
+
+
+def _shown(value: pa.Scalar) -> str:
+    try:
+        return str(value)[:100]
+    except Exception:  # the conversion to a Python value may raise anything
+        return "a value"
 
 
 class ColumnarReader:
@@ -206,17 +234,29 @@ class ColumnarReader:
         table = self._typed(start, stop, [self._own[name] for name in names])
         return [(values, error and f"{self._name}: {error}") for values, error in python_rows(table)]
 
-    def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+    def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
         """See `Reader`."""
-        table = self._typed(start, stop, [self._schema.field(name) for name in columns])
-        return pa.Table.from_arrays([with_text(column) for column in table.columns], schema=table.schema)
+        lost_here = Lost()
+        table = self._typed(start, stop, [self._schema.field(name) for name in columns], lost_here)
+        if lost_here and lost is None:
+            raise InputError(next(iter(lost_here.values())))
+        texts = [self._with_text(start, name, table.column(name), lost_here) for name in columns]
+        if lost is not None:
+            lost.update(lost_here)
+        return pa.Table.from_arrays(texts, schema=table.schema)
 
-    def _typed(self, start: int, stop: int, fields: Sequence[pa.Field]) -> pa.Table:
+    def _with_text(self, start: int, name: str, column: pa.ChunkedArray, lost: Lost) -> pa.ChunkedArray:
+        found, places = with_text(column)
+        for place in places:
+            lost[start + place] = f"{self._name}: column {name!r} has text that is not UTF-8"
+        return found
+
+    def _typed(self, start: int, stop: int, fields: Sequence[pa.Field], lost: Lost | None = None) -> pa.Table:
         names = [field.name for field in fields if field.name in self._own]
         try:
             here = self._slice(start, stop, names)
             arrays = [
-                self._cast(here.column(field.name), field.type)
+                self._fitted(start, here.column(field.name), field, lost)
                 if field.name in self._own
                 else pa.nulls(stop - start, field.type)
                 for field in fields
@@ -228,6 +268,20 @@ class ColumnarReader:
         if names and here.num_rows != stop - start:
             raise self._damaged(f"{stop - start:,} rows were to come, but {here.num_rows:,} came")
         return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+    def _fitted(self, start: int, column: pa.ChunkedArray, field: pa.Field, lost: Lost | None) -> pa.ChunkedArray:
+        try:
+            return self._cast(column, field.type)
+        except pa.ArrowInvalid:
+            if lost is None or column.type.equals(field.type):
+                raise
+        fitted, values = cast_each(column, lambda values: self._cast(values, field.type), field.type)
+        for place, value in values.items():
+            lost[start + place] = (
+                f"{self._name}: column {field.name!r} has {_shown(value)} ({column.type}), which {field.type}, the "
+                "column's type over all files, cannot hold; write the files with one type"
+            )
+        return fitted
 
     def _damaged(self, reason: str) -> InputError:
         return InputError(f"{self._name} cannot be read: {' '.join(reason.split())}; is it damaged?")

@@ -15,7 +15,8 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, open_input
+from batchinf.source.digests import ReadDigests
+from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, open_input, refuse_utf16
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import FileFormat, Reader, Record
 from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins
@@ -34,7 +35,7 @@ class Csv(FileFormat):
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`."""
         with open_input(file) as stream:
-            hashed = _Hashed(stream)
+            hashed = _Hashed(file, stream)
             rows = _Rows(file, hashed)
             types = CsvTypes(rows.header)
             schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
@@ -44,10 +45,16 @@ class Csv(FileFormat):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         """See `FileFormat`."""
         with open_input(file) as stream:
-            return [dict.fromkeys(_Rows(file, _Hashed(stream)).header)]
+            return [dict.fromkeys(_Rows(file, _Hashed(file, stream)).header)]
 
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """See `FileFormat`."""
         return _CsvReader(file, entry, schema, read_types, cache)
@@ -55,7 +62,7 @@ class Csv(FileFormat):
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         """See `FileFormat`."""
         with open_input(file) as stream:
-            hashed = _Hashed(stream, num_bytes)
+            hashed = _Hashed(file, stream, num_bytes)
             num_rows, last = 0, ""
             for row in _Rows(file, hashed):
                 num_rows, last = num_rows + 1, row if isinstance(row, str) else ""
@@ -89,8 +96,8 @@ def _batch(rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTyp
 class _Hashed(io.RawIOBase):
     """A stream that hashes what is read through it. num_bytes: read so far. limit: it ends after so many bytes."""
 
-    def __init__(self, stream: BinaryIO, limit: int | None = None) -> None:
-        self._stream, self._limit = stream, limit
+    def __init__(self, file: InputFile, stream: BinaryIO, limit: int | None = None) -> None:
+        self._file, self._stream, self._limit = file, stream, limit
         self.num_bytes, self.end = 0, b""  # the last byte
         self.digest = xxhash.xxh3_128()
 
@@ -100,6 +107,8 @@ class _Hashed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         wanted = len(buffer) if self._limit is None else min(len(buffer), self._limit - self.num_bytes)
         block = self._stream.read(wanted)
+        if not self.num_bytes:
+            refuse_utf16(self._file, block[:4])
         self.num_bytes, self.end = self.num_bytes + len(block), block[-1:] or self.end
         self.digest.update(block)
         buffer[: len(block)] = block

@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -13,32 +13,47 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import locked, read_record, write_record
-from batchinf.source.files import InputLocation, stamp
+from batchinf.source.digests import Watch, changed
+from batchinf.source.files import InputFile, InputLocation, content_hash, settled_stamp, stamp
+from batchinf.source.formats.arrow import copied
 from batchinf.source.formats.base import ColumnarReader, InputFormat, check_batch
 from batchinf.source.types import MixedTypes, settled_schema
 
 _SAVED_RECORD = "saved.json"  # in the cache folder: the stamps of the files that were checked
 
 
-def check_saved(path: str, cache: Folder) -> None:
+def check_saved(path: str, cache: Folder) -> dict[str, list[Any]]:
     """Raise `InputError` unless the folder has all files that it names, and their Arrow data is valid.
 
-    The data is checked once, and again if a file's size or mtime changes.
+    The data is checked and digested once, and again if a file's stamp changes. Returns stamp and digest of each file.
     """
     root = pathlib.Path(path)
     try:
         files = [file for folder in _splits(root) for file in _data_files(folder)]
-        stamps = [[str(file.relative_to(root)), *stamp(str(file))] for file in files]
-        if read_record(cache, _SAVED_RECORD).get("files") == stamps:
-            return
+        known = read_record(cache, _SAVED_RECORD).get("files", [])
+        stamps = [[str(file.relative_to(root)), *settled_stamp(str(file))] for file in files]
+        if [entry[:-1] for entry in known] == stamps:
+            return _by_path(files, known)
         for file in files:
             _look_through(file)
+        known = [[*one, _digest(str(file))] for file, one in zip(files, stamps, strict=True)]
+        if stamps != [[str(file.relative_to(root)), *stamp(str(file))] for file in files]:
+            raise changed(path)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()
         raise InputError(f"{path} cannot be loaded as a Hugging Face dataset: {reason}; is it damaged?") from error
     cache.make()
     with locked(cache):
-        write_record(cache, _SAVED_RECORD, {"files": stamps})
+        write_record(cache, _SAVED_RECORD, {"files": known})
+    return _by_path(files, known)
+
+
+def _by_path(files: Sequence[pathlib.Path], known: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
+    return {os.path.realpath(file): [*entry[1:]] for file, entry in zip(files, known, strict=True)}
+
+
+def _digest(path: str) -> str:
+    return content_hash(InputFile(os.path.basename(path), path))
 
 
 def _splits(root: pathlib.Path) -> Iterator[pathlib.Path]:
@@ -98,24 +113,30 @@ def is_saved(path: str) -> bool:
 class DatasetReader(ColumnarReader):
     """A dataset, read from its memory-mapped Arrow table."""
 
-    def __init__(self, dataset: Any, fingerprint: str) -> None:
+    def __init__(self, name: str, dataset: Any, fingerprint: str, files: Sequence[Sequence[Any]]) -> None:
+        """files: path, stamp and digest of each Arrow file; none if the dataset is in memory."""
         self.schema = settled_schema([dataset.features.arrow_schema], MixedTypes.REFUSED)
         super().__init__(self.schema, self.schema)
         self.num_rows: int = dataset.num_rows
         self.fingerprint = fingerprint
         self._dataset = dataset.with_format("arrow")
+        self._name, digests = name, [file[-1] for file in files]
+        paths, trusted = [file[0] for file in files], [(file[1], file[2], file[3]) for file in files]
+        self._watch = Watch(name, paths, trusted, lambda: list(map(_digest, paths)) == digests)
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
-        return self._dataset[start:stop].select(columns)
+        return self._watch.read(lambda: copied(self._dataset[start:stop].select(columns)))
 
 
 def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
     """The dataset. `cache` records the files that came from the hub. Raises `InputError` if it cannot be loaded."""
     if is_saved(path := os.path.expanduser(input.path)):
-        check_saved(path, cache)
+        checked = check_saved(path, cache)
         dataset = _load(input)
-        return DatasetReader(dataset, _saved_fingerprint(dataset))
-    return DatasetReader(*_open_hub_dataset(input, cache))
+        files = [[file, *checked[os.path.realpath(file)]] for file in _files(dataset)]
+        about = f"{dataset.num_rows} {dataset.features}"
+        return DatasetReader(input.path, dataset, _fingerprint(about, files), files)
+    return _open_hub_dataset(input, cache)
 
 
 def _load(input: InputLocation) -> Any:
@@ -140,48 +161,49 @@ def _load(input: InputLocation) -> Any:
     return found[split]
 
 
-def _saved_fingerprint(dataset: Any) -> str:
-    """Covers the features, the row count, and the size, first and last 64 KiB of each Arrow file, but no path."""
-    digest = xxhash.xxh3_128(f"{dataset.num_rows} {dataset.features}".encode())
-    for path in _files(dataset):
-        with open(path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            digest.update(size.to_bytes(8, "little") + stream.read(1 << 16))
-            stream.seek(max(0, size - (1 << 16)))
-            digest.update(stream.read())
-    return digest.hexdigest()
+def _fingerprint(about: str, files: Sequence[Sequence[Any]]) -> str:
+    """Covers each byte of the Arrow files, but no path."""
+    return xxhash.xxh3_128_hexdigest(json.dumps([about, [file[-1] for file in files]]).encode())
 
 
-def _open_hub_dataset(input: InputLocation, cache: Folder) -> tuple[Any, str]:
-    """The dataset, and the fingerprint that `datasets` derives from repository, commit, configuration and split.
+def _open_hub_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
+    """The dataset. Its fingerprint covers repository, commit, configuration and split, and the Arrow files.
 
     The hub is asked once. Later the dataset comes from its local Arrow files, so a resumed job has the same rows.
     """
     asked = [input.path, input.name, input.split, input.revision]
     known = read_record(cache, _RECORD)
-    if known.get("asked") == asked and (dataset := _from_files(known)) is not None:
-        return dataset, known["fingerprint"]
-    dataset = _load(input)
-    found = {"asked": asked, "num_rows": dataset.num_rows, "fingerprint": dataset._fingerprint}
-    cache.make()
-    with locked(cache):
-        write_record(cache, _RECORD, {**found, "files": _stamps(_files(dataset))})
-    return dataset, dataset._fingerprint
+    if known.get("asked") != asked:
+        known = {"files": []}
+    dataset = _from_files(known)
+    about = known.get("about")
+    if dataset is None:
+        dataset = _load(input)
+        about = dataset._fingerprint
+    # A file whose stamp has changed is read again: the content counts.
+    digests = {tuple(file[:-1]): file[-1] for file in known["files"]}
+    stamps = [(path, *settled_stamp(path)) for path in _files(dataset)]
+    files = [[*one, digests.get(one) or _digest(one[0])] for one in stamps]
+    found = {"asked": asked, "num_rows": dataset.num_rows, "about": about, "files": files}
+    if found != known:
+        cache.make()
+        with locked(cache):
+            write_record(cache, _RECORD, found)
+    return DatasetReader(input.path, dataset, _fingerprint(str(about), files), files)
 
 
 def _files(dataset: Any) -> list[str]:
     return [file["filename"] for file in dataset.cache_files]
 
 
-def _stamps(paths: Iterable[str]) -> list[list[Any]]:
-    return [[path, *stamp(path)] for path in paths]
-
-
 def _from_files(known: Mapping[str, Any]) -> Any | None:
     import datasets
 
-    paths = [path for path, _, _ in known["files"]]
-    if not paths or not all(map(os.path.isfile, paths)) or _stamps(paths) != known["files"]:
+    paths = [file[0] for file in known["files"]]
+    if not paths or not all(map(os.path.isfile, paths)):
         return None
-    dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in paths])
+    try:
+        dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in paths])
+    except (pa.ArrowException, OSError, ValueError):
+        return None  # damaged since
     return dataset if dataset.num_rows == known["num_rows"] else None  # else a slice or a selection of the files

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression
+from batchinf.source.digests import BlockDigests, CheckedBytes, ReadDigests, changed
+from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression, refuse_utf16
 from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, Reader, Record, map_int64
-from batchinf.source.types import JsonTypes, MixedTypes, is_json_column
+from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8
 
 WHITESPACE = b" \t\r\n"  # of JSON
 _FIRST_LINES = 100  # that are looked at before the scan
@@ -76,15 +76,20 @@ def index_lines(
     """
     offsets, blanks = scratch.create("offsets"), scratch.create("blanks")
     copy = scratch.create("lines") if file.is_remote or compression(file) else None
+    block_digests = None if copy else BlockDigests(scratch.create("digests"))
     digest, num_rows, size = xxhash.xxh3_128(), 0, 0
 
     def content() -> Iterator[bytes]:
         nonlocal size
         for block in blocks(file):
+            if not size:
+                refuse_utf16(file, block[:4])
             size += len(block)
             digest.update(block)
             if copy:
                 copy.write(block)
+            if block_digests:
+                block_digests.update(block)
             yield block
 
     for offset, run in _whole_lines(content()):
@@ -94,6 +99,8 @@ def index_lines(
         num_rows += int(is_row.sum())
         if run is not None:
             on_lines(run)
+    if block_digests:
+        block_digests.end()
     offsets.write(np.array([size], "<i8").tobytes())
     return digest.hexdigest(), num_rows, size
 
@@ -101,6 +108,11 @@ def index_lines(
 def _content(file: InputFile, entry: FileEntry, cache: Folder) -> str:
     copy = entry.artifacts.get("lines")
     return os.fspath(cache.path(copy.name)) if copy else file.path
+
+
+def _block_digests(entry: FileEntry, cache: Folder) -> bytes:
+    artifact = entry.artifacts.get("digests")
+    return b"" if artifact is None else cache.read(artifact.name)
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
@@ -155,7 +167,8 @@ class LineReader(abc.ABC):
         self._json_columns = {field.name for field in schema if is_json_column(field)}
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
-        self._file = open(_content(file, entry, cache), "rb")  # noqa: SIM115
+        digests = None if "lines" in entry.artifacts else _block_digests(entry, cache)
+        self._bytes = CheckedBytes(file.name, _content(file, entry, cache), digests, entry.stamp, entry.num_bytes)
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """See `Reader`."""
@@ -179,13 +192,13 @@ class LineReader(abc.ABC):
             yield from self._lines(start, middle)
             yield from self._lines(middle, stop)
             return
-        data = os.pread(self._file.fileno(), min(last - first, MAX_LINE_BYTES + 1), first)
+        data = self._bytes.read(first, min(last - first, MAX_LINE_BYTES + 1))
         if b"\n" not in data and len(data) > MAX_LINE_BYTES:
             yield None
             return
         lines = self._split(data)
         if len(lines) != stop - start:
-            raise InputError(f"{self._name} changed while it was read; start again once it is complete")
+            raise changed(self._name)
         yield from lines
 
     @abc.abstractmethod
@@ -196,39 +209,54 @@ class LineReader(abc.ABC):
     def _parse(self, line: bytes) -> dict[str, object]:
         """A row's values by column; ValueError says why the line is no row."""
 
-    def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
-        """See `Reader`."""
+    def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
+        """See `Reader`. The types hold all values but text with lone surrogates."""
         records = [values for values, _ in self.records(start, stop, columns)]
         fields = [self._schema.field(name) for name in columns]
-        arrays = [self._to_arrow([record.get(field.name) for record in records], field) for field in fields]
+        arrays = [
+            self._to_arrow(start, [record.get(field.name) for record in records], field, lost) for field in fields
+        ]
         return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
-    def _to_arrow(self, values: list[Any], field: pa.Field) -> pa.Array:
+    def _to_arrow(self, start: int, values: list[Any], field: pa.Field, lost: Lost | None) -> pa.Array:
         if field.name in self._json_columns:
-            values = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+            values = [None if value is None else _json_text(value) for value in values]
         try:
             return pa.array(values, field.type)
         except (pa.ArrowException, UnicodeError, OverflowError):
-            return pa.array([_fit(value, field.type) for value in values], field.type)
+            fitted = []
+            for row, value in enumerate(values, start):
+                reasons = list[str]()
+                fitted.append(_fit(value, field.type, reasons))
+                if reasons and lost is not None:
+                    lost[row] = f"{self._name}: column {field.name!r} has {reasons[0]}"
+            return pa.array(fitted, field.type)
 
     def close(self) -> None:
         """See `Reader`."""
-        self._file.close()
+        self._bytes.close()
 
 
-def _fit(value: Any, type: pa.DataType) -> Any:
-    """The value made acceptable to Arrow: no lone surrogates, integers as floats if the type is float; else null."""
+def _json_text(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if is_utf8(text) else json.dumps(value)  # ASCII has an escape for half a character
+
+
+def _fit(value: Any, type: pa.DataType, reasons: list[str]) -> Any:
+    """The value made acceptable to Arrow: without lone surrogates; else null. reasons: why it has changed."""
     if pa.types.is_string(type) and isinstance(value, str):
+        if not is_utf8(value):
+            reasons.append(f"text that is not valid Unicode: {value[:100]!a} has a lone surrogate")
         return value.encode(errors="replace").decode()
     if pa.types.is_list(type) and isinstance(value, list):
-        return [_fit(item, type.value_type) for item in value]
+        return [_fit(item, type.value_type, reasons) for item in value]
     if pa.types.is_struct(type) and isinstance(value, dict):
-        return {field.name: _fit(value.get(field.name), field.type) for field in type}
-    if pa.types.is_floating(type) and isinstance(value, int):
-        return float(value)
-    with contextlib.suppress(pa.ArrowException, OverflowError):
+        return {field.name: _fit(value.get(field.name), field.type, reasons) for field in type}
+    try:
         return pa.scalar(value, type).as_py()
-    return None
+    except (pa.ArrowException, OverflowError):
+        reasons.append(f"{str(value)[:100]!a}, which {type}, the column's type, cannot hold")
+        return None
 
 
 _JSON_NAMES = {
@@ -262,7 +290,13 @@ class JsonLines(LineFormat):
         return _records(_split_lines(run)[:_FIRST_LINES])
 
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """See `FileFormat`."""
         return _JsonReader(file, entry, schema, cache)
@@ -334,7 +368,13 @@ class TextLines(LineFormat):
         return [{_COLUMN: None}]
 
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """See `FileFormat`."""
         return _TextReader(file, entry, schema, cache)

@@ -1,5 +1,6 @@
 """Parquet. Files of small row groups are read directly. Others are spooled, because one row costs its row group."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,7 +17,8 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.files import BLOCK_BYTES, InputFile, open_input
+from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
+from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_input
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import SAMPLED_ROWS, ColumnarReader, FileFormat, Reader, Recent, check_num_rows, spans
 from batchinf.source.types import MixedTypes, plain_schema
@@ -34,6 +36,7 @@ class Parquet(FileFormat):
     mixed_types = MixedTypes.REFUSED
     may_be_compressed = False
     is_scanned_in_order = False
+    hashes_all = False
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`. Only the footer is read, unless the file is spooled."""
@@ -41,23 +44,35 @@ class Parquet(FileFormat):
         schema = plain_schema(metadata.schema.to_arrow_schema())
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
-        if any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups):
-            self.spool(file, scratch)
-        return FileFindings(_footer_hash(file), metadata.num_rows, schema)
+        is_spooled = any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups)
+        ranges = self.spool(file, scratch) if is_spooled else ()
+        return FileFindings(_footer_hash(file), metadata.num_rows, schema, ranges=ranges)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         """See `FileFormat`."""
         return [dict.fromkeys(pq.read_schema(file.path).names)]
 
     def reader(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
+        self,
+        file: InputFile,
+        entry: FileEntry,
+        schema: pa.Schema,
+        read_types: pa.Schema,
+        cache: Folder,
+        digests: ReadDigests,
     ) -> Reader:
         """See `FileFormat`."""
-        return ArrowReader(file, entry, schema, cache) if _is_spooled(entry) else _ParquetReader(file, entry, schema)
+        if _is_spooled(entry):
+            return ArrowReader(file, entry, schema, cache)
+        return _ParquetReader(file, entry, schema, digests)
 
     def content_hash(self, file: InputFile) -> str | None:
         """See `FileFormat`. Of a remote file, the footer costs as many requests as the whole file."""
         return None if file.is_remote else _footer_hash(file)
+
+    def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
+        """See `FileFormat`. Reads the footer, and again what was read before."""
+        return self.content_hash(file) == entry.hash and digests.is_same(entry.content, file.path)
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """See `FileFormat`. Another process reads the footers; it takes half a second and a read of each."""
@@ -98,15 +113,18 @@ class Parquet(FileFormat):
             pq.write_table(pa.Table.from_batches(batches), to, row_group_size=GROUP_ROWS)
         return float(metadata.num_rows)
 
-    def spool(self, file: InputFile, scratch: Scratch) -> None:
+    def spool(self, file: InputFile, scratch: Scratch) -> tuple[ReadRange, ...]:
         """See `FileFormat`."""
         metadata = pq.read_metadata(file.path)
         schema = plain_schema(metadata.schema.to_arrow_schema())
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
         batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-        num_rows = spool(_batches(file, _repeated_columns(metadata), batch_rows), schema, scratch)
+        opened = DigestedFile(file.path, joins=True)
+        with contextlib.closing(opened):
+            num_rows = spool(_batches(opened, metadata, batch_rows), schema, scratch)
         check_num_rows(file.name, metadata.num_rows, [num_rows])
+        return opened.taken()
 
 
 def _is_spooled(entry: FileEntry) -> bool:
@@ -141,10 +159,14 @@ for number, path in enumerate(json.load(sys.stdin)):
 """
 
 
-def _batches(file: InputFile, repeated: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+def _batches(file: DigestedFile, metadata: pq.FileMetaData, batch_rows: int) -> Iterator[pa.RecordBatch]:
     # A buffered stream without pre-buffering reads a row group page by page. A group of 1 million rows and 208 MB takes
     # 24 MiB of memory; the defaults take 190 MiB before the first row, and a memory map keeps as much resident.
-    with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES, read_dictionary=repeated) as parquet:
+    repeated = _repeated_columns(metadata)
+    parquet = pq.ParquetFile(
+        file, metadata=metadata, pre_buffer=False, buffer_size=BLOCK_BYTES, read_dictionary=repeated
+    )
+    with parquet:
         yield from parquet.iter_batches(batch_size=batch_rows, use_threads=False)
 
 
@@ -167,14 +189,33 @@ def _repeated_columns(metadata: pq.FileMetaData) -> list[str]:
 class _ParquetReader(ColumnarReader):
     """A file of small row groups. It caches the columns that were read of the last few groups."""
 
-    def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema) -> None:
+    def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, digests: ReadDigests) -> None:
         super().__init__(schema, entry.arrow_schema())
-        self._name = file.name
-        metadata = pq.read_metadata(file.path)
-        self._file = pq.ParquetFile(file.path, metadata=metadata, read_dictionary=_repeated_columns(metadata))
+        self._name, self._content, self._digests = file.name, entry.content, digests
+        trusted = entry.stamp if file.path == entry.path else file.stamp()  # else a copy in the cache
+
+        def is_same() -> bool:  # without `self`: the watch stays when the reader is closed
+            digests.compare_all()
+            return Parquet().is_same(file, entry, digests)
+
+        self._watch = Watch(file.name, [file.path], [trusted], is_same)
+        digests.watch(entry.content, self._watch)
+        self._path, self._opened = file.path, list[Stamp]()
+        self._groups = Recent[int, dict[str, pa.ChunkedArray]](CACHED_GROUPS, lambda i: {}, lambda columns: None)
+        self._watch.read(self._open)
+
+    def _open(self) -> None:
+        """Open the file, and again if another file with its content has taken its place."""
+        if self._opened == self._watch.trusted:
+            return
+        if self._opened:
+            self.close()
+        self._opened, metadata = self._watch.trusted, pq.read_metadata(self._path)
+        repeated = _repeated_columns(metadata)
+        self._bytes = DigestedFile(self._path)
+        self._file = pq.ParquetFile(self._bytes, metadata=metadata, pre_buffer=False, read_dictionary=repeated)
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
         self._firsts = [0, *itertools.accumulate(group.num_rows for group in groups)]
-        self._groups = Recent[int, dict[str, pa.ChunkedArray]](CACHED_GROUPS, lambda i: {}, lambda columns: None)
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
         tables = [
@@ -186,11 +227,19 @@ class _ParquetReader(ColumnarReader):
     def _group(self, i: int, columns: Sequence[str]) -> dict[str, pa.ChunkedArray]:
         held = self._groups.get(i)
         if missing := [name for name in columns if name not in held]:
-            read = self._file.read_row_group(i, missing, use_threads=False)
+            read, ranges = self._watch.read(lambda: self._read(i, missing))
+            if not self._digests.note(self._content, ranges):
+                raise changed(self._name)
             held.update(zip(read.column_names, read.columns, strict=True))
         return {name: held[name] for name in columns}
+
+    def _read(self, i: int, columns: list[str]) -> tuple[pa.Table, tuple[ReadRange, ...]]:
+        self._open()
+        self._bytes.taken()
+        return self._file.read_row_group(i, columns, use_threads=False), self._bytes.taken()
 
     def close(self) -> None:
         """See `Reader`."""
         self._groups.clear()
         self._file.close()
+        self._bytes.close()

@@ -1,0 +1,323 @@
+"""Digests by which a job knows whether the bytes that it reads are still those that it has taken in.
+
+A file is trusted while its size, mtime and inode are unchanged. If they are not, its content is compared: lines with
+the digests of their blocks, which the scan keeps; Parquet with the digests of the column chunks that the job has read,
+which `ReadDigests` keeps; other files as a whole.
+"""
+
+import os
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, TypeVar
+
+import numpy as np
+import xxhash
+
+from batchinf.base import faults
+from batchinf.base.errors import DriftError
+from batchinf.base.storage import Folder, naming, open_log, sync_folder
+from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, settled_stamp, stamp, stamp_of
+
+T = TypeVar("T")
+
+
+def changed(name: str) -> DriftError:
+    """The error for a file that is not as the job has taken it in."""
+    return DriftError(
+        f"{name} has changed since the job took it in, so nothing more is made of it; put the file back as it was and "
+        "run the same command again, or give a new job another output.path"
+    )
+
+
+class Watch:
+    """Files that are read while they may change. What `read` returns comes from the content that the job has taken in.
+
+    Several threads may call it.
+    """
+
+    def __init__(self, name: str, paths: Sequence[str], trusted: Sequence[Stamp], is_same: Callable[[], bool]) -> None:
+        """trusted: the stamps of the paths with the right content. is_same: whether the paths have that content now."""
+        self._name, self._paths, self._is_same = name, paths, is_same
+        self._lock = threading.RLock()
+        self.trusted = list(trusted)
+
+    def read(self, read: Callable[[], T]) -> T:
+        """Call `read` and return its result, again if the files were touched meanwhile.
+
+        The result must not refer to the files, as a memory map does. Raises DriftError if the content has changed.
+        """
+        while True:
+            self.check()
+            try:
+                found = read()
+            except Exception:
+                self.check()  # bytes that do not fit together may be those of a changed file
+                raise
+            if self._stamps(stamp) == self.trusted:
+                return found
+
+    def check(self) -> None:
+        """Compare the content if the stamps are not the trusted ones. Raises DriftError if it has changed."""
+        if self._stamps(stamp) == self.trusted:
+            return
+        with self._lock:
+            while (now := self._stamps(settled_stamp)) != self.trusted:
+                if not self._is_same():
+                    raise changed(self._name)
+                if self._stamps(stamp) == now:
+                    self.trusted = now
+
+    def _stamps(self, look: Callable[[str], Stamp]) -> list[Stamp]:
+        try:
+            return [look(path) for path in self._paths]
+        except FileNotFoundError as error:
+            raise changed(self._name) from error
+
+
+# -- lines: a digest for each block ------------------------------------------------------------------------------------
+
+DIGEST_BYTES = 1 << 20  # of a block; the last one is shorter
+
+
+class BlockDigests:
+    """Writes the xxh3-64 of each block of what it is given."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self._left = file, xxhash.xxh3_64(), DIGEST_BYTES
+
+    def update(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            piece, rest = rest[: self._left], rest[self._left :]
+            self._digest.update(piece)
+            self._left -= len(piece)
+            if not self._left:
+                self.end()
+
+    def end(self) -> None:
+        """Write the digest of the last block."""
+        if self._left < DIGEST_BYTES:
+            self._file.write(self._digest.digest())
+            self._digest, self._left = xxhash.xxh3_64(), DIGEST_BYTES
+
+
+class CheckedBytes:
+    """A file that is read by offset. If it is not as in the scan, the read blocks are compared with their digests.
+
+    Bytes behind those that were scanned do not count: rows may be appended.
+    """
+
+    def __init__(self, name: str, path: str, digests: bytes | None, trusted: Stamp, num_bytes: int) -> None:
+        """digests: as `BlockDigests` wrote them; None for a copy in the cache. num_bytes: that were scanned."""
+        self._name, self._digests, self._trusted, self._num_bytes = name, digests, trusted, num_bytes
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """These bytes. Raises DriftError if they are not those of the scan."""
+        data = os.pread(self._file.fileno(), num_bytes, start)
+        if self._digests is None or stamp_of(os.fstat(self._file.fileno())) == self._trusted:
+            return data
+        first = start // DIGEST_BYTES * DIGEST_BYTES
+        last = min(-(-(start + num_bytes) // DIGEST_BYTES) * DIGEST_BYTES, self._num_bytes)
+        data = os.pread(self._file.fileno(), last - first, first)
+        for place in range(0, last - first, DIGEST_BYTES):
+            number = (first + place) // DIGEST_BYTES
+            digest = xxhash.xxh3_64_digest(memoryview(data)[place : place + DIGEST_BYTES])
+            if digest != self._digests[8 * number : 8 * number + 8]:
+                raise changed(self._name)
+        return data[start - first : start - first + num_bytes]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# -- Parquet: a digest for each range that was read --------------------------------------------------------------------
+
+_FOLDER = "digests"
+_RECORD = np.dtype([(name, "<u8") for name in ("content", "offset", "num_bytes", "digest", "check")])
+_CONTRADICTED = -1  # instead of a digest, if two processes kept different ones
+
+
+class ReadDigests:
+    """The digests of all ranges that a job, and its other slices, have read of files that no scan reads whole.
+
+    In the cache's folder `digests` each process appends to a file of its own. `content` is the number of a file's
+    content, see `FileEntry`. Whoever makes a result durable calls `keep` first.
+    """
+
+    def __init__(self, cache: Folder) -> None:
+        self._cache, self._name = cache, uuid.uuid4().hex
+        # Locks are taken in this order: `_keeping`, the lock of a `Watch`, `_lock`.
+        self._keeping, self._lock = threading.Lock(), threading.Lock()
+        self._known = defaultdict[int, dict[tuple[int, int], int]](dict)
+        self._fresh: list[tuple[int, ...]] = []
+        self._watches: dict[int, Watch] = {}
+        self._num_seen = defaultdict[str, int](int)  # bytes of each file in the folder
+        self._files: Sequence[tuple[InputFile, Stamp, Callable[[], bool]]] = ()
+        self._compared = dict[str, Stamp]()
+
+    def cover(self, files: Sequence[tuple[InputFile, Stamp, Callable[[], bool]]]) -> None:
+        """Set the files of the source, each with its trusted stamp and whether it has its content now."""
+        self._files = files
+
+    def compare_all(self) -> None:
+        """Compare each file of the source whose stamp has changed. Raises DriftError for one that has changed.
+
+        A file that nobody has read yet has nothing to compare. But it may have got the rows of one that was read.
+        """
+        for file, trusted, is_same in self._files:
+            now = stamp(file.path) if os.path.exists(file.path) else None
+            if now in (trusted, self._compared.get(file.path)):
+                continue
+            if now is None or not is_same():
+                raise changed(file.name)
+            self._compared[file.path] = now
+
+    def watch(self, content: int, watch: Watch) -> None:
+        """Let `keep` check this file, too, before ranges of it count as read."""
+        with self._lock:
+            self._watches[content] = watch
+            self._load()
+
+    def note(self, content: int, ranges: Iterable[ReadRange]) -> bool:
+        """Add ranges that were read. False if one of them had other bytes before."""
+        with self._lock:
+            known = self._known[content]
+            for offset, num_bytes, digest in ranges:
+                if (offset, num_bytes) not in known:
+                    known[offset, num_bytes] = digest
+                    self._fresh.append((content, offset, num_bytes, digest))
+                elif known[offset, num_bytes] != digest:
+                    return False
+        return True
+
+    def is_same(self, content: int, path: str) -> bool:
+        """Whether a file has all ranges that were read of this content."""
+        with self._lock:
+            self._load()
+            known = sorted(self._known[content].items())
+        if not known:
+            return True
+        with open(path, "rb", buffering=0) as file:
+            return all(_digest(file, offset, num_bytes) == digest for (offset, num_bytes), digest in known)
+
+    def has(self, content: int) -> bool:
+        """Whether ranges of this content were read."""
+        with self._lock:
+            self._load()
+            return bool(self._known[content])
+
+    def keep(self) -> None:
+        """Make the ranges durable that were read up to now. Raises DriftError if their files have changed since."""
+        with self._keeping:
+            with self._lock:
+                fresh, self._fresh = self._fresh, []
+            if not fresh:
+                return
+            try:
+                self._append(fresh)
+            except BaseException:
+                with self._lock:
+                    self._fresh = fresh + self._fresh
+                raise
+
+    def _append(self, fresh: Sequence[tuple[int, ...]]) -> None:
+        self._cache.make(_FOLDER)
+        path = self._cache.path(f"{_FOLDER}/{self._name}")
+        with naming(path), open_log(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            try:
+                file.write(_encoded(fresh))
+                file.flush()
+                faults.point("digests.before_fsync")
+                os.fsync(file.fileno())
+                if not num_bytes:
+                    sync_folder(path.parent)
+                # Only now: a process that opens a changed file after this check finds these digests.
+                for content in {record[0] for record in fresh} & self._watches.keys():
+                    self._watches[content].check()
+            except BaseException:
+                os.ftruncate(file.fileno(), num_bytes)
+                raise
+
+    def _load(self) -> None:
+        """Add what all processes have kept since the last call."""
+        for name, size in self._cache.sizes(_FOLDER).items():
+            if size <= self._num_seen[name]:
+                continue
+            with self._cache.path(f"{_FOLDER}/{name}").open("rb") as file:
+                file.seek(self._num_seen[name])
+                data = file.read(size - self._num_seen[name])
+            for content, offset, num_bytes, digest in _decoded(data):
+                known = self._known[content]
+                if known.setdefault((offset, num_bytes), digest) != digest:
+                    known[offset, num_bytes] = _CONTRADICTED
+            self._num_seen[name] += len(data) // _RECORD.itemsize * _RECORD.itemsize
+
+
+def _encoded(records: Sequence[tuple[int, ...]]) -> bytes:
+    array = np.array([(*record, 0) for record in records], _RECORD)
+    array["check"] = [_check(record) for record in array]
+    return array.tobytes()
+
+
+def _decoded(data: bytes) -> Iterable[tuple[int, int, int, int]]:
+    """The records of a file. A record that is torn or altered counts as absent."""
+    for record in np.frombuffer(data, _RECORD, len(data) // _RECORD.itemsize):
+        if record["check"] == _check(record):
+            content, offset, num_bytes, digest, _ = record.tolist()
+            yield content, offset, num_bytes, digest
+
+
+def _check(record: np.void) -> int:
+    return xxhash.xxh3_64_intdigest(record.tobytes()[:-8])
+
+
+def _digest(file: IO[bytes], offset: int, num_bytes: int) -> int:
+    digest = xxhash.xxh3_64()
+    while num_bytes and (block := os.pread(file.fileno(), min(num_bytes, BLOCK_BYTES), offset)):
+        digest.update(block)
+        offset, num_bytes = offset + len(block), num_bytes - len(block)
+    return digest.intdigest()
+
+
+class DigestedFile:
+    """A file for pyarrow that digests what is read of it. It has the methods of Python's files that pyarrow calls."""
+
+    closed = False
+
+    def __init__(self, path: str, *, joins: bool = False) -> None:
+        """joins: ranges that follow each other count as one, as if a column chunk is read in pieces."""
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._joins, self._place = joins, 0
+        self._ranges: dict[int, tuple[int, xxhash.xxh3_64]] = {}  # by the end: first byte and digest
+
+    def read(self, num_bytes: int) -> bytes:
+        data = os.pread(self._file.fileno(), num_bytes, self._place)
+        start, digest = self._place, xxhash.xxh3_64()
+        if self._joins and start in self._ranges:
+            start, digest = self._ranges.pop(start)
+        digest.update(data)
+        self._place += len(data)
+        if self._place > start:
+            self._ranges[self._place] = start, digest
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        size = os.fstat(self._file.fileno()).st_size
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: size}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def taken(self) -> tuple[ReadRange, ...]:
+        """The ranges that were read since the last call."""
+        ranges, self._ranges = self._ranges, {}
+        return tuple((start, end - start, digest.intdigest()) for end, (start, digest) in ranges.items())
+
+    def close(self) -> None:
+        self._file.close()
+        self.closed = True
