@@ -121,7 +121,7 @@ def write(path: pathlib.Path, task: str, given: dict[str, str], model: pathlib.P
 def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Speed, int]:
     """The speed of one replica, and the tokens of its cache."""
     spec = read_spec(path).spec
-    backend = choose_backend()
+    backend = choose_backend(spec)
     device_bytes, title = next(map(backend.device_size, backend.devices()), (None, ""))
     gpu: Gpu | None = gpu_like(title, device_bytes) if device_bytes is not None else GPUS["h200"]
     if gpu is None:
