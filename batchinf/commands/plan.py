@@ -149,7 +149,9 @@ def plan(target: str, overrides: Sequence[str], wanted: Wanted) -> PlanReport:
 def _job(file: SpecFile, wanted: Wanted, notes: list[str]) -> tuple[JobPlan, Work] | None:
     """The job's rows and work; None, with a note, without the input."""
     try:
-        with opened(file) as (job, num_rows):
+        with opened(file) as found:
+            assert found is not None
+            job, num_rows = found
             lengths = lengths_of(job, file, num_rows)
             work = lengths.work(job, wanted.output_tokens)
     except InputError as error:

@@ -254,7 +254,7 @@ def _local(spec: JobSpec) -> Backend:
 
 def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
     """Warnings about the devices of this host. Raises SpecError for what cannot start on them."""
-    if job.spec.scripted is not None:
+    if job.spec.scripted is not None or job.spec.backend == "ray":
         return
     backend = _local(job.spec)
     devices = backend.devices()

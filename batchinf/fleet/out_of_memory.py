@@ -385,7 +385,13 @@ class EngineSettings:
     @property
     def engine(self) -> dict[str, Any]:
         """Engine arguments for the next start."""
-        return {**self._chosen, **self._spec.engine, **self._lowered}
+        engine = {**self._chosen, **self._spec.engine, **self._lowered}
+        if "compilation_config" in self._chosen and "max_num_seqs" in self._lowered:
+            # Graphs for batches that do not occur any more would only take memory.
+            sizes = self._chosen["compilation_config"]["cudagraph_capture_sizes"]
+            kept = [size for size in sizes if size <= self._lowered["max_num_seqs"]]
+            engine["compilation_config"] = {"cudagraph_capture_sizes": kept or sizes[:1]}
+        return engine
 
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
         """The spec as JSON for this incarnation, with lowered arguments. spec: of a retry, which has other sampling."""
@@ -434,7 +440,7 @@ def _show(settings: Mapping[str, Any]) -> str:
 
 def applies_to(spec: JobSpec, lowered: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a spec that decide whether lowered settings still apply."""
-    degrees = ("tensor_parallel_size", "pipeline_parallel_size")
+    degrees = ("tensor_parallel_size", "pipeline_parallel_size", "replicas_per_device")
     settings = {f"engine.{name}": spec.engine.get(name) for name in lowered}
     return settings | {f"parallel.{name}": getattr(spec.parallel, name) for name in degrees}
 

@@ -1,7 +1,9 @@
 """Degrees of parallelism on a backend's devices: what `auto` means there, and what cannot start."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import psutil
 
@@ -16,21 +18,33 @@ from batchinf.plan.lengths import lengths_of, opened
 from batchinf.plan.throughput import Work, shape_of
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, ParallelSpec
+from batchinf.tasks.registry import task_of
 
 
-def with_degrees(file: SpecFile, backend: Backend, say: Callable[[str], None]) -> SpecFile:
+def with_degrees(
+    file: SpecFile, backend: Backend, say: Callable[[str], None], begun_with: Mapping[str, Any] | None = None
+) -> SpecFile:
     """The spec with numbers in place of `auto` for the tensor and pipeline-parallel sizes.
 
-    The choice depends on the spec, the model, the devices and the input alone, so that a resume makes the same. On
-    processors it is 1. Raises SpecError if the model does not fit the devices.
+    The choice depends on the spec, the model, the devices and the input alone. On processors it is 1. begun_with: the
+    section `parallel` of a job to resume, whose numbers stay if there are enough devices; the input is not read then.
+    Raises SpecError if the model does not fit the devices.
     """
     given = file.spec.parallel
     if "auto" not in (given.tensor_parallel_size, given.pipeline_parallel_size):
         return file
+    if file.spec.backend == "ray":
+        raise file.error("parallel.tensor_parallel_size", "got auto with backend ray; give the degrees as numbers")
     devices = () if file.spec.scripted is not None else backend.devices()
+    if given.devices is not None:
+        devices = tuple(device for device in devices if device in map(str, given.devices))
     device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
     if device_bytes is None:
         return _set(file, *given.sizes)
+    if begun_with is not None:
+        sizes = (begun_with["tensor_parallel_size"], begun_with["pipeline_parallel_size"])
+        if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= len(devices):
+            return _set(file, *sizes)
     chosen = _chosen(file, len(devices), device_bytes, title)
     degrees = chosen.degrees
     say(
@@ -47,10 +61,12 @@ def _set(file: SpecFile, tensor: int, pipeline: int) -> SpecFile:
 
 
 def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> Option:
-    with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None)) as (job, num_rows):
-        lengths = lengths_of(job, file, num_rows)
-        work = lengths.work(job) if lengths.prompts else None
-        limits_of = job.task.default_batch_limits
+    work, limits_of = None, task_of(file.spec).default_batch_limits
+    with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None), may_scan=False) as found:
+        if found is not None:
+            job, num_rows = found
+            lengths = lengths_of(job, file, num_rows)
+            work = lengths.work(job) if lengths.prompts else None
     model = resolve(file.spec.model)
     fit = fit_of(model, _set(file, 1, 1).spec, device_bytes, title, limits_of)
     if fit.needs.weights is None or fit.needs.kv_cache is None or fit.max_model_len is None:
@@ -70,10 +86,11 @@ def choose_degrees(
     shape = shape_of(fit.needs) if gpu is not None else None
     machine = Machine(known, num_devices, 1, share)
     found = [it for it in options(fit, machine, context, shape, work) if _is_as_given(it, given)]
+    if (data := given.data_parallel_size) != "auto":
+        found = [dataclasses.replace(it, data=data) for it in found]
     chosen = best(found)
     if chosen is not None:
-        data = given.data_parallel_size
-        return chosen if data == "auto" else dataclasses.replace(chosen, data=data)
+        return chosen
     needed = next(that_fit(fit, context, share, max(8, num_devices), MOST_DEVICES), None)
     hint = "it fits no number of them" if needed is None else f"it needs {needed.num_devices}"
     raise file.error(
@@ -101,7 +118,8 @@ def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
         return
     ranks = fit.tensor_parallel_size * fit.pipeline_parallel_size * num_replicas
     available = psutil.virtual_memory().available
-    if fit.offloaded_bytes * ranks > available:
+    # The hosts of a cluster are not looked at.
+    if spec.backend != "ray" and fit.offloaded_bytes * ranks > available:
         given, taken = spec.engine["cpu_offload_gb"], gib(fit.offloaded_bytes * ranks)
         raise SpecError(
             f"engine.cpu_offload_gb: got {given}, which takes {taken} of the host's memory for {ranks} device(s), but "

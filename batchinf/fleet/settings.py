@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import SpecError
-from batchinf.model.memory import GIB, Fit
+from batchinf.model.memory import GIB, Fit, default_limits
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
 
 # With smaller weights, the engine's Python limits the speed, not the GPU.
 _SMALL_WEIGHT_BYTES = 4 * GIB
-# vLLM's own limits are those of offline jobs on a large device from this size on (70 GiB).
-_LARGE_DEVICE_BYTES = 70 * GIB
+# vLLM's own choice for offline jobs on a large device. The rules hold for such devices.
+_LARGE_MAX_NUM_SEQS = 1024
+# With one of these in the spec, engines cannot share a device by smaller shares of its memory.
+_SIZES_OF_CACHE = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"})
+# With one of these in the spec, the graphs are the user's choice.
+_GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"})
 # Of all engines on one device together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
 # Two engines made 1.1 to 1.2 times the tokens of one with graphs for its whole batch.
@@ -54,6 +58,9 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
             raise SpecError(f"parallel.replicas_per_device: got {wanted} with backend ray, which takes 1")
         return 1
     if wanted == "auto":
+        data = spec.parallel.data_parallel_size
+        if data != "auto" and data <= num_devices:
+            return 1
         least_bytes = _LEAST_INPUT_BYTES if task.draws_tokens else _LEAST_PROMPT_BYTES
         is_long = _input_bytes(spec) >= least_bytes
         return _REPLICAS_OF_SMALL if degree == 1 and is_long and _can_share(spec, fit, num_devices) else 1
@@ -73,11 +80,15 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
 
 
 def _can_share(spec: JobSpec, fit: Fit, num_devices: int) -> bool:
-    if fit.weight_bytes is None or fit.device_bytes is None or "gpu_memory_utilization" in spec.engine:
+    if fit.weight_bytes is None or _SIZES_OF_CACHE & spec.engine.keys():
         return False
-    is_small = fit.weight_bytes <= _SMALL_WEIGHT_BYTES and fit.device_bytes >= _LARGE_DEVICE_BYTES
+    is_small = fit.weight_bytes <= _SMALL_WEIGHT_BYTES and _is_large(fit)
     num_cores = len(os.sched_getaffinity(0)) // num_devices
     return is_small and num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
+
+
+def _is_large(fit: Fit) -> bool:
+    return default_limits(fit.device_bytes, fit.device_name)["max_num_seqs"] == _LARGE_MAX_NUM_SEQS
 
 
 def _input_bytes(spec: JobSpec) -> int:
@@ -100,12 +111,14 @@ def chosen_arguments(spec: JobSpec, fit: Fit, task: Task, num_per_device: int) -
     engine: dict[str, Any] = {}
     if num_per_device > 1:
         engine["gpu_memory_utilization"] = int(_SHARED_UTILIZATION / num_per_device * 100) / 100
-    if task.draws_tokens and fit.device_bytes >= _LARGE_DEVICE_BYTES:
+    if task.draws_tokens and _is_large(fit):
         is_small = fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES
         if is_small and num_per_device == 1:
-            engine["max_num_seqs"] = _SMALL_MAX_NUM_SEQS
-        most = int({**engine, **spec.engine}.get("max_num_seqs") or 1024)
-        engine["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(most)}
+            # vLLM refuses a batch of more sequences than tokens.
+            engine["max_num_seqs"] = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
+        most = int({**engine, **spec.engine}.get("max_num_seqs") or _LARGE_MAX_NUM_SEQS)
+        if not _GRAPHS & spec.engine.keys():
+            engine["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(most)}
     left_open = {name: value for name, value in engine.items() if name not in spec.engine}
     return Chosen(left_open, "for this model and device" if left_open else "")
 

@@ -16,7 +16,7 @@ from batchinf.job.open import Job, location_of, max_model_len, open_job
 from batchinf.job.sample import RUN_ROWS, sample_rows
 from batchinf.plan.throughput import Work
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.source.sample import sample_input
+from batchinf.source.sample import is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import LIKELY_TOKENS
 from batchinf.tasks.registry import task_of
@@ -74,15 +74,20 @@ class Lengths:
 
 
 @contextlib.contextmanager
-def opened(file: SpecFile) -> Iterator[tuple[Job, int | None]]:
+def opened(file: SpecFile, *, may_scan: bool = True) -> Iterator[tuple[Job, int | None] | None]:
     """The job over its input, or over a small copy of a large one, and then the number of rows of the whole.
 
-    Nothing is written outside of a temporary folder.
+    may_scan: read the whole input if there is no quick sample of it; else None then, unless the input is small. Nothing
+    is written outside of a temporary folder.
     """
     with tempfile.TemporaryDirectory() as scratch:
         copy, number = pathlib.Path(scratch, "rows"), None
         copy.mkdir()
-        found = sample_input(location_of(file.spec), copy)
+        location = location_of(file.spec)
+        found = sample_input(location, copy)
+        if found is None and not may_scan and not is_scanned_quickly(location):
+            yield None
+            return
         if found is not None:
             # A share and a limit are applied to the number of rows.
             changes = {"path": found.path, "sample": None, "limit": None, "order": "input"}
@@ -103,7 +108,8 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
     with tempfile.TemporaryDirectory() as scratch:
         if job.spec.input.selects:
             folder, limit = Folder(scratch), None if num_rows is not None else given.limit
-            positions = choose(job, file, range(job.source.num_rows), limit, folder).order(folder)
+            rows, is_sample = range(job.source.num_rows), num_rows is not None
+            positions = choose(job, file, rows, limit, folder, may_be_none=is_sample).order(folder)
         all_rows = len(positions)
         if num_rows is not None:
             all_rows = round(num_rows * len(positions) / max(1, job.source.num_rows) * (given.sample or 1.0))

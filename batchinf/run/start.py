@@ -102,7 +102,8 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
 def with_known_degrees(checked: CheckedJob, backend: Backend, display: ProgressDisplay) -> CheckedJob:
     """The job with numbers in place of `auto` for the tensor and pipeline-parallel sizes. Raises SpecError."""
     prepared = checked.prepared
-    file = with_degrees(prepared.file, backend, display.say)
+    begun_with = None if checked.state is None else checked.state.header.spec["parallel"]
+    file = with_degrees(prepared.file, backend, display.say, begun_with)
     if file is prepared.file:
         return checked
     spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})

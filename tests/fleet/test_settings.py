@@ -13,7 +13,7 @@ from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import backend
 from batchinf.fleet.local.devices import place
-from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective, step_down
+from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, applies_to, effective, kept, step_down
 from batchinf.fleet.settings import chosen_arguments, graph_sizes, replicas_per_device
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
@@ -58,7 +58,10 @@ def test_a_small_model_with_a_large_input_shares_its_device(large_input: str) ->
         (SMALL, {"input": {"limit": 1000}}),
         (SMALL, {"engine": {"gpu_memory_utilization": 0.9}}),
         (SMALL, {"parallel": {"tensor_parallel_size": 2}}),
+        (SMALL, {"engine": {"kv_cache_memory_bytes": GIB}}),
         (SMALL, {"parallel": {"replicas_per_device": 1}}),
+        (SMALL, {"parallel": {"data_parallel_size": 1}}),
+        (dataclasses.replace(SMALL, device_bytes=80 * GIB, device_name="NVIDIA A100-SXM4-80GB"), {}),
     ],
 )
 def test_other_jobs_do_not(large_input: str, fit: Fit, sections: dict[str, Any]) -> None:
@@ -93,7 +96,7 @@ def test_replicas_of_the_first_round_have_devices_of_their_own() -> None:
     assert [(slot.devices, slot.sharers) for slot in slots] == [(("0",), 2), (("1",), 2), (("0",), 2), (("1",), 2)]
     assert sum(slot.num_devices for slot in slots) == 2
     fewer = place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 3}), ["0", "1"], range(8))
-    assert [slot.devices for slot in fewer] == [("0",), ("1",), ("0",)]
+    assert [(slot.devices, slot.sharers) for slot in fewer] == [(("0",), 2), (("1",), 1), (("0",), 2)]
     with pytest.raises(SpecError, match="5 replica"):
         place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 5}), ["0", "1"], range(8))
 
@@ -119,6 +122,32 @@ def test_a_small_model_gets_a_larger_batch_and_graphs_for_all_of_it() -> None:
     engine = chosen_arguments(spec, LARGE, task_of(spec), 1).engine
     assert set(engine) == {"compilation_config"}
     assert max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 1024
+
+
+@pytest.mark.parametrize("name", ["cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"])
+def test_the_specs_own_graphs_stay(name: str) -> None:
+    spec = spec_of(engine={name: [1] if name.endswith("sizes") else 1})
+    assert "compilation_config" not in chosen_arguments(spec, LARGE, task_of(spec), 1).engine
+
+
+def test_a_batch_has_no_more_sequences_than_tokens() -> None:
+    spec = spec_of(engine={"max_num_batched_tokens": 1024})
+    fit = dataclasses.replace(SMALL, engine=spec.engine)
+    assert chosen_arguments(spec, fit, task_of(spec), 1).engine["max_num_seqs"] == 1024
+
+
+def test_graphs_end_at_a_lowered_batch() -> None:
+    spec = spec_of()
+    engine = EngineSettings(spec, SMALL, {"max_num_seqs": 100}, chosen_arguments(spec, SMALL, task_of(spec), 1).engine)
+    assert max(engine.engine["compilation_config"]["cudagraph_capture_sizes"]) <= 100
+
+
+def test_lowered_settings_hold_for_as_many_replicas_on_a_device() -> None:
+    spec, one = (spec_of(parallel={"replicas_per_device": number}) for number in (2, 1))
+    lowered = {"gpu_memory_utilization": 0.39}
+    event = {"lowered": lowered, "applies_to": applies_to(spec, lowered)}
+    assert kept(spec, event) == lowered
+    assert kept(one, event) == {}
 
 
 def test_processors_and_pooling_get_no_graphs() -> None:

@@ -435,7 +435,11 @@ class LocalBackend:
 def _device_lock(slot: Slot) -> pathlib.Path:
     """The file that replicas on the same device lock while their engine starts."""
     name = re.sub(r"[^0-9A-Za-z-]", "-", "-".join(slot.devices))
-    return pathlib.Path(tempfile.gettempdir(), f"batchinf-device-{os.getuid()}-{name}.lock")
+    folder = pathlib.Path(tempfile.gettempdir(), f"batchinf-devices-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise EngineStartError(f"{folder} belongs to another user; set TMPDIR to a folder of your own")
+    return folder / f"{name}.lock"
 
 
 def _environment(slot: Slot, sockets: pathlib.Path, own_cache: pathlib.Path | None, port: int) -> dict[str, str]:

@@ -166,7 +166,9 @@ def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Sl
     shares = share_cpus(cpus, num_replicas)
     # The first replicas are on devices of their own, and start at the same time.
     groups = [tuple(devices[i * degree : (i + 1) * degree]) for i in range(num_groups)]
-    return [Slot(i, groups[i % num_groups], shares[i], sharers) for i in range(num_replicas)]
+    numbers = Counter(groups[i % num_groups] for i in range(num_replicas))
+    placed = [groups[i % num_groups] for i in range(num_replicas)]
+    return [Slot(i, devices, shares[i], numbers[devices]) for i, devices in enumerate(placed)]
 
 
 def share_cpus(cpus: Sequence[int], num_replicas: int) -> list[tuple[int, ...]]:
