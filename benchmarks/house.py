@@ -32,14 +32,17 @@ package = os.environ["HOUSE_PACKAGE"]
 file = os.open(pathlib.Path(os.environ["HOUSE_OUT"], str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 written = set()
 
+def caller(frame):
+    return frame.f_back.f_code.co_filename.removeprefix(package).lstrip("/")
+
 def profile(frame, event, _):
     code = frame.f_code
     if event != "call" or not code.co_filename.startswith(package) or code.co_name.startswith("<"):
         return
     name, now = code.co_filename.removeprefix(package).lstrip("/"), time.time()
     mark = "-"
-    if code.co_name == "read" and name.startswith("source"):
-        mark = "read"
+    if code.co_name == "read" and name.startswith("source") and not caller(frame).startswith("source"):
+        mark = "read"  # of a row; within `source` other things are read, such as the columns of a part
         written.clear()  # what ran a moment before is to be seen again after it
     elif code.co_name == "publish_new":
         mark = "publish"
