@@ -13,7 +13,7 @@ from batchinf.plan.choose import Machine, Option, best, options, shape_text
 from batchinf.plan.degrees import MOST_DEVICES, that_fit
 from batchinf.plan.gpus import Gpu, gpu_like, why_not
 from batchinf.plan.lengths import lengths_of, opened
-from batchinf.plan.throughput import Work, shape_of
+from batchinf.plan.throughput import Workload, shape_of
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, ParallelSpec
 
@@ -49,7 +49,7 @@ def _set(file: SpecFile, tensor: int, pipeline: int) -> SpecFile:
 def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> Option:
     with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None)) as (job, num_rows):
         lengths = lengths_of(job, file, num_rows)
-        work = lengths.work(job) if lengths.prompts else None
+        work = lengths.workload(job) if lengths.prompts else None
         limits_of = job.task.default_batch_limits
     model = resolve(file.spec.model)
     fit = fit_of(model, _set(file, 1, 1).spec, device_bytes, title, limits_of)
@@ -61,7 +61,7 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
 
 
 def choose_degrees(
-    file: SpecFile, fit: Fit, num_devices: int, gpu: Gpu | None, share: float, work: Work | None
+    file: SpecFile, fit: Fit, num_devices: int, gpu: Gpu | None, share: float, work: Workload | None
 ) -> Option:
     """The best of the degrees that fit the devices and what the spec fixes. gpu: None: not in the table."""
     given, context = file.spec.parallel, fit.max_model_len

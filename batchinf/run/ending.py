@@ -13,7 +13,7 @@ from batchinf.fleet.status import read_status
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.state import State
 from batchinf.output import journal
-from batchinf.output.parts import remarks
+from batchinf.output.counts import remarks
 from batchinf.results import Results
 from batchinf.run.progress import Failure, commonest, forecast
 from batchinf.spec.file import SpecFile

@@ -148,7 +148,7 @@ def _run_shards(
     except HopelessJob as error:
         found = read_state(job.folder)
         assert found is not None
-        raise HopelessJob("\n".join([str(error), *progress.report(job, found)])) from None
+        raise HopelessJob("\n".join([str(error), *progress.ended_early_lines(job, found)])) from None
     finally:
         telemetry.close()
     launcher.note_warm(fleet)

@@ -106,7 +106,7 @@ def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> l
     return said
 
 
-def report(job: Job, state: State) -> list[str]:
+def ended_early_lines(job: Job, state: State) -> list[str]:
     """The report of a job that ended early: frequent errors with a prompt for each, what is kept, and what to do."""
     found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [
