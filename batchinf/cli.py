@@ -152,7 +152,7 @@ def _run(
     """Run a job, or resume an unfinished one."""
     with interruptible(ends_process=True), _errors_as(log_format):
         from batchinf import api
-        from batchinf.run.display import ProgressDisplay
+        from batchinf.coordinator.display import ProgressDisplay
 
         display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
         summary = api.run(
@@ -169,7 +169,7 @@ def _errors_as(log_format: LogFormat) -> Iterator[None]:
     except BatchinfError as error:
         if log_format is LogFormat.TEXT or error.exit_code == 1:
             raise
-        from batchinf.run.display import json_line
+        from batchinf.coordinator.display import json_line
 
         print(json_line("error", str(error)), file=sys.stderr)
         raise typer.Exit(error.exit_code) from None

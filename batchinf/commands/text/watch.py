@@ -14,9 +14,9 @@ from rich.text import Text
 
 from batchinf.base.text import clip, to_json
 from batchinf.commands.status import JobState, StatusReport, job_status
+from batchinf.coordinator.display import beside_bar, figures, fit, status_line
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.status import JobStatus, ReplicaStatus
-from batchinf.run.display import beside_bar, figures, fit, status_line
 
 _EVERY_S, _EVERY_LINE_S = 1.0, 10.0
 # A look reads the manifest, which takes a second for 100,000 parts. It may take a fifth of a processor core.

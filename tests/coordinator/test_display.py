@@ -9,9 +9,9 @@ import pytest
 from tqdm.utils import disp_len
 
 import jobs
+from batchinf.coordinator import display as shown
+from batchinf.coordinator.display import ProgressDisplay, figures, fit, status_line
 from batchinf.fleet.status import JobStatus, ReplicaStatus
-from batchinf.run import display as shown
-from batchinf.run.display import ProgressDisplay, figures, fit, status_line
 
 
 class Terminal(io.StringIO):
