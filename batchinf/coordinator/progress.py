@@ -86,9 +86,8 @@ def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Gene
                 yield _errors(file.read_row_group(index, columns=_COLUMNS))
     for shard in list_shards(folder) if journal is not None else ():
         assert journal is not None
-        for segment in journal.recover(shard).segments if shard not in state.parts else ():
-            yield _errors(segment.table().select(_COLUMNS))
-            segment.close()
+        for table in journal.tables(shard) if shard not in state.parts else ():
+            yield _errors(table.select(_COLUMNS))
 
 
 def _errors(table: pa.Table) -> pa.Table:
