@@ -81,8 +81,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 class Workload:
     """The rows of a job, on average. prompt_tokens, output_tokens: of a request. longest_output: of all requests.
 
-    logits: the tokens of a prompt that the head computes. `none` means that nothing is generated; then vLLM's steps do
-    not overlap with its Python.
+    logits: the tokens that the head computes; `none` means that nothing is generated.
     """
 
     num_requests: int
@@ -127,8 +126,7 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
     num_steps = degrees.pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
     device_s, python_s = sum(parts.values()), num_steps * STEP_S + running * SEQUENCE_S + starts * REQUEST_S
-    not_hidden = 1.0 if work.logits == "none" else _NOT_HIDDEN
-    step_s = max(device_s, python_s) + not_hidden * min(device_s, python_s)
+    step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)
     seconds = work.num_requests * step_s / starts
     if decoded:  # the last sequences end alone
         weights_s = shape.layer_bytes / degrees.tensor / gpu.bandwidth / _MEMORY_SHARE
