@@ -71,7 +71,7 @@ LONG = {
 
 def lines_at(width: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[str, str]:
     """The bar's line and the line below it."""
-    monkeypatch.setattr(shown, "_width", lambda stream: width)
+    monkeypatch.setattr(shown, "terminal_width", lambda stream: width)
     terminal = Terminal()
     display = ProgressDisplay(terminal)
     display.show(status_with(**fields))

@@ -329,7 +329,8 @@ def test_rows_with_requests_of_different_numbers(folder: Folder) -> None:
 def keyed(keys: list[tuple[int, int, int]]) -> pa.RecordBatch:
     rows, requests, counts = zip(*keys, strict=True)
     arrays = [pa.array(rows, pa.int64()), pa.array(requests, pa.int32()), pa.array(counts, pa.int32())]
-    return pa.record_batch(arrays, names=["row_index", "request_index", "num_requests"])
+    names = ["row_index", "request_index", "num_requests", "error_type"]
+    return pa.record_batch([*arrays, pa.nulls(len(rows), pa.string())], names=names)
 
 
 def test_an_incomplete_shard_is_not_written(folder: Folder) -> None:
