@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -329,8 +330,8 @@ def test_rows_with_requests_of_different_numbers(folder: Folder) -> None:
 def keyed(keys: list[tuple[int, int, int]]) -> pa.RecordBatch:
     rows, requests, counts = zip(*keys, strict=True)
     arrays = [pa.array(rows, pa.int64()), pa.array(requests, pa.int32()), pa.array(counts, pa.int32())]
-    names = ["row_index", "request_index", "num_requests", "error_type"]
-    return pa.record_batch([*arrays, pa.nulls(len(rows), pa.string())], names=names)
+    errors = pa.nulls(len(keys), pa.string())
+    return pa.record_batch([*arrays, errors], names=["row_index", "request_index", "num_requests", "error_type"])
 
 
 def test_an_incomplete_shard_is_not_written(folder: Folder) -> None:
@@ -501,11 +502,11 @@ def test_other_threads_may_ask_while_results_are_added(folder: Folder) -> None:
     counts = {row: 1 + row * 7 % 40 for row in range(1000, 1060)}
     keys = [(row, index, count) for row, count in counts.items() for index in range(count)]
     made = opened(folder, make_spec())
-    last = keys[-1]
+    last, is_over = keys[-1], threading.Event()
 
     def ask() -> int:
         num_asked = 0
-        while not made.is_complete:
+        while not made.is_complete and not is_over.is_set():
             for row, index, _ in keys:
                 made.is_done(row, index)
             made.are_finished(0, 60)
@@ -514,7 +515,10 @@ def test_other_threads_may_ask_while_results_are_added(folder: Folder) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
-        for key in keys:
-            made.add(keyed([key]))
+        try:
+            for key in keys:
+                made.add(keyed([key]))
+        finally:
+            is_over.set()
         assert asked.result(timeout=60) >= 0
     assert made.is_done(last[0], last[1])
