@@ -33,7 +33,7 @@ help:
 	@echo
 	@echo 'make quickstart   install, run jobs/quickstart.yaml, show its first rows'
 	@echo 'make test         the checks and the tests (make check is the same)'
-	@echo 'make test-slow    the tests that are marked slow; ARGS="tests/run -k kill" chooses tests, here and above'
+	@echo 'make test-slow    the tests that are marked slow; ARGS="tests/coordinator -k kill" chooses tests, here and above'
 	@echo 'make test-slurm   the tests on a real Slurm of two nodes on this host; as root, it installs Slurm with apt-get'
 	@echo 'make browser      chromium, which the slow tests open pages in, where apt-get is'
 	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'

@@ -71,10 +71,6 @@ __all__ = [
     "validate",
 ]
 
-# The package `batchinf.run` would become the attribute when it is first imported. Now `__getattr__` gives the function.
-importlib.import_module("batchinf.run")
-del globals()["run"]
-
 
 def __getattr__(name: str) -> Any:
     # Imported when it is first used, so that `batchinf --help` stays fast.

@@ -21,13 +21,13 @@ from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
 from batchinf.commands.status import StatusReport, job_status
 from batchinf.commands.validate import RowsToShow, ValidateFinding, ValidateReport, validate_job
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.ending import Summary
+from batchinf.coordinator.epoch import run_job
 from batchinf.engines.installed import engine_argument_names
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.status import JobStatus
 from batchinf.results import Results
-from batchinf.run.display import ProgressDisplay
-from batchinf.run.ending import Summary
-from batchinf.run.epoch import run_job
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec

@@ -7,18 +7,17 @@ import json
 import os
 import pathlib
 import shlex
-import shutil
 import sys
-import textwrap
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import Annotated, NoReturn, TextIO
+from typing import Annotated, NoReturn
 
 import typer
 
 from batchinf import __version__
 from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError, memory_words
 from batchinf.base.stop_signals import interruptible
+from batchinf.base.terminal import wrapped
 from batchinf.base.text import plain, to_json
 
 app = typer.Typer(
@@ -77,8 +76,8 @@ SliceText = Annotated[
 _PURPOSES = "label, generate, score, logits or embed"
 
 
-@app.command(epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")
-def init(
+@app.command("init", epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")
+def _init(
     path: Annotated[str, typer.Argument(metavar="JOB.yaml", help="The file to write.")] = "job.yaml",
     purpose: Annotated[
         str | None, typer.Option("--for", metavar="WHAT", help=f"What the job is for: {_PURPOSES}.")
@@ -96,12 +95,12 @@ def init(
     purpose = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?")
     data = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?")
     model = _asked(model, "--model", "Which model (a Hugging Face id or a folder)?")
-    from batchinf.commands.init import Wanted, has_chat_template, look_at, write
+    from batchinf.commands.init import StarterWanted, has_chat_template, look_at, write
 
     found = look_at(data, [label.strip() for label in labels.split(",") if label.strip()] if labels else ())
     has_template = has_chat_template(model)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
-    write(path, purpose, found, Wanted(model, has_template is not False, where))
+    write(path, purpose, found, StarterWanted(model, has_template is not False, where))
     _print([f"{path}: rows from {data} ({found.num_rows:,}), text from the column {found.text!r}"])
     if purpose == "label":
         _print([f"labels: {', '.join(found.labels)}; change them in {path} if they are not yours"])
@@ -119,8 +118,8 @@ def _asked(value: str | None, option: str, question: str) -> str:
     return str(typer.prompt(question))
 
 
-@app.command(epilog="Example: batchinf run job.yaml --set sampling.max_tokens=64")
-def run(
+@app.command("run", epilog="Example: batchinf run job.yaml --set sampling.max_tokens=64")
+def _run(
     spec: SpecPath,
     set_: Overrides = None,
     retry: Annotated[
@@ -153,13 +152,13 @@ def run(
     """Run a job, or resume an unfinished one."""
     with interruptible(ends_process=True), _errors_as(log_format):
         from batchinf import api
-        from batchinf.run.display import ProgressDisplay
+        from batchinf.coordinator.display import ProgressDisplay
 
         display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
         summary = api.run(
             spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_, display=display
         )
-    _print(_wrapped(summary.lines(), sys.stdout))
+    _print(wrapped(line, sys.stdout) for line in summary.lines())
 
 
 @contextlib.contextmanager
@@ -170,14 +169,14 @@ def _errors_as(log_format: LogFormat) -> Iterator[None]:
     except BatchinfError as error:
         if log_format is LogFormat.TEXT or error.exit_code == 1:
             raise
-        from batchinf.run.display import json_line
+        from batchinf.coordinator.display import json_line
 
         print(json_line("error", str(error)), file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
 
 
-@app.command(epilog="Example: batchinf validate job.yaml -n 5 --random")
-def validate(
+@app.command("validate", epilog="Example: batchinf validate job.yaml -n 5 --random")
+def _validate(
     spec: SpecPath,
     set_: Overrides = None,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 2,
@@ -210,8 +209,8 @@ def validate(
         _show(report, (), as_json)
 
 
-@app.command(epilog="Example: batchinf plan job.yaml --gpu h100-80 --gpus 8")
-def plan(
+@app.command("plan", epilog="Example: batchinf plan job.yaml --gpu h100-80 --gpus 8")
+def _plan(
     target: Annotated[
         str, typer.Argument(metavar="JOB.yaml|MODEL", help="A job spec; or a model: hub id, folder or config.json.")
     ],
@@ -241,16 +240,17 @@ def plan(
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
-    from batchinf.commands.plan import Wanted
-    from batchinf.commands.plan import plan as plan_of
+    from batchinf.commands.plan import PlanWanted, make_plan
     from batchinf.commands.text.plan import plan_lines
 
-    report = plan_of(target, set_ or (), Wanted(tuple(gpu or ()), gpus, nodes, free, context, price, output_tokens))
+    report = make_plan(
+        target, set_ or (), PlanWanted(tuple(gpu or ()), gpus, nodes, free, context, price, output_tokens)
+    )
     _show(report, plan_lines(report), as_json)
 
 
-@app.command(epilog="Example: batchinf status out/job")
-def status(
+@app.command("status", epilog="Example: batchinf status out/job")
+def _status(
     out: Out,
     is_watched: Annotated[
         bool, typer.Option("--watch", help="Show progress and replicas, anew every second, until the job ends.")
@@ -270,8 +270,8 @@ def status(
     _show(report, status_lines(report), as_json)
 
 
-@app.command(epilog="Example: batchinf head out/job -n 20 --columns id,text")
-def head(
+@app.command("head", epilog="Example: batchinf head out/job -n 20 --columns id,text")
+def _head(
     out: Out,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
     columns: Annotated[
@@ -301,8 +301,8 @@ def head(
             screen.print(item)
 
 
-@app.command(epilog="Example: batchinf inspect out/job --row review-17 --html row.html")
-def inspect(
+@app.command("inspect", epilog="Example: batchinf inspect out/job --row review-17 --html row.html")
+def _inspect(
     out: Out,
     row: Annotated[str, typer.Option("--row", metavar="ID", help="The row id, or its position from 0.")],
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
@@ -316,8 +316,8 @@ def inspect(
         _show(report, (), as_json)
         return
     from batchinf.commands.text.inspect import row_items
-    from batchinf.commands.text.page import write_page
     from batchinf.commands.text.screen import console
+    from batchinf.report.row_page import write_page
 
     if html is not None:
         write_page(report, html)
@@ -328,8 +328,8 @@ def inspect(
         screen.print(item)
 
 
-@app.command(epilog="Example: batchinf report out/job -o report.html")
-def report(
+@app.command("report", epilog="Example: batchinf report out/job -o report.html")
+def _report(
     out: Out,
     file: Annotated[
         str | None, typer.Option("-o", "--out", metavar="FILE.html", help="Write this file. Default: OUT/report.html.")
@@ -341,8 +341,8 @@ def report(
     print(plain(str(write_report(out, file))))
 
 
-@app.command(epilog="Example: batchinf check out/job --deep")
-def check(
+@app.command("check", epilog="Example: batchinf check out/job --deep")
+def _check(
     out: Out,
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,
     repair: Annotated[
@@ -359,8 +359,8 @@ def check(
     raise_if_wrong(report)
 
 
-@app.command(epilog="Example: batchinf diff out/base out/other --out changes.parquet")
-def diff(
+@app.command("diff", epilog="Example: batchinf diff out/base out/other --out changes.parquet")
+def _diff(
     a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=_job_folder)],
     b: Annotated[
         str,
@@ -386,11 +386,11 @@ def diff(
     from batchinf.commands.text.compare import diff_lines
 
     report = diff_jobs(a, b, on, to, num_rows)
-    _show(report, _wrapped(diff_lines(report, to), sys.stdout), as_json)
+    _show(report, (wrapped(line, sys.stdout) for line in diff_lines(report, to)), as_json)
 
 
-@app.command(epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
-def verify(
+@app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
+def _verify(
     spec: SpecPath,
     set_: Overrides = None,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of random output rows to compare.")] = 64,
@@ -415,8 +415,8 @@ def verify(
     raise_if_beyond(report)
 
 
-@app.command(epilog="Example: batchinf slurm job.yaml --gpus a100:4 --time 12:00:00 --submit")
-def slurm(
+@app.command("slurm", epilog="Example: batchinf slurm job.yaml --gpus a100:4 --time 12:00:00 --submit")
+def _slurm(
     spec: SpecPath,
     set_: Overrides = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes; more than 1 runs Ray on them.")] = 1,
@@ -465,9 +465,8 @@ def slurm(
     _print(submitted_lines(path, submitted, file))
 
 
-@app.command()
-@app.command(epilog="Example: batchinf schema > batchinf.schema.json")
-def schema() -> None:
+@app.command("schema", epilog="Example: batchinf schema > batchinf.schema.json")
+def _schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
     import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
     from batchinf.spec.job import json_schema
@@ -498,8 +497,8 @@ def main() -> NoReturn:
         app(prog_name="batchinf")
     except BatchinfError as error:
         prefix = "" if isinstance(error, Interrupted) else "error: "
-        lines = plain(f"{prefix}{error}").split("\n")
-        print("\n".join(_wrapped(lines, sys.stderr)), file=sys.stderr)
+        for line in plain(f"{prefix}{error}").split("\n"):
+            print(wrapped(line, sys.stderr), file=sys.stderr)
         if isinstance(error, Interrupted):
             print("run the same command again to go on", file=sys.stderr)
         elif not isinstance(error, UserError) and error.exit_code == 1:
@@ -520,18 +519,6 @@ def main() -> NoReturn:
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
     _print([to_json(report)] if as_json else lines)
-
-
-def _wrapped(lines: Iterable[str], stream: TextIO) -> Iterator[str]:
-    """Lines that end between words in a terminal, which would cut words. Elsewhere they stay whole."""
-    if not stream.isatty():
-        yield from lines
-        return
-    width = shutil.get_terminal_size().columns
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
-        yield from textwrap.wrap(line, width, subsequent_indent=indent, drop_whitespace=True,
-                                 break_long_words=False, break_on_hyphens=False) or [""]  # fmt: skip
 
 
 def _print(lines: Iterable[str]) -> None:

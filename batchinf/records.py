@@ -252,7 +252,7 @@ class PartCounts:
     """Counts of a part's output rows. Manifest lines, footers, their checks and all sums derive from these fields.
 
     They are counted while the part is written, so `status` adds up lines and reads no part. A new count is one more
-    field, and code for it in `count_rows` of `output/parts.py`.
+    field, and code for it in `count_rows` of `output/counts.py`.
     """
 
     num_rows: Count = 0

@@ -32,14 +32,17 @@ package = os.environ["HOUSE_PACKAGE"]
 file = os.open(pathlib.Path(os.environ["HOUSE_OUT"], str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 written = set()
 
+def caller(frame):
+    return frame.f_back.f_code.co_filename.removeprefix(package).lstrip("/")
+
 def profile(frame, event, _):
     code = frame.f_code
     if event != "call" or not code.co_filename.startswith(package) or code.co_name.startswith("<"):
         return
     name, now = code.co_filename.removeprefix(package).lstrip("/"), time.time()
     mark = "-"
-    if code.co_name == "read" and name.startswith("source"):
-        mark = "read"
+    if code.co_name in ("read", "read_rows") and name.startswith("source") and not caller(frame).startswith("source"):
+        mark = "read"  # of a row; within `source` other things are read, such as the columns of a part
         written.clear()  # what ran a moment before is to be seen again after it
     elif code.co_name == "publish_new":
         mark = "publish"
@@ -194,8 +197,10 @@ def passed_modules(root: pathlib.Path, package: pathlib.Path) -> list[str]:
         processes = [[line.split() for line in path.read_text().splitlines()] for path in (folder / "calls").iterdir()]
     calls = [[(name, mark, float(when)) for name, mark, when in lines] for lines in processes]
     end = max(when for own in calls for _, mark, when in own if mark == "publish")
+    # The coordinator, which publishes, reads rows too, for checks and estimates.
+    others = [own for own in calls if all(mark != "publish" for _, mark, _ in own)]
     begin, own = max(
-        (max([when for _, mark, when in own if mark == "read" and when < end], default=0.0), own) for own in calls
+        (max([when for _, mark, when in own if mark == "read" and when < end], default=0.0), own) for own in others
     )
     return sorted({name for name, _, when in own if begin <= when <= end})
 

@@ -16,7 +16,7 @@ import json
 import pathlib
 import shutil
 import time
-from typing import Any
+from typing import Any, Literal
 
 from run import run_spec
 from shapes import SHAPES, make_model, make_prompts
@@ -27,10 +27,11 @@ from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of
 from batchinf.plan.degrees import degrees_of
 from batchinf.plan.gpus import GPUS, Gpu, gpu_like
-from batchinf.plan.throughput import Speed, Work, shape_of, speed_of
+from batchinf.plan.throughput import Prediction, Workload, prediction_of, shape_of
 from batchinf.spec.file import read_spec
 
 LENGTHS = {"generate": (256, 128), "score": (1024, 1), "embed": (128, 0)}
+LOGITS: dict[str, Literal["all", "last", "none"]] = {"generate": "last", "score": "all", "embed": "none"}
 CONTEXT = 2048
 ARGUMENTS = {"cache": "kv_cache_dtype", "seqs": "max_num_seqs"}
 
@@ -118,7 +119,7 @@ def write(path: pathlib.Path, task: str, given: dict[str, str], model: pathlib.P
     path.write_text(json.dumps(spec))
 
 
-def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Speed, int]:
+def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Prediction, int]:
     """The speed of one replica, and the tokens of its cache."""
     spec = read_spec(path).spec
     backend = choose_backend(spec)
@@ -131,10 +132,10 @@ def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Speed, int]:
     share = DEFAULT_GPU_MEMORY_UTILIZATION
     degrees = degrees_of(fit, spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size, CONTEXT, share)
     prompt, output = LENGTHS[task]
-    work = Work(num_rows, prompt, output, output, all_logits=task == "score", is_pooling=task == "embed")
+    work = Workload(num_rows, prompt, output, output, LOGITS[task])
     shape = shape_of(fit.needs)
     assert shape is not None
-    return speed_of(fit, degrees, shape, gpu, work, share), degrees.cache_tokens
+    return prediction_of(fit, degrees, shape, gpu, work, share), degrees.cache_tokens
 
 
 def settings_of(out: pathlib.Path) -> dict[str, Any]:

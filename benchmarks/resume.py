@@ -26,12 +26,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.storage import Folder
+from batchinf.coordinator.epoch import FOLDERS
 from batchinf.job.open import Job, new_header, new_job_id, open_job
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.output.proof import expected_statements
 from batchinf.records import Part, PartCounts, Shard
-from batchinf.run.epoch import FOLDERS
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.spec.file import dump_spec, read_spec
 

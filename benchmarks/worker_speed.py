@@ -21,6 +21,7 @@ import pyarrow as pa
 from shapes import make_model, make_prompts
 
 from batchinf.base.storage import Folder
+from batchinf.coordinator.epoch import FOLDERS
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
@@ -28,7 +29,6 @@ from batchinf.records import Completion, Extent, Part, Request
 from batchinf.replica.incarnation import Pipeline
 from batchinf.replica.messages import Assign, Event, ShardClosed
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, Worker
-from batchinf.run.epoch import FOLDERS
 from batchinf.schedule.shards import choose_rows_per_shard, shard_at, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

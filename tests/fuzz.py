@@ -45,6 +45,8 @@ from batchinf.base.storage import FileHeader, Folder
 from batchinf.commands.head import read_head
 from batchinf.commands.status import job_status, stored_spec
 from batchinf.commands.text.status import status_lines
+from batchinf.coordinator import recovery
+from batchinf.coordinator.display import status_line
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
@@ -59,8 +61,6 @@ from batchinf.output.parts import OpenShard, verify_part
 from batchinf.prompts.builder import Renderer
 from batchinf.records import Shard
 from batchinf.replica.messages import Assign, Failed, Progress
-from batchinf.run import recovery
-from batchinf.run.display import status_line
 from batchinf.schedule.shards import total_shards
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source

@@ -333,7 +333,7 @@ def test_the_schema_is_json() -> None:
     assert "sampling" in json.loads(shown.stdout)["properties"]
 
 
-COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback]
+COMMANDS = [str(command.name) for command in cli.app.registered_commands]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

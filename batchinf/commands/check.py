@@ -13,6 +13,7 @@ from typing import Literal
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, no_job_message
 from batchinf.base.storage import Folder
+from batchinf.coordinator.extend import spec_text
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.lock import JobLock, live_holder
@@ -22,7 +23,6 @@ from batchinf.manifest.state import State, check_version, last_epoch, list_logs,
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.proof import NUM_THREADS, Flaw, find_flaw, job_of, other_owner
 from batchinf.records import Extent
-from batchinf.run.extend import spec_text
 from batchinf.schedule.positions import RunOrder, positions_name, read_positions
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.spec.job import JobSpec

@@ -107,12 +107,8 @@ class _Journalled:
 
     def rows(self, shard: int, num_rows: int, *, only_errors: bool) -> pa.Table:
         """The journal's first results of one shard, as output rows."""
-        # The results of a segment that has just been deleted are in a part. The next call shows them.
-        tables = []
-        for segment in self._journal.recover(shard).segments:
-            with contextlib.suppress(FileNotFoundError):
-                tables.append(segment.table())
-        results = pa.concat_tables(tables or [self._task.result_schema.empty_table()])
+        tables = self._journal.tables(shard)
+        results = pa.concat_tables([self._task.result_schema.empty_table(), *tables])
         own = self._order.of(shard_at(self._order.extents, shard))
         is_own = pa.array(own.locals(results["row_index"].to_numpy()) >= 0)
         order = [("row_index", "ascending"), ("request_index", "ascending")]

@@ -16,9 +16,9 @@ from batchinf.model.identity import resolve
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Source, open_source
 from batchinf.spec.job import ModelSpec
-from batchinf.tasks.starters import PURPOSES, Data, Wanted, write_spec
+from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
 
-__all__ = ["Wanted", "has_chat_template", "look_at", "write"]
+__all__ = ["StarterWanted", "has_chat_template", "look_at", "write"]
 
 # Names of columns, the likeliest first.
 _TEXTS = "prompt question instruction text content document body review comment sentence title input query message"
@@ -116,7 +116,7 @@ def has_chat_template(model: str) -> bool | None:
         return None
 
 
-def write(path: str, purpose: str, data: Data, wanted: Wanted) -> None:
+def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
     """Write the spec. Raises UserError if there is a file already."""
     if purpose not in PURPOSES:
         raise UserError(f"--for: got {purpose!r}; must be one of {', '.join(PURPOSES)}")

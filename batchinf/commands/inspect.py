@@ -21,11 +21,11 @@ from batchinf.prompts.encoder import show, token_texts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import prompt_hash
+from batchinf.tasks.compare import TOKEN_COLUMNS
 
 # Columns of numbers for each token, by what they are of: `output` or `scored` tokens, and the prompt's.
 _PREFIXES = ("", "prompt_")
-_TOKEN_COLUMNS = ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
-_NOT_FIELDS = {f"{prefix}{name}" for prefix in _PREFIXES for name in _TOKEN_COLUMNS} | {"prompt"}
+_NOT_FIELDS = {f"{prefix}{name}" for prefix in _PREFIXES for name in ("token_ids", *TOKEN_COLUMNS)} | {"prompt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> Iterator[PromptPiece]:
 
 
 def _tokens(tokenizer: Any, row: Mapping[str, Any], prefix: str) -> Iterator[Token]:
-    token_ids, logprobs, ranks, top_ids, top = (row.get(f"{prefix}{name}") for name in _TOKEN_COLUMNS)
+    token_ids, logprobs, ranks, top_ids, top = (row.get(f"{prefix}{name}") for name in ("token_ids", *TOKEN_COLUMNS))
     if token_ids is None or (prefix and logprobs is None):
         return
     for place, text in enumerate(token_texts(tokenizer, token_ids)):

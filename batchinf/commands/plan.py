@@ -17,11 +17,11 @@ from batchinf.commands.shown_rows import LengthRange, histogram
 from batchinf.job.disk_space import free_bytes
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of
-from batchinf.plan.choose import Machine, Option, best, options, reason
+from batchinf.plan.choose import Machine, Option, best, options, reason_for
 from batchinf.plan.degrees import MOST_DEVICES, Degrees, degrees_of, that_fit
 from batchinf.plan.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.plan.lengths import lengths_of, opened
-from batchinf.plan.throughput import Shape, Work, shape_of
+from batchinf.plan.throughput import Shape, Workload, shape_of
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -32,7 +32,7 @@ _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replic
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlanWanted:
     """What the user asked for. gpus: names; empty: all of the table. gpus_per_node: None: as many as are needed.
 
     free_gib: memory of each GPU that other programs leave. price: of a GPU for an hour. output_tokens: of a request, on
@@ -129,7 +129,7 @@ class PlanReport:
     choice: str
 
 
-def plan(target: str, overrides: Sequence[str], wanted: Wanted) -> PlanReport:
+def make_plan(target: str, overrides: Sequence[str], wanted: PlanWanted) -> PlanReport:
     """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError."""
     gpus = [gpu_named(name) for name in wanted.gpus] or list(GPUS.values())
     with _spec_file(target, overrides) as (file, is_job):
@@ -146,14 +146,14 @@ def plan(target: str, overrides: Sequence[str], wanted: Wanted) -> PlanReport:
         return PlanReport(_model_plan(model, base.needs, context), job, plans, tuple(notes), _choice(plans))
 
 
-def _job(file: SpecFile, wanted: Wanted, notes: list[str]) -> tuple[JobPlan, Work] | None:
+def _job(file: SpecFile, wanted: PlanWanted, notes: list[str]) -> tuple[JobPlan, Workload] | None:
     """The job's rows and work; None, with a note, without the input."""
     try:
         with opened(file) as found:
             assert found is not None
             job, num_rows = found
             lengths = lengths_of(job, file, num_rows)
-            work = lengths.work(job, wanted.output_tokens)
+            work = lengths.workload(job, wanted.output_tokens)
     except InputError as error:
         notes.append(f"without lengths of rows, as the input cannot be read: {error}")
         return None
@@ -192,7 +192,7 @@ def _spec_file(target: str, overrides: Sequence[str]) -> Iterator[tuple[SpecFile
         yield read_spec(path, [f"model.name={name}", *overrides]), False
 
 
-def _context(wanted: Wanted, spec: JobSpec, model: Model) -> int:
+def _context(wanted: PlanWanted, spec: JobSpec, model: Model) -> int:
     given = wanted.context or spec.engine.get("max_model_len")
     found = given if isinstance(given, int) and given > 0 else model.max_model_len
     if found is None:
@@ -219,7 +219,7 @@ def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
 
 
 def _on_gpu(
-    gpu: Gpu, base: Fit, spec: JobSpec, wanted: Wanted, context: int, shape: Shape | None, work: Work | None
+    gpu: Gpu, base: Fit, spec: JobSpec, wanted: PlanWanted, context: int, shape: Shape | None, work: Workload | None
 ) -> GpuPlan:
     share = float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
     if wanted.free_gib is not None:
@@ -242,8 +242,8 @@ def _on_gpu(
         most = max((tensor for tensor in fit.needs.tensor_degrees(machine.gpus_per_node)), default=1)
         missing = degrees_of(fit, most, machine.num_nodes, context, share).missing_bytes
     seconds = None
-    if chosen is not None and chosen.speed is not None:
-        seconds = _START_S + chosen.speed.seconds
+    if chosen is not None and chosen.prediction is not None:
+        seconds = _START_S + chosen.prediction.seconds
     used = 0 if chosen is None else chosen.data * chosen.degrees.num_devices
     hours = None if seconds is None else seconds * used / 3600
     return dataclasses.replace(
@@ -253,7 +253,7 @@ def _on_gpu(
         missing_bytes=missing,
         options=tuple(found),
         chosen=chosen,
-        reason="" if chosen is None else reason(chosen, found),
+        reason="" if chosen is None else reason_for(chosen, found),
         seconds=seconds,
         gpu_hours=hours,
         cost=None if hours is None or wanted.price is None else hours * wanted.price,

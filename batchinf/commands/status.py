@@ -11,7 +11,7 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import live_holder
 from batchinf.manifest.state import State, read_state
-from batchinf.output.parts import accuracy_of, rules_out_tokens
+from batchinf.output.counts import accuracy_of, rules_out_tokens
 from batchinf.records import PartCounts
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.job import JobSpec

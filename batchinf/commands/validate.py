@@ -28,7 +28,7 @@ from batchinf.engines.installed import check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
-from batchinf.job.choose import choose, described
+from batchinf.job.choose import choose, chosen_by
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing
 from batchinf.job.sample import sample_rows
@@ -215,7 +215,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
             chosen = None
             if job.spec.input.selects and state is None:
                 chosen = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch))
-                yield RowsChosen(described(job), chosen.num_rows, job.source.num_rows)
+                yield RowsChosen(chosen_by(job), chosen.num_rows, job.source.num_rows)
             num_rows = len(job.rows) if chosen is None else chosen.num_rows
             check_size(file, job, None if state is not None else num_rows)
             yield _task(job)

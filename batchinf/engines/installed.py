@@ -5,14 +5,12 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 
+from batchinf.base.child import NoAnswerError, ask
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
 from batchinf.spec.file import SpecFile
 
@@ -111,25 +109,11 @@ def reasoning_parser_names() -> tuple[str, ...] | None:
 
 def _ask(file: SpecFile, tokenizer: str) -> str:
     """The name of vLLM's backend that compiles the structure. Raises SpecError."""
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    asked = json.dumps({"spec": file.spec.model_dump_json(), "tokenizer": tokenizer})
+    question = {"spec": file.spec.model_dump_json(), "tokenizer": tokenizer}
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "batchinf.engines.vllm.structures"],
-            input=asked,
-            capture_output=True,
-            text=True,
-            timeout=_WAIT_S,
-            check=False,
-            env={**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"},
-        )
-        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
-    except subprocess.TimeoutExpired:
-        raise BatchinfError(f"vLLM took more than {_WAIT_S:.0f} s to look at structures and reasoning") from None
-    except ValueError:
-        words = (done.stderr.strip() or "it said nothing").splitlines()[-1][:300]
-        raise BatchinfError(f"vLLM could not look at structured outputs and reasoning: {words}") from None
+        answer = ask("batchinf.engines.vllm.structures", question, _WAIT_S, {"VLLM_LOGGING_LEVEL": "ERROR"})
+    except NoAnswerError as error:
+        raise BatchinfError(f"vLLM could not look at structured outputs and reasoning: {error}") from None
     if answer["problems"]:
         raise SpecError("\n".join(file.line(field, message) for field, message in answer["problems"]))
     return str(answer["backend"])

@@ -61,8 +61,8 @@ def cause_of(ending: Ending, failed: Failed | None, handle: ReplicaHandle) -> st
     return f"ended with {ending.description}" + (f"; its log ends: {words}" if words else "")
 
 
-def memory_words(cause: str, failed: Failed | None, handle: ReplicaHandle) -> str:
-    """The text to search for an out-of-memory error: the cause and, if that is incomplete, the log's errors."""
+def cause_with_log(cause: str, failed: Failed | None, handle: ReplicaHandle) -> str:
+    """The cause and, if that only points at another error, the log's errors: the text to search for out of memory."""
     if failed is not None and not points_elsewhere(failed.cause):
         return cause
     return "\n".join([cause, *error_lines(handle.log_tail())])
@@ -410,7 +410,7 @@ class Fleet:
         if self._settings is None or replica.is_stopping or not is_explained:
             return None
         was_up = replica.info is not None
-        failure = recognise(memory_words(replica.cause, replica.failed, handle), was_up=was_up)
+        failure = recognise(cause_with_log(replica.cause, replica.failed, handle), was_up=was_up)
         if failure is None:
             return None
         return self._settings.judge(replica.number, handle.incarnation, failure, was_up=was_up)

@@ -15,7 +15,7 @@ from batchinf.plan.choose import Machine, Option, best, options, shape_text
 from batchinf.plan.degrees import MOST_DEVICES, that_fit
 from batchinf.plan.gpus import Gpu, gpu_like, why_not
 from batchinf.plan.lengths import lengths_of, opened
-from batchinf.plan.throughput import Work, shape_of
+from batchinf.plan.throughput import Workload, shape_of
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, ParallelSpec
 from batchinf.tasks.registry import task_of
@@ -66,7 +66,7 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
         if found is not None:
             job, num_rows = found
             lengths = lengths_of(job, file, num_rows)
-            work = lengths.work(job) if lengths.prompts else None
+            work = lengths.workload(job) if lengths.prompts else None
     model = resolve(file.spec.model)
     fit = fit_of(model, _set(file, 1, 1).spec, device_bytes, title, limits_of)
     if fit.needs.weights is None or fit.needs.kv_cache is None or fit.max_model_len is None:
@@ -77,7 +77,7 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
 
 
 def choose_degrees(
-    file: SpecFile, fit: Fit, num_devices: int, gpu: Gpu | None, share: float, work: Work | None
+    file: SpecFile, fit: Fit, num_devices: int, gpu: Gpu | None, share: float, work: Workload | None
 ) -> Option:
     """The best of the degrees that fit the devices and what the spec fixes. gpu: None: not in the table."""
     given, context = file.spec.parallel, fit.max_model_len

@@ -88,11 +88,11 @@ def choose(
                 if limit is not None and num_left >= limit:
                     break
         if not num_left and not may_be_none:
-            what = f"{described(job)} leaves none of the {len(rows):,} input rows; there is nothing to run"
+            what = f"{chosen_by(job)} leaves none of the {len(rows):,} input rows; there is nothing to run"
             raise file.error("input", what)
 
     began = time.monotonic()
-    say(f"choosing rows by {described(job)}")
+    say(f"choosing rows by {chosen_by(job)}")
     try:
         stored = write_positions(folder, number, first_left(), job.source.num_rows, check_lock=check_lock)
     except PredicateError as error:
@@ -114,7 +114,7 @@ def _choice(stored: Positions, number: int, rows: range, limit: int | None) -> C
     return Choice(number, 0, len(stored), rows.start, stop_row, None if is_all else stored.digest)
 
 
-def described(job: Job) -> str:
+def chosen_by(job: Job) -> str:
     """The fields that choose the rows, as text for users."""
     chosen = job.spec.input
     said = {

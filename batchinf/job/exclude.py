@@ -12,7 +12,7 @@ from batchinf.base.slices import job_folders, no_job_message
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.job.open import Job, begun_at, max_model_len
-from batchinf.job.scratch import Scratch, scratch_database
+from batchinf.job.scratch import ScratchDatabase, scratch_database
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.encoder import load_tokenizer
@@ -87,7 +87,7 @@ class Exclusion:
             hashes += [prompt_hash(np.array(prompt.token_ids, np.int32)) for prompt in prompts]
         return pa.chunked_array([hashes], pa.int64())
 
-    def _read_done(self, scratch: Scratch) -> None:
+    def _read_done(self, scratch: ScratchDatabase) -> None:
         """Make the table `done` with the keys of the rows that the jobs have done."""
         empty = key_column(pa.chunked_array([], self._own.type), self._own)
         scratch.run("CREATE TABLE done AS SELECT key FROM own", own=pa.table({"key": empty}))
@@ -148,7 +148,7 @@ def _family(type: pa.DataType) -> str:
     return "text" if pa.types.is_string(type) or pa.types.is_large_string(type) else str(type)
 
 
-def _not_done(scratch: Scratch, candidates: pa.Table) -> Int64Array:
+def _not_done(scratch: ScratchDatabase, candidates: pa.Table) -> Int64Array:
     # A semi join of the others takes half the time of an anti join: DuckDB then skips what no candidate can equal.
     candidates = candidates.append_column("place", pa.array(np.arange(candidates.num_rows)))
     found = scratch.column("SELECT place FROM candidates SEMI JOIN done USING (key)", candidates=candidates)

@@ -21,7 +21,7 @@ _FETCH_ROWS = 1 << 16
 
 
 @contextlib.contextmanager
-def scratch_database(folder: Folder, memory: str) -> Iterator["Scratch"]:
+def scratch_database(folder: Folder, memory: str) -> Iterator["ScratchDatabase"]:
     """A database that ends with the block. folder: the output folder.
 
     memory: DuckDB's limit, such as `512MB`; data above it is on disk.
@@ -42,10 +42,10 @@ def scratch_database(folder: Folder, memory: str) -> Iterator["Scratch"]:
             "force_compression": "uncompressed",
         }
         with duckdb.connect(f"{name}/rows", config=settings) as connection:
-            yield Scratch(connection, folder)
+            yield ScratchDatabase(connection, folder)
 
 
-class Scratch:
+class ScratchDatabase:
     """The open database. Its methods raise OutputError if the folder or the memory does not suffice."""
 
     def __init__(self, connection: Any, folder: Folder) -> None:

@@ -31,7 +31,7 @@ class UnknownCacheError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LayerState:
     """A layer's state of one sequence: (numbers, bytes of each) that tensor-parallel ranks split.
 
     num_groups, group_bytes: of Mamba 2, which vLLM gives more groups if the ranks do not divide them.
@@ -62,7 +62,7 @@ class LayerCache:
     item_bytes: int = 0
     extra_bytes: int = 0
     window: int | None = None
-    state: State | None = None
+    state: LayerState | None = None
 
     def token_bytes(self, tensor_parallel_size: int = 1) -> int:
         """On one rank. A head is not split: if there are more ranks than heads, several ranks keep the same one."""
@@ -309,7 +309,7 @@ def _kind_of(name: str, family: str) -> str:
     raise UnknownCacheError(f"layers of type {name} are not known")
 
 
-def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> State:
+def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> LayerState:
     """Shapes by `MambaStateShapeCalculator` in vLLM's model_executor/layers/mamba/mamba_utils.py.
 
     sizes: bytes of a number of the convolution's state and of the recurrent one.
@@ -320,9 +320,9 @@ def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> State:
         values, key_dim = _needed(config, "linear_num_value_heads"), _needed(config, "linear_key_head_dim")
         value_dim, kernel = _needed(config, "linear_value_head_dim"), _needed(config, "linear_conv_kernel_dim")
         convolved = 2 * keys * key_dim + values * value_dim
-        return State(((convolved * (kernel - 1), item_bytes), (values * value_dim * key_dim, recurrent_bytes)))
+        return LayerState(((convolved * (kernel - 1), item_bytes), (values * value_dim * key_dim, recurrent_bytes)))
     if (length := _first(config, "conv_L_cache")) is not None:  # short convolutions: LFM2
-        return State(((hidden * (length - 1), item_bytes),))
+        return LayerState(((hidden * (length - 1), item_bytes),))
     kernel = _first(config, "mamba_d_conv", "conv_kernel", "conv_kernel_size") or 4
     size = _needed(config, "mamba_d_state", "ssm_state_size", "state_size")
     heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
@@ -333,7 +333,7 @@ def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> State:
     if not is_second or heads is None:
         inner = _first(config, "intermediate_size") if config.get("model_type") in ("mamba", "falcon_mamba") else None
         inner = inner or expand * hidden
-        return State(((inner * (kernel - 1), item_bytes), (inner * size, recurrent_bytes)))
+        return LayerState(((inner * (kernel - 1), item_bytes), (inner * size, recurrent_bytes)))
     is_plain = config.get("model_type") == "mamba2"
     head_keys = ("head_dim",) if is_plain else ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
     head_dim = _first(config, *head_keys) or expand * hidden // heads
@@ -341,7 +341,7 @@ def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> State:
     group_items = 2 * size * (kernel - 1)
     convolved = heads * head_dim * (kernel - 1) + groups * group_items
     split = ((convolved, item_bytes), (heads * head_dim * size, recurrent_bytes))
-    return State(split, groups, group_items * item_bytes)
+    return LayerState(split, groups, group_items * item_bytes)
 
 
 def _needed(config: Mapping[str, Any], *keys: str) -> int:

@@ -11,13 +11,13 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchinf.base.child import NoAnswerError, ask
 from batchinf.base.errors import ModelError
 from batchinf.base.text import one_line
 from batchinf.model import files as model_files
@@ -164,7 +164,8 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
     """`counted`, in a process of its own, or from the cache. Takes about 5 s the first time. Raises ModelError."""
     if {"torch", "transformers"} <= sys.modules.keys():
         return _counted(config, trust_remote_code, folder)
-    asked = json.dumps({"config": config, "trust_remote_code": trust_remote_code, "folder": folder}, sort_keys=True)
+    question = {"config": config, "trust_remote_code": trust_remote_code, "folder": folder}
+    asked = json.dumps(question, sort_keys=True)
     version = f"{_VERSION} {importlib.metadata.version('transformers')}"
     # A folder's own code may change under the same config.
     place = (
@@ -173,7 +174,12 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
     if place is not None and place.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return _decoded(json.loads(place.read_text()))
-    answer = _ask(asked)
+    try:
+        # Without devices, torch never makes a CUDA context.
+        environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        answer = ask("batchinf.model.parameters", question, _WAIT_S, environment)
+    except NoAnswerError as error:
+        raise ModelError(f"the model's parameters could not be counted: {error}") from None
     if "error" in answer:
         raise ModelError(answer["error"])
     if place is not None:
@@ -192,30 +198,6 @@ def _cache() -> pathlib.Path:
 def _decoded(answer: Mapping[str, Any]) -> Described:
     tensors = tuple(Tensor(name, part, tuple(shape), *rest) for name, part, shape, *rest in answer["tensors"])
     return Described(dict(answer["config"]), tensors)
-
-
-def _ask(asked: str) -> dict[str, Any]:
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    # Without devices, torch never makes a CUDA context.
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "batchinf.model.parameters"],
-            input=asked,
-            capture_output=True,
-            text=True,
-            timeout=_WAIT_S,
-            check=False,
-            env=environment,
-        )
-        answer: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"counting the model's parameters took more than {_WAIT_S:.0f} s") from None
-    except ValueError:
-        words = (done.stderr.strip() or "it said nothing").splitlines()[-1][:300]
-        raise ModelError(f"the model's parameters could not be counted: {words}") from None
-    return answer
 
 
 def _counted(config: Mapping[str, Any], trust_remote_code: bool, folder: str | None) -> Described:

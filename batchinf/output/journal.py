@@ -143,6 +143,18 @@ class Journal:
                 damaged.append(name)
         return RecoveredJournal(tuple(segments), tuple(damaged))
 
+    def tables(self, shard: int) -> Iterator[pa.Table]:
+        """The results of a shard's whole segments, memory-mapped, for a look while the job may run.
+
+        A segment that is deleted meanwhile is left out: its results are in a part now.
+        """
+        for segment in self.recover(shard).segments:
+            try:
+                table = segment.table()
+            except FileNotFoundError:
+                continue
+            yield table
+
     def _next_name(self, shard: int) -> str:
         while True:
             name = f"{shard:06d}-{self._incarnation}-{self._seq:05d}"

@@ -3,12 +3,13 @@
 `plan` shows the choice, and `auto` for the degrees takes it. It rests on spec, model, devices and input alone.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from batchinf.model.memory import Fit
 from batchinf.plan.degrees import Degrees, replicas, that_fit
 from batchinf.plan.gpus import Gpu
-from batchinf.plan.throughput import Shape, Speed, Work, speed_of
+from batchinf.plan.throughput import Prediction, Shape, Workload, prediction_of
 
 # A larger degree has to be better by this share, as the prediction is not exact.
 _CLEARLY = 0.05
@@ -16,16 +17,16 @@ _CLEARLY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Degrees with the number of replicas. speed: of one replica; None without a job."""
+    """Degrees with the number of replicas. prediction: of one replica; None without a job."""
 
     degrees: Degrees
     data: int
-    speed: Speed | None
+    prediction: Prediction | None
 
     @property
     def tokens_per_s(self) -> float:
         """Of all replicas, prompts and outputs together."""
-        return 0.0 if self.speed is None else self.speed.tokens_per_s * self.data
+        return 0.0 if self.prediction is None else self.prediction.tokens_per_s * self.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +43,19 @@ class Machine:
         return self.gpus_per_node * self.num_nodes
 
 
-def options(fit: Fit, machine: Machine, context: int, shape: Shape | None, work: Work | None) -> list[Option]:
+def options(fit: Fit, machine: Machine, context: int, shape: Shape | None, work: Workload | None) -> list[Option]:
     """All degrees that fit the machine, the fewest devices of a replica first."""
     found = []
     for degrees in that_fit(fit, context, machine.share, machine.gpus_per_node, machine.num_gpus):
         data = replicas(degrees, machine.gpus_per_node, machine.num_nodes)
         if data == 0:
             continue
-        speed = None
+        prediction = None
         if shape is not None and work is not None:
-            part = _share_of(work, data)
-            speed = speed_of(fit, degrees, shape, machine.gpu, part, machine.share)
-        found.append(Option(degrees, data, speed))
+            part = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // data)))
+            prediction = prediction_of(fit, degrees, shape, machine.gpu, part, machine.share)
+        found.append(Option(degrees, data, prediction))
     return found
-
-
-def _share_of(work: Work, data: int) -> Work:
-    return Work(max(1, -(-work.num_requests // data)), work.prompt_tokens, work.output_tokens, work.longest_output,
-                work.all_logits, work.is_pooling)  # fmt: skip
 
 
 def best(found: list[Option]) -> Option | None:
@@ -73,7 +69,7 @@ def best(found: list[Option]) -> Option | None:
     return chosen
 
 
-def reason(chosen: Option, found: list[Option]) -> str:
+def reason_for(chosen: Option, found: list[Option]) -> str:
     """Why, in one sentence."""
     least, degrees = found[0], chosen.degrees
     shape = shape_text(degrees, chosen.data)
@@ -81,19 +77,16 @@ def reason(chosen: Option, found: list[Option]) -> str:
         if degrees.pipeline > 1:
             return f"{shape}: the model fits no single node's tensor-parallel degree, so its layers are in a pipeline"
         why = "the model fits one GPU" if degrees.num_devices == 1 else "the fewest GPUs that hold the model"
-        if chosen.speed is None:
+        if chosen.prediction is None:
             return f"{shape}: {why}, and replicas scale better than larger degrees"
-        return f"{shape}: {why}, and no larger degree predicts clearly more tokens a second; {_limit(chosen.speed)}"
+        limited_by = chosen.prediction.limited_by
+        return f"{shape}: {why}, and no larger degree predicts clearly more tokens a second; limited by {limited_by}"
     more = chosen.tokens_per_s / least.tokens_per_s if least.tokens_per_s else 0.0
-    assert chosen.speed is not None and least.speed is not None
+    assert chosen.prediction is not None and least.prediction is not None
     return (
         f"{shape}: {more:.2f} times the tokens a second of {shape_text(least.degrees, least.data)}, which is limited "
-        f"by {least.speed.limited_by}"
+        f"by {least.prediction.limited_by}"
     )
-
-
-def _limit(speed: Speed) -> str:
-    return f"limited by {speed.limited_by}"
 
 
 def shape_text(degrees: Degrees, data: int) -> str:

@@ -14,7 +14,7 @@ from batchinf.base.storage import Folder
 from batchinf.job.choose import choose
 from batchinf.job.open import Job, location_of, max_model_len, open_job
 from batchinf.job.sample import RUN_ROWS, sample_rows
-from batchinf.plan.throughput import Work
+from batchinf.plan.throughput import Workload
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.source.sample import is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
@@ -57,19 +57,18 @@ class Lengths:
         """Of prompt and output together."""
         return max(map(sum, zip(self.prompts, self.outputs, strict=True)), default=1)
 
-    def work(self, job: Job, output_tokens: float | None = None) -> Work:
+    def workload(self, job: Job, output_tokens: float | None = None) -> Workload:
         """All requests of the job, on average. output_tokens: of a request; None: each reaches its `max_tokens`."""
         number = max(1, len(self.prompts))
         task, longest = job.task, max(self.outputs, default=0)
-        is_pooling = task.pooling is not None
-        outputs = 0.0 if is_pooling else sum(self.outputs) / number
-        return Work(
+        generates = task.pooling is None
+        outputs = sum(self.outputs) / number if generates else 0.0
+        return Workload(
             max(1, round(self.num_rows * self.requests_per_row)),
             sum(self.prompts) / number,
             outputs if output_tokens is None else min(output_tokens, float(longest)),
-            0 if is_pooling else longest,
-            all_logits=task.reads_prompt_logits,
-            is_pooling=is_pooling,
+            longest if generates else 0,
+            "all" if task.reads_prompt_logits else "last" if generates else "none",
         )
 
 

@@ -9,6 +9,7 @@ arXiv:2001.08361, section 2.1), and 4 × heads × head size FLOP for each pair o
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from batchinf.model.cache import head_dim_of, num_attention_heads
 from batchinf.model.memory import Fit, Needs
@@ -77,23 +78,22 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """The rows of a job, on average. prompt_tokens, output_tokens: of a request. longest_output: of all requests.
 
-    all_logits: whether the head computes each prompt token. is_pooling: nothing is generated.
+    logits: the tokens that the head computes; `none` means that nothing is generated.
     """
 
     num_requests: int
     prompt_tokens: float
     output_tokens: float
     longest_output: int
-    all_logits: bool = False
-    is_pooling: bool = False
+    logits: Literal["all", "last", "none"] = "last"
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """Of one replica. limited_by: what takes the longest of a step. running: sequences at the same time."""
+class Prediction:
+    """How long one replica takes. limited_by: what takes the longest of a step. running: sequences at the same time."""
 
     seconds: float
     prompt_tokens_per_s: float
@@ -107,7 +107,7 @@ class Speed:
         return self.prompt_tokens_per_s + self.output_tokens_per_s
 
 
-def speed_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work, share: float) -> Speed:
+def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Workload, share: float) -> Prediction:
     """Time of the work on one replica."""
     at = dataclasses.replace(fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline)
     limits = at.limits
@@ -135,11 +135,11 @@ def speed_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work, sha
     if decoded and running < min(limits["max_num_seqs"], work.num_requests):
         limited_by = f"the cache, which holds {running:,} of {limits['max_num_seqs']:,} sequences"
     prompts, outputs = work.num_requests * work.prompt_tokens, work.num_requests * work.output_tokens
-    return Speed(seconds, prompts / seconds, outputs / seconds, running, limited_by)
+    return Prediction(seconds, prompts / seconds, outputs / seconds, running, limited_by)
 
 
 def _step(
-    fit: Fit, shape: Shape, gpu: Gpu, work: Work, prompt_tokens: float, decoded: int, running: int
+    fit: Fit, shape: Shape, gpu: Gpu, work: Workload, prompt_tokens: float, decoded: int, running: int
 ) -> dict[str, float]:
     """Seconds that one device works on a step of all running sequences, by what it waits for."""
     tensor, pipeline, cache = fit.tensor_parallel_size, fit.pipeline_parallel_size, fit.needs.kv_cache
@@ -151,7 +151,7 @@ def _step(
     linear = 2 * shape.layer_parameters * tokens / matrices / tensor / pipeline
     # Each stage of a pipeline reads its weights for each of as many batches.
     weights = shape.layer_bytes / memory / tensor
-    head_tokens = 0.0 if work.is_pooling else tokens if work.all_logits else float(running)
+    head_tokens = {"all": tokens, "last": float(running), "none": 0.0}[work.logits]
     seen = work.prompt_tokens / 2
     pairs = (shape.attention_width * seen + shape.window_width * min(seen, shape.window)) * prompt_tokens
     others = (2 * shape.head_parameters * head_tokens + 4 * pairs) / plain / tensor / pipeline

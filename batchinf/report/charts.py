@@ -120,14 +120,15 @@ def replicas_chart(timeline: Timeline, width: int) -> str:
     names = timeline.replicas[:_MOST_LINES]
     values = [
         {
-            "replica": span.replica,
-            "start": span.start_s / size,
-            "stop": span.stop_s / size,
-            "phase": span.phase,
-            "words": f"replica {span.replica}, {duration(span.start_s)} to {duration(span.stop_s)}: {span.phase}",
+            "replica": period.replica,
+            "start": period.start_s / size,
+            "stop": period.stop_s / size,
+            "phase": period.phase,
+            "words": f"replica {period.replica}, {duration(period.start_s)} to {duration(period.stop_s)}: "
+            f"{period.phase}",
         }
-        for span in timeline.spans
-        if span.replica in names
+        for period in timeline.periods
+        if period.replica in names
     ]
     present: dict[str, str] = {
         phase: PHASE_COLORS[phase] for phase in PHASES if any(value["phase"] == phase for value in values)

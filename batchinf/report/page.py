@@ -1,13 +1,10 @@
 """Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
 
 import datetime
-import importlib.resources
 import os
 import pathlib
 from dataclasses import dataclass
 from typing import Any
-
-import jinja2
 
 from batchinf import __version__
 from batchinf.base.errors import OutputError
@@ -19,6 +16,7 @@ from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
 from batchinf.report import charts
 from batchinf.report.rows import RowFigures, row_figures
+from batchinf.report.template import template
 from batchinf.report.timeline import PHASES, Timeline, timeline
 from batchinf.tasks.registry import task_of
 
@@ -59,7 +57,7 @@ def report_page(out: str) -> str:
         raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")
     history = timeline({str(job.slice or ""): (read_looks(job.folder), list(state.events)) for job, state in begun})
     rows = row_figures([(job.folder, state, task_of(stored_spec(state.header.spec))) for job, state in begun])
-    return _template().render(
+    return template("page.html").render(
         title=clip(os.path.basename(os.path.normpath(out)), 80),
         folder=clip(os.path.abspath(out), 300),
         state=_state(report),
@@ -79,20 +77,6 @@ def report_page(out: str) -> str:
         duration=duration,
         clip=clip,
     )
-
-
-def _template() -> jinja2.Template:
-    source = importlib.resources.files("batchinf.report").joinpath("page.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = _number
-    environment.filters["utc"] = lambda at: f"{at[:19].replace('T', ' ')} UTC"
-    return environment.from_string(source)
-
-
-def _number(number: float) -> str:
-    return f"{number:,.0f}" if isinstance(number, int) or abs(number) >= 1000 else f"{number:.4g}"
 
 
 def _state(report: StatusReport) -> str:

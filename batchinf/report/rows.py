@@ -3,7 +3,6 @@
 DuckDB adds up the plain columns, and NumPy the lists, a few hundred rows at a time. So memory is bounded.
 """
 
-import contextlib
 import itertools
 import math
 import pathlib
@@ -140,13 +139,8 @@ def _journalled(folder: Folder, state: State, task: Task) -> Iterator[pa.Table]:
     """Results that are output rows already, and in no part yet. Memory-mapped, if each result is a row."""
     journal = Journal(folder, "look", task.result_schema)
     for shard in list_shards(folder):
-        for segment in journal.recover(shard).segments if shard not in state.parts else ():
-            # A segment is deleted when its results are in a part.
-            with contextlib.suppress(FileNotFoundError):
-                table = segment.table()
-                if task.joins_requests:
-                    table = table.filter(pc.equal(table.column("num_requests"), 1))
-                yield table
+        for table in journal.tables(shard) if shard not in state.parts else ():
+            yield table.filter(pc.equal(table.column("num_requests"), 1)) if task.joins_requests else table
 
 
 class _Rows:

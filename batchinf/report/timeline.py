@@ -37,7 +37,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Period:
     """What a replica did between two times of work."""
 
     replica: str
@@ -58,21 +58,21 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """began_at, ended_at: of the first and the last sample, UTC in ISO format. spans: by replica, in order."""
+    """began_at, ended_at: of the first and the last sample, UTC in ISO format. periods: by replica, in order."""
 
     work_s: float
     began_at: str
     ended_at: str
     throughput: tuple[Throughput, ...]
-    spans: tuple[Span, ...]
+    periods: tuple[Period, ...]
     marks: tuple[Mark, ...]
 
     def seconds(self, replica: str) -> dict[Phase, float]:
         """Seconds that a replica spent in each phase."""
         found: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        for span in self.spans:
-            if span.replica == replica:
-                found[span.phase] += span.stop_s - span.start_s
+        for period in self.periods:
+            if period.replica == replica:
+                found[period.phase] += period.stop_s - period.start_s
         return found
 
     def mean(self, name: str) -> float:
@@ -82,7 +82,7 @@ class Timeline:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(span.replica for span in self.spans))
+        return tuple(dict.fromkeys(period.replica for period in self.periods))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ def timeline(jobs: Mapping[str, tuple[Iterable[dict[str, Any]], Sequence[EventLi
     work_s = clock.works[-1]
     num_buckets = max(1, min(_MOST_BUCKETS, int(work_s)))
     sums = {name: [0.0] * num_buckets for name in _COUNTS}
-    spans: list[Span] = []
+    periods: list[Period] = []
     for replica, samples in sorted(by_replica.items(), key=lambda item: _natural(item[0])):
-        spans += _spans(replica, samples, clock)
+        periods += _periods(replica, samples, clock)
         _add_counts(samples, clock, work_s / num_buckets, sums)
     length = max(work_s / num_buckets, 1e-3)
     throughput = tuple(
@@ -135,7 +135,7 @@ def timeline(jobs: Mapping[str, tuple[Iterable[dict[str, Any]], Sequence[EventLi
     )
     marks = [*_resumes(clock), *(mark for name, (_, events) in jobs.items() for mark in _restarts(name, events, clock))]
     marks.sort(key=lambda mark: mark.at_s)
-    return Timeline(work_s, _iso(clock.times[0]), _iso(clock.times[-1]), throughput, tuple(spans), tuple(marks))
+    return Timeline(work_s, _iso(clock.times[0]), _iso(clock.times[-1]), throughput, tuple(periods), tuple(marks))
 
 
 # Not `num_rows`: rows that a resume takes from the journal would be a peak.
@@ -157,8 +157,8 @@ def _natural(name: str) -> tuple[object, ...]:
     return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.replace("/", " ").split())
 
 
-def _spans(replica: str, samples: Sequence[tuple[float, dict[str, Any]]], clock: _Clock) -> Iterable[Span]:
-    """A replica's spans over the whole time of work; neighbours in the same phase are one."""
+def _periods(replica: str, samples: Sequence[tuple[float, dict[str, Any]]], clock: _Clock) -> Iterable[Period]:
+    """A replica's periods over the whole time of work; neighbours in the same phase are one."""
     pieces: list[tuple[Phase, float, float]] = [("down", 0.0, clock.work_s(samples[0][0]))]
     for (before, first), (now, second) in itertools.pairwise(samples):
         pieces.append((_phase(first, second, now - before), clock.work_s(before), clock.work_s(now)))
@@ -168,7 +168,7 @@ def _spans(replica: str, samples: Sequence[tuple[float, dict[str, Any]]], clock:
     whole = [piece for piece in pieces if piece[2] > piece[1]]
     for phase, group in itertools.groupby(whole, key=lambda piece: piece[0]):
         same = list(group)
-        yield Span(replica, phase, same[0][1], same[-1][2])
+        yield Period(replica, phase, same[0][1], same[-1][2])
 
 
 def _phase(first: dict[str, Any], second: dict[str, Any], passed_s: float) -> Phase:

@@ -18,7 +18,7 @@ from batchinf.source.cache import read_record, schema_of, write_record
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.find import find_files, is_dataset
-from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, spans
+from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, SourceFile, spans
 from batchinf.source.formats.huggingface import open_dataset
 from batchinf.source.formats.registry import file_format
 from batchinf.source.remote import find_remote, is_url
@@ -162,7 +162,8 @@ def _assembled(
         for added in version.added:
             file, entry = scanned[added.file]
             file = local_copy(file, entry, cache)
-            openers.append(functools.partial(format.reader, file, entry, schemas[-1], schema, cache, digests))
+            own_file = SourceFile(file, entry, schemas[-1], schema, cache, digests)
+            openers.append(functools.partial(format.reader, own_file))
             runs.append((added.first_row, added.stop_row))
     return Source(openers, runs, schemas, [version.fingerprint for version in versions], digests)
 

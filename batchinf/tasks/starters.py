@@ -38,7 +38,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class StarterWanted:
     """The model, whether it has a chat template, and the output folder."""
 
     model: str
@@ -46,7 +46,7 @@ class Wanted:
     out: str
 
 
-def write_spec(purpose: str, path: str, data: Data, wanted: Wanted) -> str:
+def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> str:
     """The YAML text of a spec. purpose: one of PURPOSES. path: of the spec, for the commands in its comments."""
     what, sections = PURPOSES[purpose](data, wanted)
     shown = ", ".join(map(_yaml, data.columns[:12])) + (", …" if len(data.columns) > 12 else "")
@@ -79,7 +79,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: Wanted) -> str:
 _Sections = tuple[Sequence[str], Sequence[str], Sequence[str]]
 
 
-def _label(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+def _label(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     words = f"Which label fits the text? Answer with one of: {', '.join(data.labels)}."
     labels = ", ".join(map(_yaml, data.labels))
     sampling = (
@@ -92,7 +92,7 @@ def _label(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
     return "Labels each row: the model chooses one of a few words.", ((), _asked(data, wanted, words), sampling)
 
 
-def _generate(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+def _generate(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     sampling = (
         "sampling:",
         "  temperature: 0.0    # greedy; vLLM's other parameters go here too: top_p, n, seed, stop",
@@ -102,7 +102,7 @@ def _generate(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
     return "Generates a text for each row.", ((), _asked(data, wanted, ""), sampling)
 
 
-def _score(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+def _score(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     more: tuple[str, ...] = ()
     if data.choices is not None:
         given = [f"  context_column: {_yaml(data.text)}", f"  choices_column: {_yaml(data.choices)}"]
@@ -118,7 +118,7 @@ def _score(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
     return "Scores each text: logprobs, perplexity and bits per byte.", (("task: score",), given, more)
 
 
-def _logits(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+def _logits(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     logits = (
         "logits:",
         "  positions: last    # after the prompt's last token; or all, generated, {column: NAME}",
@@ -129,7 +129,7 @@ def _logits(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
     return what, (("task: logits",), _asked(data, wanted, ""), logits)
 
 
-def _embed(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
+def _embed(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     pooling = (
         "pooling:",
         "  normalize: true    # vectors of length 1: a dot product is the cosine",
@@ -138,7 +138,7 @@ def _embed(data: Data, wanted: Wanted) -> tuple[str, _Sections]:
     return "Stores a vector for each text.", (("task: embed",), [f"  prompt_column: {_yaml(data.text)}"], pooling)
 
 
-PURPOSES: dict[str, Callable[[Data, Wanted], tuple[str, _Sections]]] = {
+PURPOSES: dict[str, Callable[[Data, StarterWanted], tuple[str, _Sections]]] = {
     "label": _label,
     "generate": _generate,
     "score": _score,
@@ -147,7 +147,7 @@ PURPOSES: dict[str, Callable[[Data, Wanted], tuple[str, _Sections]]] = {
 }
 
 
-def _asked(data: Data, wanted: Wanted, instruction: str) -> list[str]:
+def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
     """The prompt: the row's text, after an instruction if there is one."""
     if data.messages is not None and not instruction and wanted.is_chat:
         return [f"  messages_column: {_yaml(data.messages)}    # conversations, for the model's chat template"]

@@ -14,7 +14,7 @@ import yaml
 import batchinf
 import jobs
 from batchinf.commands.init import has_chat_template, look_at
-from batchinf.tasks.starters import PURPOSES, Wanted, write_spec
+from batchinf.tasks.starters import PURPOSES, StarterWanted, write_spec
 
 QUESTIONS = jobs.ROOT / "sample_data" / "questions.jsonl"
 # The structure of labels is compiled by vLLM itself, whose import takes 10 s of processor time.
@@ -30,7 +30,7 @@ def rows_file(folder: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:
 def written(purpose: str, data: pathlib.Path, folder: pathlib.Path, *, is_chat: bool = True) -> pathlib.Path:
     """The path of a spec as `init` writes it."""
     path = folder / "job.yaml"
-    wanted = Wanted(str(jobs.MODEL), is_chat, str(folder / "out $x"))
+    wanted = StarterWanted(str(jobs.MODEL), is_chat, str(folder / "out $x"))
     path.write_text(write_spec(purpose, str(path), look_at(str(data)), wanted))
     return path
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import batchinf
 import jobs
 from batchinf.commands.inspect import inspect_row
-from batchinf.commands.text.page import row_page
+from batchinf.report.row_page import row_page
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def report_with(replicas: tuple[ReplicaStatus, ...], devices: tuple[DeviceLook, 
     counts = (1_234_567, 123_456, 12, errors, 400, 40, 10**8, 10**7)
     progress = JobStatus("running", *counts, 50_000.0, 12_345.0, 3600.0, 0.0, replicas, devices, 0.0)
     job = JobState("out/\x1b[31mjob", slice_, "running", progress=progress)
-    return StatusReport("out/\x1b[31mjob", None, None, (job,))
+    return StatusReport("out/\x1b[31mjob", None, None, None, (job,))
 
 
 REPLICAS = (

@@ -17,6 +17,8 @@ from typing import Any
 
 from batchinf.base.errors import BatchinfError
 from batchinf.base.stop_signals import interruptible
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.epoch import run_job
 from batchinf.fleet.backend import Backend, DeviceWatch, Ending, ReplicaHandle
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.model.identity import Model
@@ -24,8 +26,6 @@ from batchinf.records import StartedReplica
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Command, Event, Launch, ShardBegun, Stop
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
-from batchinf.run.display import ProgressDisplay
-from batchinf.run.epoch import run_job
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 

@@ -15,7 +15,7 @@ from batchinf.fleet.parallel import check_devices, choose_degrees, with_degrees
 from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of
 from batchinf.plan.gpus import gpu_named
-from batchinf.plan.throughput import Work
+from batchinf.plan.throughput import Workload
 from batchinf.spec.file import SpecFile, read_spec
 from benchmarks.shapes import SHAPES
 
@@ -85,12 +85,12 @@ def test_too_few_devices_are_one_line_with_the_place(tmp_path: pathlib.Path) -> 
 def test_where_the_cache_is_starved_a_larger_degree_is_taken(tmp_path: pathlib.Path) -> None:
     """Few sequences fit beside the weights on one card, many beside half of them."""
     file = spec_of(tmp_path, "llama-3.1-8b", engine={"max_model_len": 256})
-    gpu, work = gpu_named("h200"), Work(10_000, 128, 128, 128)
+    gpu, work = gpu_named("h200"), Workload(10_000, 128, 128, 128)
     # An H200 of which others use nearly all: 0.9 GB are left for the cache.
     starved = fit_of(resolve(file.spec.model), file.spec, 20_778 << 20, gpu.title)
     found = choose_degrees(file, starved, 4, gpu, 0.92, work)
     assert found.degrees.tensor > 1
-    assert found.speed is not None
+    assert found.prediction is not None
     roomy = Fit(starved.needs, gpu.memory_bytes, max_model_len=256)
     assert choose_degrees(file, roomy, 4, gpu, 0.92, work).degrees.tensor == 1
 

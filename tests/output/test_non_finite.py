@@ -14,17 +14,9 @@ from test_tasks_generate import make_results, make_spec
 
 import jobs
 from batchinf.base.storage import Folder
+from batchinf.output.counts import count_non_finite_rows, non_finite_lines, number_columns, rules_out_tokens
 from batchinf.output.journal import Journal
-from batchinf.output.parts import (
-    OpenShard,
-    PartTarget,
-    count_non_finite_rows,
-    non_finite_lines,
-    number_columns,
-    rules_out_tokens,
-    verify_part,
-    write_part,
-)
+from batchinf.output.parts import OpenShard, PartTarget, verify_part, write_part
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
 

@@ -10,7 +10,8 @@ from test_parts import SPECS, whole, write
 
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import part_line, read_line
-from batchinf.output.parts import count_entries, count_rows, stated_counts
+from batchinf.output.counts import count_rows
+from batchinf.output.parts import count_entries, stated_counts
 from batchinf.records import Part, PartCounts
 
 COUNTS = [field.name for field in dataclasses.fields(PartCounts)]

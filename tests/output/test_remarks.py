@@ -15,7 +15,7 @@ from batchinf.base.text import to_json
 from batchinf.commands.status import job_status
 from batchinf.commands.text.status import status_lines
 from batchinf.manifest.commit_log import encode_commits, read_lines
-from batchinf.output.parts import remarks
+from batchinf.output.counts import remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
 from batchinf.records import PartCounts
 from batchinf.source.rows import Row

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from batchinf.manifest.lines import EventLine
-from batchinf.report.timeline import Mark, Span, timeline
+from batchinf.report.timeline import Mark, Period, timeline
 
 BEGAN = 1_700_000_000.0
 
@@ -36,11 +36,11 @@ def test_phases_and_rates() -> None:
     ]
     found = timeline({"": (looks, ())})
     assert found is not None
-    assert found.spans == (
-        Span("0", "starting", 0.0, 10.0),
-        Span("0", "busy", 10.0, 20.0),
-        Span("0", "idle", 20.0, 30.0),
-        Span("0", "waiting for the disk", 30.0, 40.0),
+    assert found.periods == (
+        Period("0", "starting", 0.0, 10.0),
+        Period("0", "busy", 10.0, 20.0),
+        Period("0", "idle", 20.0, 30.0),
+        Period("0", "waiting for the disk", 30.0, 40.0),
     )
     assert found.seconds("0") == {"busy": 10, "idle": 10, "waiting for the disk": 10, "starting": 10, "down": 0}
     assert sum(one.output_tokens_per_s * (one.stop_s - one.start_s) for one in found.throughput) == pytest.approx(1000)
@@ -69,10 +69,10 @@ def test_a_pause_takes_no_time_and_a_death_does() -> None:
         Mark("restart", 13.0, "2023-11-14T22:13:33+00:00", "replica 0 ended: signal 9"),
         Mark("resume", 20.0, "2023-11-14T23:13:40+00:00", "resumed after a pause of 1h00m"),
     )
-    assert [span for span in found.spans if span.replica == "0"] == [
-        Span("0", "busy", 0.0, 10.0),
-        Span("0", "down", 10.0, 20.0),
-        Span("0", "busy", 20.0, 30.0),
+    assert [period for period in found.periods if period.replica == "0"] == [
+        Period("0", "busy", 0.0, 10.0),
+        Period("0", "down", 10.0, 20.0),
+        Period("0", "busy", 20.0, 30.0),
     ]
     rows = sum(one.rows_per_s * (one.stop_s - one.start_s) for one in found.throughput)
     assert rows == pytest.approx(5 + 9 + 2)

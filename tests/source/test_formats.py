@@ -102,8 +102,8 @@ class Semicolons(FileFormat):
         prompts = read(file)
         return FileFindings(content_hash(file), len(prompts), pa.schema([("question", pa.string())]))
 
-    def reader(self, file, entry, schema, read_types, cache, digests):
-        return Prompts(file, entry, schema)
+    def reader(self, own):
+        return Prompts(own)
 
 
 def read(file):
@@ -112,9 +112,9 @@ def read(file):
 
 
 class Prompts(ColumnarReader):
-    def __init__(self, file, entry, schema):
-        super().__init__(schema, entry.arrow_schema())
-        self._prompts = pa.table({"question": read(file)})
+    def __init__(self, own):
+        super().__init__(own.schema, own.entry.arrow_schema())
+        self._prompts = pa.table({"question": read(own.file)})
 
     def _slice(self, start, stop, columns):
         return self._prompts.slice(start, stop - start).select(columns)

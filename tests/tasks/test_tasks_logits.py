@@ -17,7 +17,7 @@ from batchinf.base.ragged import Ragged, to_ragged
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.disk_space import check_size
 from batchinf.job.open import open_job
-from batchinf.output import parts
+from batchinf.output import counts
 from batchinf.records import Prompt, Result
 from batchinf.replica.worker import num_bytes
 from batchinf.source.rows import Row
@@ -113,13 +113,13 @@ def test_arrays_are_views_of_what_parquet_was_decoded_into(dtype: Any, tmp_path:
 def test_numbers_that_are_not_finite_are_counted(bad: float, dtype: Any, start: int) -> None:
     task = task_of(positions="all", dtype=dtype)
     results = results_of(task, [Prompt(row, [row + 1] * 3, None, None) for row in range(4)])
-    assert parts.number_columns(task.result_schema) == ("logits",)
+    assert counts.number_columns(task.result_schema) == ("logits",)
     for number in (0, 2):
         values: npt.NDArray[Any] | None = results[number].completion.values  # type: ignore[union-attr]
         assert values is not None
         values[2, 999] = bad
     table = pa.Table.from_batches([task.encode(results)]).slice(start)
-    assert parts.count_non_finite_rows(table, ["logits"]) == ((2 - start, 0) if np.isnan(bad) else (0, 2 - start))
+    assert counts.count_non_finite_rows(table, ["logits"]) == ((2 - start, 0) if np.isnan(bad) else (0, 2 - start))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A row of `inspect` for the terminal. `text.page` makes a page of it."""
+"""A row of `inspect` for the terminal. `report.row_page` makes a page of it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
         yield _cut(coloured if coloured.plain == plain(sample.decoded) else Text(plain(sample.decoded)))
     yield Text()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, value in fields(sample):
+    for name, value in shown_fields(sample):
         table.add_row(Text(plain_line(name), "dim"), cell(value))
     yield table
     for title, tokens in (("prompt tokens", sample.prompt_tokens), ("tokens", sample.tokens)):
@@ -62,7 +62,7 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
                 yield Text(f"… and {len(tokens) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
 
 
-def fields(sample: InspectedSample) -> Iterator[tuple[str, Any]]:
+def shown_fields(sample: InspectedSample) -> Iterator[tuple[str, Any]]:
     """The columns that are shown beside the tokens."""
     for name, value in sample.fields.items():
         is_shown = name == "text" and isinstance(value, str) and value in (sample.decoded or "")

@@ -101,8 +101,8 @@ def _row(plan: GpuPlan, context: int) -> tuple[str, ...]:
 
 def option_line(option: Option) -> str:
     """One line for an option of a job."""
-    degrees, speed = option.degrees, option.speed
+    degrees, prediction = option.degrees, option.prediction
     parts = [shape_text(degrees, option.data), f"{degrees.cache_tokens:,} tokens of cache"]
-    if speed is not None:
-        parts += [f"{option.tokens_per_s:,.0f} tokens/s", duration(speed.seconds)]
+    if prediction is not None:
+        parts += [f"{option.tokens_per_s:,.0f} tokens/s", duration(prediction.seconds)]
     return ": ".join([parts[0], ", ".join(parts[1:])])

@@ -8,10 +8,10 @@ from batchinf.base.errors import OutputError
 from batchinf.base.text import duration, list_names, short_count
 from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
 from batchinf.commands.status import JobState, JobTotals, Load, RetryProgress, StatusReport
+from batchinf.coordinator.display import status_line
 from batchinf.fleet.status import ReplicaStatus
-from batchinf.output.parts import accuracy_lines, non_finite_lines
+from batchinf.output.counts import accuracy_lines, non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
-from batchinf.run.display import status_line
 
 
 def status_lines(report: StatusReport) -> Iterator[str]:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -14,9 +14,10 @@ from rich.text import Text
 
 from batchinf.base.text import clip, to_json
 from batchinf.commands.status import JobState, StatusReport, job_status
+from batchinf.commands.text.screen import console
+from batchinf.coordinator.display import beside_bar, figures, fit, status_line
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.status import JobStatus, ReplicaStatus
-from batchinf.run.display import beside_bar, figures, fit, status_line
 
 _EVERY_S, _EVERY_LINE_S = 1.0, 10.0
 # A look reads the manifest, which takes a second for 100,000 parts. It may take a fifth of a processor core.
@@ -33,7 +34,7 @@ def watch(out: str, *, as_json: bool) -> StatusReport:
         every_s = _EVERY_S
         show: Callable[[StatusReport], None] = _print_json
         if not as_json and sys.stdout.isatty():
-            live = stack.enter_context(Live(console=Console(highlight=False), auto_refresh=False, transient=True))
+            live = stack.enter_context(Live(console=console(), auto_refresh=False, transient=True))
             show = functools.partial(_draw, live)
         elif not as_json:
             every_s, show = _EVERY_LINE_S, _print_lines

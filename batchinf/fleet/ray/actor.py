@@ -24,7 +24,7 @@ from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local import devices
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica, cache_root
-from batchinf.fleet.ray.hosts import HostReport, check_versions, report
+from batchinf.fleet.ray.hosts import HostReport, check_versions, host_report
 from batchinf.model.identity import Model
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch, Ready, StartPhase
 from batchinf.replica.worker import InFlightRecord
@@ -122,7 +122,7 @@ class ReplicaActor:
         node = f"{ray.util.get_node_ip_address()} ({socket.gethostname()}, {context.get_node_id()[:8]})"
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
         # The node may have joined the cluster after the coordinator has checked all nodes.
-        check_versions(order.software, [(node, report())])
+        check_versions(order.software, [(node, host_report())])
         _set_environment(order)
         with contextlib.suppress(OSError):
             # For relative paths. If all paths are absolute, the folder need not exist here.

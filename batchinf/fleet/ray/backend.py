@@ -16,7 +16,7 @@ from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.backend import sweep_sockets
 from batchinf.fleet.ray.actor import Order, forwarded
 from batchinf.fleet.ray.cluster import Cluster
-from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, report
+from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, host_report
 from batchinf.fleet.ray.placement import CPU, GPU, Demand, Group, Node, num_replicas
 from batchinf.fleet.ray.replica import RayReplica
 from batchinf.model.identity import Model
@@ -71,13 +71,13 @@ class RayBackend:
 
     @cached_property
     def _software(self) -> HostReport:
-        return report()
+        return host_report()
 
     @cached_property
     def _reports(self) -> list[tuple[Node, HostReport]]:
         """The nodes that may hold a replica, and what they have."""
         able = self._able_nodes()
-        return list(zip(able, self._cluster.call_on_each(able, report, [()] * len(able)), strict=True))
+        return list(zip(able, self._cluster.call_on_each(able, host_report, [()] * len(able)), strict=True))
 
     def _able_nodes(self) -> list[Node]:
         nodes = self._cluster.nodes()

@@ -78,7 +78,7 @@ class Cluster:
                 results.append(self.ray.get(call, timeout=_CALL_S))
             except self.ray.exceptions.RayError as error:
                 raise UserError(
-                    f"node {node.name} of the Ray cluster cannot run batchinf: {cause_of(error)}; install the same "
+                    f"node {node.name} of the Ray cluster cannot run batchinf: {ray_cause(error)}; install the same "
                     "versions of batchinf, Ray and vLLM there, or remove the node"
                 ) from error
         return results
@@ -101,7 +101,7 @@ class Cluster:
             remove_placement_group(group)
 
 
-def cause_of(error: Exception) -> str:
+def ray_cause(error: Exception) -> str:
     """Ray's error in one line: of an exception on a node its last line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return one_line(lines[-1] if lines else type(error).__name__, 300)

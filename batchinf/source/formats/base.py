@@ -5,6 +5,7 @@ import bisect
 import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -120,6 +121,22 @@ class Reader(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A scanned file of a source, with all that its reader needs.
+
+    schema: all columns of the source with their present types, for `Reader.table`. read_types: their types when the
+    file was taken in, for `Reader.records` of a format without types. digests: for bytes that the scan did not read.
+    """
+
+    file: InputFile
+    entry: FileEntry
+    schema: pa.Schema
+    read_types: pa.Schema
+    cache: Folder
+    digests: ReadDigests
+
+
 class InputFormat:
     """A value of `input.format`."""
 
@@ -158,21 +175,11 @@ class FileFormat(InputFormat, abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def reader(
-        self,
-        file: InputFile,
-        entry: FileEntry,
-        schema: pa.Schema,
-        read_types: pa.Schema,
-        cache: Folder,
-        digests: ReadDigests,
-    ) -> Reader:
-        """A reader for a file that was scanned.
+    def reader(self, own: SourceFile) -> Reader:
+        """A reader for the file.
 
-        schema: all columns of the source with their present types, for `Reader.table`. read_types: their types when
-        the file was taken in, for `Reader.records` of a format without types. A reader of the input itself, and not of
-        a copy in the cache, raises DriftError if the bytes that it reads are not those of the scan; see `Watch`.
-        digests: for bytes that the scan did not read.
+        A reader of the input itself, and not of a copy in the cache, raises DriftError if the bytes that it reads are
+        not those of the scan; see `Watch`.
         """
 
     def content_hash(self, file: InputFile) -> str | None:

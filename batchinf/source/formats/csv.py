@@ -15,10 +15,9 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.digests import ReadDigests
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, open_input, refuse_utf16
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
-from batchinf.source.formats.base import FileFormat, Reader, Record
+from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins
 
 ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
@@ -47,17 +46,9 @@ class Csv(FileFormat):
         with open_input(file) as stream:
             return [dict.fromkeys(_Rows(file, _Hashed(file, stream)).header)]
 
-    def reader(
-        self,
-        file: InputFile,
-        entry: FileEntry,
-        schema: pa.Schema,
-        read_types: pa.Schema,
-        cache: Folder,
-        digests: ReadDigests,
-    ) -> Reader:
+    def reader(self, own: SourceFile) -> Reader:
         """See `FileFormat`."""
-        return _CsvReader(file, entry, schema, read_types, cache)
+        return _CsvReader(own)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         """See `FileFormat`."""
@@ -162,13 +153,10 @@ class _Rows:
 class _CsvReader(ArrowReader):
     """The spool of a CSV file: every value as a string, and the errors of broken rows."""
 
-    def __init__(
-        self, file: InputFile, entry: FileEntry, schema: pa.Schema, read_types: pa.Schema, cache: Folder
-    ) -> None:
-        super().__init__(file, entry, schema, cache)
+    def __init__(self, own: SourceFile) -> None:
+        super().__init__(own)
         # A column has a number type only if all files have numbers in it.
-        self._own = {name: read_types.field(name) for name in self._own}
-        self._name = file.name
+        self._own = {name: own.read_types.field(name) for name in self._own}
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """See `Reader`."""

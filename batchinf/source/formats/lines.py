@@ -18,9 +18,9 @@ import xxhash
 
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.digests import BlockDigests, CheckedBytes, ReadDigests, changed
+from batchinf.source.digests import BlockDigests, CheckedBytes, changed
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression, refuse_utf16
-from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, Reader, Record, map_int64
+from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, Reader, Record, SourceFile, map_int64
 from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8
 
 WHITESPACE = b" \t\r\n"  # of JSON
@@ -162,9 +162,10 @@ def _line_starts(run: bytes | None, has_blank_rows: bool) -> tuple[npt.NDArray[n
 class LineReader(abc.ABC):
     """Rows by the offsets of their lines. A format adds how to split a block into lines and how to parse a line."""
 
-    def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, cache: Folder) -> None:
-        self._name, self._schema = file.name, schema
-        self._json_columns = {field.name for field in schema if is_json_column(field)}
+    def __init__(self, own: SourceFile) -> None:
+        file, entry, cache = own.file, own.entry, own.cache
+        self._name, self._schema = file.name, own.schema
+        self._json_columns = {field.name for field in own.schema if is_json_column(field)}
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
         digests = None if "lines" in entry.artifacts else _block_digests(entry, cache)
@@ -289,17 +290,9 @@ class JsonLines(LineFormat):
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
         return _records(_split_lines(run)[:_FIRST_LINES])
 
-    def reader(
-        self,
-        file: InputFile,
-        entry: FileEntry,
-        schema: pa.Schema,
-        read_types: pa.Schema,
-        cache: Folder,
-        digests: ReadDigests,
-    ) -> Reader:
+    def reader(self, own: SourceFile) -> Reader:
         """See `FileFormat`."""
-        return _JsonReader(file, entry, schema, cache)
+        return _JsonReader(own)
 
 
 class _JsonReader(LineReader):
@@ -367,17 +360,9 @@ class TextLines(LineFormat):
         """See `FileFormat`."""
         return [{_COLUMN: None}]
 
-    def reader(
-        self,
-        file: InputFile,
-        entry: FileEntry,
-        schema: pa.Schema,
-        read_types: pa.Schema,
-        cache: Folder,
-        digests: ReadDigests,
-    ) -> Reader:
+    def reader(self, own: SourceFile) -> Reader:
         """See `FileFormat`."""
-        return _TextReader(file, entry, schema, cache)
+        return _TextReader(own)
 
 
 class _TextReader(LineReader):

@@ -15,12 +15,20 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
 from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_input
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
-from batchinf.source.formats.base import SAMPLED_ROWS, ColumnarReader, FileFormat, Reader, Recent, check_num_rows, spans
+from batchinf.source.formats.base import (
+    SAMPLED_ROWS,
+    ColumnarReader,
+    FileFormat,
+    Reader,
+    Recent,
+    SourceFile,
+    check_num_rows,
+    spans,
+)
 from batchinf.source.types import MixedTypes, plain_schema
 
 GROUP_ROWS, GROUP_BYTES = 20_000, 64 << 20  # a row group up to this size is read directly
@@ -52,19 +60,9 @@ class Parquet(FileFormat):
         """See `FileFormat`."""
         return [dict.fromkeys(pq.read_schema(file.path).names)]
 
-    def reader(
-        self,
-        file: InputFile,
-        entry: FileEntry,
-        schema: pa.Schema,
-        read_types: pa.Schema,
-        cache: Folder,
-        digests: ReadDigests,
-    ) -> Reader:
+    def reader(self, own: SourceFile) -> Reader:
         """See `FileFormat`."""
-        if _is_spooled(entry):
-            return ArrowReader(file, entry, schema, cache)
-        return _ParquetReader(file, entry, schema, digests)
+        return ArrowReader(own) if _is_spooled(own.entry) else _ParquetReader(own)
 
     def content_hash(self, file: InputFile) -> str | None:
         """See `FileFormat`. Of a remote file, the footer costs as many requests as the whole file."""
@@ -189,8 +187,9 @@ def _repeated_columns(metadata: pq.FileMetaData) -> list[str]:
 class _ParquetReader(ColumnarReader):
     """A file of small row groups. It caches the columns that were read of the last few groups."""
 
-    def __init__(self, file: InputFile, entry: FileEntry, schema: pa.Schema, digests: ReadDigests) -> None:
-        super().__init__(schema, entry.arrow_schema())
+    def __init__(self, own: SourceFile) -> None:
+        file, entry, digests = own.file, own.entry, own.digests
+        super().__init__(own.schema, entry.arrow_schema())
         self._name, self._content, self._digests = file.name, entry.content, digests
         trusted = entry.stamp if file.path == entry.path else file.stamp()  # else a copy in the cache
 

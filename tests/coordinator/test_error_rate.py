@@ -9,7 +9,7 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.run.progress import commonest, failure_lines, is_hopeless
+from batchinf.coordinator.progress import commonest, failure_lines, is_hopeless
 
 WORD = "word "
 

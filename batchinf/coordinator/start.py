@@ -17,6 +17,10 @@ from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.slices import claim_whole
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.extend import add_extent, check_extended, has_more, said
+from batchinf.coordinator.recovery import note_ended, recover
+from batchinf.coordinator.retry import RetryRequest, as_begun, take_request
 from batchinf.engines.installed import check_structures
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
@@ -32,10 +36,6 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output import journal
 from batchinf.prompts.builder import setting
-from batchinf.run.display import ProgressDisplay
-from batchinf.run.extend import add_extent, check_extended, has_more, said
-from batchinf.run.recovery import note_ended, recover
-from batchinf.run.retry import RetryRequest, as_begun, take_request
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows

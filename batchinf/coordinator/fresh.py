@@ -11,6 +11,8 @@ from batchinf.base import faults
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, check_place, is_slice_folder, job_folder
 from batchinf.base.storage import Folder, reason, sync_folder
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.start import CheckedJob, check_first, with_known_degrees
 from batchinf.engines.installed import check_structures
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import Launcher
@@ -19,8 +21,6 @@ from batchinf.job.disk_space import check_size
 from batchinf.job.open import check_cut
 from batchinf.manifest.lock import LOCK, JobLock, await_free
 from batchinf.manifest.state import last_epoch
-from batchinf.run.display import ProgressDisplay
-from batchinf.run.start import CheckedJob, check_first, with_known_degrees
 from batchinf.spec.file import SpecFile
 
 # A folder with one of these holds a job or its remains.

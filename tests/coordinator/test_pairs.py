@@ -1,6 +1,7 @@
 """Every pair of commands on one output folder, started within 10 ms of each other: no row is lost, doubled or altered.
 
-`PAIR_TRIALS=50 python -m pytest tests/run/test_pairs.py -m "slow or not slow"` repeats each pair with other delays.
+`PAIR_TRIALS=50 python -m pytest tests/coordinator/test_pairs.py -m "slow or not slow"` repeats each pair with other
+delays.
 """
 
 import contextlib

@@ -8,6 +8,14 @@ from batchinf.base.errors import HopelessJob, Interrupted, OutputError
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
+from batchinf.coordinator import progress
+from batchinf.coordinator.coordinator import Coordinator
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.ending import Summary, finished, stopped_lines
+from batchinf.coordinator.extend import has_more
+from batchinf.coordinator.fresh import move_job_aside
+from batchinf.coordinator.retry import RetryPhase, begin_retry, next_phase
+from batchinf.coordinator.start import NOTHING_NEW, CheckedJob, StartedJob, check_first, start
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
@@ -18,14 +26,6 @@ from batchinf.job.open import Job
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output.proof import changed_parts
-from batchinf.run import progress
-from batchinf.run.coordinator import Coordinator
-from batchinf.run.display import ProgressDisplay
-from batchinf.run.ending import Summary, finished, stopped_lines
-from batchinf.run.extend import has_more
-from batchinf.run.fresh import move_job_aside
-from batchinf.run.retry import RetryPhase, begin_retry, next_phase
-from batchinf.run.start import NOTHING_NEW, CheckedJob, StartedJob, check_first, start
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import PendingShards, total_rows, total_shards
 from batchinf.spec.file import SpecFile
@@ -148,7 +148,7 @@ def _run_shards(
     except HopelessJob as error:
         found = read_state(job.folder)
         assert found is not None
-        raise HopelessJob("\n".join([str(error), *progress.report(job, found)])) from None
+        raise HopelessJob("\n".join([str(error), *progress.ended_early_lines(job, found)])) from None
     finally:
         telemetry.close()
     launcher.note_warm(fleet)

@@ -9,9 +9,9 @@ import pytest
 from tqdm.utils import disp_len
 
 import jobs
+from batchinf.coordinator import display as shown
+from batchinf.coordinator.display import ProgressDisplay, figures, fit, status_line
 from batchinf.fleet.status import JobStatus, ReplicaStatus
-from batchinf.run import display as shown
-from batchinf.run.display import ProgressDisplay, figures, fit, status_line
 
 
 class Terminal(io.StringIO):
@@ -71,7 +71,7 @@ LONG = {
 
 def lines_at(width: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[str, str]:
     """The bar's line and the line below it."""
-    monkeypatch.setattr(shown, "_width", lambda stream: width)
+    monkeypatch.setattr(shown, "terminal_width", lambda stream: width)
     terminal = Terminal()
     display = ProgressDisplay(terminal)
     display.show(status_with(**fields))

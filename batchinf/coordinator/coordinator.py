@@ -20,6 +20,8 @@ from batchinf.base.errors import (
     UserError,
 )
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Platforms, kept_as
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
@@ -34,8 +36,6 @@ from batchinf.manifest.state import Committed
 from batchinf.output.journal import drop
 from batchinf.records import Part
 from batchinf.replica.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Stopped, Tried
-from batchinf.run.display import ProgressDisplay
-from batchinf.run.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.schedule.shards import PendingShards
 
 _POLL_S = 0.2

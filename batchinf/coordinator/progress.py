@@ -86,9 +86,8 @@ def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Gene
                 yield _errors(file.read_row_group(index, columns=_COLUMNS))
     for shard in list_shards(folder) if journal is not None else ():
         assert journal is not None
-        for segment in journal.recover(shard).segments if shard not in state.parts else ():
-            yield _errors(segment.table().select(_COLUMNS))
-            segment.close()
+        for table in journal.tables(shard) if shard not in state.parts else ():
+            yield _errors(table.select(_COLUMNS))
 
 
 def _errors(table: pa.Table) -> pa.Table:
@@ -106,7 +105,7 @@ def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> l
     return said
 
 
-def report(job: Job, state: State) -> list[str]:
+def ended_early_lines(job: Job, state: State) -> list[str]:
     """The report of a job that ended early: frequent errors with a prompt for each, what is kept, and what to do."""
     found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [

@@ -9,13 +9,13 @@ from batchinf.base.errors import ErrorRateExceeded
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, duration, short_count
+from batchinf.coordinator.progress import Failure, commonest, forecast
 from batchinf.fleet.status import read_status
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.state import State
 from batchinf.output import journal
-from batchinf.output.parts import remarks
+from batchinf.output.counts import remarks
 from batchinf.results import Results
-from batchinf.run.progress import Failure, commonest, forecast
 from batchinf.spec.file import SpecFile
 
 _MESSAGE_CHARS = 200

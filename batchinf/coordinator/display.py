@@ -4,19 +4,17 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from batchinf.base.terminal import terminal_width, wrapped
 from batchinf.base.text import duration, short_count
 from batchinf.fleet.status import JobStatus
 
 _LINE_EVERY_S = 30.0
 _WARNING = "warning: "
-_WRAPPING: Any = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
 
 
 class ProgressDisplay:
@@ -42,8 +40,7 @@ class ProgressDisplay:
                 level = "warning" if is_warning else "info"
                 print(json_line(level, line.removeprefix(_WARNING)), file=self._stream, flush=True)
             else:
-                if self._stream.isatty():
-                    line = textwrap.fill(line, _width(self._stream), **_WRAPPING)
+                line = wrapped(line, self._stream)
                 if self._bar is None:
                     print(line, file=self._stream, flush=True)
                 else:
@@ -109,7 +106,7 @@ class _Bar:
             texts = fit([*beside_bar(status), *figures(status)])
             self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{texts} [{{elapsed}}]"
         else:
-            width, separator = _width(self._stream), _separator(self._stream)
+            width, separator = terminal_width(self._stream), _separator(self._stream)
             # The state, the percentage and the time take the rest, and the bar has at least ten cells.
             right = fit(beside_bar(status), width - len(status.state) - 30, separator)
             self._bar.ncols = self._below.ncols = width
@@ -125,13 +122,6 @@ class _Bar:
         if self._below is not None:
             self._below.close()
         self._bar.close()
-
-
-def _width(stream: TextIO) -> int:
-    """Cells of a terminal's line."""
-    with contextlib.suppress(OSError, ValueError):
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    return 80
 
 
 def _separator(stream: TextIO) -> str:

@@ -1,0 +1,161 @@
+"""Counts output rows, and the remarks that follow from the counts. Parts keep the counts, and commands show them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinf.manifest.state import State
+from batchinf.prompts import encoder
+from batchinf.records import BoolArray, PartCounts
+from batchinf.tasks.score.compare import Accuracy, count_right_answers
+
+# Numbers that are checked at once, so that intermediate results stay in the processor's cache.
+_PIECE = 1 << 18
+
+
+def number_columns(schema: pa.Schema) -> tuple[str, ...]:
+    """Names of the columns with floating-point numbers, or nested lists of them."""
+    return tuple(field.name for field in schema if _is_floating(field.type))
+
+
+def _is_lists(type: pa.DataType) -> bool:
+    return bool(pa.types.is_list(type) or pa.types.is_fixed_size_list(type))
+
+
+def _is_floating(item: pa.DataType) -> bool:
+    while _is_lists(item):
+        item = item.value_type
+    return bool(pa.types.is_floating(item))
+
+
+def count_rows(
+    table: pa.Table | pa.RecordBatch, numbers: Sequence[str] = (), *, has_answer: bool = False
+) -> PartCounts:
+    """The counts of output rows, without `num_second_bos`, which is in no output column.
+
+    numbers: the columns with the model's numbers. has_answer: whether there is a column `answer`.
+    """
+    num_output_tokens = table.column("num_output_tokens")
+    answered = table.column("num_prompt_tokens").filter(num_output_tokens.is_valid())
+    num_nan_rows, num_inf_rows = count_non_finite_rows(table, numbers)
+    counts = PartCounts(
+        num_rows=table.num_rows,
+        num_errors=table.num_rows - table.column("error_type").null_count,
+        num_prompt_tokens=pc.sum(answered, min_count=0).as_py(),
+        num_output_tokens=pc.sum(num_output_tokens, min_count=0).as_py(),
+        num_nan_rows=num_nan_rows,
+        num_inf_rows=num_inf_rows,
+    )
+    return counts + replace(count_right_answers(table), num_rows=0) if has_answer else counts
+
+
+def count_non_finite_rows(table: pa.Table, names: Sequence[str]) -> tuple[int, int]:
+    """Number of rows with a NaN, and of rows with an infinity, in any of these columns.
+
+    Finite numbers cost 0.2 ns a float32 and 1.5 ns a float16. That is 0.1 % of a core at top 20 and 190,000 tokens/s.
+    """
+    has_nan, has_inf = np.zeros(table.num_rows, np.bool_), np.zeros(table.num_rows, np.bool_)
+    for name in names:
+        start = 0
+        for chunk in table.column(name).chunks:
+            rows = slice(start, start + len(chunk))
+            _mark(chunk, has_nan[rows], has_inf[rows])
+            start = rows.stop
+    return int(np.count_nonzero(has_nan)), int(np.count_nonzero(has_inf))
+
+
+def _mark(lists: pa.Array, has_nan: BoolArray, has_inf: BoolArray) -> None:
+    bounds: npt.NDArray[Any] = np.arange(len(lists) + 1)
+    array = lists
+    while _is_lists(array.type):
+        if pa.types.is_fixed_size_list(array.type):
+            bounds, array = (array.offset + bounds) * array.type.list_size, array.values
+        else:
+            bounds, array = array.offsets.to_numpy()[bounds], array.values
+    if array.buffers()[1] is None:
+        return
+    flat = np.frombuffer(array.buffers()[1], array.type.to_pandas_dtype())
+    values = flat[array.offset + bounds[0] : array.offset + bounds[-1]]
+    if _are_finite(values):
+        return
+    # The memory behind a null may hold anything.
+    is_valid = array.slice(bounds[0], len(values)).is_valid().to_numpy(zero_copy_only=False)
+    _mark_rows(np.isnan(values) & is_valid, bounds - bounds[0], has_nan)
+    _mark_rows(np.isinf(values) & is_valid, bounds - bounds[0], has_inf)
+
+
+def _are_finite(values: npt.NDArray[Any]) -> bool:
+    if values.dtype != np.float16:
+        return bool(np.isfinite(values).all())
+    # NaN and infinity have all bits of the exponent set. isfinite converts each float16, which takes ten times as long.
+    bits = values.view(np.uint16)
+    pieces = (bits[start : start + _PIECE] for start in range(0, len(bits), _PIECE))
+    return not any(((piece & 0x7C00) == 0x7C00).any() for piece in pieces)
+
+
+def _mark_rows(is_such: BoolArray, bounds: npt.NDArray[Any], rows: BoolArray) -> None:
+    counts = np.concatenate([[0], np.cumsum(is_such)])
+    rows |= np.diff(counts[bounds]) > 0
+
+
+def rules_out_tokens(spec: Mapping[str, Any]) -> bool:
+    """Whether tokens may have probability 0, because a structure or the sampling rules them out. spec: as stored."""
+    sampling = spec.get("sampling") or {}
+    is_processed = str(sampling.get("logprobs_mode")).startswith("processed")
+    return is_processed or sampling.get("structured_outputs") is not None
+
+
+def non_finite_lines(num_nan_rows: int, num_inf_rows: int, *, expects_inf: bool) -> list[str]:
+    """Remarks on numbers that are not finite, if any. expects_inf: see `rules_out_tokens`."""
+    said = []
+    if num_nan_rows:
+        said.append(
+            f"warning: {num_nan_rows:,} output rows have NaN among the model's numbers, whose arithmetic failed there; "
+            "they are kept as they are"
+        )
+    if num_inf_rows and expects_inf:
+        said.append(
+            f"{num_inf_rows:,} output rows have tokens with logprob -inf: the structure or the sampling of the job "
+            "rules these tokens out, so nothing is wrong"
+        )
+    elif num_inf_rows:
+        said.append(
+            f"{num_inf_rows:,} output rows have an infinity among the model's numbers, as for a token that the model "
+            "itself rules out; they are kept as they are"
+        )
+    return said
+
+
+def accuracy_lines(found: Accuracy | None) -> list[str]:
+    """The accuracy as a line, if rows have answers."""
+    if found is None or not found.num_answered:
+        return []
+    num_others = found.num_rows - found.num_answered
+    others = f"; {num_others:,} rows have no answer, or no scores" if num_others else ""
+    return [f"accuracy: {found}{others}"]
+
+
+def remarks(states: Sequence[State]) -> list[str]:
+    """Remarks on the committed rows of a job, or of all its slices, for people to read."""
+    counts = PartCounts.sum(state.counts for state in states)
+    return [
+        *accuracy_lines(accuracy_of(states)),
+        *non_finite_lines(
+            counts.num_nan_rows,
+            counts.num_inf_rows,
+            expects_inf=any(rules_out_tokens(state.header.spec) for state in states),
+        ),
+        *encoder.second_bos_lines(counts.num_second_bos),
+    ]
+
+
+def accuracy_of(states: Sequence[State]) -> Accuracy | None:
+    """Accuracy of a job, or of all its slices; None without a column of answers."""
+    if any(state.header.spec.get("input", {}).get("answer_column") is None for state in states):
+        return None
+    return Accuracy.of(PartCounts.sum(state.counts for state in states))

@@ -1,0 +1,26 @@
+"""The templates of the HTML pages. A page is one file without scripts or connections."""
+
+import importlib.resources
+from typing import Any
+
+import jinja2
+
+from batchinf.base.text import plain
+
+
+def template(name: str) -> jinja2.Template:
+    """The page `name` of this package. All values are escaped: HTML, control characters and marks of direction."""
+    environment = jinja2.Environment(
+        autoescape=True, finalize=_visible, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = _number
+    environment.filters["utc"] = lambda at: f"{at[:19].replace('T', ' ')} UTC"
+    return environment.from_string(importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def _visible(value: Any) -> Any:
+    return plain(value) if type(value) is str else value
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if isinstance(number, int) or abs(number) >= 1000 else f"{number:.4g}"
