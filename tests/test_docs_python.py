@@ -24,8 +24,10 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     """A working folder with the sample data and the sample jobs, all of which run the scripted engine."""
     (tmp_path / "sample_data").symlink_to(jobs.ROOT / "sample_data")
     shutil.copytree(jobs.ROOT / "jobs", tmp_path / "jobs")
-    for path in (tmp_path / "jobs").iterdir():
-        path.write_text(path.read_text(encoding="utf-8") + "\nscripted: {}\n", encoding="utf-8")
+    for path in (tmp_path / "jobs").glob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        if "\nscripted:" not in text:
+            path.write_text(text + "\nscripted: {}\n", encoding="utf-8")
     return tmp_path
 
 
