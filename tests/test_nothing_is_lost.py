@@ -163,6 +163,18 @@ def test_a_parquet_file_shuffled_between_kill_and_resume_is_noticed(tmp_path: pa
     assert_refused(jobs.run("run", spec), path.name)
 
 
+def test_a_parquet_file_shuffled_after_it_was_cut_is_noticed(tmp_path: pathlib.Path) -> None:
+    """The first slice dies when the rows of all slices are chosen; other bytes would give these places other rows."""
+    rows = numbered(FEW)
+    path = write_parquet(tmp_path / "prompts.parquet", rows)
+    spec = spec_over(tmp_path, path, input={"where": f"id < '{rows[FEW // 2]['id']}'"})
+    cut = jobs.run("run", spec, "--slice", "0/2", faults="cut.after_record=kill")
+    if cut.returncode != -9:
+        raise SetupError(cut.stderr)
+    write_parquet(path, rows[::-1])
+    assert_refused(jobs.run("run", spec, "--slice", "0/2"), "prompts.parquet is not the input")
+
+
 def test_a_line_edited_in_place_while_the_job_runs_is_noticed(tmp_path: pathlib.Path) -> None:
     path = write_lines(tmp_path / "prompts.jsonl", numbered(FEW))
     # The row's prompt is read by then; its id is read when the part is written.

@@ -49,13 +49,7 @@ def run_job(
     out, folder = file.spec.output.path, job_folder(file.spec.output.path, file.slice)
     check_place(out, file.slice)
     state = read_state(folder) if folder.exists("manifest") else None
-    if state is None and retry is not None:
-        raise OutputError(f"{out} holds no job to retry rows of; run it first, without --retry")
-    if state is None and folder.exists("parts") and folder.list("parts"):
-        raise OutputError(
-            f"{folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
-            "delete them yourself"
-        )
+    _check_held(folder, state, retry)
     checked = check_first(file, state, retry, extends=extends)
     if state is not None and state.is_done and retry is None and _is_whole(folder, state):
         job = checked.open()
@@ -76,6 +70,17 @@ def run_job(
     return finished(file, done, time.monotonic() - began)
 
 
+def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
+    """Raise OutputError if a folder without a job holds parts, or if rows of its job should run again."""
+    if state is None and retry is not None:
+        raise OutputError(f"{folder.root} holds no job to retry rows of; run it first, without --retry")
+    if state is None and folder.exists("parts") and folder.list("parts"):
+        raise OutputError(
+            f"{folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
+            "delete them yourself"
+        )
+
+
 def _is_whole(folder: Folder, state: State) -> bool:
     return RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)
 
@@ -87,7 +92,8 @@ def _hold_and_run(checked: CheckedJob, backend: Backend, display: ProgressDispla
             # A slice that begins now may not be seen by a process that is about to move the whole folder.
             await_free(Folder(file.spec.output.path), display.say)
         state = read_state(folder, checked.state)
-        if state is not checked.state:  # another process has run the job since
+        if state is not checked.state:  # another process has run the job since, or moved it
+            _check_held(folder, state, checked.retry)
             checked = check_first(file, state, checked.retry, extends=checked.extends)
         with start(checked, backend, lock, epoch, display) as begun:
             if not begun.state.committed.all():

@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
@@ -19,13 +20,13 @@ from batchinf.fleet.launcher import Launcher
 from batchinf.job.choose import choose
 from batchinf.job.disk_space import check_size
 from batchinf.job.open import check_cut
-from batchinf.manifest.lock import LOCK, JobLock, await_free
-from batchinf.manifest.state import last_epoch
+from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
+from batchinf.manifest.state import last_epoch, read_beginning, read_state
 from batchinf.spec.file import SpecFile
 
 # A folder with one of these holds a job or its remains.
 _SIGNS = ("manifest", "parts", "job.yaml", CUT_RECORD)
-# In the old job's folder: the scan of the new job's input. If it stays behind, the next run deletes it.
+# In the old job's folder: the scan of the new job's input. If it stays behind, the next `--fresh` deletes it.
 _SCAN = ".tmp-fresh"
 
 
@@ -44,25 +45,46 @@ def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -
     link, folder = folder.root, Folder(folder.root.resolve())
     folder.make()
     with JobLock(folder).held(lambda: last_epoch(folder), display.say) as epoch:
+        _sweep_moved(folder.root)
         # Only now: another process may have moved the job since.
         if not any(folder.exists(name) for name in _SIGNS):
             return
         # Slices that begin later see the lock of the whole folder.
-        for other in _beside(file, folder):
+        beside = _beside(file, folder)
+        for other in beside:
             await_free(other, display.say)
+        for old in (folder, *([] if file.slice is not None else beside)):
+            _end_leftovers(old, backend)
         try:
             _check_all(checked, backend, folder, epoch, display)
             aside = _rename(folder.root)
         finally:
             shutil.rmtree(folder.path(_SCAN), ignore_errors=True)
-        # The lock moved with the folder.
-        Folder(aside).delete(LOCK)
-    folder.make()
-    if (aside / _SCAN).exists():
-        with contextlib.suppress(OSError):  # the start scans the input again
-            (aside / _SCAN).rename(folder.path(SOURCE_FOLDER))
-        shutil.rmtree(aside / _SCAN, ignore_errors=True)
+        try:
+            folder.make()
+            if (aside / _SCAN).exists():
+                with contextlib.suppress(OSError):  # the start scans the input again
+                    (aside / _SCAN).rename(folder.path(SOURCE_FOLDER))
+                shutil.rmtree(aside / _SCAN, ignore_errors=True)
+        finally:
+            # The lock moved with the folder, and kept `_sweep_moved` of other processes away.
+            Folder(aside).delete(LOCK)
     display.say(f"moved the job in {link} to {aside}; it begins anew")
+
+
+def _end_leftovers(folder: Folder, backend: Backend) -> None:
+    """End the replicas that the coordinator of an old job left running: they occupy devices, and write into it."""
+    with contextlib.suppress(OutputError):  # a damaged manifest names no replicas, and is moved aside too
+        old = read_state(folder) or read_beginning(folder)
+        backend.end_leftovers(old.running_replicas, old.job_id)
+
+
+def _sweep_moved(root: pathlib.Path) -> None:
+    """Delete what processes left in folders that they had just moved aside when they were killed: scan and lock."""
+    for moved in map(Folder, itertools.takewhile(os.path.lexists, _names(root))):
+        if moved.exists(_SCAN) and live_holder(moved) is None:
+            with contextlib.suppress(OutputError), JobLock(moved).held(lambda: 0):
+                shutil.rmtree(moved.path(_SCAN), ignore_errors=True)
 
 
 def _beside(file: SpecFile, folder: Folder) -> list[Folder]:
@@ -92,11 +114,15 @@ def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int
         check_size(file, job, num_rows if job.slice is None else len(job.slice.rows(num_rows)))
 
 
-def _rename(root: pathlib.Path) -> pathlib.Path:
+def _names(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The names of old folders, first to last."""
     # A slice's name must not match `slice-*`, by which readers find the parts of all slices.
     prefix = "old-" if is_slice_folder(root.name) else ""
-    names = (root.with_name(f"{prefix}{root.name}.{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not os.path.lexists(name))
+    return (root.with_name(f"{prefix}{root.name}.{number}") for number in itertools.count(1))
+
+
+def _rename(root: pathlib.Path) -> pathlib.Path:
+    aside = next(name for name in _names(root) if not os.path.lexists(name))
     faults.point("fresh.before_rename")
     try:
         root.rename(aside)

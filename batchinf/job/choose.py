@@ -219,6 +219,8 @@ def _of_all_slices(job: Job, file: SpecFile, say: Say, *, begins: bool = False) 
         # What the output folder holds is decided here: a slice that would be refused must not decide it.
         assert job.slice is not None
         check_size(file, job, len(job.slice.rows(num_rows)) if begins else None)
+        # A resume must notice other bytes than those that chose these rows.
+        job.source.keep_digests()
         join_cut(job, num_rows, positions)
 
     if not job.spec.input.selects:

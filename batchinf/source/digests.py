@@ -250,11 +250,14 @@ class ReadDigests:
             with self._cache.path(f"{_FOLDER}/{name}").open("rb") as file:
                 file.seek(self._num_seen[name])
                 data = file.read(size - self._num_seen[name])
-            for content, offset, num_bytes, digest in _decoded(data):
+            num_whole = 0
+            for number, (content, offset, num_bytes, digest) in _decoded(data):
                 known = self._known[content]
                 if known.setdefault((offset, num_bytes), digest) != digest:
                     known[offset, num_bytes] = _CONTRADICTED
-            self._num_seen[name] += len(data) // _RECORD.itemsize * _RECORD.itemsize
+                num_whole = number + 1
+            # Damaged records at the end may be of an append that is under way.
+            self._num_seen[name] += num_whole * _RECORD.itemsize
 
 
 def _encoded(records: Sequence[tuple[int, ...]]) -> bytes:
@@ -263,12 +266,12 @@ def _encoded(records: Sequence[tuple[int, ...]]) -> bytes:
     return array.tobytes()
 
 
-def _decoded(data: bytes) -> Iterable[tuple[int, int, int, int]]:
-    """The records of a file. A record that is torn or altered counts as absent."""
-    for record in np.frombuffer(data, _RECORD, len(data) // _RECORD.itemsize):
+def _decoded(data: bytes) -> Iterable[tuple[int, tuple[int, int, int, int]]]:
+    """The records of a file, with their numbers. A record that is torn or altered counts as absent."""
+    for number, record in enumerate(np.frombuffer(data, _RECORD, len(data) // _RECORD.itemsize)):
         if record["check"] == _check(record):
             content, offset, num_bytes, digest, _ = record.tolist()
-            yield content, offset, num_bytes, digest
+            yield number, (content, offset, num_bytes, digest)
 
 
 def _check(record: np.void) -> int:

@@ -79,6 +79,27 @@ def test_killed_while_moving(where: str, spec: pathlib.Path, tmp_path: pathlib.P
     jobs.finish(spec, "--fresh")
     assert jobs.rows_of(tmp_path / "out") == jobs.rows_of(tmp_path / "out.1") == rows
     assert not (tmp_path / "out.2").exists()
+    assert not [name for name in (".tmp-fresh", "lock") if (tmp_path / "out.1" / name).exists()]
+
+
+@pytest.mark.parametrize("slice_of", ["", *jobs.slowly("0/2")])
+def test_replicas_of_the_old_job_are_ended(slice_of: str, tmp_path: pathlib.Path) -> None:
+    """A coordinator was killed, and its replica stands still, so it has not noticed that."""
+    spec, marker = spec_in(tmp_path), tmp_path / "held"
+    sliced = ("--slice", slice_of) if slice_of else ()
+    process = jobs.start("run", spec, *sliced, faults=f"feeder.read=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() or process.poll() is not None)
+    replicas = jobs.replicas_of(process.pid)
+    assert len(replicas) == 1
+    replicas[0].suspend()
+    process.kill()
+    process.communicate()
+    try:
+        jobs.finish(spec, "--fresh")
+        assert jobs.are_gone(replicas, 1.0)
+    finally:
+        jobs.kill(replicas)
+    assert len(jobs.rows_of(tmp_path / "out")) == 20
 
 
 def test_a_link_stays_a_link(spec: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+import batchinf
 import jobs
+from batchinf.manifest.lock import JobLock
 
 # Prompts of 128 tokens and more are too long; of those from 89 on, min_tokens does not fit behind them.
 BASE: dict[str, Any] = {
@@ -176,6 +178,24 @@ def test_there_must_be_a_job(tmp_path: pathlib.Path) -> None:
     assert refused.returncode == 2
     assert "holds no job" in refused.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_job_is_moved_before_the_lock_is_held(
+    first: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `--fresh` that comes between the first checks and the lock leaves no job to retry rows of."""
+    spec, out = copy_of(first[0], tmp_path), tmp_path / "out"
+    acquire = JobLock.acquire
+
+    def moved(lock: JobLock, *given: Any, **options: Any) -> int:
+        out.rename(tmp_path / "out.1")
+        out.mkdir()
+        return acquire(lock, *given, **options)
+
+    monkeypatch.setattr(JobLock, "acquire", moved)
+    with pytest.raises(batchinf.UserError, match="holds no job to retry rows of"):
+        batchinf.run(spec, retry="errors", overrides=["sampling.min_tokens=0"], quiet=True)
+    assert not (out / "parts").exists() and not (out / "manifest").exists()
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinf.base.errors import DriftError, UserError
+from batchinf.base.storage import Folder
+from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Source, open_source
 
@@ -388,6 +390,20 @@ def test_a_torn_record_counts_as_absent(tmp_path: pathlib.Path) -> None:
         again = resumed(tmp_path, source.fingerprints)
         assert read(again, 0, NUM_ROWS) == expected
         again.close()
+
+
+def test_records_that_arrive_late_are_read(tmp_path: pathlib.Path) -> None:
+    """A network file system may show an append's length before its bytes."""
+    one, other = ReadDigests(Folder(tmp_path)), ReadDigests(Folder(tmp_path))
+    for content in (7, 8):
+        one.note(content, [(0, 10, 111)])
+        one.keep()
+    [kept] = (tmp_path / "digests").iterdir()
+    data = kept.read_bytes()
+    kept.write_bytes(data[: len(data) // 2] + bytes(len(data) // 2))
+    assert other.has(7) and not other.has(8)
+    kept.write_bytes(data)
+    assert other.has(8)
 
 
 def test_no_change_is_a_bug(tmp_path: pathlib.Path) -> None:
