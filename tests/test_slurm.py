@@ -163,6 +163,16 @@ def test_options_become_directives(tmp_path: pathlib.Path) -> None:
          "parallel: needs 4 devices, but --gpus 2 on 1 node"),
         ({"gpus": "2", "num_nodes": 2}, {"scripted": None, "parallel": {"data_parallel_size": 5}},
          "parallel: needs 5 devices, but --gpus 2 on 2 node"),
+        ({"gpus": "2"},
+         {"scripted": None, "parallel": {"data_parallel_size": 5, "replicas_per_device": 2}},
+         "parallel: needs 3 devices, but --gpus 2 on 1 node"),
+        ({"num_nodes": 2}, {"parallel": {"devices": [0, 1]}}, "parallel.devices: got a list with --nodes; Ray chooses"),
+        ({"num_nodes": 2}, {"parallel": {"replicas_per_device": 2}},
+         "parallel.replicas_per_device: got 2 with --nodes; Ray takes 1"),
+        ({"num_nodes": 2}, {"parallel": {"tensor_parallel_size": "auto"}},
+         "parallel.tensor_parallel_size: got auto with --nodes; with Ray it must be a number"),
+        ({"num_nodes": 2}, {"parallel": {"pipeline_parallel_size": "auto"}},
+         "parallel.pipeline_parallel_size: got auto with --nodes"),
         ({"num_nodes": 2, "num_slices": 2}, {}, "got --array with --nodes"),
         ({"num_slices": 10**6}, {}, "--array: got 1000000; must be at most 999999"),
         ({"venv": ".venv", "container": "x.sif"}, {}, "got --venv with --container"),
@@ -173,6 +183,7 @@ def test_options_become_directives(tmp_path: pathlib.Path) -> None:
         ({"time": "1:30"}, {}, "which is 90 s"),
         ({"directives": ("qos=high",)}, {}, "--sbatch: got 'qos=high'; must be an option of sbatch"),
         ({"command": "batchinf slurm 'a\nb'"}, {}, "a line of an sbatch script cannot hold such characters"),
+        ({}, {"output": {"path": "out\\job"}}, "output.path: got out\\job; Slurm's logs allow no backslash"),
         ({}, {"stop_before_s": 0}, "stop_before_s: got 0; under Slurm it must be from 1 to 65535"),
         ({}, {"drain_timeout_s": 200}, "drain_timeout_s: got 200, but Slurm kills the job stop_before_s = 120 s"),
     ],
@@ -183,6 +194,76 @@ def test_wishes_that_cannot_be_met_are_refused(
     with pytest.raises(UserError, match=re.escape(message)) as raised:
         script_of(spec_in(tmp_path, **fields), Wishes(**wishes))  # type: ignore[arg-type]
     assert "\n" not in str(raised.value)
+
+
+def test_replicas_that_share_a_device_need_one(tmp_path: pathlib.Path) -> None:
+    parallel = {"data_parallel_size": 4, "replicas_per_device": 2}
+    assert "--gres=gpu:2" in script_of(spec_in(tmp_path, scripted=None, parallel=parallel), Wishes(gpus="2"))
+
+
+# Ray writes the head's address into its folder, and goes on as long as the job does. The client port is asked for with
+# real Python; the program that waits for the nodes needs a Ray.
+RAY_STAND_INS = {
+    "scontrol": """
+case "$*" in
+    "show hostnames"*) printf 'n1\\nn2\\n' ;;
+    *"show node n2") echo "NodeName=n2 NodeAddr=127.0.0.1 Port=1" ;;
+esac
+""",
+    "scancel": "",
+    "apptainer": """
+[ "$1 $2" = "exec --nv" ] || exit 9
+echo "container $3" >>"$CALLS"
+shift 3
+exec "$@"
+""",
+    "ray": """
+echo "ray $*" >>"$CALLS"
+[ "$2" != --head ] || { mkdir -p "$ray_folder" && echo 10.0.0.1:7 >"$ray_folder/ray_current_cluster"; }
+until grep -q ^batchinf "$CALLS"; do sleep 0.05; done
+""",
+    "python3": f"""
+if [ "$2" = 127.0.0.1 ]; then exec {shlex.quote(sys.executable)} "$@"; fi
+cat >/dev/null
+""",
+}
+
+
+def test_names_with_quotes_and_dollars_are_not_run(tmp_path: pathlib.Path) -> None:
+    name = """it's "my" $(touch SPOILT) `touch SPOILT`"""
+    file = spec_in(tmp_path, output={"path": f"out/{name}"})
+    renamed = tmp_path / f"{name}.yaml"
+    pathlib.Path(file.path).rename(renamed)
+    settings = (f"output.path=out/{name}",)
+    image, file = f"{name}.sif", read_spec(renamed, settings)
+    wishes = Wishes(num_nodes=2, gpus="1", container=image, overrides=settings)
+    place(tmp_path, script_of(file, wishes), BATCHINF)
+    for stand_in, text in RAY_STAND_INS.items():
+        path = tmp_path / ".venv" / "bin" / stand_in
+        path.write_text(f"#!/bin/bash\n{text}")
+        path.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "CODE": "3",
+        "SLURM_JOB_ID": f"test-{os.getpid()}",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_CPUS_PER_TASK": "4",
+        "SLURM_CPUS_ON_NODE": "4",
+    }
+    done = subprocess.run(
+        ["bash", "script"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert {line for line in calls if line.startswith("container")} == {f"container {image}"}
+    assert [line for line in calls if line.startswith("ray start --head --port=0 --node-ip-address=127.0.0.1 ")]
+    assert [line for line in calls if line.startswith("ray start --address=10.0.0.1:7 --block --num-cpus=4 ")]
+    assert [line for line in calls if line.startswith("batchinf")] == [
+        f"batchinf run {renamed} --set {settings[0]} --set backend=ray --set ray.address=10.0.0.1:7"
+    ]
+    assert not list(tmp_path.rglob("SPOILT"))
 
 
 @pytest.mark.parametrize("refused", ["", "--test-only", "--parsable"])

@@ -104,6 +104,8 @@ def _check(file: SpecFile, wishes: Wishes) -> None:
     for text in (wishes.command, file.spec.output.path):
         if not text.isprintable():
             raise SpecError(f"got {clip(text, 200)}; a line of an sbatch script cannot hold such characters")
+    if "\\" in file.spec.output.path:  # in the name of a log it switches off Slurm's fields such as %j
+        raise file.error("output.path", f"got {clip(file.spec.output.path, 200)}; Slurm's logs allow no backslash")
     for line in wishes.directives:
         if not line.startswith("-"):
             raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
@@ -126,11 +128,14 @@ def _check(file: SpecFile, wishes: Wishes) -> None:
 
 
 def _check_devices(file: SpecFile, wishes: Wishes) -> None:
+    parallel = file.spec.parallel
+    if wishes.num_nodes > 1:
+        _check_ray(file)
     if wishes.num_gpus is None or file.spec.scripted is not None:
         return
-    parallel = file.spec.parallel
-    degree = math.prod(parallel.sizes)
-    needed = degree * (1 if parallel.data_parallel_size == "auto" else parallel.data_parallel_size)
+    sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
+    num_groups = 1 if parallel.data_parallel_size == "auto" else math.ceil(parallel.data_parallel_size / sharers)
+    needed = math.prod(parallel.sizes) * num_groups
     num_devices = wishes.num_gpus * wishes.num_nodes
     if needed > num_devices:
         raise file.error(
@@ -138,6 +143,21 @@ def _check_devices(file: SpecFile, wishes: Wishes) -> None:
             f"needs {needed} devices, but --gpus {wishes.gpus} on {wishes.num_nodes} node(s) gives {num_devices}; ask "
             "for more, or lower a degree",
         )
+
+
+def _check_ray(file: SpecFile) -> None:
+    """Refuse what a run with `backend: ray` refuses, or does not choose."""
+    parallel = file.spec.parallel
+    if parallel.devices is not None:
+        raise file.error("parallel.devices", "got a list with --nodes; Ray chooses the devices: leave it out")
+    if parallel.replicas_per_device not in ("auto", 1):
+        raise file.error(
+            "parallel.replicas_per_device",
+            f"got {parallel.replicas_per_device} with --nodes; Ray takes 1: leave it out",
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name) == "auto":
+            raise file.error(f"parallel.{name}", "got auto with --nodes; with Ray it must be a number")
 
 
 def _seconds(time: str) -> int:
@@ -253,9 +273,10 @@ step=(srun --overlap --no-kill --cpus-per-task="$SLURM_CPUS_PER_TASK")
 on_head=("${{step[@]}}" --nodes=1 --ntasks=1 --nodelist="${{nodes[0]}}")
 on_others=("${{step[@]}}" --nodes={num_others} --ntasks={num_others} --exclude="${{nodes[0]}}")
 log=(--output={log} --open-mode=append)
+ray=({ray})
 run_ray='trap "" USR1; trap is_over=1 TERM
 for attempt in 1 2 3; do
-    [ -n "${{is_over:-}}" ] || {ray} "$@" --block --num-cpus="$SLURM_CPUS_ON_NODE" \\
+    [ -n "${{is_over:-}}" ] || "$@" --block --num-cpus="$SLURM_CPUS_ON_NODE" \\
         --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0
 done
 rm -rf "$ray_folder"'""",
@@ -270,14 +291,14 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there, socket.socket() 
     print(there.getsockname()[0], free.getsockname()[1])
 END
 )
-"${{on_head[@]}}" "${{log[@]}}" bash -c "$run_ray" ray --head --port=0 --node-ip-address="$ip" \\
+"${{on_head[@]}}" "${{log[@]}}" bash -c "$run_ray" ray "${{ray[@]}}" --head --port=0 --node-ip-address="$ip" \\
     --temp-dir="$ray_folder" --include-dashboard=false --ray-client-server-port="$client_port" &
 for ((second = 0; second < {wait_s}; second++)); do
     [ -s "$ray_folder/ray_current_cluster" ] && break
     sleep 1
 done
 address=$(<"$ray_folder/ray_current_cluster") || exit 1
-"${{on_others[@]}}" "${{log[@]}}" bash -c "$run_ray" ray --address="$address" &""",
+"${{on_others[@]}}" "${{log[@]}}" bash -c "$run_ray" ray "${{ray[@]}}" --address="$address" &""",
     """\
 {python} - "$address" <<'END' &&
 import ray, sys, time

@@ -1,5 +1,6 @@
 """`batchinf status`: the state of a job, read from its files only."""
 
+import datetime
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_cut
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
-from batchinf.manifest.lock import live_holder
+from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.state import State, read_state
 from batchinf.output.counts import accuracy_of, rules_out_tokens
 from batchinf.records import PartCounts
@@ -147,7 +148,8 @@ def _load(jobs: Sequence[JobState]) -> Load | None:
         hosts=tuple(sorted({replica.host for replica in replicas if replica.host})),
         num_replicas=len(replicas),
         num_up=sum(replica.state == "running" for replica in replicas),
-        num_devices=sum(len(replica.devices) for replica in replicas),
+        # Replicas may share a device. Each job has its own names: under Slurm, two may call different GPUs 0.
+        num_devices=sum(len({name for one in job.replicas for name in one.devices}) for job in running),
         num_restarts=sum(replica.restarts for replica in replicas),
         prompt_tokens_per_s=_sum(progress.prompt_tokens_per_s for progress in running),
         output_tokens_per_s=_sum(progress.output_tokens_per_s for progress in running),
@@ -174,7 +176,8 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
     if state is None:
         return JobState(str(job.folder.root), name, "not begun")
     holder, last = None if state.is_done else live_holder(job.folder), read_status(job.folder)
-    snapshot = None if holder is None else last  # else from an earlier run
+    # Without a holder, or before this one has written its first, the snapshot is from an earlier run.
+    snapshot = last if holder is not None and last is not None and last.updated_at >= _since(holder) else None
     num_rows = total_rows(state.extents) * task_of(stored_spec(state.header.spec)).num_rows_per_input
     return JobState(
         folder=str(job.folder.root),
@@ -188,6 +191,14 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
         progress_age_s=None if snapshot is None else time.time() - snapshot.updated_at,
         replicas=() if last is None or state.is_done else last.replicas,
     )
+
+
+def _since(holder: Holder) -> float:
+    """When a holder took the lock, in whole seconds since 1970; 0.0 if its lock file is damaged."""
+    try:
+        return datetime.datetime.fromisoformat(holder.since).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _activity(snapshot: JobStatus | None) -> Activity:

@@ -202,4 +202,4 @@ def _idle_s(state: State) -> float:
 
 def _device_s(start: EventLine, since: EventLine, until: EventLine) -> float:
     passed = datetime.datetime.fromisoformat(until.at) - datetime.datetime.fromisoformat(since.at)
-    return max(0.0, passed.total_seconds()) * max(1, len(start.fields.get("devices", ())))
+    return max(0.0, passed.total_seconds()) * float(start.fields.get("num_devices", 1))

@@ -5,8 +5,11 @@ import pathlib
 import time
 
 import jobs
-from batchinf.commands.status import StatusReport, job_status
+from batchinf.base.storage import Folder
+from batchinf.commands.status import JobState, StatusReport, _load, job_status
 from batchinf.commands.text.status import status_lines
+from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
+from batchinf.manifest.lock import JobLock
 
 HOST = os.uname().nodename
 
@@ -21,7 +24,7 @@ def test_slices_that_run_are_summed_up(tmp_path: pathlib.Path) -> None:
     processes = [jobs.start("run", spec, "--slice", f"{index}/3") for index in range(2)]
 
     def are_up() -> bool:
-        report = job_status(str(out)) if (out / "slices.json").exists() else None
+        report = job_status(str(out)) if (out / "cut.json").exists() else None
         return report is not None and report.load is not None and report.load.num_up == 4
 
     jobs.wait_until(are_up)
@@ -51,3 +54,26 @@ def test_slices_that_run_are_summed_up(tmp_path: pathlib.Path) -> None:
     assert sum(replica.restarts for replica in killed.jobs[0].replicas) == 1
     assert f"  replica 0 on host {HOST}: " in lines_of(killed)
     assert " restarts in the last run, last heard from " in lines_of(killed)
+
+    # The next process has the lock, and has not written a snapshot yet. The lock's time is in whole seconds.
+    folder = Folder(out / "slice-1")
+    snapshot = read_status(folder)
+    assert snapshot is not None
+    jobs.wait_until(lambda: time.time() >= snapshot.updated_at + 1)
+    with JobLock(folder).held(lambda: 1):
+        resumed = job_status(str(out / "slice-1"))
+    assert (resumed.jobs[0].activity, resumed.jobs[0].progress, resumed.load) == ("starting", None, None)
+
+
+def test_a_device_that_two_replicas_share_is_one() -> None:
+    def slice_with(*devices: tuple[str, ...]) -> JobState:
+        replicas = tuple(
+            ReplicaStatus(number, "running", host, "", names, "A100", 0, 0, 0, 0.0, None, 0, None)
+            for number, (host, names) in enumerate(zip((HOST, ""), devices, strict=True))
+        )
+        progress = JobStatus("running", 1, 0, 0, {}, 1, 0, 0, 0, None, None, None, 0.0, replicas, (), 0.0)
+        return JobState("out", None, "running", progress=progress)
+
+    load = _load([slice_with(("0", "1"), ("0", "1")), slice_with(("0",), ("1",))])
+    assert load is not None
+    assert load.num_devices == 4

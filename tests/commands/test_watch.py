@@ -1,5 +1,6 @@
 """`status --watch`: its table at two widths, and a job that is watched to its end without a terminal."""
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -10,7 +11,7 @@ from rich.console import Console
 
 import jobs
 from batchinf.commands.status import JobState, StatusReport
-from batchinf.commands.text.watch import watch_view
+from batchinf.commands.text.watch import _print_lines, watch_view
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.status import JobStatus, ReplicaStatus
 
@@ -50,6 +51,18 @@ def test_a_table_of_replicas_and_devices(width: int) -> None:
     assert "123,456/1,234,567" in plain
     assert ("replica 1: loading weights 57/191" in plain) == (width == 160)
     assert "\\x1b[31mjob" in plain
+
+
+def test_names_in_the_snapshot_are_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_with((dataclasses.replace(REPLICAS[0], devices=("[/x]", "[red]1")),), ())
+    stream = io.StringIO()
+    Console(file=stream, width=160).print(watch_view(report, 160))
+    assert "[/x]" in stream.getvalue()
+    assert "[red]1" in stream.getvalue()
+
+    progress = dataclasses.replace(report.jobs[0].progress, errors={"\x1b]0;title\x07": 12})
+    _print_lines(dataclasses.replace(report, jobs=(dataclasses.replace(report.jobs[0], progress=progress),)))
+    assert "12 \\u001b]0;title\\u0007" in capsys.readouterr().out
 
 
 def test_a_job_is_watched_to_its_end(tmp_path: pathlib.Path) -> None:

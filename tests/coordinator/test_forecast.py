@@ -30,26 +30,26 @@ def test_sizes_are_in_one_unit(num_bytes: float, text: str) -> None:
 
 
 def test_engines_that_start_or_end_run_no_rows() -> None:
-    # Two devices each: 10 s to start, 5 s of rows, 3 s and 4 s to end; then one that dies while it starts.
+    # Half a device each: 10 s to start, 5 s of rows, 3 s and 4 s to end; then one that dies while it starts.
     def at(second: int, name: str, **fields: object) -> EventLine:
         return EventLine(name, f"2026-01-01T00:00:{second:02d}+00:00", fields)
 
-    devices = ["0", "1"]
+    devices: dict[str, object] = {"devices": ["0"], "num_devices": 0.5}
     state = State()
     state.events.extend(
         [
-            at(0, "replica_started", replica=0, incarnation="a", devices=devices),
-            at(0, "replica_started", replica=1, incarnation="b", devices=devices),
+            at(0, "replica_started", replica=0, incarnation="a", **devices),
+            at(0, "replica_started", replica=1, incarnation="b", **devices),
             at(10, "ready", replica=0),
             at(10, "ready", replica=1),
             at(15, "all_committed"),
-            at(18, "replica_ended", incarnation="a", device_s=36.0),
-            at(19, "replica_ended", incarnation="b", device_s=38.0),
-            at(20, "replica_started", replica=0, incarnation="c", devices=devices),
-            at(27, "replica_ended", incarnation="c", device_s=14.0),
+            at(18, "replica_ended", incarnation="a", device_s=9.0),
+            at(19, "replica_ended", incarnation="b", device_s=9.5),
+            at(20, "replica_started", replica=0, incarnation="c", **devices),
+            at(27, "replica_ended", incarnation="c", device_s=3.5),
         ]
     )
-    assert 36.0 + 38.0 + 14.0 - _idle_s(state) == 2 * 2 * 5.0
+    assert 9.0 + 9.5 + 3.5 - _idle_s(state) == 2 * 0.5 * 5.0
 
 
 def test_it_says_what_it_rests_on(tmp_path: pathlib.Path) -> None:

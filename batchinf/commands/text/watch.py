@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from batchinf.base.text import clip, to_json
+from batchinf.base.text import clip, plain, to_json
 from batchinf.commands.status import JobState, StatusReport, job_status
 from batchinf.commands.text.screen import console
 from batchinf.coordinator.display import beside_bar, figures, fit, status_line
@@ -60,7 +60,7 @@ def _print_lines(report: StatusReport) -> None:
     """A line for each job or slice that runs."""
     for job in report.jobs:
         if job.progress is not None:
-            print(f"{_title(job)}: {status_line(job.progress)}", flush=True)
+            print(plain(f"{_title(job)}: {status_line(job.progress)}"), flush=True)
 
 
 def watch_view(report: StatusReport, width: int) -> RenderableType:
@@ -131,13 +131,13 @@ def _add_rows(table: Table, slice_: str | None, replica: ReplicaStatus, looks: d
         table.add_row("", "", *_device_cells(device, looks), *([""] * len(engine)))
 
 
-def _device_cells(device: str, looks: dict[str, DeviceLook]) -> list[str]:
-    look = looks.get(device)
+def _device_cells(device: str, looks: dict[str, DeviceLook]) -> list[RenderableType]:
+    look, name = looks.get(device), Text(clip(device, 12))  # as a string it would be markup
     if look is None:
-        return [clip(device, 12), "–", "–", "–"]
+        return [name, "–", "–", "–"]
     used, total = look.memory_used_bytes, look.memory_total_bytes
     return [
-        clip(device, 12),
+        name,
         "–" if used is None or total is None else f"{used / 2**30:.0f}/{total / 2**30:.0f} GiB",
         "–" if look.utilization is None else f"{look.utilization}%",
         "–" if look.power_w is None else f"{look.power_w:.0f} W",
