@@ -152,7 +152,8 @@ def _check_ray(file: SpecFile) -> None:
         raise file.error("parallel.devices", "got a list with --nodes; Ray chooses the devices: leave it out")
     if parallel.replicas_per_device not in ("auto", 1):
         raise file.error(
-            "parallel.replicas_per_device", f"got {parallel.replicas_per_device} with --nodes; Ray takes 1: leave it out"
+            "parallel.replicas_per_device",
+            f"got {parallel.replicas_per_device} with --nodes; Ray takes 1: leave it out",
         )
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(parallel, name) == "auto":
