@@ -233,6 +233,8 @@ class Telemetry:
 def read_looks(folder: Folder) -> Iterator[dict[str, Any]]:
     """All samples of a job, over its epochs, in order. Lines that a crash has torn are left out."""
     for name in folder.list(TELEMETRY_FOLDER):
-        for line in folder.read(f"{TELEMETRY_FOLDER}/{name}").splitlines():
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+        # A month of many replicas is gigabytes.
+        with folder.path(f"{TELEMETRY_FOLDER}/{name}").open("rb") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)

@@ -1,6 +1,7 @@
 """Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
 
 import datetime
+import functools
 import os
 import pathlib
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ def report_page(out: str) -> str:
     begun = [(job, state) for job, state in found if state is not None]
     if not begun or report.totals is None:
         raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")
-    history = timeline({str(job.slice or ""): (read_looks(job.folder), list(state.events)) for job, state in begun})
+    history = timeline(
+        {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
+    )
     rows = row_figures([(job.folder, state, task_of(stored_spec(state.header.spec))) for job, state in begun])
     return template("page.html").render(
         title=clip(os.path.basename(os.path.normpath(out)), 80),

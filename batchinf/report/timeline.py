@@ -6,9 +6,8 @@ Times are seconds of work: a pause in which no process ran the job takes no time
 import bisect
 import datetime
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchinf.base.text import clip, duration
@@ -19,6 +18,8 @@ PHASES: tuple[Phase, ...] = ("busy", "idle", "waiting for the disk", "starting",
 # Samples are at most 15 s apart while a process runs the job.
 _PAUSE_S = 60.0
 _MOST_BUCKETS = 120
+# Of a replica: more than its row of the chart has pixels would only be memory.
+_MOST_PERIODS = 800
 # Replicas do not end at the same moment.
 _ENDING_S = 15.0
 # Of an interval: if admission waited for the disk for longer, the engine was short of rows because of it.
@@ -58,7 +59,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """began_at, ended_at: of the first and the last sample, UTC in ISO format. periods: by replica, in order."""
+    """began_at, ended_at: of the first and the last sample, UTC in ISO format. periods: by replica, in order.
+
+    phases: by replica, its seconds in each phase. In a long job a period has the phase of most of its time.
+    """
 
     work_s: float
     began_at: str
@@ -66,14 +70,11 @@ class Timeline:
     throughput: tuple[Throughput, ...]
     periods: tuple[Period, ...]
     marks: tuple[Mark, ...]
+    phases: Mapping[str, dict[Phase, float]]
 
     def seconds(self, replica: str) -> dict[Phase, float]:
         """Seconds that a replica spent in each phase."""
-        found: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        for period in self.periods:
-            if period.replica == replica:
-                found[period.phase] += period.stop_s - period.start_s
-        return found
+        return self.phases[replica]
 
     def mean(self, name: str) -> float:
         """The mean of a rate of `Throughput` over the time of work."""
@@ -87,47 +88,59 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """Seconds of work of a time since 1970. times: of all samples. works: their seconds of work."""
+    """Seconds of work of a time since 1970. starts, stops: of each time without a pause, ascending."""
 
-    times: list[float]
+    starts: list[float]
+    stops: list[float]
     works: list[float]
 
     @classmethod
-    def of(cls, times: Iterable[float]) -> "_Clock":
-        every = sorted(set(times))
-        steps = (now - before for before, now in itertools.pairwise(every))
-        works = itertools.accumulate((step if step <= _PAUSE_S else 0.0 for step in steps), initial=0.0)
-        return cls(every, list(works)[: len(every)])
+    def of(cls, times: Iterable[float]) -> "_Clock | None":
+        """The clock of the times of all samples, in any order; None without one."""
+        found: list[tuple[float, float]] = []
+        for time in times:
+            start, stop = found[-1] if found else (time, time)
+            if start - _PAUSE_S <= time <= stop + _PAUSE_S:
+                found[-1:] = [(min(start, time), max(stop, time))]
+            else:  # a pause, the samples of another slice, or a host's clock that was set
+                found.append((time, time))
+        whole: list[tuple[float, float]] = []
+        for start, stop in sorted(found):
+            if whole and start <= whole[-1][1] + _PAUSE_S:
+                whole[-1] = whole[-1][0], max(whole[-1][1], stop)
+            else:
+                whole.append((start, stop))
+        works = itertools.accumulate((stop - start for start, stop in whole), initial=0.0)
+        return cls([start for start, _ in whole], [stop for _, stop in whole], list(works)) if whole else None
 
     def work_s(self, time: float) -> float:
-        place = bisect.bisect_right(self.times, time) - 1
-        if place < 0:
-            return 0.0
-        later = time - self.times[place]
-        most = self.works[place + 1] - self.works[place] if place + 1 < len(self.works) else 0.0
-        return self.works[place] + min(later, most)
+        place = bisect.bisect_right(self.starts, time) - 1
+        return self.works[place] + min(time, self.stops[place]) - self.starts[place] if place >= 0 else 0.0
 
 
-def timeline(jobs: Mapping[str, tuple[Iterable[dict[str, Any]], Sequence[EventLine]]]) -> Timeline | None:
+Looks = Callable[[], Iterable[dict[str, Any]]]
+
+
+def timeline(jobs: Mapping[str, tuple[Looks, Sequence[EventLine]]]) -> Timeline | None:
     """The history of a job, or of its slices: by name, its samples (`read_looks`) and its events. None without samples.
 
-    A sample that is not as it should be is left out.
+    The samples are read twice, as they may not fit into memory. A sample that is not as it should be is left out.
     """
-    by_replica: dict[str, list[tuple[float, dict[str, Any]]]] = defaultdict(list)
-    for name, (looks, _) in jobs.items():
-        for at, sample in _samples(looks):
-            prefix = f"{name}: " if name else ""
-            by_replica[f"{prefix}{sample['replica']:g}"].append((at, sample))
-    if not by_replica:
+    clock = _Clock.of(at for looks, _ in jobs.values() for at, _ in _samples(looks()))
+    if clock is None:
         return None
-    clock = _Clock.of(at for samples in by_replica.values() for at, _ in samples)
     work_s = clock.works[-1]
     num_buckets = max(1, min(_MOST_BUCKETS, int(work_s)))
     sums = {name: [0.0] * num_buckets for name in _COUNTS}
-    periods: list[Period] = []
-    for replica, samples in sorted(by_replica.items(), key=lambda item: _natural(item[0])):
-        periods += _periods(replica, samples, clock)
-        _add_counts(samples, clock, work_s / num_buckets, sums)
+    histories: dict[str, _History] = {}
+    for name, (looks, _) in jobs.items():
+        for at, sample in _samples(looks()):
+            replica = f"{name}: {sample['replica']:g}" if name else f"{sample['replica']:g}"
+            if replica not in histories:
+                histories[replica] = _History(replica, clock, sums, work_s / num_buckets)
+            histories[replica].add(at, sample)
+    ordered = sorted(histories.values(), key=lambda history: _natural(history.replica))
+    periods = tuple(period for history in ordered for period in history.close())
     length = max(work_s / num_buckets, 1e-3)
     throughput = tuple(
         Throughput(i * length, (i + 1) * length, *(sums[name][i] / length for name in _COUNTS))
@@ -135,7 +148,8 @@ def timeline(jobs: Mapping[str, tuple[Iterable[dict[str, Any]], Sequence[EventLi
     )
     marks = [*_resumes(clock), *(mark for name, (_, events) in jobs.items() for mark in _restarts(name, events, clock))]
     marks.sort(key=lambda mark: mark.at_s)
-    return Timeline(work_s, _iso(clock.times[0]), _iso(clock.times[-1]), throughput, tuple(periods), tuple(marks))
+    phases = {history.replica: history.seconds for history in ordered}
+    return Timeline(work_s, _iso(clock.starts[0]), _iso(clock.stops[-1]), throughput, periods, tuple(marks), phases)
 
 
 # Not `num_rows`: rows that a resume takes from the journal would be a peak.
@@ -157,18 +171,70 @@ def _natural(name: str) -> tuple[object, ...]:
     return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.replace("/", " ").split())
 
 
-def _periods(replica: str, samples: Sequence[tuple[float, dict[str, Any]]], clock: _Clock) -> Iterable[Period]:
-    """A replica's periods over the whole time of work; neighbours in the same phase are one."""
-    pieces: list[tuple[Phase, float, float]] = [("down", 0.0, clock.work_s(samples[0][0]))]
-    for (before, first), (now, second) in itertools.pairwise(samples):
-        pieces.append((_phase(first, second, now - before), clock.work_s(before), clock.work_s(now)))
-    last_s = clock.work_s(samples[-1][0])
-    if clock.works[-1] - last_s > _ENDING_S:
-        pieces.append(("down", last_s, clock.works[-1]))
-    whole = [piece for piece in pieces if piece[2] > piece[1]]
-    for phase, group in itertools.groupby(whole, key=lambda piece: piece[0]):
-        same = list(group)
-        yield Period(replica, phase, same[0][1], same[-1][2])
+@dataclass(slots=True)
+class _History:
+    """What one replica did, from its samples in order; keeps the last sample of each incarnation.
+
+    sums: of all replicas, in buckets of time. length: of a bucket, in seconds. pieces: phases that are not long enough
+    for a period yet. start_s, stop_s: of these pieces.
+    """
+
+    replica: str
+    clock: _Clock
+    sums: Mapping[str, list[float]]
+    length: float
+    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    periods: list[Period] = field(default_factory=list)
+    pieces: dict[Phase, float] = field(default_factory=dict)
+    start_s: float = 0.0
+    stop_s: float = 0.0
+    last: tuple[float, float, dict[str, Any]] | None = None
+    known: dict[str, tuple[float, dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, at: float, sample: dict[str, Any]) -> None:
+        """The next sample. at: seconds since 1970."""
+        now_s = self.clock.work_s(at)
+        if self.last is None:
+            self._add_piece("down", 0.0, now_s)
+        else:
+            before, before_s, first = self.last
+            self._add_piece(_phase(first, sample, at - before), before_s, now_s)
+        self.last = at, now_s, sample
+        incarnation = str(sample.get("incarnation"))
+        start_s, counts = self.known.get(incarnation) or (self.clock.work_s(at - 1.0), {})
+        self.known[incarnation] = now_s, sample
+        for name, buckets in self.sums.items():
+            if (num_new := sample[name] - counts.get(name, 0)) > 0:
+                for place, share in _shares(start_s, now_s, self.length, len(buckets)):
+                    buckets[place] += num_new * share
+
+    def close(self) -> list[Period]:
+        """All periods over the whole time of work; neighbours in the same phase are one."""
+        end_s = self.clock.works[-1]
+        if self.last is not None and end_s - self.last[1] > _ENDING_S:
+            self._add_piece("down", self.last[1], end_s)
+        self._end_period()
+        return self.periods
+
+    def _add_piece(self, phase: Phase, start_s: float, stop_s: float) -> None:
+        if stop_s <= start_s:
+            return
+        self.seconds[phase] += stop_s - start_s
+        if not self.pieces:
+            self.start_s = start_s
+        self.pieces[phase] = self.pieces.get(phase, 0.0) + stop_s - start_s
+        self.stop_s = stop_s
+        if stop_s - self.start_s >= self.clock.works[-1] / _MOST_PERIODS:
+            self._end_period()
+
+    def _end_period(self) -> None:
+        if not self.pieces:
+            return
+        phase, start_s = max(self.pieces, key=self.pieces.__getitem__), self.start_s
+        self.pieces = {}
+        if self.periods and self.periods[-1].phase == phase:
+            start_s = self.periods.pop().start_s
+        self.periods.append(Period(self.replica, phase, start_s, self.stop_s))
 
 
 def _phase(first: dict[str, Any], second: dict[str, Any], passed_s: float) -> Phase:
@@ -180,21 +246,6 @@ def _phase(first: dict[str, Any], second: dict[str, Any], passed_s: float) -> Ph
         return "waiting for the disk"
     # Of two samples in quick succession the second may repeat the number of steps.
     return "busy" if second["steps"] > first["steps"] or second["num_running"] else "idle"
-
-
-def _add_counts(
-    samples: Sequence[tuple[float, dict[str, Any]]], clock: _Clock, length: float, sums: Mapping[str, list[float]]
-) -> None:
-    """Add what a replica did between its samples to the buckets of time. length: of a bucket, in seconds."""
-    known: dict[str, tuple[float, dict[str, Any]]] = {}
-    for at, sample in samples:
-        before, counts = known.get(str(sample.get("incarnation")), (at - 1.0, {}))
-        known[str(sample.get("incarnation"))] = at, sample
-        start_s, stop_s = clock.work_s(before), clock.work_s(at)
-        for name, buckets in sums.items():
-            num_new = max(0.0, sample[name] - counts.get(name, 0))
-            for place, share in _shares(start_s, stop_s, length, len(buckets)):
-                buckets[place] += num_new * share
 
 
 def _shares(start_s: float, stop_s: float, length: float, num_buckets: int) -> Iterable[tuple[int, float]]:
@@ -211,9 +262,8 @@ def _shares(start_s: float, stop_s: float, length: float, num_buckets: int) -> I
 
 
 def _resumes(clock: _Clock) -> Iterable[Mark]:
-    for before, now in itertools.pairwise(clock.times):
-        if now - before > _PAUSE_S:
-            yield Mark("resume", clock.work_s(now), _iso(now), f"resumed after a pause of {duration(now - before)}")
+    for before, now in zip(clock.stops, clock.starts[1:], strict=False):
+        yield Mark("resume", clock.work_s(now), _iso(now), f"resumed after a pause of {duration(now - before)}")
 
 
 def _restarts(name: str, events: Sequence[EventLine], clock: _Clock) -> Iterable[Mark]:
@@ -232,10 +282,9 @@ def _restarts(name: str, events: Sequence[EventLine], clock: _Clock) -> Iterable
 
 
 def _follows_pause(at: float, clock: _Clock) -> bool:
-    """Whether the last sample before a time, or the first one after it, is at the edge of a pause."""
-    place = bisect.bisect_right(clock.times, at)
-    edges = clock.times[max(0, place - 1) : place + 1]
-    return len(edges) == 2 and edges[1] - edges[0] > _PAUSE_S
+    """Whether a time is in a pause, so between two samples that are far from each other."""
+    place = bisect.bisect_right(clock.starts, at) - 1
+    return 0 <= place < len(clock.starts) - 1 and at >= clock.stops[place]
 
 
 def _iso(time: float) -> str:

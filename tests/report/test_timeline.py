@@ -1,5 +1,7 @@
 """The history of a job from samples: what each replica did, rates, pauses, restarts."""
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +23,9 @@ def look(at_s: float, *replicas: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_nothing_is_known_without_samples() -> None:
-    assert timeline({"": ([], ())}) is None
-    assert timeline({"": ([{"at": "x"}, 5, {"at": 1, "replicas": [{"replica": 0}]}], ())}) is None  # type: ignore[list-item]
+    assert timeline({"": (list, ())}) is None
+    broken: Any = [{"at": "x"}, 5, {"at": 1, "replicas": [{"replica": 0}]}]
+    assert timeline({"": (lambda: broken, ())}) is None
 
 
 def test_phases_and_rates() -> None:
@@ -34,7 +37,7 @@ def test_phases_and_rates() -> None:
         look(30, sample(0, first, steps=5, num_output_tokens=1000, num_answered=10)),
         look(40, sample(0, first, steps=6, num_output_tokens=1000, num_answered=10, stalled_by_disk_s=9.0)),
     ]
-    found = timeline({"": (looks, ())})
+    found = timeline({"": (lambda: looks, ())})
     assert found is not None
     assert found.periods == (
         Period("0", "starting", 0.0, 10.0),
@@ -62,7 +65,7 @@ def test_a_pause_takes_no_time_and_a_death_does() -> None:
         EventLine("replica_ended", "2023-11-14T22:13:41+00:00", {"incarnation": "000001.0002", "cause": ""}),
         EventLine("epoch", "2023-11-14T23:13:39+00:00", {}),
     ]
-    found = timeline({"": (looks, events)})
+    found = timeline({"": (lambda: looks, events)})
     assert found is not None
     assert found.work_s == 30.0
     assert found.marks == (
@@ -78,8 +81,54 @@ def test_a_pause_takes_no_time_and_a_death_does() -> None:
     assert rows == pytest.approx(5 + 9 + 2)
 
 
+def test_a_long_job_takes_little_memory() -> None:
+    """A replica that is busy for two of three samples: its periods are fewer, its seconds are all there."""
+    num_samples = 20_000
+    is_alive: weakref.WeakSet[Sample] = weakref.WeakSet()
+    most_alive = 0
+
+    def looks() -> Iterator[dict[str, Any]]:
+        nonlocal most_alive
+        for number in range(num_samples):
+            steps = number - number // 3
+            one = Sample(sample(0, "000001.0001", steps=steps, num_output_tokens=10 * number))
+            is_alive.add(one)
+            most_alive = max(most_alive, len(is_alive))
+            yield look(15.0 * number, one)
+
+    found = timeline({"": (looks, ())})
+    assert found is not None
+    assert most_alive < 10
+    assert len(found.periods) <= 801
+    work_s = 15.0 * (num_samples - 1)
+    assert (found.periods[0].start_s, found.periods[-1].stop_s, found.work_s) == (0.0, work_s, work_s)
+    seconds = found.seconds("0")
+    assert (seconds["busy"], seconds["idle"]) == (
+        pytest.approx(work_s * 2 / 3, rel=1e-3),
+        pytest.approx(work_s / 3, rel=1e-3),
+    )
+    assert found.mean("output_tokens_per_s") == pytest.approx(10 / 15, rel=1e-3)
+
+
+class Sample(dict[str, Any]):
+    """A sample that tells when it is gone."""
+
+    __slots__ = ("__weakref__",)
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_samples_in_any_order_make_one_clock() -> None:
+    """Slices one after the other, and a clock that was set back: pauses are where no slice has a sample."""
+    first = [look(at, sample(0, "000001.0001", steps=int(at))) for at in (0, 50, 100, 500, 550)]
+    second = [look(at, sample(0, "000001.0001", steps=int(at))) for at in (130, 180, 140, 400, 445)]
+    found = timeline({"0/2": (lambda: first, ()), "1/2": (lambda: second, ())})
+    assert found is not None
+    assert found.work_s == 180 + 150
+    assert [(mark.at_s, mark.text) for mark in found.marks] == [(180, "resumed after a pause of 3m40s")]
+
+
 def test_slices_have_their_own_replicas() -> None:
     looks = [look(0, sample(0, "000001.0001")), look(5, sample(0, "000001.0001", steps=1))]
-    found = timeline({"0/2": (looks, ()), "1/2": (looks, ())})
+    found = timeline({"0/2": (lambda: looks, ()), "1/2": (lambda: looks, ())})
     assert found is not None
     assert found.replicas == ("0/2: 0", "1/2: 0")
