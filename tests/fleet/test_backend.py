@@ -137,6 +137,7 @@ def interrupted(backend: Any, times: int) -> list[Any]:
     return replicas
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_no_replica(tmp_path: pathlib.Path) -> None:
     """At a refusal after replicas have started, and in a retry."""
     common: dict[str, Any] = {"sampling": {"max_tokens": 2}, "parallel": {"data_parallel_size": 1}}
