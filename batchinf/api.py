@@ -88,7 +88,11 @@ def run(
     with interruptible(stop):
         wanted = None if slice is None else Slice.parse(slice)
         file, display = read_checked(spec, overrides, wanted), display or _Display(progress, quiet)
-        return run_job(file, choose_backend(file.spec), display, retry, extends=extend, fresh=fresh)
+        backend = choose_backend(file.spec)
+        try:
+            return run_job(file, backend, display, retry, extends=extend, fresh=fresh)
+        finally:
+            backend.close()
 
 
 def validate(

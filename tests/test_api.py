@@ -1,5 +1,6 @@
 """Jobs from Python: `batchinf.run`, `validate`, `status` and `open`, on the main thread and on others."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -45,6 +47,18 @@ def test_a_job_of_another_thread_is_done(done: Any) -> None:
     assert summary.results.table().num_rows == 657
     assert batchinf.status(given["output"]["path"]).jobs[0].activity == "done"
     assert str(summary).startswith("done: 657 output rows")
+
+
+def test_calls_leave_no_open_file(done: Any) -> None:
+    given, *_ = done
+    gc.collect()
+    before, kept = psutil.Process().num_fds(), []
+    for _ in range(3):
+        assert batchinf.run(given, quiet=True).was_done
+        with pytest.raises(batchinf.DriftError) as refused:
+            batchinf.run(given, overrides={"sampling.max_tokens": 3}, quiet=True)
+        kept.append(refused)  # its frames have the backend
+    assert psutil.Process().num_fds() <= before
 
 
 def test_a_spec_may_be_a_mapping_a_file_or_an_object(done: Any, tmp_path: pathlib.Path) -> None:

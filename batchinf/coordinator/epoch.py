@@ -174,7 +174,10 @@ def _run_retries(begun: StartedJob, lock: JobLock, display: ProgressDisplay) -> 
         display.say(f"{phase.retry}: {num_rows:,} input rows in {num_shards:,} shards run again")
         fleet = begun.launcher.fleet(state.header.job_id, phase.job.spec, phase.retry.number)
         fleet.give_work(work_of(phase.job, state, phase.retry))
-        _run_shards(begun, lock, display, phase.job, state, fleet, phase)
+        try:
+            _run_shards(begun, lock, display, phase.job, state, fleet, phase)
+        finally:
+            fleet.kill()
         state = read_state(job.folder)
         assert state is not None
 

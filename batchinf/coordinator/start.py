@@ -188,6 +188,7 @@ def start(
             _end(fleet, manifest)
         raise
     finally:
+        fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call
         opened.close()
         manifest.close()
 

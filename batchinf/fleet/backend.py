@@ -69,7 +69,9 @@ class ReplicaHandle(Protocol):
         """The last lines that it and its engine printed, about 1 MiB at most. Also after its end; empty if lost."""
 
     def end(self) -> Ending:
-        """End it with everything that it started, and wait until its devices are free. Called once.
+        """End it with everything that it started, and wait until its devices are free.
+
+        Called once, and again only if an interruption ended the first call.
 
         It may have ended already. `Ending.events` has all its events that `poll` has not returned.
         """
@@ -148,3 +150,6 @@ class Backend(Protocol):
 
     def note_cache_warm(self, key: str) -> None:
         """Remember for later jobs that the cache is warm."""
+
+    def close(self) -> None:
+        """Free what the backend holds in this process. None of its replicas runs any more."""

@@ -374,7 +374,7 @@ def test_restarts_leave_no_open_file_and_no_folder(tmp_path: pathlib.Path, monke
     assert not abandoned.sockets.exists()
     for one in (abandoned, replica):
         one.end()
-    backend._selector.close()
+    backend.close()
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
@@ -384,7 +384,7 @@ def test_a_replica_without_a_coordinator_ends(tmp_path: pathlib.Path) -> None:
     replica.channel.close()
     assert replica.process.wait(60) != 0
     replica.end()
-    backend._selector.close()
+    backend.close()
 
 
 @pytest.mark.parametrize(

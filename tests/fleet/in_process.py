@@ -177,6 +177,9 @@ class InProcessBackend:
     def note_cache_warm(self, key: str) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 def main() -> None:
     from transformers import PreTrainedTokenizerFast  # noqa: F401 -- two threads cannot import it at once

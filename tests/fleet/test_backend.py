@@ -1,16 +1,22 @@
 """A second backend, of threads, runs whole jobs: the coordinator knows no process of a replica's."""
 
+import io
 import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import batchinf
 import jobs
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.run.display import ProgressDisplay
+from batchinf.run.epoch import run_job
+from batchinf.spec.file import read_spec
 
 PACKAGE = pathlib.Path(batchinf.__file__).parent
 IN_PROCESS = pathlib.Path(__file__).with_name("in_process.py")
@@ -109,3 +115,41 @@ def test_only_the_local_backend_knows_processes_and_sockets() -> None:
         if not name.startswith("fleet/local/") and (more := words - ALLOWED.get(name, set())):
             found[name] = more
     assert not found
+
+
+def interrupted(backend: Any, times: int) -> list[Any]:
+    """Let Ctrl-C come when the backend ends a replica, so many times. Returns the replicas that it starts."""
+    start, replicas, left = backend.start, [], [KeyboardInterrupt] * times
+
+    def started(*given: Any, **options: Any) -> Any:
+        replica = start(*given, **options)
+        end = replica.end
+
+        def interrupted_end() -> Any:
+            if left:
+                raise left.pop()
+            return end()
+
+        replica.end = interrupted_end
+        replicas.append(replica)
+        return replica
+
+    backend.start = started
+    return replicas
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_no_replica(tmp_path: pathlib.Path) -> None:
+    """At a refusal after replicas have started, and in a retry."""
+    common: dict[str, Any] = {"sampling": {"max_tokens": 2}, "parallel": {"data_parallel_size": 1}}
+    display = ProgressDisplay(io.StringIO())
+    refused, finished = {"where": "id = 'none'"}, {"limit": 4}
+    for times, retry, given in ((1, None, refused), (2, "true", finished)):
+        spec, backend = jobs.spec_of(tmp_path, input=given, **common), LocalBackend()
+        if retry is not None:
+            jobs.finish(spec)
+        replicas = interrupted(backend, times)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(read_spec(spec, ()), backend, display, retry, extends=False)
+        backend.close()
+        assert len(replicas) == 1 and replicas[0].has_ended()

@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -163,6 +164,43 @@ def test_ray_is_not_installed(tmp_path: pathlib.Path) -> None:
     path = os.pathsep.join([str(tmp_path), jobs.quick_start()["PYTHONPATH"]])
     said = refused(jobs.spec_of(tmp_path, backend="ray", ray={"address": "127.0.0.1:1"}), PYTHONPATH=path)
     assert "pip install 'batchinf[ray]'" in said
+
+
+PROGRAM = """
+import sys, threading, batchinf, ray
+spec, address = sys.argv[1:]
+def run(limit, **options):
+    found = []
+    def job():
+        overrides = {"input.limit": limit, "output.path": f"{spec}.out-{limit}", **options}
+        try:
+            found.append(batchinf.run(spec, overrides=overrides, quiet=True).num_rows)
+        except batchinf.UserError as error:
+            found.append(str(error))
+    thread = threading.Thread(target=job)
+    thread.start()
+    thread.join()
+    print(found[0], ray.is_initialized())
+run(3)
+ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+run(4)
+host, _, port = address.rpartition(":")
+run(5, **{"ray.address": f"{host}:{int(port) - 1}"})
+run(6, **{"ray.address": f"127.0.0.1:{port}"})
+"""
+
+
+@pytest.mark.slow
+def test_a_program_keeps_its_own_connection_and_no_other(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    spec = spec_of(tmp_path, two_nodes, parallel={"data_parallel_size": 1})
+    command = [sys.executable, "-c", PROGRAM, str(spec), two_nodes.address]
+    done = subprocess.run(
+        command, env={**os.environ, **jobs.quick_start()}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third, fourth = done.stdout.splitlines()
+    assert (first, second, fourth) == ("3 False", "4 True", "6 True")
+    assert "this Python process is connected to the Ray cluster at" in third and third.endswith("True")
 
 
 @pytest.mark.slow

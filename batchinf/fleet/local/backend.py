@@ -310,7 +310,7 @@ class LocalReplica:
         events: list[Event] = []
         while heard := self.channel.receive(0):
             events.extend(heard)
-        in_flight = tuple(InFlightRecord(self.memory.memory).requests())
+        in_flight = () if self.memory.is_closed else tuple(InFlightRecord(self.memory.memory).requests())
         self.channel.close()
         self.memory.close()
         for folder in filter(None, (self.sockets, self.own_cache)):
@@ -430,6 +430,10 @@ class LocalBackend:
         """See `Backend`."""
         cache_root().mkdir(parents=True, exist_ok=True)
         (cache_root() / key).touch()
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._selector.close()
 
 
 def _device_lock(slot: Slot) -> pathlib.Path:

@@ -40,10 +40,18 @@ class SharedMemory:
         """The descriptor that a replica inherits."""
         return self._descriptor
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._descriptor < 0
+
     def close(self) -> None:
         """Release the memory. No record may use it any more."""
-        self.memory.close()
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        with contextlib.suppress(BufferError):  # an interrupted reader is released with its exception
+            self.memory.close()
 
 
 _KINDS: dict[str, TypeAdapter[Any]] = {

@@ -202,6 +202,11 @@ class RayBackend:
     def note_cache_warm(self, key: str) -> None:
         """See `Backend`. The actors have noted it, each on its host."""
 
+    def close(self) -> None:
+        """See `Backend`."""
+        if "_cluster" in self.__dict__:
+            self._cluster.close()
+
 
 def _umask() -> int:
     umask = os.umask(0o077)

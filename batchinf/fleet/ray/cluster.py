@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ _CONNECT_S = 10.0
 # A worker process has to start on each node and to import batchinf, from a shared disk perhaps.
 _CALL_S = 120.0
 _ADDRESS = "RAY_ADDRESS"
+# Jobs on several threads share a connection. The users are those of one that batchinf made.
+_connecting = threading.Lock()
+_num_users = 0
 
 
 class Cluster:
@@ -28,8 +32,19 @@ class Cluster:
         """Connect as a driver. Raises UserError if Ray is not installed or no cluster answers."""
         self.ray = _import_ray()
         self._environment = worker_environment(spec)
-        _connect(self.ray, _address(spec))
+        self._is_ours = _connect(self.ray, _address(spec))
         self.address: str = self.ray.get_runtime_context().gcs_address
+
+    def close(self) -> None:
+        """Disconnect when the last user of a connection that batchinf made is done."""
+        global _num_users
+        with _connecting:
+            if self._is_ours:
+                self._is_ours = False
+                _num_users -= 1
+                if not _num_users:
+                    with _own_signals():
+                        self.ray.shutdown()
 
     @property
     def runtime_env(self) -> dict[str, Any]:
@@ -144,9 +159,44 @@ def _address(spec: RaySpec) -> str:
     return address
 
 
-def _connect(ray: Any, address: str) -> None:
-    if ray.is_initialized():
-        return
+def _connect(ray: Any, address: str) -> bool:
+    """Connect, unless this process is connected to that cluster. Returns whether batchinf made the connection."""
+    global _num_users
+    with _connecting:
+        if not ray.is_initialized():
+            _begin(ray, address)
+            _num_users = 0
+            is_ours = True
+        else:
+            _check_same(ray, address)
+            is_ours = _num_users > 0
+        _num_users += is_ours
+        return is_ours
+
+
+def _check_same(ray: Any, address: str) -> None:
+    """Raise UserError if the process is connected to another cluster than the one at an address."""
+    connected: str = ray.get_runtime_context().gcs_address
+    if address != "auto" and _endpoints(address).isdisjoint(_endpoints(connected)):
+        raise UserError(
+            f"ray.address: got {address}, but this Python process is connected to the Ray cluster at {connected}, and "
+            "Ray allows one in a process: call ray.shutdown() first, or give that address"
+        )
+
+
+def _endpoints(address: str) -> set[tuple[Any, ...]]:
+    """All IP addresses, with the port, that a host and port stand for. Those of loopback stand for this host."""
+    from ray._private.services import resolve_ip_for_localhost
+
+    host, _, port = address.rpartition(":")
+    host = resolve_ip_for_localhost(host.strip("[]") or "127.0.0.1")
+    try:
+        return {found[4][:2] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return {(host, port)}
+
+
+def _begin(ray: Any, address: str) -> None:
     _check_answers(address)
     try:
         with _own_signals():
@@ -188,6 +238,9 @@ def _no_cluster(address: str, words: str) -> UserError:
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
     """Keep this process's signal handlers. Ray replaces the one for SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no other thread can set a handler, and Ray sets none there
+        return
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         yield
