@@ -13,9 +13,9 @@ import pytest
 
 import batchinf
 import jobs
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.epoch import run_job
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.run.display import ProgressDisplay
-from batchinf.run.epoch import run_job
 from batchinf.spec.file import read_spec
 
 PACKAGE = pathlib.Path(batchinf.__file__).parent
