@@ -35,7 +35,7 @@ PAGE = ROOT / "docs" / "spec.md"
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 LEAST = "model: a/b\ninput: {path: x.jsonl}\noutput: {path: out}\n"
 TOP = ", ".join(name for name in field_docs() if "." not in name)
-PARALLEL = "tensor_parallel_size, pipeline_parallel_size, devices, data_parallel_size"
+PARALLEL = "tensor_parallel_size, pipeline_parallel_size, replicas_per_device, devices, data_parallel_size"
 
 
 @pytest.fixture(autouse=True)
@@ -126,18 +126,19 @@ def test_places_are_kept():
 
 WHOLE = "a whole number, at least 0 and at most 2147483647"
 POSITIVE = "a whole number, at least 1 and at most 2147483647"
+SAMPLES = "a whole number, at least 1 and at most 16384"
 QUOTES = "text that looks like something else needs quotes"
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("sampling.n", "0", f"got 0; must be {POSITIVE}"),
-        ("sampling.n", "true", f"got true; must be {POSITIVE}"),
-        ("sampling.n", "'5'", f"got '5'; must be {POSITIVE}; write it without quotes"),
-        ("sampling.n", "5.0", f"got 5.0; must be {POSITIVE}; write it as 5"),
-        ("sampling.n", "5.5", f"got 5.5; must be {POSITIVE}"),
-        ("sampling.n", "99999999999", f"got 99999999999; must be {POSITIVE}"),
+        ("sampling.n", "0", f"got 0; must be {SAMPLES}"),
+        ("sampling.n", "true", f"got true; must be {SAMPLES}"),
+        ("sampling.n", "'5'", f"got '5'; must be {SAMPLES}; write it without quotes"),
+        ("sampling.n", "5.0", f"got 5.0; must be {SAMPLES}; write it as 5"),
+        ("sampling.n", "5.5", f"got 5.5; must be {SAMPLES}"),
+        ("sampling.n", "99999999999", f"got 99999999999; must be {SAMPLES}"),
         ("sampling.n", "4, temperature: 0", "got 4 with temperature 0; greedy samples are all equal: set n to 1, or a "
          "temperature above 0"),
         ("sampling.min_tokens", "", f"got nothing (null); must be {WHOLE}; leave it out for its default"),
@@ -152,7 +153,7 @@ QUOTES = "text that looks like something else needs quotes"
         ("sampling.stop_token_ids", "5", f"got 5; must be a list of {WHOLE[2:].replace('number', 'numbers')}"),
         ("stall_timeout_s", ".inf", "got Infinity; must be a number, at least 2 and at most 1000000000"),
         ("stall_timeout_s", "0.001", "got 0.001; must be a number, at least 2 and at most 1000000000"),
-        ("sampling.n", "2147483647", "got 2147483647; must be a whole number, at least 1 and at most 16384"),
+        ("sampling.n", "2147483647", f"got 2147483647; must be {SAMPLES}"),
         ("sampling.min_p", "'1'", "got '1'; must be a number, at least 0 and at most 1; write it without quotes"),
         ("drain_timeout_s", "false", "got false; must be a number, at least 0 and at most 1000000000"),
         ("parallel.data_parallel_size", "0", f"got 0; must be {POSITIVE}, or auto"),
@@ -354,7 +355,7 @@ def test_overrides():
         ("parallel.max_token=3", "parallel.max_token: unknown field; did you mean sampling.max_tokens? Allowed: "
          f"{PARALLEL}"),
         ("samplng.n=3", f"samplng: unknown field; did you mean sampling? Allowed: {TOP}"),
-        ("sampling={n: 0}", f"sampling.n: got 0; must be {POSITIVE}"),
+        ("sampling={n: 0}", f"sampling.n: got 0; must be {SAMPLES}"),
         ("model.revision=1234567", f"model.revision: got 1234567; must be text; {QUOTES}"),
         ("output={}", f"output.path: missing; must be text. {field_docs()['output.path'].meaning}"),
         ("sampling.n", "must be field=value, such as --set sampling.max_tokens=64"),
