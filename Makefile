@@ -115,6 +115,7 @@ test-slow: install browser
 test-slurm: install
 	$(VENV)/bin/python tests/slurm/cluster.py --install
 	$(VENV)/bin/python -m pytest --reruns 1 -rR tests/slurm $(ARGS)
+
 # The tests of `batchinf report` open it in a browser. Without one they are skipped.
 browser:
 	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && { apt-get update \
