@@ -316,9 +316,10 @@ class Fleet:
     def _start(self, replica: FleetReplica) -> None:
         self.num_incarnations += 1
         incarnation = incarnation_name(self._epoch, self.num_incarnations, self._retry)
-        # Engines on the same device start one after the other, so they can fill the same cache.
+        # Engines that share a device start one after the other, so they can fill the same cache.
+        neighbours = replica.slot.devices if replica.slot.sharers > 1 else None
         is_filled = any(
-            other.handle is not None and not other.handle.has_own_cache and other.slot.devices != replica.slot.devices
+            other.handle is not None and not other.handle.has_own_cache and other.slot.devices != neighbours
             for other in self.replicas
         )
         replica.handle = self.backend.start(

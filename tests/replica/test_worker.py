@@ -267,7 +267,7 @@ def test_a_refused_request_is_an_error_row(bench: Callable[..., Bench]) -> None:
     assert {row["error_type"] for row in bad} == {"invalid_request"}
     assert "row 3 is not to my taste" in bad[0]["error_message"]
     assert all(row["text"] is None and row["token_ids"] is None for row in bad)
-    assert one.worker.progress().num_errors == 4
+    assert sum(one.worker.progress().errors.values()) == 4
     assert one.worker.progress().num_rows == 40
     assert not one.worker._slots  # nothing is held of rows that are over
 
