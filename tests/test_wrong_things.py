@@ -368,7 +368,7 @@ WRONG = [
     # The spec itself
     Wrong("unknown section", {"sampler": {"top_p": 1}},
           "job.yaml:9:1: sampler: unknown field; did you mean input.sample? Allowed: model, task, input, sampling, "
-          "score, logits, pooling, parallel, engine, output, checkpoint_interval_s, drain_timeout_s, "
+          "score, logits, pooling, parallel, backend, ray, engine, output, checkpoint_interval_s, drain_timeout_s, "
           "stop_before_s, stall_timeout_s, max_restarts, on_oom, max_error_rate, same_device, scripted"),
     Wrong("no input", {"input": None},
           "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "

@@ -18,6 +18,7 @@ def lines_of(report: StatusReport) -> str:
     return "\n".join(status_lines(report))
 
 
+@pytest.mark.slow
 def test_slices_that_run_are_summed_up(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     spec = jobs.spec_of(tmp_path, scripted={"max_num_seqs": 2, "step_s": 0.05, "device": "A100"})

@@ -65,6 +65,7 @@ def test_names_in_the_snapshot_are_not_obeyed(capsys: pytest.CaptureFixture[str]
     assert "12 \\u001b]0;title\\u0007" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_job_is_watched_to_its_end(tmp_path: pathlib.Path) -> None:
     path = jobs.spec_of(tmp_path, scripted={"step_s": 0.02}, input={"limit": 100}, parallel={"data_parallel_size": 1})
     running = jobs.start("run", path)
