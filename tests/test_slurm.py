@@ -290,6 +290,7 @@ def test_without_slurm_nothing_is_submitted(tmp_path: pathlib.Path, monkeypatch:
         command("batchinf slurm jobs/quickstart.yaml --submit", monkeypatch, tmp_path)
 
 
+@pytest.mark.slow
 def test_readers_read_all_slices(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out/my-job"
     spec = jobs.spec_of(

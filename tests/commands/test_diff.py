@@ -152,6 +152,7 @@ def test_where_to_write(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
         said(folder / "a", folder / "a", to=str(tmp_path / "nowhere" / "x.parquet"))
 
 
+@pytest.mark.slow
 def test_labels_have_a_matrix(tmp_path: pathlib.Path) -> None:
     sampling = {"structured_outputs": {"choice": ["good", "bad", "so-so"]}}
     for name in "ab":

@@ -4,6 +4,8 @@ import os
 import pathlib
 import time
 
+import pytest
+
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.status import JobState, StatusReport, _load, job_status

@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 # What the folder holds before: nothing, a whole job or two slices, done or killed at work.
 STATES = ("new", "done", "killed", "sliced")
-QUICK = [("new", "run", "slice"), ("new", "slice", "fresh"), ("done", "fresh", "retry")]
+QUICK = [("new", "run", "slice"), ("done", "fresh", "retry")]
 
 
 def cases() -> list[Any]:
