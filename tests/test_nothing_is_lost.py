@@ -222,7 +222,7 @@ def test_an_input_that_is_touched_or_grows_while_the_job_runs(tmp_path: pathlib.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["input", "longest"])
+@pytest.mark.parametrize("order", ["input", "prefix"])
 def test_a_restored_backup_is_the_same_input(order: str, tmp_path: pathlib.Path) -> None:
     path = write_parquet(tmp_path / "prompts.parquet", numbered(200))
     spec = spec_over(tmp_path, path, input={"order": order}, output={"rows_per_shard": 20})
@@ -230,7 +230,7 @@ def test_a_restored_backup_is_the_same_input(order: str, tmp_path: pathlib.Path)
     shutil.copyfile(path, tmp_path / "backup")
     (tmp_path / "backup").replace(path)
     finished(spec)
-    assert [row["id"] for row in rows_in(tmp_path / "out")] == [row["id"] for row in numbered(200)]
+    assert sorted(row["id"] for row in rows_in(tmp_path / "out")) == [row["id"] for row in numbered(200)]
 
 
 # -- 3: columns that differ in case alone ------------------------------------------------------------------------------
