@@ -72,7 +72,7 @@ def check_verified(spec: pathlib.Path) -> None:
     assert (worst.row_index, worst.kind, worst.place) == (row, "logits", row)
     assert worst.max_abs_delta == pytest.approx(0.01, abs=1e-3)
     shown = [*verify_lines(altered)]
-    assert f"worst rows: row {row}, logits at token {row}: " in shown[3]
+    assert f"worst rows: row {row}, logits at token {row}: " in shown[4]
     with pytest.raises(
         VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 0\.001; see the rows"
     ):
