@@ -191,7 +191,7 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
                     yield
                 except KeyboardInterrupt:
                     # CPython remembers a KeyboardInterrupt from `exec` of text, which dataclasses use, until the next
-                    # `exec`. Otherwise it kills the process with SIGINT at its end, whatever the exit code.
+                    # `exec`. Without this call, CPython would end the process with SIGINT and ignore its exit code.
                     exec("")
                     number = heard[0][0] if heard else signal.SIGINT
                     raise Interrupted(f"stopped on {request_name(number)}") from None

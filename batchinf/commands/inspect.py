@@ -39,7 +39,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token with what is stored of it. alternatives: the most likely first, the token itself among them."""
+    """A token with its stored values. alternatives: the most likely first; the token itself is one of them."""
 
     text: str
     token_id: int

@@ -175,7 +175,7 @@ def start(
         if (warning := room_warning(job, state, len(launcher.slots))) is not None:
             display.say(warning)
         if state.committed.all():
-            _end(fleet, manifest)  # what was left is adopted
+            _end(fleet, manifest)  # the recovery adopted all parts that were missing
         else:
             for line in job.task.prompt_warnings(job.model, job.source):
                 display.say(line)

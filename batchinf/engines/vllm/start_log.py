@@ -1,7 +1,7 @@
 """What a starting engine is doing, read from the lines that vLLM prints. The progress display shows it.
 
-The texts are those of vLLM 0.32.0. vLLM says them in its engine process and tells its caller nothing, so the log is the
-only source. A version with other texts, or a log level above INFO, leaves the answer empty.
+The texts are those of vLLM 0.32.0. Its engine process prints them but sends them to no other process, so the log is
+the only source. With other texts, or a log level above INFO, the answer is empty.
 """
 
 import re

@@ -20,7 +20,7 @@ _CONNECT_S = 10.0
 # A worker process has to start on each node and to import batchinf, from a shared disk perhaps.
 _CALL_S = 120.0
 _ADDRESS = "RAY_ADDRESS"
-# Jobs on several threads share a connection. The users are those of one that batchinf made.
+# Jobs on several threads share a connection. Only users of a connection that batchinf made are counted.
 _connecting = threading.Lock()
 _num_users = 0
 

@@ -106,8 +106,8 @@ def token_file(token: str) -> str:
 def check_shared(cluster: Cluster, nodes: Sequence[Node], output: pathlib.Path, model: pathlib.Path | None) -> None:
     """Raise UserError if a node does not share a folder with the coordinator and with every other node.
 
-    Each of them writes a token into each folder and reads those of all others. If nobody can write into the model's
-    folder, it must have the same files everywhere. model: None if it has no folder here.
+    Each host writes a token into each folder and reads the tokens of all other hosts. If no host can write into the
+    model's folder, all hosts must have the same files in it. model: None if it has no folder here.
     """
     names = [os.fspath(folder.absolute()) for folder in (output, model) if folder is not None]
     prefix, places = uuid.uuid4().hex[:12], ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
