@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 import jobs
 
@@ -29,6 +30,10 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 jobs.environment = dict(os.environ)
+
+# The same examples in every run; `--hypothesis-profile=default` draws others. `make fuzz` and `make soak` have seeds.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 # As in the processes that tests start: see `quick/sitecustomize.py`.
 gc.set_threshold(50_000, 20, 100)

@@ -150,7 +150,12 @@ def _plain(type: pa.DataType, leaves: Mapping[pa.DataType, pa.DataType] = _PLAIN
 
 def cast_column(column: Any, type: pa.DataType) -> Any:
     """An array in another type. Raises `pa.ArrowInvalid` if a value would change."""
-    return column if column.type.equals(type) else column.cast(type)
+    if column.type.equals(type):
+        return column
+    # In two steps: Arrow casts a dictionary to its own values, but not to every other type.
+    for wanted in (_plain(column.type), type):
+        column = column if column.type.equals(wanted) else column.cast(wanted)
+    return column
 
 
 Lost = dict[int, str]  # by row: why the output cannot have a value of the row as it is

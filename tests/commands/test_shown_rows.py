@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import pathlib
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +21,7 @@ from batchinf.spec.sampling import SamplingSpec
 
 
 @pytest.fixture
-def source(tmp_path: pathlib.Path) -> Source:
+def source(tmp_path: pathlib.Path) -> Iterator[Source]:
     table = pa.table(
         {
             "text": ["a", None, "7", "é", "a"],
@@ -31,7 +32,8 @@ def source(tmp_path: pathlib.Path) -> Source:
         }
     )
     pq.write_table(table, tmp_path / "rows.parquet")
-    return open_source(InputLocation(str(tmp_path / "rows.parquet")), tmp_path / "cache")
+    with contextlib.closing(open_source(InputLocation(str(tmp_path / "rows.parquet")), tmp_path / "cache")) as source:
+        yield source
 
 
 @pytest.mark.parametrize(
@@ -71,8 +73,8 @@ def test_ids_of_mixed_types_are_found_as_they_are_written(tmp_path: pathlib.Path
 
 def test_an_id_far_down_is_found(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"id": range(120_000)}), tmp_path / "rows.parquet")
-    source = open_source(InputLocation(str(tmp_path / "rows.parquet")), tmp_path / "cache")
-    assert find_row(source, "id", "119999") == 119_999
+    with contextlib.closing(open_source(InputLocation(str(tmp_path / "rows.parquet")), tmp_path / "cache")) as source:
+        assert find_row(source, "id", "119999") == 119_999
 
 
 def test_a_seed_draws_the_same_rows() -> None:

@@ -195,6 +195,12 @@ def run_pairs(num_examples: int, ending: str) -> None:
     each()
 
 
+def test_a_dictionary_without_values_fits_every_type(tmp_path: pathlib.Path) -> None:
+    nothing = pa.DictionaryArray.from_arrays(pa.array([None, None], pa.int32()), pa.nulls(0))
+    for nest in (lambda column: column, lambda column: pa.ListArray.from_arrays([0, 1, 2], column)):
+        check([nest(pa.array([["a"], []])), nest(nothing)], tmp_path, ".arrow")
+
+
 def test_no_pair_of_types_changes_a_value() -> None:
     run_pairs(100, ".arrow")
 
