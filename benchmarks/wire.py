@@ -1,8 +1,9 @@
 """What logprobs cost between vLLM's engine core and its front end in a step, and what it costs to hold them back.
 
-    python benchmarks/wire.py --requests 1024 --logprobs 20
+    python benchmarks/wire.py --requests 1024 --logprobs 20 --tokens 8000
 
-Prints processor milliseconds a step, with vLLM's own wire format and arrays like those of its runner. Needs no device.
+Prints processor milliseconds a step, with vLLM's own wire format and arrays like those of its runner, and how much
+memory the scheduler takes for outputs of `--tokens`. Needs no device.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -49,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--logprobs", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=8000)
     args = parser.parse_args()
     num, k = args.requests, args.logprobs
     names = [f"{row}-0-0123abcd" for row in range(num)]
@@ -88,8 +91,21 @@ def main() -> None:
     for name in names:
         holding.add_request(_Request(name, k))
     index = {name: row for row, name in enumerate(names)}
-    lines.append(f"| holding them back in the scheduler | {cpu_ms(lambda: holding._hold(bare, index, step)):.2f} | |")
+
+    def hold() -> None:
+        for output in bare:  # it is changed where it leaves
+            output.new_token_ids = [5]
+        holding._hold(bare, index, step)
+
+    lines.append(f"| holding them back in the scheduler | {cpu_ms(hold):.2f} | |")
     print("\n".join(lines))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(args.tokens):
+        hold()
+    grown = (process.memory_info().rss - before) / 2**20
+    unbounded = num * args.tokens * (8 * (k + 1) + 4) / 2**20
+    print(f"\nheld for {num:,} outputs of {args.tokens:,} tokens: {grown:,.0f} MiB; all of them: {unbounded:,.0f} MiB")
 
 
 def cpu_ms(work: Callable[[], Any]) -> float:

@@ -14,10 +14,11 @@ from vllm.v1.outputs import LogprobsLists  # noqa: E402
 
 from batchinf.engines.vllm.arguments import sampling_params  # noqa: E402
 from batchinf.engines.vllm.engine import VllmEngine  # noqa: E402
-from batchinf.engines.vllm.scheduler import HoldingMixin, RowStore  # noqa: E402
-from batchinf.records import Request  # noqa: E402
+from batchinf.engines.vllm.scheduler import _PIECE_BYTES, _SLOT_ENTRIES, HoldingMixin, RowStore  # noqa: E402
+from batchinf.records import Completion, Request  # noqa: E402
 from batchinf.spec.sampling import SamplingSpec  # noqa: E402
 
+SLOT_BYTES = 8 * _SLOT_ENTRIES
 FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
 
 
@@ -55,9 +56,12 @@ def request(name: str, **params: Any) -> Any:
 
 
 @pytest.mark.parametrize("has_others", [False, True])
-@pytest.mark.parametrize("most", [1, 3])
-def test_outputs_come_once_and_whole(has_others: bool, most: int) -> None:
-    """Requests with several k, of which one wants its tokens as they come; several tokens a step as `most` says."""
+@pytest.mark.parametrize(("most", "length"), [(1, 150), (3, 150), (1, 3000), (9, 3000)])
+def test_outputs_come_together(has_others: bool, most: int, length: int) -> None:
+    """Requests with several k, of which one wants its tokens as they come; several tokens a step as `most` says.
+
+    Long outputs come in pieces, so that no request holds more than a bound, whatever its length is.
+    """
     random = np.random.default_rng(most)
     one, other = Holding(), Script()
     ks: dict[str, int | None] = {"none": None, "zero": 0, "five": 5, "five too": 5, "wide": 300}
@@ -65,7 +69,7 @@ def test_outputs_come_once_and_whole(has_others: bool, most: int) -> None:
     if has_others:
         ks["stops"] = 5
         requests.append(request("stops", logprobs=5, detokenize=True, stop=["x"]))
-    left = {name: 150 + 7 * number for number, name in enumerate(ks)}
+    left = {name: length + 7 * number for number, name in enumerate(ks)}
     for each in requests:
         one.add_request(each)
         other.add_request(each)
@@ -93,13 +97,17 @@ def test_outputs_come_once_and_whole(has_others: bool, most: int) -> None:
             runner = types.SimpleNamespace(logprobs=lists, req_id_to_index=index)
             for output in scheduler.update_from_output(new, runner)[0].outputs:
                 found[output.request_id].append(output)
+        for held in one._held.values():
+            assert held.store is None or len(held.token_ids) * held.store.width * 8 <= _PIECE_BYTES + 2 * SLOT_BYTES
     for name, k in ks.items():
         if name == "stops":
             assert len(sent[name]) == len(expected[name]) > 1
         else:
             # The first says only that the prompt was run.
-            assert len(sent[name]) == 2
             assert not sent[name][0].new_token_ids
+            num_bytes = 8 * (k + 1) * length if k is not None else 0
+            num_pieces = len(sent[name]) - 1
+            assert num_pieces == 1 if num_bytes < _PIECE_BYTES else num_pieces >= num_bytes // (2 * _PIECE_BYTES)
         assert together(sent[name], k) == together(expected[name], k)
         assert sent[name][-1].finish_reason == FinishReason.LENGTH
     assert not one._held
@@ -144,8 +152,10 @@ def test_slots_are_given_out_again_and_empty() -> None:
     token_ids, logprobs, ranks = store.take(slots[0])
     assert (token_ids.tolist(), logprobs.shape, ranks.tolist()) == ([[3, 4, 5]], (1, 3), [8])
     assert (token_ids.dtype, logprobs.dtype, ranks.dtype) == (np.int32, np.float32, np.int32)
-    assert store.new_slot() == slots[0]
     assert store.take(slots[0])[0].shape == (0, 3)
+    store.free(slots[1])
+    assert store.new_slot() == slots[1]
+    assert store.take(slots[1])[0].shape == (0, 3)
 
 
 def test_the_engine_holds_outputs_back(vllm_engine: VllmEngine) -> None:
@@ -154,20 +164,46 @@ def test_the_engine_holds_outputs_back(vllm_engine: VllmEngine) -> None:
     assert isinstance(core.scheduler, HoldingMixin)
     sampling = SamplingSpec(temperature=0, logprobs=3, ignore_eos=True)
     assert not sampling_params(sampling).detokenize
-    for row in range(4):
-        vllm_engine.add(Request(row, 0, [5, 6, 7 + row], sampling, 6 + 2 * row, None))
+    requests = [Request(row, 0, [5, 6, 7 + row], sampling, 6 + 2 * row, None) for row in range(4)]
+    assert sorted(run(vllm_engine, requests)[1]) == [0, 0, 0, 0, 6, 8, 10, 12]
+    assert not core.scheduler._held
+
+
+def test_a_long_output_is_the_same_in_pieces(vllm_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingSpec(temperature=0, logprobs=7, ignore_eos=True)
+    requests = [Request(row, 0, [5, 6, 7 + row], sampling, 380 + row, None) for row in range(3)]
+    whole, sizes = run(vllm_engine, requests)
+    assert sorted(sizes) == [0, 0, 0, 380, 381, 382]
+    core = vllm_engine._engine.engine_core.engine_core
+    monkeypatch.setattr("batchinf.engines.vllm.scheduler._PIECE_BYTES", 1)
+    monkeypatch.setattr(core.scheduler, "_stores", {})
+    pieces, sizes = run(vllm_engine, requests)
+    depth = _SLOT_ENTRIES // 8
+    assert sorted(sizes) == sorted([0, depth, depth] * 3 + [length - 2 * depth for length in (380, 381, 382)])
+    for one, other in zip(whole, pieces, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        for name in ("token_ids", "logprobs", "ranks"):
+            np.testing.assert_array_equal(getattr(one.logprobs, name), getattr(other.logprobs, name))
+
+
+def run(engine: VllmEngine, requests: list[Request]) -> tuple[list[Completion], list[int]]:
+    """The completions in the order of the requests, and how many tokens came in each message of the engine's core."""
     sizes: list[int] = []
-    own = vllm_engine._engine.output_processor.process_outputs
+    found: dict[int, Completion] = {}
+    own = engine._engine.output_processor.process_outputs
 
     def count(outputs: list[Any], *arguments: Any, **named: Any) -> Any:
         sizes.extend(len(output.new_token_ids) for output in outputs)
         return own(outputs, *arguments, **named)
 
-    vllm_engine._engine.output_processor.process_outputs = count
+    engine._engine.output_processor.process_outputs = count
     try:
-        while vllm_engine.num_unfinished():
-            vllm_engine.step()
+        for request in requests:
+            engine.add(request)
+        while engine.num_unfinished():
+            found.update({completion.request.row_index: completion for completion in engine.step()})
     finally:
-        del vllm_engine._engine.output_processor.process_outputs
-    assert sorted(sizes) == [0, 0, 0, 0, 6, 8, 10, 12]
-    assert not core.scheduler._held
+        del engine._engine.output_processor.process_outputs
+    return [found[request.row_index] for request in requests], sizes

@@ -1,11 +1,12 @@
-"""The scheduler of vLLM's engine process, changed to send a request's output once, when the request is finished.
+"""The scheduler of vLLM's engine process, changed to send a request's output when the request is finished.
 
 vLLM sends each request's new token and logprobs after every step. For 1,024 requests with their top 20, a step takes
 4.3 ms of processor time to pack in the engine process and 17.5 ms to unpack in ours (`benchmarks/wire.py`); without
 logprobs 0.1 and 0.2 ms. A step of a small model takes 17 ms. This subclass keeps the rows of a step, with one write for
-all requests, and sends a finished request in one piece. Requests with stop strings go through unchanged, because the
-front end looks at their text after every token. `engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler.
-Read against 0.26.0 and run with 0.32.0.
+all requests, and sends a finished request in one piece. A long output leaves in several pieces: the front end joins
+them, and the engine process never holds more than `_PIECE_BYTES` of logprobs for a request. Requests with stop strings
+go through unchanged, because the front end looks at their text after every token. `engine: {scheduler_cls: null}` in a
+spec restores vLLM's scheduler. Read against 0.26.0 and run with 0.32.0.
 """
 
 from collections.abc import Iterable
@@ -32,6 +33,9 @@ _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")
 # Logprobs that a slot holds before they are moved out of it: 64 tokens with their top 20.
 _SLOT_ENTRIES = 64 * 21
 _FIRST_SLOTS = 64
+# Logprobs of a request that is not finished leave in a piece of about this size: 384 tokens with their top 20. Smaller
+# pieces would cost a message more often. Without pieces 1,024 outputs of 32,000 tokens would take 5.8 GB.
+_PIECE_BYTES = 2**16
 
 Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]
 
@@ -51,6 +55,7 @@ class RowStore:
     def __init__(self, width: int) -> None:
         self.width = width
         self._depth = max(1, _SLOT_ENTRIES // width)
+        self._most_full = max(1, _PIECE_BYTES // (self._depth * width * 8))
         self._full: list[list[Arrays]] = []
         self._free: list[int] = []
         self._used = np.zeros(0, np.int64)
@@ -72,8 +77,11 @@ class RowStore:
             self._free = list(range(start + more - 1, start - 1, -1))
         return self._free.pop()
 
-    def append(self, slots: list[int], rows: list[int], step: Any) -> None:
-        """Append to each of these slots, all different, one row of a step's LogprobsLists, [R, width or more]."""
+    def append(self, slots: list[int], rows: list[int], step: Any) -> list[int]:
+        """Append to each of these slots, all different, one row of a step's LogprobsLists, [R, width or more].
+
+        Returns those of the slots whose rows are to leave as a piece.
+        """
         at, of = np.array(slots), np.array(rows)
         places = self._used[at]
         token_ids, logprobs, ranks = self._arrays
@@ -82,21 +90,24 @@ class RowStore:
         ranks[at, places] = step.sampled_token_ranks[of]
         places += 1
         self._used[at] = places
+        leaving = []
         for slot in at[places == self._depth].tolist():
             self._full[slot].append(self._copy(slot))
             self._used[slot] = 0
+            if len(self._full[slot]) >= self._most_full:
+                leaving.append(slot)
+        return leaving
 
     def take(self, slot: int) -> Arrays:
-        """All rows of a slot, int32 and float32 [n, width] and int32 [n]. Frees the slot."""
+        """All rows of a slot, int32 and float32 [n, width] and int32 [n]. The slot is empty then."""
         pieces = [*self._full[slot], self._copy(slot)]
-        self.drop(slot)
+        self._full[slot], self._used[slot] = [], 0
         token_ids, logprobs, ranks = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         return token_ids, logprobs, ranks
 
-    def drop(self, slot: int) -> None:
-        """Drop a slot's rows and free it."""
-        self._full[slot] = []
-        self._used[slot] = 0
+    def free(self, slot: int) -> None:
+        """Drop a slot's rows and give the slot to another request."""
+        self._full[slot], self._used[slot] = [], 0
         self._free.append(slot)
 
     def _copy(self, slot: int) -> Arrays:
@@ -106,13 +117,14 @@ class RowStore:
 
 
 class _Held:
-    """The output of a request so far. store: None without logprobs."""
+    """What a request has made and not sent. store: None without logprobs."""
 
-    __slots__ = ("slot", "store", "token_ids")
+    __slots__ = ("is_begun", "slot", "store", "token_ids")
 
     def __init__(self, store: RowStore | None) -> None:
         self.store = store
         self.slot = -1 if store is None else store.new_slot()
+        self.is_begun = False
         self.token_ids: list[int] = []
 
 
@@ -159,9 +171,10 @@ class HoldingMixin:
         return messages
 
     def _hold(self, outputs: list[Any], index: dict[str, int], step: Any) -> list[Any]:
-        """The outputs of a step that are sent now. A finished request's output is sent whole."""
-        leaving, finished = [], []
+        """The outputs of a step that are sent now: of finished requests, of long ones a piece, and first outputs."""
+        leaving, finished, begun = [], [], []
         starts = None if step is None else step.cu_num_generated_tokens
+        full: set[tuple[RowStore | None, int]] = set()
         rows_of: dict[RowStore, tuple[list[int], list[int]]] = {store: ([], []) for store in self._stores.values()}
         for output in outputs:
             request_id = output.request_id
@@ -171,7 +184,7 @@ class HoldingMixin:
                 if output.finish_reason is not None:
                     self._others.discard(request_id)
                 continue
-            token_ids, store, is_first = output.new_token_ids, held.store, not held.token_ids
+            token_ids, store = output.new_token_ids, held.store
             held.token_ids += token_ids
             if store is not None and step is not None:
                 row = index[request_id] if starts is None else starts[index[request_id]]
@@ -181,37 +194,48 @@ class HoldingMixin:
                     rows.append(row)
                 else:  # several or none, in speculative decoding
                     for offset in range(len(token_ids)):
-                        store.append([held.slot], [row + offset], step)
+                        full.update((store, slot) for slot in store.append([held.slot], [row + offset], step))
             if output.finish_reason is not None:
                 finished.append((output, held))
-            elif is_first:
-                # The first output tells that the prompt was run; it has the prompt's logprobs and statistics.
-                output.new_token_ids, output.new_logprobs = [], None
-                leaving.append(output)
+            elif not held.is_begun:
+                held.is_begun = True
+                begun.append(output)
         for store, (slots, rows) in rows_of.items():
             if slots:
-                store.append(slots, rows, step)
-        return leaving + [self._whole(output, held) for output, held in finished]
-
-    def _whole(self, output: Any, held: _Held) -> Any:
-        output.new_token_ids = held.token_ids
-        output.new_logprobs = None
-        if held.store is not None and held.token_ids:
-            output.new_logprobs = LogprobsLists(*held.store.take(held.slot))
-            held.slot = -1
-        self._forget(output.request_id)
-        return output
+                full.update((store, slot) for slot in store.append(slots, rows, step))
+        for output in begun:
+            # The first output tells that the prompt was run; it has the prompt's logprobs and statistics.
+            output.new_token_ids, output.new_logprobs = [], None
+            leaving.append(output)
+        for output in outputs if full else ():
+            held = self._held.get(output.request_id)
+            if held is not None and output.finish_reason is None and (held.store, held.slot) in full:
+                if output not in begun:
+                    leaving.append(output)
+                _piece(output, held)
+        for output, held in finished:
+            _piece(output, held)
+            leaving.append(output)
+            self._forget(output.request_id)
+        return leaving
 
     def _forget(self, request_id: str) -> None:
         self._others.discard(request_id)
         held = self._held.pop(request_id, None)
-        if held is not None and held.store is not None and held.slot >= 0:
-            held.store.drop(held.slot)
+        if held is not None and held.store is not None:
+            held.store.free(held.slot)
 
     def _store(self, k: int) -> RowStore:
         if k not in self._stores:
             self._stores[k] = RowStore(k + 1)
         return self._stores[k]
+
+
+def _piece(output: Any, held: _Held) -> None:
+    """Give the output all tokens that the request has made since it last sent some."""
+    output.new_token_ids, held.token_ids, output.new_logprobs = held.token_ids, [], None
+    if held.store is not None and output.new_token_ids:
+        output.new_logprobs = LogprobsLists(*held.store.take(held.slot))
 
 
 def _is_held_back(request: Any) -> bool:
