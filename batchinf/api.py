@@ -10,11 +10,13 @@ A spec is the path of a YAML file, a mapping with the same fields, or a `JobSpec
 `batchinf.base.errors`.
 """
 
+import json
 import os
 import random as random_numbers
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from batchinf.base.errors import UserError
 from batchinf.base.slices import Slice
@@ -31,6 +33,8 @@ from batchinf.results import Results
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
+from batchinf.tune.text import TuneReport
+from batchinf.tune.tuning import TuneWanted, tune_job
 
 __all__ = [
     "JobSpec",
@@ -38,10 +42,12 @@ __all__ = [
     "Results",
     "StatusReport",
     "Summary",
+    "TuneReport",
     "ValidateReport",
     "open",
     "run",
     "status",
+    "tune",
     "validate",
 ]
 
@@ -123,6 +129,47 @@ def validate(
         if found is not None:
             found(finding)
     return ValidateReport.of(findings)
+
+
+def tune(
+    spec: SpecSource,
+    *,
+    overrides: Overrides = (),
+    budget_s: float = 900.0,
+    num_rows: int | None = None,
+    tries: Sequence[str] = (),
+    out: str | None = None,
+    write: bool = False,
+    say: Callable[[str], None] | None = None,
+    stop: threading.Event | None = None,
+) -> TuneReport:
+    """Run samples of a job under several settings, and find those that make it fastest. The output stays the same.
+
+    spec, overrides, stop: see `run`. budget_s: time of all trials. num_rows: of a trial of the first round; default:
+    enough to fill the largest batch. tries: values to try, as `["engine.max_num_seqs=256,512"]`; default: settings that
+    the spec leaves open. out: folder of the trials; default: the job's output folder with `-tune` behind its name.
+    write: put the fastest settings into the spec's file. say: called with a line for each trial, instead of printing
+    it. A stop loses the trial that is running; the same call skips those before it.
+
+    Raises UserError or one of its subclasses; Interrupted after a stop.
+    """
+    given = dict(overrides) if isinstance(overrides, Mapping) else None
+
+    def run_sample(settings: Mapping[str, Any]) -> Summary:
+        more = {**given, **settings} if given is not None else [*overrides, *map(_as_text, settings.items())]
+        return run(spec, overrides=more, fresh=True, quiet=True, stop=stop)
+
+    file = read_checked(spec, overrides)
+    wanted = TuneWanted(budget_s, num_rows, tuple(tries), out, write)
+    backend = choose_backend(file.spec)
+    try:
+        return tune_job(file, backend, run_sample, wanted, say or (lambda line: print(line, file=sys.stderr)))
+    finally:
+        backend.close()
+
+
+def _as_text(setting: tuple[str, Any]) -> str:
+    return f"{setting[0]}={json.dumps(setting[1])}"
 
 
 def status(out: str | os.PathLike[str]) -> StatusReport:

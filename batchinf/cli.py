@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shlex
 import sys
 import traceback
@@ -247,6 +248,49 @@ def _plan(
         target, set_ or (), PlanWanted(tuple(gpu or ()), gpus, nodes, free, context, price, output_tokens)
     )
     _show(report, plan_lines(report), as_json)
+
+
+@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m --write")
+def _tune(
+    spec: SpecPath,
+    set_: Overrides = None,
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="TIME", help="Time of all trials, such as 15m or 2h.")
+    ] = "15m",
+    num_rows: Annotated[
+        int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial of the first round.")
+    ] = None,
+    tries: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try",
+            metavar="a.b=c,d",
+            help="Try these values of a field, and only fields that are named so. May be repeated.",
+        ),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")
+    ] = None,
+    writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run samples of the rows under several settings, and find those that make the job fastest."""
+    budget_s = _seconds(budget, "--budget")
+    with interruptible(ends_process=True):
+        from batchinf import api
+        from batchinf.tune.text import tune_lines
+
+        report = api.tune(
+            spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes
+        )
+    _show(report, tune_lines(report), as_json)
+
+
+def _seconds(text: str, option: str) -> float:
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|h|)", text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise UserError(f"{option} {text}: must be a time, such as 90s, 15m or 2h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[found[2]]
 
 
 @app.command("status", epilog="Example: batchinf status out/job")

@@ -1,0 +1,99 @@
+"""Successive halving: many candidates on few rows, the fastest third of them on twice as many, and so on.
+
+An engine's start takes as long as a trial's work, so few rounds are better than many: a round of two is the last. The
+spec as it is runs in every round, so that the winner is compared with it on the same rows. Source: K. Jamieson,
+A. Talwalkar, Non-stochastic best arm identification and hyperparameter optimization (AISTATS 2016).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchinf.tune.settings import Candidate
+from batchinf.tune.trial import Trial
+
+# Settings that gain less are not worth a longer spec: two trials alike differ by as much.
+LEAST_GAIN = 1.02
+_KEPT = 3  # one of so many goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All trials, and the best settings. best, base: on the same rows; equal if no settings gain 2 %.
+
+    num_left_out: candidates for which the budget has no time. is_cut: the budget ended before the last comparison.
+    """
+
+    trials: tuple[Trial, ...]
+    best: Trial
+    base: Trial
+    num_left_out: int
+    is_cut: bool
+
+    @property
+    def gain(self) -> float:
+        """The winner's rows a second over those of the spec as it is."""
+        return self.best.rows_per_s / self.base.rows_per_s
+
+
+def search(
+    candidates: Sequence[Candidate],
+    num_rows: int,
+    most_rows: int,
+    left_s: Callable[[], float],
+    measure: Callable[[Candidate, int, str], Trial],
+) -> Found:
+    """The fastest of the candidates, of which the first is the spec as it is.
+
+    num_rows: of the first round. most_rows: that the input has. left_s: of the budget. measure: runs a candidate on so
+    many rows; its last argument says which trial of how many this is.
+    """
+    base = measure(candidates[0], num_rows, "round 1")
+    field = [*candidates[1 : 1 + _affordable(base, len(candidates) - 1, most_rows, left_s())]]
+    trials, rounds = [base], [[base]]
+    num_left_out, is_cut = len(candidates) - 1 - len(field), False
+    while field:
+        for place, candidate in enumerate(field):
+            if _expected_s(base, rounds[-1][0].num_rows) > left_s():
+                is_cut = True
+                break
+            label = f"round {len(rounds)}, {place + 1} of {len(field)}"
+            rounds[-1].append(measure(candidate, rounds[-1][0].num_rows, label))
+            trials.append(rounds[-1][-1])
+        more_rows = min(2 * rounds[-1][0].num_rows, most_rows)
+        ranked = sorted((it for it in rounds[-1][1:] if not it.error), key=lambda trial: -trial.rows_per_s)
+        is_last = len(field) <= 2 or more_rows == rounds[-1][0].num_rows
+        field = [trial.candidate for trial in ranked[: math.ceil(len(field) / _KEPT)]]
+        if is_cut or is_last or not field:
+            break
+        if _expected_s(base, more_rows) * 2 > left_s():
+            is_cut = True
+            break
+        rounds.append([measure(candidates[0], more_rows, f"round {len(rounds) + 1}")])
+        trials.append(rounds[-1][0])
+    # A round that was cut after its first trial compares nothing.
+    last = next((round for round in reversed(rounds) if len(round) > 1), rounds[0])
+    best = max(last, key=lambda trial: trial.rows_per_s)
+    if best.rows_per_s < LEAST_GAIN * last[0].rows_per_s:
+        best = last[0]
+    return Found(tuple(trials), best, last[0], num_left_out, is_cut)
+
+
+def _expected_s(base: Trial, num_rows: int) -> float:
+    return base.start_s + base.work_s * num_rows / base.num_rows
+
+
+def _affordable(base: Trial, most: int, most_rows: int, left_s: float) -> int:
+    """The most candidates whose rounds take no longer than `left_s`, at the speed of the spec as it is."""
+    for number in range(most, 0, -1):
+        total, field, num_rows = 0.0, number, base.num_rows
+        is_first = True
+        while True:
+            total += (field + (0 if is_first else 1)) * _expected_s(base, num_rows)
+            more_rows = min(2 * num_rows, most_rows)
+            if field <= 2 or more_rows == num_rows:
+                break
+            field, num_rows, is_first = math.ceil(field / _KEPT), more_rows, False
+        if total <= left_s:
+            return number
+    return 0

@@ -1,0 +1,136 @@
+"""The candidates: settings that the spec leaves open and that change the speed, but not the output."""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from batchinf.base.errors import SpecError
+from batchinf.fleet.backend import Backend
+from batchinf.fleet.settings import chosen_arguments
+from batchinf.model.identity import resolve
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.plan.degrees import that_fit
+from batchinf.spec.file import SpecFile, read_spec
+from batchinf.spec.job import JobSpec, fields
+from batchinf.tasks.registry import task_of
+
+Settings = Mapping[str, Any]  # dotted field of the spec → value
+
+_MAX_NUM_SEQS = (512, 1024, 2048, 256)
+_MAX_NUM_BATCHED_TOKENS = (8192, 16384, 32768, 4096)
+_REPLICAS_PER_DEVICE = (2, 1, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings to try together. Without settings: the spec as it is."""
+
+    settings: Settings = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The settings as JSON, equal for equal candidates."""
+        return json.dumps(self.settings, sort_keys=True)
+
+    @property
+    def name(self) -> str:
+        """The settings as people write them."""
+        return ", ".join(f"{name} {json.dumps(value)}" for name, value in self.settings.items()) or "the spec as it is"
+
+
+def candidates(dimensions: Sequence[Sequence[Settings]]) -> Iterator[Candidate]:
+    """The spec as it is, then each setting alone, then two of different dimensions together, and so on."""
+    yield Candidate()
+    for number in range(1, len(dimensions) + 1):
+        for chosen in itertools.combinations(dimensions, number):
+            for settings in itertools.product(*chosen):
+                yield Candidate({name: value for one in settings for name, value in one.items()})
+
+
+def named_by_user(file: SpecFile, texts: Sequence[str]) -> list[list[Settings]]:
+    """The values of `--try engine.max_num_seqs=256,512`, one dimension for each text.
+
+    Raises SpecError for a value that the field does not take, or that would change the output.
+    """
+    found: list[list[Settings]] = []
+    for text in texts:
+        name, equals, listed = text.partition("=")
+        place = f"--try {text}"
+        try:
+            values = yaml.safe_load(f"[{listed}]")
+        except yaml.YAMLError:
+            values = []
+        if not equals or not values:
+            raise SpecError(f"{place}: must be field=value,value such as --try engine.max_num_seqs=256,512")
+        found.append([{name.strip(): value} for value in values])
+        for settings in found[-1]:
+            _check(file.spec, settings, place)
+    return found
+
+
+def _check(spec: JobSpec, settings: Settings, place: str) -> None:
+    changed = read_spec(spec, settings).spec
+    before, after = fields(spec, "identity"), fields(changed, "identity")
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            raise SpecError(f"{place}: {name} changes the output; only fields that change the speed can be tried")
+
+
+def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
+    """What can be tried where the spec says nothing, the settings with the largest effect first.
+
+    Values that the spec or the device already have are left out.
+    """
+    spec, task = file.spec, task_of(file.spec)
+    devices = () if spec.scripted is not None or spec.backend == "ray" else backend.devices()
+    if spec.parallel.devices is not None:
+        devices = tuple(device for device in devices if device in map(str, spec.parallel.devices))
+    size = backend.device_size(devices[0]) if devices else (None, "")
+    fit = fit_of(resolve(spec.model), spec, *size, task.default_batch_limits)
+    chosen = chosen_arguments(spec, fit, task, 1).engine
+    now = {**fit.limits, **chosen}
+    dimensions: list[list[Settings]] = [
+        _degrees(spec, fit, len(devices)),
+        _replicas(spec, fit),
+        _engine(spec, "max_num_seqs", _MAX_NUM_SEQS, now),
+        [{"engine.compilation_config": None}] if "compilation_config" in chosen else [],
+        _engine(spec, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS, now),
+        [] if "order" in spec.input.model_fields_set else [{"input.order": "prefix"}],
+    ]
+    return [dimension for dimension in dimensions if dimension]
+
+
+def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, Any]) -> list[Settings]:
+    if name in spec.engine or spec.scripted is not None:
+        return []
+    return [{f"engine.{name}": value} for value in values if value != now.get(name)]
+
+
+def _replicas(spec: JobSpec, fit: Fit) -> list[Settings]:
+    """Numbers of replicas on a device whose weights fit beside each other with room for their caches."""
+    is_open = "replicas_per_device" not in spec.parallel.model_fields_set and spec.parallel.sizes == (1, 1)
+    if not is_open or fit.device_bytes is None or fit.weight_bytes is None:
+        return []
+    most = fit.device_bytes // (2 * fit.weight_bytes)
+    return [{"parallel.replicas_per_device": number} for number in _REPLICAS_PER_DEVICE if 1 < number <= most]
+
+
+def _degrees(spec: JobSpec, fit: Fit, num_devices: int) -> list[Settings]:
+    """The degrees that fit the devices, where the spec gives none or `auto`."""
+    parallel = spec.parallel
+    given = {name for name in parallel.model_fields_set if getattr(parallel, name) != "auto"}
+    if num_devices < 2 or {"tensor_parallel_size", "pipeline_parallel_size"} & given or fit.max_model_len is None:
+        return []
+    if fit.needs.weights is None or fit.needs.kv_cache is None:
+        return []
+    share = float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+    found: list[Settings] = [
+        {"parallel.tensor_parallel_size": it.tensor, "parallel.pipeline_parallel_size": it.pipeline}
+        for it in that_fit(fit, fit.max_model_len, share, num_devices, num_devices)
+        if num_devices % it.num_devices == 0 and (it.tensor, it.pipeline) != parallel.sizes
+    ]
+    return found

@@ -1,0 +1,124 @@
+"""One trial: a job of a sample of the rows under a candidate's settings. Results are kept, so that a stop loses one."""
+
+import json
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batchinf.base.errors import BatchinfError, Interrupted, OutputError
+from batchinf.base.storage import Folder
+from batchinf.base.text import one_line
+from batchinf.coordinator.ending import Summary
+from batchinf.fleet.status import read_status
+from batchinf.tune.settings import Candidate
+
+# Runs a job with these overrides of the spec, as `batchinf.run` does.
+RunJob = Callable[[Mapping[str, Any]], Summary]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a candidate did on a sample of `num_rows` rows. error: why it could not run; its rates are 0 then.
+
+    Rates are those while the engines worked. rows_per_s: output rows. start_s: the rest of the time: engine starts,
+    checks and the end. num_devices: GPUs; 0 on processors.
+    """
+
+    candidate: Candidate
+    num_rows: int
+    rows_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    start_s: float
+    work_s: float
+    num_devices: int
+    error: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and output tokens a second."""
+        return self.prompt_tokens_per_s + self.output_tokens_per_s
+
+
+class TrialRecord:
+    """The trials of one spec in a folder, a line of JSON each. They survive a stop of the program."""
+
+    def __init__(self, folder: pathlib.Path, fingerprint: str) -> None:
+        """Raises OutputError if the folder holds trials of another spec."""
+        self.folder = folder
+        self._path = folder / "trials.jsonl"
+        self._found: dict[tuple[str, int], Trial] = {}
+        if self._path.exists():
+            self._read(fingerprint)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._append({"fingerprint": fingerprint})
+
+    def _read(self, fingerprint: str) -> None:
+        # The last line is torn if the program was killed while it wrote it.
+        lines = self._path.read_bytes().split(b"\n")[:-1]
+        values = [json.loads(line) for line in lines]
+        if not values or values[0].get("fingerprint") != fingerprint:
+            raise OutputError(f"{self.folder} holds trials of another spec or input; delete it, or give another --out")
+        for value in values[1:]:
+            trial = Trial(**{**value, "candidate": Candidate(value["candidate"]["settings"])})
+            self._found[trial.candidate.key, trial.num_rows] = trial
+        os.truncate(self._path, sum(len(line) + 1 for line in lines))
+
+    @property
+    def spent_s(self) -> float:
+        """The time of all trials."""
+        return sum(trial.start_s + trial.work_s for trial in self._found.values())
+
+    def find(self, candidate: Candidate, num_rows: int) -> Trial | None:
+        """The trial of an earlier run of the program."""
+        return self._found.get((candidate.key, num_rows))
+
+    def add(self, trial: Trial) -> None:
+        """Keep a trial, durably."""
+        self._found[trial.candidate.key, trial.num_rows] = trial
+        self._append(asdict(trial))
+
+    def _append(self, value: dict[str, Any]) -> None:
+        with self._path.open("ab") as file:
+            file.write(json.dumps(value).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def run_trial(candidate: Candidate, num_rows: int, share: float | None, folder: pathlib.Path, run: RunJob) -> Trial:
+    """Run a sample as a job of its own below `folder`; its output is deleted.
+
+    share: of the rows that the sample is drawn from; None: the first rows. A candidate that cannot run is a trial with
+    an error. Raises Interrupted.
+    """
+    place = folder / "trial"
+    shutil.rmtree(place, ignore_errors=True)
+    sample = {"input.limit": num_rows, **({} if share is None else {"input.sample": share})}
+    output = {"output.path": os.fspath(place).replace("$", "$$"), "max_error_rate": 1.0}
+    began = time.monotonic()
+    try:
+        summary = run({**candidate.settings, **sample, **output})
+        last = read_status(Folder(place))
+    except Interrupted:
+        raise
+    except BatchinfError as error:
+        return Trial(candidate, num_rows, 0.0, 0.0, 0.0, time.monotonic() - began, 0.0, 0, one_line(error, 300))
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    speed = summary.speed
+    assert speed is not None and last is not None
+    return Trial(
+        candidate,
+        num_rows,
+        summary.num_rows / speed.work_s,
+        speed.prompt_tokens_per_s,
+        speed.output_tokens_per_s,
+        speed.run_s - speed.work_s,
+        speed.work_s,
+        len({device for replica in last.replicas for device in replica.devices}),
+    )

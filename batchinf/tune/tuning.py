@@ -1,0 +1,103 @@
+"""Tunes one spec: makes its candidates, runs the search within a budget, and keeps what it finds in a folder."""
+
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchinf.base.errors import SpecError, UserError
+from batchinf.base.text import duration
+from batchinf.fleet.backend import Backend
+from batchinf.plan.lengths import lengths_of, opened
+from batchinf.spec.file import SpecFile
+from batchinf.spec.job import fingerprint
+from batchinf.tune.search import search
+from batchinf.tune.settings import Candidate, candidates, left_open, named_by_user
+from batchinf.tune.spec_text import write_settings
+from batchinf.tune.text import TuneReport, chart, trial_line
+from batchinf.tune.trial import RunJob, Trial, TrialRecord, run_trial
+
+# Rows for each request of the largest batch that is tried: with fewer, the end of the trial decides, where the batch
+# is no longer full.
+_ROWS_PER_REQUEST = 4
+_LEAST_ROWS = 1000
+_SEVERAL = 1.3  # a sample's share is approximate
+
+
+@dataclass(frozen=True, slots=True)
+class TuneWanted:
+    """What the user asked for.
+
+    budget_s: time of all trials. num_rows: of the first round; None: from the batch sizes. tries: texts of `--try`;
+    empty: what the spec leaves open. out: folder of the trials; None: beside the job's output. writes: put the winner
+    into the spec.
+    """
+
+    budget_s: float = 900.0
+    num_rows: int | None = None
+    tries: tuple[str, ...] = ()
+    out: str | None = None
+    writes: bool = False
+
+
+def tune_job(
+    file: SpecFile, backend: Backend, run: RunJob, wanted: TuneWanted, say: Callable[[str], None]
+) -> TuneReport:
+    """Find the fastest settings for a spec. run: runs the spec with more overrides. Trials of an earlier call count.
+
+    Raises UserError if the spec as it is cannot run, or not within the budget.
+    """
+    if wanted.writes and not os.path.isfile(file.path):
+        raise UserError(f"--write: {file.path} is not a file; a spec must be a YAML file to be written to")
+    dimensions = named_by_user(file, wanted.tries) if wanted.tries else left_open(file, backend)
+    if not dimensions:
+        raise SpecError(f"{file.path}: the spec leaves nothing open to tune; name values, as in "
+                        "--try engine.max_num_seqs=256,512")  # fmt: skip
+    field = list(candidates(dimensions))
+    most_rows = _num_rows(file)
+    num_rows = min(wanted.num_rows or _first_rows(field), most_rows)
+    folder = pathlib.Path(wanted.out or f"{file.spec.output.path.rstrip('/')}-tune")
+    spec = file.spec.model_dump(mode="json", exclude={"output"})
+    record = TrialRecord(folder, fingerprint({"spec": spec, "rows": most_rows}))
+
+    def left_s() -> float:
+        return wanted.budget_s - record.spent_s
+
+    def measure(candidate: Candidate, num_rows: int, place: str) -> Trial:
+        if (trial := record.find(candidate, num_rows)) is None:
+            say(f"{place}: {candidate.name}, {num_rows:,} rows")
+            share = min(1.0, _SEVERAL * num_rows / most_rows)
+            trial = run_trial(candidate, num_rows, share if share < 1 else None, folder, run)
+            if trial.error and not candidate.settings:
+                raise UserError(f"the spec as it is cannot run: {trial.error}")
+            record.add(trial)
+        say(f"  {trial_line(trial)}")
+        return trial
+
+    found = search(field, num_rows, most_rows, left_s, measure)
+    if len(found.trials) == 1:
+        took, given = duration(found.base.start_s + found.base.work_s), duration(wanted.budget_s)
+        raise UserError(
+            f"one trial of {found.base.num_rows:,} rows took {took}, so that the budget of {given} has no time for a "
+            "second one; give a larger --budget or fewer --rows"
+        )
+    (folder / "tune.svg").write_text(chart(found), encoding="utf-8")
+    is_written = wanted.writes and bool(found.best.candidate.settings)
+    if is_written:
+        write_settings(file.path, found.best.candidate.settings)
+    return TuneReport(file.path, os.fspath(folder), found, record.spent_s, is_written)
+
+
+def _num_rows(file: SpecFile) -> int:
+    with opened(file) as found:
+        assert found is not None
+        job, num_rows = found
+        lengths = lengths_of(job, file, num_rows)
+    if not lengths.num_rows:
+        raise UserError(f"{file.path}: the input has no rows to tune with")
+    return lengths.num_rows
+
+
+def _first_rows(field: Sequence[Candidate]) -> int:
+    batches = [value for one in field for name, value in one.settings.items() if name.endswith(".max_num_seqs")]
+    return max(_LEAST_ROWS, _ROWS_PER_REQUEST * max(batches, default=0))

@@ -1,0 +1,142 @@
+"""What is tried where the spec says nothing, and what the user may try."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+import jobs
+from batchinf.base.errors import SpecError, UserError
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.plan.gpus import gpu_named
+from batchinf.spec.file import SpecFile, read_spec
+from batchinf.tune.settings import candidates, left_open, named_by_user
+from batchinf.tune.spec_text import write_settings
+from benchmarks.shapes import SHAPES
+
+
+class Devices(LocalBackend):
+    """H200s that only this class sees."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number, self._gpu = number, gpu_named("h200")
+
+    def devices(self) -> tuple[str, ...]:
+        return tuple(map(str, range(self._number)))
+
+    def device_size(self, device: str) -> tuple[int | None, str]:
+        return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
+
+
+def spec_of(folder: pathlib.Path, shape: str, **sections: Any) -> SpecFile:
+    model = folder / shape
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPES[shape]))
+    sections["model"] = {"name": str(model), "load_format": "dummy"}
+    return read_spec(jobs.spec_of(folder, scripted=None, **{"parallel": None, **sections}))
+
+
+def opened(file: SpecFile, num_devices: int) -> list[list[Any]]:
+    backend = Devices(num_devices)
+    try:
+        return [[dict(settings) for settings in dimension] for dimension in left_open(file, backend)]
+    finally:
+        backend.close()
+
+
+def test_a_small_model_on_one_device(tmp_path: pathlib.Path) -> None:
+    assert opened(spec_of(tmp_path, "llama-3.2-1b"), 1) == [
+        [{"parallel.replicas_per_device": 2}, {"parallel.replicas_per_device": 3}],
+        [{"engine.max_num_seqs": 512}, {"engine.max_num_seqs": 1024}, {"engine.max_num_seqs": 256}],  # 2,048 is chosen
+        [{"engine.compilation_config": None}],
+        [{"engine.max_num_batched_tokens": 8192}, {"engine.max_num_batched_tokens": 32768},
+         {"engine.max_num_batched_tokens": 4096}],
+        [{"input.order": "prefix"}],
+    ]  # fmt: skip
+
+
+def test_degrees_where_several_devices_are_seen(tmp_path: pathlib.Path) -> None:
+    degrees = opened(spec_of(tmp_path, "llama-3.3-70b", engine={"max_model_len": 8192}), 4)[0]
+    assert degrees == [
+        {"parallel.tensor_parallel_size": 2, "parallel.pipeline_parallel_size": 1},
+        {"parallel.tensor_parallel_size": 4, "parallel.pipeline_parallel_size": 1},
+    ]
+
+
+def test_what_the_spec_says_stays(tmp_path: pathlib.Path) -> None:
+    engine = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enforce_eager": True}
+    given = {"engine": engine, "parallel": {"replicas_per_device": 1}, "input": {"order": "input"}}
+    assert opened(spec_of(tmp_path, "llama-3.2-1b", **given), 1) == []
+
+
+def test_values_of_the_user(tmp_path: pathlib.Path) -> None:
+    file = read_spec(jobs.spec_of(tmp_path))
+    found = named_by_user(file, ["engine.max_num_seqs=64, 256", "input.order=prefix"])
+    assert found == [[{"engine.max_num_seqs": 64}, {"engine.max_num_seqs": 256}], [{"input.order": "prefix"}]]
+    assert len(list(candidates(found))) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engine.max_num_seqs", "must be field=value,value"),
+        ("engine.max_num_seqs=", "must be field=value,value"),
+        ("engine.max_num_seqs=[", "must be field=value,value"),
+        ("sampling.temperature=0.5,1", "sampling.temperature changes the output"),
+        ("engine.seed=1", "engine.seed changes the output"),
+        ("parallel.tensor_parallel_size=0", "parallel.tensor_parallel_size"),
+        ("nothing=1", "nothing"),
+    ],
+)
+def test_what_cannot_be_tried(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        named_by_user(read_spec(jobs.spec_of(tmp_path)), [text])
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+SPEC = """\
+# my job
+model: m
+input: {path: rows.jsonl}
+engine:   # as I like it
+
+    # the context
+    max_model_len: 512   # short
+output:
+  path: out
+"""
+
+
+def test_settings_are_added_and_the_rest_stays(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(SPEC)
+    path.chmod(0o640)
+    settings = {
+        "engine.max_num_seqs": 512,
+        "engine.compilation_config": {"sizes": [1, 2]},
+        "parallel.data_parallel_size": 3,
+    }
+    wanted = read_spec(str(path), settings).spec
+    write_settings(str(path), settings)
+    assert read_spec(str(path)).spec == wanted
+    lines = path.read_text().splitlines()
+    assert [line for line in SPEC.splitlines() if line not in lines] == []
+    assert len(lines) == len(SPEC.splitlines()) + 5  # with an empty line before the new section
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    "engine", ["engine: {max_model_len: 512}", "'engine':\n  max_model_len: 512", "? engine\n: {}"]
+)
+def test_a_form_that_cannot_be_added_to_is_left_alone(tmp_path: pathlib.Path, engine: str) -> None:
+    path = tmp_path / "job.yaml"
+    text = f"model: m\ninput: {{path: rows.jsonl}}\noutput: {{path: out}}\n{engine}\n"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"add them yourself: engine\.max_num_seqs: 512"):
+        write_settings(str(path), {"engine.max_num_seqs": 512})
+    assert path.read_text() == text
+    assert [*tmp_path.iterdir()] == [path]

@@ -1,0 +1,71 @@
+"""`batchinf tune` as a whole, on the scripted engine."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import jobs
+from batchinf import api
+from batchinf.base.errors import Interrupted, OutputError, UserError
+from batchinf.tune.text import tune_lines
+
+
+def spec_of(folder: pathlib.Path, **scripted: Any) -> pathlib.Path:
+    return jobs.spec_of(folder, scripted={"step_s": 0.02, **scripted}, parallel={"data_parallel_size": 1})
+
+
+def test_the_faster_batch_is_found_and_a_stop_loses_one_trial(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    path = spec_of(tmp_path)
+    options: dict[str, Any] = {"num_rows": 60, "tries": ["scripted.max_num_seqs=1,64"], "say": said.append}
+    run = api.run
+
+    def stop_at_the_third(spec: Any, *, overrides: Any, **more: Any) -> Any:
+        if sum(line.startswith("round") for line in said) == 3:
+            raise Interrupted("stopped")
+        return run(spec, overrides=overrides, **more)
+
+    monkeypatch.setattr(api, "run", stop_at_the_third)
+    with pytest.raises(Interrupted):
+        api.tune(path, **options)
+    monkeypatch.setattr(api, "run", run)
+    first, said[:] = len(said), []
+    report = api.tune(path, **options)
+    assert first == 5
+    assert [line for line in said if line.startswith("round")] == ["round 1, 2 of 2: scripted.max_num_seqs 64, 60 rows"]
+    assert report.found.best.candidate.settings == {"scripted.max_num_seqs": 64}
+    assert report.found.gain > 1.5
+    assert [(trial.num_rows, trial.num_devices, trial.error) for trial in report.found.trials] == [(60, 0, "")] * 3
+    folder = pathlib.Path(report.folder)
+    assert folder == tmp_path / "out-tune"
+    assert sorted(item.name for item in folder.iterdir()) == ["trials.jsonl", "tune.svg"]
+    assert "scripted.max_num_seqs 64" in (folder / "tune.svg").read_text()
+    assert not (tmp_path / "out").exists()
+    shown = "\n".join(tune_lines(report))
+    assert "best: scripted.max_num_seqs 64: " in shown
+    assert f"next: batchinf run {path} --set scripted.max_num_seqs=64" in shown
+    # A torn last line is a trial that is run again; trials of another spec are not taken for this one's.
+    record = folder / "trials.jsonl"
+    record.write_bytes(record.read_bytes()[:-20])
+    said.clear()
+    api.tune(path, **options)
+    assert sum(line.startswith("round") for line in said) == 1
+    with pytest.raises(OutputError, match="trials of another spec"):
+        api.tune(path, **options, overrides={"sampling.max_tokens": 4})
+
+
+def test_wrong_calls(tmp_path: pathlib.Path) -> None:
+    path = spec_of(tmp_path)
+    spec: Mapping[str, Any] = json.loads(path.read_text())
+    with pytest.raises(UserError, match="--write: spec is not a file"):
+        api.tune(spec, write=True)
+    with pytest.raises(UserError, match="leaves nothing open to tune"):
+        api.tune({**spec, "input": {**spec["input"], "order": "input"}})
+    done = jobs.run("tune", path, "--budget", "soon")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--budget soon: must be a time, such as 90s, 15m or 2h" in done.stderr
