@@ -29,6 +29,7 @@ from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.status import read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
+from batchinf.job.model_len import with_known_length
 from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, placing, prepare_job
 from batchinf.manifest.lines import BEGINNING, CHOSEN
 from batchinf.manifest.lock import JobLock
@@ -127,6 +128,7 @@ def start(
     checked: CheckedJob, backend: Backend, lock: JobLock, epoch: int, display: ProgressDisplay
 ) -> Iterator[StartedJob]:
     """Start replicas and open the job beside them. When the block ends, all of these replicas have ended."""
+    checked = replace(checked, prepared=with_known_length(checked.prepared, display.say))
     checked = with_known_degrees(checked, backend, display)
     prepared, state, folder = checked.prepared, checked.state, checked.prepared.folder
     file, before = prepared.file, state or read_beginning(folder)

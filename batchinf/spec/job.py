@@ -302,6 +302,9 @@ class JobSpec(Section):
         share = engine.get("gpu_memory_utilization", 0.5)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
+        length = engine.get("max_model_len", 1)
+        if isinstance(length, str) and length != "auto":
+            raise wrong(f"got {length!r}; must be a whole number, or auto", "max_model_len")
         return engine
 
     @model_validator(mode="after")
@@ -323,6 +326,22 @@ class JobSpec(Section):
         if lora is not None and self.engine.get("enable_lora") is False:
             raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
         return self
+
+    @property
+    def has_auto_length(self) -> bool:
+        """Whether `engine.max_model_len` is still `auto`: the longest row will say it. See `job.model_len`."""
+        return self.engine.get("max_model_len") == "auto"
+
+    def length_limit(self, of_model: int | None) -> int | None:
+        """Tokens of the engine's longest sequence, as far as they are known without the engine.
+
+        of_model: by the model's config; the scripted engine has its own.
+        """
+        given = self.engine.get("max_model_len")
+        number = given if isinstance(given, int) and given > 0 else None
+        if self.scripted is None:
+            return number or of_model
+        return min(number or self.scripted.max_model_len, self.scripted.max_model_len)
 
     @property
     def prompt_column(self) -> str:
