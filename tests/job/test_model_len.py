@@ -112,8 +112,7 @@ def test_slices_have_one_number_and_a_killed_job_keeps_it(tmp_path: pathlib.Path
     for number in (0, 1):
         jobs.finish(path, "--slice", f"{number}/2")
     found = {
-        jobs.state_of(tmp_path / "out" / f"slice-{number}").header.identity["engine.max_model_len"]
-        for number in (0, 1)
+        jobs.state_of(tmp_path / "out" / f"slice-{number}").header.identity["engine.max_model_len"] for number in (0, 1)
     }
     assert len(found) == 1 and min(found) > 300
     folder = tmp_path / "killed"
