@@ -17,6 +17,7 @@ from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.slices import claim_whole
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
+from batchinf.base.text import describe_error
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.extend import add_extent, check_extended, has_more, said
 from batchinf.coordinator.recovery import note_ended, recover
@@ -201,7 +202,11 @@ def _note_expected(job: Job, state: State, launcher: Launcher, manifest: Manifes
     """Predict the speed while the engines start, and store it."""
     if job.spec.scripted is not None:
         return
-    expected = expected_speed(job, state, launcher.settings, len(launcher.slots))
+    try:
+        expected = expected_speed(job, state, launcher.settings, len(launcher.slots))
+    except Exception as error:  # the job does not depend on it
+        display.say(f"note: the speed could not be predicted: {describe_error(error)}")
+        return
     if expected is not None:
         display.say(expected_line(expected))
         manifest.event(EXPECTED_SPEED, kept_as=EXPECTED_SPEED, epoch=launcher.epoch, speed=asdict(expected))

@@ -257,7 +257,8 @@ class JobSpec(Section):
     """Where the replicas run: on this host, or on the nodes of a Ray cluster. A resume may change it."""
     ray: RaySpec = RaySpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
-    """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
+    """vLLM's EngineArgs by name, such as `gpu_memory_utilization`. `max_model_len: auto` is the length of the longest
+    row with its output."""
     output: OutputSpec
     checkpoint_interval_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 10.0
     """A crash costs at most this many seconds of finished requests."""

@@ -156,6 +156,26 @@ def test_the_rule_of_thumb_for_gemma_3(name: str, by_formula: float, published: 
     assert 10 < rule_of_thumb(config, 131_072) / real < 17
 
 
+@pytest.mark.parametrize(
+    ("name", "published", "published_int4", "exact"),
+    [("4B", 9.6, 2.4, 7.76), ("12B", 28.8, 7.2, 23.53), ("27B", 64.8, 16.2, 54.02)],
+)
+def test_the_rule_of_thumb_for_the_weights_of_gemma_3(
+    name: str, published: float, published_int4: float, exact: float
+) -> None:
+    nominal = int(name.removesuffix("B"))
+    assert (nominal * 2 * 1.2, nominal * 0.5 * 1.2) == pytest.approx((published, published_int4))
+    assert sum(needs(GEMMA[name]).parameters.values()) * 2 / GB == pytest.approx(exact, abs=0.006)
+
+
+def test_the_published_number_of_cards_adds_gb_to_gib() -> None:
+    for config, published in ((LLAMA_8B, 1), (LLAMA_70B, 2.24), (LLAMA_405B, 11.66)):
+        cache = cache_of({**config, "num_key_value_heads": 16} if config is LLAMA_405B else config)
+        nominal = {4096: 16, 8192: 140, 16384: 810}[config["hidden_size"]]
+        cards = (nominal + cache.sequence_bytes(128_000) / GIB) / 80
+        assert max(1, cards) == pytest.approx(published, abs=0.006)
+
+
 def test_int4_weights_do_not_shrink_the_cache() -> None:
     assert needs(GEMMA["4B"], "awq").kv_cache == needs(GEMMA["4B"]).kv_cache
 
