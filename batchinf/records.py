@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from batchinf.spec.sampling import SamplingSpec
 Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 PositiveCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # a second
 Flag = Annotated[bool, Field(strict=True)]
 # Lone surrogates are valid JSON, but UTF-8 cannot encode them. Pydantic checks for them only if a length is given.
 JsonText = Annotated[str, Field(strict=True, min_length=0)]
@@ -55,6 +56,62 @@ class Scoring:
 
     spans: tuple[Span, ...]
     answer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSpeed:
+    """What was predicted of a run at its start. Rates are of all replicas; cache_tokens: of one.
+
+    work_s: for the rows that were left, from the first request to the last part. limited_by: in words.
+    """
+
+    work_s: Seconds
+    prompt_tokens_per_s: Rate
+    output_tokens_per_s: Rate
+    cache_tokens: Count
+    limited_by: JsonText
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What limited a run, by its telemetry. share: of the time, from 0 to 1. reason: in words. change: one to try.
+
+    kind: the memory for the cache, `max_num_seqs`, the input and the tokenizer, or the arithmetic of the devices.
+    """
+
+    kind: Literal["memory", "sequences", "input", "compute"]
+    share: Annotated[float, Field(strict=True, ge=0, le=1)]
+    reason: JsonText
+    change: JsonText
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a run was. run_s: from its beginning to its end. work_s: from the first request to the last part.
+
+    prompt_tokens_per_s, output_tokens_per_s: of all engines, while they worked. num_gpus: 0 on processors.
+    cache_tokens: of one engine; None if it does not say. expected: None without GPUs that the table knows. bottleneck:
+    None if the run was too short to say.
+    """
+
+    run_s: Seconds
+    work_s: Seconds
+    prompt_tokens_per_s: Rate
+    output_tokens_per_s: Rate
+    num_gpus: Count = 0
+    cache_tokens: Count | None = None
+    expected: ExpectedSpeed | None = None
+    bottleneck: Bottleneck | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts and outputs together."""
+        return self.prompt_tokens_per_s + self.output_tokens_per_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """None on processors."""
+        return self.tokens_per_s / self.num_gpus if self.num_gpus else None
 
 
 IntArray = npt.NDArray[np.int32]

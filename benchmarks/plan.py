@@ -97,7 +97,7 @@ def shape_named(name: str) -> str:
 
 
 def write(path: pathlib.Path, task: str, given: dict[str, str], model: pathlib.Path, folder: pathlib.Path) -> None:
-    engine: dict[str, Any] = {"max_model_len": CONTEXT, "enable_prefix_caching": False}
+    engine: dict[str, Any] = {"max_model_len": int(given.get("context", CONTEXT)), "enable_prefix_caching": False}
     engine |= {ARGUMENTS[name]: value for name, value in given.items() if name == "cache"}
     engine |= {ARGUMENTS[name]: int(value) for name, value in given.items() if name == "seqs"}
     if "cache_gb" in given:

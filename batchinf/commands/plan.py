@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from batchinf.base.errors import InputError, UserError
 from batchinf.commands.shown_rows import LengthRange, histogram
 from batchinf.job.disk_space import free_bytes
+from batchinf.job.model_len import rounded
+from batchinf.job.open import with_length
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of
 from batchinf.plan.choose import Machine, Option, best, options, reason_for
@@ -76,7 +78,8 @@ class JobPlan:
 
     histogram: of prompt lengths in tokens. prompt_error: half of the 95 % interval of their mean, as a share. output:
     tokens of a request, on average. output_from: in words. output_bytes: of all rows. free_bytes: of the disk.
-    host_bytes: memory that a replica takes of the host, on each of its GPUs.
+    host_bytes: memory that a replica takes of the host, on each of its GPUs. max_model_len: if it is `auto`, by the
+    sampled rows; None: the model's own.
     """
 
     path: str
@@ -93,6 +96,7 @@ class JobPlan:
     output_bytes: int
     free_bytes: int | None
     host_bytes: int
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,9 @@ def make_plan(target: str, overrides: Sequence[str], wanted: PlanWanted) -> Plan
         notes: list[str] = []
         found = _job(file, wanted, notes) if is_job else None
         model = resolve(file.spec.model)
+        if found is not None and file.spec.has_auto_length:
+            file = with_length(file, found[0].max_model_len)
+            notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
         base = fit_of(model, file.spec, None)
         if base.needs.weights is None or base.needs.kv_cache is None:
             raise UserError(f"the memory of '{model.name}' is not known by its config: {base.needs.unknown[0]}")
@@ -154,6 +161,8 @@ def _job(file: SpecFile, wanted: PlanWanted, notes: list[str]) -> tuple[JobPlan,
             job, num_rows = found
             lengths = lengths_of(job, file, num_rows)
             work = lengths.workload(job, wanted.output_tokens)
+            is_bounded = job.spec.has_auto_length and not lengths.is_assumed
+            length = rounded(job, lengths.longest + 1) if is_bounded else None
     except InputError as error:
         notes.append(f"without lengths of rows, as the input cannot be read: {error}")
         return None
@@ -176,6 +185,7 @@ def _job(file: SpecFile, wanted: PlanWanted, notes: list[str]) -> tuple[JobPlan,
         output_bytes=lengths.output_bytes,
         free_bytes=free_bytes(file.spec.output.path),
         host_bytes=0,
+        max_model_len=length,
     ), work
 
 

@@ -13,7 +13,7 @@ from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.state import State, read_state
 from batchinf.output.counts import accuracy_of, rules_out_tokens
-from batchinf.records import PartCounts
+from batchinf.records import ExpectedSpeed, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -80,7 +80,7 @@ class JobState:
     slice: such as `3/8`; None: a whole job. process: None unless a live process seems to run it. totals: None before it
     has begun. extents: numbers of input rows that were added at the beginning and by each `--extend`. progress: a live
     job's `status.json`, which is `progress_age_s` seconds old. replicas: of a live job, or of the last run of one that
-    is not done.
+    is not done. expected_speed: of a live job. speed: of the last run of a job that is done.
     """
 
     folder: str
@@ -93,6 +93,8 @@ class JobState:
     progress: JobStatus | None = None
     progress_age_s: float | None = None
     replicas: tuple[ReplicaStatus, ...] = ()
+    expected_speed: ExpectedSpeed | None = None
+    speed: Speed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,8 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
         progress=snapshot,
         progress_age_s=None if snapshot is None else time.time() - snapshot.updated_at,
         replicas=() if last is None or state.is_done else last.replicas,
+        expected_speed=None if holder is None else state.expected_speed,
+        speed=state.speed if state.is_done else None,
     )
 
 

@@ -30,7 +30,8 @@ from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing
+from batchinf.job.model_len import with_known_length
+from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing, prepare_job
 from batchinf.job.sample import sample_rows
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
@@ -197,13 +198,17 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
     remarks: list[str] = []
-    file = with_degrees(file, _local(file.spec), remarks.append)
     with tempfile.TemporaryDirectory() as scratch:
         # A job that has begun has scanned its input already.
         own = folder.path(SOURCE_FOLDER)
+        has_own = own.is_dir()
+        cache, known = own if has_own else pathlib.Path(scratch), state if has_own else None
         # A job that is done is looked at as it is, whatever its input has come to since.
-        new: NewRows = "leave" if state is not None and state.is_done else "refuse"
-        job = open_job(file, own, state, new) if own.is_dir() else open_job(file, pathlib.Path(scratch))
+        new: NewRows = "leave" if known is not None and known.is_done else "refuse"
+        if file.spec.has_auto_length:
+            file = with_known_length(prepare_job(file, known, new), remarks.append, cache).file
+        file = with_degrees(file, _local(file.spec), remarks.append)
+        job = open_job(file, cache, known, new)
         with contextlib.closing(job.source):
             yield SpecFound(str(file.path))
             model = _model(job)

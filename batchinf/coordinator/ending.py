@@ -1,6 +1,5 @@
 """The end of a run: the summary of a finished job, and what a stopped one has kept. Both as lines for people."""
 
-import datetime
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,34 +9,15 @@ from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, duration, short_count
 from batchinf.coordinator.progress import Failure, commonest, forecast
-from batchinf.fleet.status import read_status
-from batchinf.manifest.lines import EventLine
+from batchinf.fleet.speed import speed_lines
 from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.counts import remarks
+from batchinf.records import Speed
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 
 _MESSAGE_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How fast a run was. run_s: from its beginning to its end. work_s: from the first request to the last part.
-
-    prompt_tokens_per_s, output_tokens_per_s: of all engines, while they worked.
-    """
-
-    run_s: float
-    work_s: float
-    prompt_tokens_per_s: float
-    output_tokens_per_s: float
-
-    def line(self) -> str:
-        """The speed as text."""
-        prompt, output = short_count(self.prompt_tokens_per_s), short_count(self.output_tokens_per_s)
-        times = f"this run took {duration(self.run_s)}, and its engines worked {duration(self.work_s)} of it"
-        return f"{times}: {prompt} prompt and {output} output tokens/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +58,7 @@ class Summary:
         return [
             f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
             f"{short_count(self.num_prompt_tokens)} prompt and {short_count(self.num_output_tokens)} output tokens",
-            *([] if self.speed is None else [self.speed.line()]),
+            *(() if self.speed is None else speed_lines(self.speed)),
             f"{self.num_parts:,} {files}, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
             *self.remarks,
@@ -96,8 +76,8 @@ def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
         yield f"{failure.num_rows:,} × {failure.error_type}: {words} (as in row_index {failure.row_index})"
 
 
-def finished(file: SpecFile, state: State, run_s: float | None = None) -> Summary:
-    """The summary of a job that is done. run_s: duration of the run; None if nothing was left to run.
+def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary:
+    """The summary of a job that is done. was_done: nothing was left to run.
 
     Raises ErrorRateExceeded, whose message has the summary's lines.
     """
@@ -112,8 +92,8 @@ def finished(file: SpecFile, state: State, run_s: float | None = None) -> Summar
         num_parts=len(state.parts),
         num_bytes=state.num_bytes,
         device_s=state.device_s,
-        was_done=run_s is None,
-        speed=None if run_s is None else _speed(folder, state, run_s),
+        was_done=was_done,
+        speed=None if was_done else state.speed,
         errors=_by_type(commonest(folder, state, most=None)) if counts.num_errors else (),
         remarks=(*remarks([state]), *forecast(state)),
     )
@@ -133,24 +113,6 @@ def _by_type(failures: Sequence[Failure]) -> tuple[Failure, ...]:
         first = found.setdefault(failure.error_type, replace(failure, num_rows=0))
         found[failure.error_type] = replace(first, num_rows=first.num_rows + failure.num_rows)
     return tuple(sorted(found.values(), key=lambda failure: -failure.num_rows))
-
-
-def _speed(folder: Folder, state: State, run_s: float) -> Speed | None:
-    """From the last epoch's events, and the tokens that its engines counted."""
-    events = list(state.events)
-    start = max((place for place, event in enumerate(events) if event.name == "epoch"), default=0)
-    first, last = (
-        [event for event in events[start:] if event.name == name] for name in ("first_request", "all_committed")
-    )
-    status = read_status(folder)
-    if not first or not last or status is None:
-        return None
-    work_s = max(1e-3, _at(last[-1]) - _at(first[0]))
-    return Speed(run_s, work_s, status.num_prompt_tokens / work_s, status.num_output_tokens / work_s)
-
-
-def _at(event: EventLine) -> float:
-    return datetime.datetime.fromisoformat(event.at).timestamp()
 
 
 def stopped_lines(folder: Folder, state: State, num_rows: int, num_unfinished: int, advice: str) -> Iterator[str]:

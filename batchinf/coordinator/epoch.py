@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import time
+from dataclasses import asdict
 
 from batchinf.base.errors import HopelessJob, Interrupted, OutputError
 from batchinf.base.slices import check_place, job_folder
@@ -21,8 +22,10 @@ from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import work_of
 from batchinf.fleet.quarantine import Trials
+from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
 from batchinf.job.open import Job
+from batchinf.manifest.lines import SPEED
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output.proof import changed_parts
@@ -58,16 +61,16 @@ def run_job(
         if is_finished:
             if extends:
                 display.say(NOTHING_NEW)
-            return finished(file, state)
+            return finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     try:
         with ahead_of_time_limit(file.spec.stop_before_s, display.say):
-            _hold_and_run(checked, backend, display)
+            _hold_and_run(checked, backend, display, began)
     finally:
         display.close()
     done = read_state(folder)
     assert done is not None
-    return finished(file, done, time.monotonic() - began)
+    return finished(file, done)
 
 
 def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
@@ -85,7 +88,8 @@ def _is_whole(folder: Folder, state: State) -> bool:
     return RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)
 
 
-def _hold_and_run(checked: CheckedJob, backend: Backend, display: ProgressDisplay) -> None:
+def _hold_and_run(checked: CheckedJob, backend: Backend, display: ProgressDisplay, began: float) -> None:
+    """began: the run, in seconds of the monotonic clock."""
     file, folder, lock = checked.prepared.file, checked.prepared.folder, JobLock(checked.prepared.folder)
     with lock.held(lambda: last_epoch(folder), display.say) as epoch:
         if file.slice is not None:
@@ -99,6 +103,7 @@ def _hold_and_run(checked: CheckedJob, backend: Backend, display: ProgressDispla
             if not begun.state.committed.all():
                 _run_shards(begun, lock, display, begun.job, begun.state, begun.fleet)
             _run_retries(begun, lock, display)
+            _note_speed(begun, time.monotonic() - began)
             begun.manifest.done()
             begun.manifest.commit()
         _tidy(folder)
@@ -180,6 +185,17 @@ def _run_retries(begun: StartedJob, lock: JobLock, display: ProgressDisplay) -> 
             fleet.kill()
         state = read_state(job.folder)
         assert state is not None
+
+
+def _note_speed(begun: StartedJob, run_s: float) -> None:
+    """Add the run's speed to the manifest's next commit; without one, that of an earlier run does not count."""
+    state = read_state(begun.job.folder)
+    assert state is not None
+    speed = measured_speed(begun.job.folder, state, run_s)
+    if speed is not None:
+        begun.manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))
+    elif state.speed is not None:
+        begun.manifest.event("forgotten", kept_as=SPEED)
 
 
 def _tidy(folder: Folder) -> None:

@@ -7,7 +7,7 @@ and tells the replicas about the rows. If anything on the way is refused, it end
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +17,7 @@ from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.slices import claim_whole
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
+from batchinf.base.text import describe_error
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.extend import add_extent, check_extended, has_more, said
 from batchinf.coordinator.recovery import note_ended, recover
@@ -26,11 +27,13 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
 from batchinf.fleet.parallel import with_degrees
+from batchinf.fleet.speed import expected_line, expected_speed
 from batchinf.fleet.status import read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
+from batchinf.job.model_len import with_known_length
 from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, placing, prepare_job
-from batchinf.manifest.lines import BEGINNING, CHOSEN
+from batchinf.manifest.lines import BEGINNING, CHOSEN, EXPECTED_SPEED
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_beginning, read_state
@@ -127,6 +130,7 @@ def start(
     checked: CheckedJob, backend: Backend, lock: JobLock, epoch: int, display: ProgressDisplay
 ) -> Iterator[StartedJob]:
     """Start replicas and open the job beside them. When the block ends, all of these replicas have ended."""
+    checked = replace(checked, prepared=with_known_length(checked.prepared, display.say))
     checked = with_known_degrees(checked, backend, display)
     prepared, state, folder = checked.prepared, checked.state, checked.prepared.folder
     file, before = prepared.file, state or read_beginning(folder)
@@ -180,6 +184,7 @@ def start(
             for line in job.task.prompt_warnings(job.model, job.source):
                 display.say(line)
             fleet.give_work(work_of(job, state, None))
+            _note_expected(job, state, launcher, manifest, display)
         yield StartedJob(job, state, manifest, launcher, fleet, request)
     except BaseException:
         # Later errors, for example from a full disk, must not hide the first one.
@@ -191,6 +196,21 @@ def start(
         fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call
         opened.close()
         manifest.close()
+
+
+def _note_expected(job: Job, state: State, launcher: Launcher, manifest: Manifest, display: ProgressDisplay) -> None:
+    """Predict the speed while the engines start, and store it."""
+    if job.spec.scripted is not None:
+        return
+    try:
+        expected = expected_speed(job, state, launcher.settings, len(launcher.slots))
+    except Exception as error:  # the job does not depend on it
+        display.say(f"note: the speed could not be predicted: {describe_error(error)}")
+        return
+    if expected is not None:
+        display.say(expected_line(expected))
+        manifest.event(EXPECTED_SPEED, kept_as=EXPECTED_SPEED, epoch=launcher.epoch, speed=asdict(expected))
+        manifest.commit()
 
 
 def _end(fleet: Fleet, manifest: Manifest) -> None:

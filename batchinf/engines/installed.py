@@ -62,6 +62,24 @@ def is_cpu_build() -> bool:
     return False
 
 
+def cuda_of_build(torch_folder: pathlib.Path | None = None) -> tuple[int, int] | None:
+    """The CUDA version that the installed PyTorch is built for; None for a CPU build, or without PyTorch.
+
+    Read from its source, as importing it takes seconds. torch_folder: of another installation.
+    """
+    if torch_folder is None:
+        found = importlib.util.find_spec("torch")
+        if found is None or not found.submodule_search_locations:
+            return None
+        torch_folder = pathlib.Path(found.submodule_search_locations[0])
+    try:
+        text = (torch_folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    version = re.search(r"^cuda\b[^=]*= *['\"](\d+)\.(\d+)", text, re.M)
+    return None if version is None else (int(version[1]), int(version[2]))
+
+
 # The process imports vLLM, which takes 10 s, and far longer from a cold or shared disk.
 _WAIT_S = 600.0
 _PARSER = "model.reasoning_parser"

@@ -216,6 +216,14 @@ def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
     return {} if cut is None else cut.identity
 
 
+def with_length(file: SpecFile, length: Any) -> SpecFile:
+    """The spec with this number in place of `auto` for `engine.max_model_len`; as it is if `length` is no number."""
+    if not file.spec.has_auto_length or not isinstance(length, int):
+        return file
+    spec = file.spec.model_copy(update={"engine": {**file.spec.engine, "max_model_len": length}})
+    return replace(file, spec=spec)
+
+
 def check_output_apart(spec: JobSpec) -> None:
     """Raise SpecError where the job's own files would be files of its input."""
     if is_url(spec.input.path):
@@ -240,6 +248,7 @@ def check_output_apart(spec: JobSpec) -> None:
 def _prepare_job(file: SpecFile, state: State | None, new: NewRows) -> PreparedJob:
     check_output_apart(file.spec)
     began_as = _began_as(file, state)
+    file = with_length(file, began_as.get("engine.max_model_len"))
     folder = job_folder(file.spec.output.path, file.slice)
     # If the spec names another revision, the old commit does not count.
     is_same = began_as.get("model.revision") == file.spec.model.revision
@@ -381,10 +390,7 @@ def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
 
 def max_model_len(job: Job) -> int | None:
     """The engine's maximum length, as far as it is known without the engine."""
-    if job.spec.scripted is not None:
-        return job.spec.scripted.max_model_len
-    given = job.spec.engine.get("max_model_len")
-    return given if isinstance(given, int) and given > 0 else job.model.max_model_len
+    return job.spec.length_limit(job.model.max_model_len)
 
 
 def new_job_id() -> str:

@@ -11,12 +11,14 @@ from batchinf.records import (
     ALWAYS_WRITTEN,
     COUNT_NAMES,
     Count,
+    ExpectedSpeed,
     Extent,
     Flag,
     JsonText,
     Part,
     PositiveCount,
     Seconds,
+    Speed,
     StartedReplica,
     Time,
 )
@@ -24,6 +26,8 @@ from batchinf.records import (
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
 CHOSEN = "chosen"  # an event: how many rows were chosen from how many
 BEGINNING = "beginning"  # the event that begins the log of a new job, before replicas start and the job has a header
+
+EXPECTED_SPEED, SPEED = "expected_speed", "speed"  # events: of the last run that predicted, and that ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,15 @@ class _StepDown(_Event):
     applies_to: dict[JsonText, Any]
 
 
+class _ExpectedSpeed(_Event):
+    epoch: Count
+    speed: ExpectedSpeed
+
+
+class _Speed(_Event):
+    speed: Speed
+
+
 class _ReplicaStarted(_Event):
     devices: list[JsonText] = []
 
@@ -156,6 +169,8 @@ _EVENTS: dict[str, type[_Event]] = {
     "forgotten": _Forgotten,
     "lost": _Lost,
     "oom_step_down": _StepDown,
+    EXPECTED_SPEED: _ExpectedSpeed,
+    SPEED: _Speed,
 }
 _TAKEN = {"kind", "name", "at", "commit", "crc"}
 
@@ -170,6 +185,7 @@ class _ExtentOrigin(BaseModel):
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 _HEADER, _RETRY, _SNAPSHOT = TypeAdapter(Header), TypeAdapter(Retry), TypeAdapter(SnapshotSums)
+_EXPECTED, _MEASURED = TypeAdapter(ExpectedSpeed), TypeAdapter(Speed)
 _EXTENT, _PART, _STARTED = TypeAdapter(Extent), TypeAdapter(Part), TypeAdapter(StartedReplica)
 
 
@@ -219,6 +235,16 @@ def _read_event(line: Fields) -> EventLine:
 def read_started(event: EventLine) -> StartedReplica:
     """The replica of a `replica_started` event. Raises ValueError if a field is not as it should be."""
     return _STARTED.validate_python(event.fields)
+
+
+def read_expected_speed(event: EventLine) -> ExpectedSpeed:
+    """The prediction in an event of this name."""
+    return _EXPECTED.validate_python(event.fields["speed"])
+
+
+def read_speed(event: EventLine) -> Speed:
+    """The speed in an event of this name."""
+    return _MEASURED.validate_python(event.fields["speed"])
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

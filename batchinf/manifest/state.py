@@ -10,8 +10,20 @@ import numpy.typing as npt
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
-from batchinf.manifest.lines import BEGINNING, EventLine, Header, Retry, SnapshotSums, read_line, read_started
-from batchinf.records import Extent, Part, PartCounts, StartedReplica
+from batchinf.manifest.lines import (
+    BEGINNING,
+    EXPECTED_SPEED,
+    SPEED,
+    EventLine,
+    Header,
+    Retry,
+    SnapshotSums,
+    read_expected_speed,
+    read_line,
+    read_speed,
+    read_started,
+)
+from batchinf.records import ExpectedSpeed, Extent, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import follows, num_shards
 
 MANIFEST_VERSION = 1
@@ -73,6 +85,17 @@ class State:
     def lowered(self) -> Fields:
         """The fields of the last `oom_step_down`; none if there was none."""
         return self.kept["oom_step_down"].fields if "oom_step_down" in self.kept else {}
+
+    @property
+    def expected_speed(self) -> ExpectedSpeed | None:
+        """The prediction of the last epoch; None if it made none."""
+        event = self.kept.get(EXPECTED_SPEED)
+        return None if event is None or event.fields["epoch"] != self.last_epoch else read_expected_speed(event)
+
+    @property
+    def speed(self) -> Speed | None:
+        """Of the last run that ended."""
+        return None if SPEED not in self.kept else read_speed(self.kept[SPEED])
 
     @property
     def limit(self) -> int | None:

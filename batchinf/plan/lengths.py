@@ -113,10 +113,11 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
         if num_rows is not None:
             all_rows = round(num_rows * len(positions) / max(1, job.source.num_rows) * (given.sample or 1.0))
             all_rows = min(all_rows, given.limit or all_rows)
-        return _of_rows(job, positions, all_rows, is_estimated=num_rows is not None)
+        return lengths_of_rows(job, positions, all_rows, is_estimated=num_rows is not None)
 
 
-def _of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
+def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
+    """Read a sample of the rows at these positions. num_rows: for which they stand."""
     sampling = job.spec.sampling
     # One request stands for all samples of a row, which may be millions.
     task = task_of(job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))
@@ -125,7 +126,7 @@ def _of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated:
     prompts, outputs, num_sampled, built = [], [], 0, []
     is_assumed = job.task.draws_tokens and sampling.max_tokens is None
     for rows in sample_rows(positions, 0):
-        for prompt in builder.build(job.source.read_rows(np.asarray(rows, np.int64), builder.columns), length):
+        for prompt in builder.build(job.source.read_rows(np.sort(np.asarray(rows, np.int64)), builder.columns), length):
             num_sampled += 1
             if prompt.error is not None:
                 continue

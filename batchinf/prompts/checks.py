@@ -34,10 +34,7 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
 
 def model_len_limit(spec: JobSpec, model: Model) -> int | None:
     """The engine's longest sequence, in tokens, from the spec or the model's config; None if neither has it."""
-    if spec.scripted is not None:
-        return spec.scripted.max_model_len
-    length = spec.engine.get("max_model_len") or model.max_model_len
-    return length if isinstance(length, int) else None
+    return spec.length_limit(model.max_model_len)
 
 
 def _check_chat(where: InputSpec, model: Model) -> None:

@@ -85,12 +85,18 @@ def expected_limits(
     max_model_len, vocab_size: from the model's config.
     """
     if spec.scripted is not None:
-        return EngineLimits(spec.scripted.max_model_len, len(tokenizer), spec.scripted.max_num_seqs)
+        return EngineLimits(_scripted_length(spec), len(tokenizer), spec.scripted.max_num_seqs)
     given = spec.engine.get("max_model_len", max_model_len)
     if not isinstance(given, int) or given <= 0 or vocab_size is None:  # -1: vLLM fits it to the memory
         return None
     most = spec.engine.get("max_num_seqs")
     return EngineLimits(given, vocab_size, most if isinstance(most, int) and most > 0 else _LIKELY_SEQS)
+
+
+def _scripted_length(spec: JobSpec) -> int:
+    length = spec.length_limit(None)
+    assert length is not None, "the scripted engine has a length of its own"
+    return length
 
 
 class _Forks:
@@ -344,6 +350,7 @@ class Incarnation:
         task, script, launch = self._task, self._spec.scripted, self._launch
         if script is not None:
             size = len(tokenizer)  # type: ignore[arg-type]
+            script = script.model_copy(update={"max_model_len": _scripted_length(self._spec)})
             if task.pooling is not None:
                 return ScriptedPooling(task, script, size)
             return ScriptedEngine(script, size, getattr(tokenizer, "eos_token_id", None) or 0)

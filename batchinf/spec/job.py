@@ -257,7 +257,8 @@ class JobSpec(Section):
     """Where the replicas run: on this host, or on the nodes of a Ray cluster. A resume may change it."""
     ray: RaySpec = RaySpec()
     engine: Annotated[dict[str, Any], IDENTITY] = Field(default_factory=dict)
-    """vLLM's EngineArgs by name, such as `max_model_len` or `gpu_memory_utilization`."""
+    """vLLM's EngineArgs by name, such as `gpu_memory_utilization`. `max_model_len: auto` is the length of the longest
+    row with its output."""
     output: OutputSpec
     checkpoint_interval_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 10.0
     """A crash costs at most this many seconds of finished requests."""
@@ -302,6 +303,9 @@ class JobSpec(Section):
         share = engine.get("gpu_memory_utilization", 0.5)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
+        length = engine.get("max_model_len", 1)
+        if isinstance(length, str) and length != "auto":
+            raise wrong(f"got {length!r}; must be a whole number, or auto", "max_model_len")
         return engine
 
     @model_validator(mode="after")
@@ -323,6 +327,22 @@ class JobSpec(Section):
         if lora is not None and self.engine.get("enable_lora") is False:
             raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
         return self
+
+    @property
+    def has_auto_length(self) -> bool:
+        """Whether `engine.max_model_len` is still `auto`: the longest row will say it. See `job.model_len`."""
+        return self.engine.get("max_model_len") == "auto"
+
+    def length_limit(self, of_model: int | None) -> int | None:
+        """Tokens of the engine's longest sequence, as far as they are known without the engine.
+
+        of_model: by the model's config; the scripted engine has its own.
+        """
+        given = self.engine.get("max_model_len")
+        number = given if isinstance(given, int) and given > 0 else None
+        if self.scripted is None:
+            return number or of_model
+        return min(number or self.scripted.max_model_len, self.scripted.max_model_len)
 
     @property
     def prompt_column(self) -> str:

@@ -336,6 +336,11 @@ class Task(abc.ABC):
         """Pairs of a spec field and the input column that it names, for columns other than the prompt's."""
         return ()
 
+    @property
+    def least_model_len(self) -> int:
+        """The smallest `max_model_len` that the task's section allows."""
+        return 1
+
     def resolve(self, model: Model) -> JobSpec:
         """The spec with all values that depend on the model. Its sampling is already resolved. Raises SpecError."""
         return self.spec

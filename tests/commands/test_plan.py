@@ -1,15 +1,21 @@
 """`batchinf plan` for models and jobs, by its text and its JSON."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
+import hub_server
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import jobs
+from batchinf.base.errors import UserError
+from batchinf.commands.plan import PlanWanted, make_plan
 from batchinf.source.files import InputLocation
 from batchinf.source.sample import sample_input
 
@@ -67,6 +73,54 @@ def test_a_config_without_the_fields_says_what_is_unknown(tmp_path: pathlib.Path
     assert done.returncode == 2
     assert "a new one" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [((403, {"X-Error-Code": "GatedRepo"}), "'org/model' is gated; accept its licence at "),
+     (None, "the hub cannot be reached (")],
+)  # fmt: skip
+def test_a_gated_model_and_a_hub_that_does_not_answer(
+    answer: tuple[int, dict[str, str]] | None, words: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_server.serving(tmp_path, monkeypatch) as server:
+        if answer is None:
+            server.shutdown()
+            server.server_close()
+        else:
+            server.refusals["org/model"] = answer
+        with pytest.raises(UserError) as raised:
+            make_plan("org/model", (), PlanWanted(gpus=("h200",)))
+    assert raised.value.exit_code == 2
+    assert str(raised.value).startswith("model.name: ") and words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_config_without_heads_is_one_line(tmp_path: pathlib.Path) -> None:
+    config = json.loads((jobs.MODEL / "config.json").read_text())
+    for path in jobs.MODEL.iterdir():
+        if path.name != "config.json" and path.suffix == ".json":
+            (tmp_path / path.name).symlink_to(path.resolve())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "model_type": "unheard_of", "num_attention_heads": None})
+    )
+    with pytest.raises(UserError) as raised:
+        make_plan(str(tmp_path), (), PlanWanted(gpus=("h200",)))
+    assert "unheard_of" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_plan_imports_neither_pytorch_nor_vllm(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import atexit, sys; from batchinf.cli import main\n"
+        "atexit.register(lambda: print('imported', *sorted({'torch', 'vllm'} & sys.modules.keys()), file=sys.stderr))\n"
+        "main()"
+    )
+    path = jobs.spec_of(tmp_path, engine={"max_model_len": "auto"})
+    command = [sys.executable, "-c", code, "plan", str(path), "--gpu", "h200"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=jobs.ROOT,
+                          env={**os.environ, **jobs.quick_start()})  # fmt: skip
+    assert done.stderr.strip().splitlines()[-1] == "imported"
+    assert "choice: 1 × H200 SXM" in done.stdout
 
 
 def test_a_large_file_is_sampled_and_not_scanned(tmp_path: pathlib.Path) -> None:

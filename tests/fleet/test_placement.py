@@ -1,7 +1,10 @@
 """Which replica gets which devices and cores, and what is said of a device that somebody else holds."""
 
+import contextlib
 import getpass
 import os
+import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -11,9 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jobs
 from batchinf.base.errors import SpecError, UserError
+from batchinf.commands.validate import RowsToShow, validate_job
+from batchinf.engines.installed import cuda_of_build
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.local.devices import check_free, own_cpus, place, share_cpus, visible_devices
+from batchinf.fleet.local.devices import check_driver, check_free, own_cpus, place, share_cpus, visible_devices
+from batchinf.fleet.parallel import devices_note
+from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 
 GIB = 2**30
@@ -52,6 +60,15 @@ class Nvml(types.ModuleType):
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return self.num_devices
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802
+        return 12_080
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "570.86.15"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return "NVIDIA H100 80GB HBM3"
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return index
@@ -223,3 +240,51 @@ def test_a_holder_that_cannot_be_seen_holds_all_the_same(monkeypatch: pytest.Mon
 def test_a_device_with_room_enough_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 1, {0: 20.0}, [os.getpid()])
     check_free(spec_of(engine={"gpu_memory_utilization": 0.7}), [Slot(0, ("0",), ())])
+
+
+@pytest.mark.parametrize(("build", "is_refused"), [((13, 0), True), ((12, 9), False), ((12, 4), False), (None, False)])
+def test_a_driver_that_is_too_old_is_refused(
+    build: tuple[int, int] | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, 1)
+    wrong = r"^the NVIDIA driver 570\.86\.15 runs .* CUDA 12\.8, .* built for CUDA 13\.0; install driver 580 or newer"
+    with pytest.raises(UserError, match=wrong) if is_refused else contextlib.nullcontext():
+        check_driver(build)
+    install(monkeypatch, 0)
+    check_driver((13, 0))  # a login node
+
+
+def test_the_cuda_version_of_pytorch(tmp_path: pathlib.Path) -> None:
+    for text, expected in (("cuda: Optional[str] = '13.0'\n", (13, 0)), ("cuda: Optional[str] = None\n", None)):
+        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\ndebug = False\n{text}hip = None\n")
+        assert cuda_of_build(tmp_path) == expected
+    assert cuda_of_build(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("parallel", "field"),
+    [
+        ({"data_parallel_size": 9}, "data_parallel_size: got 9; 9 replica"),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 1, "devices": [0]},
+            "tensor_parallel_size: got 2; 1 replica",
+        ),
+    ],
+)
+def test_validate_names_the_field_of_too_many_devices(
+    parallel: dict[str, Any], field: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    install(monkeypatch, 4)
+    path = jobs.spec_of(tmp_path, scripted=None, parallel=parallel, model={"name": str(jobs.MODEL), "dtype": "auto"})
+    with pytest.raises(SpecError, match=rf"^{re.escape(str(path))}:\d+:\d+: parallel\.{re.escape(field)}") as raised:
+        list(validate_job(read_spec(path), RowsToShow(1, (), None)))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_login_node_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no GPU is visible here" in (devices_note((), is_cpu_build=False) or "")
+    assert devices_note((), is_cpu_build=True) is None
+    assert devices_note(("0",), is_cpu_build=False) is None
+    install(monkeypatch, 0)
+    assert visible_devices() == ()

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import Header, Retry, part_line, read_line
+from batchinf.manifest.lines import EXPECTED_SPEED, SPEED, Header, Retry, part_line, read_line
 from batchinf.manifest.lock import LOCK, JobLock, LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import MANIFEST_VERSION, NUM_KEPT_EVENTS, State, last_epoch, read_beginning, read_state
-from batchinf.records import Extent, Part, PartCounts, StartedReplica
+from batchinf.records import Bottleneck, ExpectedSpeed, Extent, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import total_shards
 
 HEADER = Header(1, "job", "2026-01-01T00:00:00+00:00", {"model": "é", "n": 1}, "f" * 32, {"x": [1, None]}, {"y": 2.5})
@@ -97,6 +97,26 @@ def view(state: State | None) -> dict[str, Any] | None:
 
 def logs(folder: Folder) -> list[str]:
     return folder.list("manifest")
+
+
+def test_the_speed_of_the_last_run_is_kept(folder: Folder) -> None:
+    manifest = begin(folder)
+    expected = ExpectedSpeed(90.5, 3000.0, 1000.0, 400_000, "memory")
+    speed = Speed(
+        120.0, 100.0, 2700.0, 900.0, 4, 404_000, expected, Bottleneck("input", 0.75, "it waited", "more cores")
+    )
+    manifest.event(EXPECTED_SPEED, kept_as=EXPECTED_SPEED, epoch=1, speed=asdict(expected))
+    manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))
+    with pytest.raises(ValueError, match="event speed could not be read again"):
+        manifest.event(SPEED, kept_as=SPEED, speed={**asdict(speed), "num_gpus": -1})
+    manifest.commit()
+    manifest.close()
+    assert (state_of(folder).expected_speed, state_of(folder).speed) == (expected, speed)
+    later = open_(folder, 2)
+    later.event("epoch", epoch=2)
+    later.commit()
+    # The next run makes a prediction of its own, or none.
+    assert (state_of(folder).expected_speed, state_of(folder).speed) == (None, speed)
 
 
 def test_a_round_trip(folder: Folder) -> None:

@@ -1,5 +1,6 @@
 """Published figures of weights, caches and degrees, and what they really are. docs/memory.md shows them."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from batchinf.model.parameters import counted
 from batchinf.plan.choose import Machine, best, options
 from batchinf.plan.degrees import Degrees, that_fit
 from batchinf.plan.gpus import gpu_named, why_not
+from batchinf.plan.throughput import Workload, shape_of
 from batchinf.spec.job import ModelSpec
 from benchmarks.shapes import SHAPES
 
@@ -154,6 +156,26 @@ def test_the_rule_of_thumb_for_gemma_3(name: str, by_formula: float, published: 
     assert 10 < rule_of_thumb(config, 131_072) / real < 17
 
 
+@pytest.mark.parametrize(
+    ("name", "published", "published_int4", "exact"),
+    [("4B", 9.6, 2.4, 7.76), ("12B", 28.8, 7.2, 23.53), ("27B", 64.8, 16.2, 54.02)],
+)
+def test_the_rule_of_thumb_for_the_weights_of_gemma_3(
+    name: str, published: float, published_int4: float, exact: float
+) -> None:
+    nominal = int(name.removesuffix("B"))
+    assert (nominal * 2 * 1.2, nominal * 0.5 * 1.2) == pytest.approx((published, published_int4))
+    assert sum(needs(GEMMA[name]).parameters.values()) * 2 / GB == pytest.approx(exact, abs=0.006)
+
+
+def test_the_published_number_of_cards_adds_gb_to_gib() -> None:
+    for config, published in ((LLAMA_8B, 1), (LLAMA_70B, 2.24), (LLAMA_405B, 11.66)):
+        cache = cache_of({**config, "num_key_value_heads": 16} if config is LLAMA_405B else config)
+        nominal = {4096: 16, 8192: 140, 16384: 810}[config["hidden_size"]]
+        cards = (nominal + cache.sequence_bytes(128_000) / GIB) / 80
+        assert max(1, cards) == pytest.approx(published, abs=0.006)
+
+
 def test_int4_weights_do_not_shrink_the_cache() -> None:
     assert needs(GEMMA["4B"], "awq").kv_cache == needs(GEMMA["4B"]).kv_cache
 
@@ -200,6 +222,20 @@ def test_least_degrees(
     assert (found.tensor, found.pipeline) == (tensor, 1)
     if tokens is not None:
         assert found.cache_tokens == pytest.approx(tokens, rel=2e-5)
+
+
+def test_the_case_of_a_published_study_where_the_cache_is_starved() -> None:
+    """Llama-2-7B on GPUs with little memory: 0.9 GB of cache on one, 7.6 GB on each of two."""
+    config, share = SHAPES["llama-2-7b"], DEFAULT_GPU_MEMORY_UTILIZATION
+    assert weight_gb(config) == pytest.approx(13.48, abs=0.006)
+    small = Fit(needs(config), 17_970_000_000, max_model_len=512)
+    for tensor, published in ((1, 0.9), (2, 7.6)):
+        at = dataclasses.replace(small, tensor_parallel_size=tensor)
+        assert (at.cache_bytes(share, at.step_bytes) or 0) / GB == pytest.approx(published, rel=0.03)
+    work = Workload(10**6, 128, 128, 128)
+    found = options(small, Machine(gpu_named("h200"), 2, 1, share), 512, shape_of(small.needs), work)
+    assert [it.degrees.tensor for it in found] == [1, 2]
+    assert (chosen := best(found)) is not None and chosen.degrees.tensor == 2
 
 
 def test_no_degree_of_one_node() -> None:

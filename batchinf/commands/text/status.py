@@ -9,6 +9,7 @@ from batchinf.base.text import duration, list_names, short_count
 from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
 from batchinf.commands.status import JobState, JobTotals, Load, RetryProgress, StatusReport
 from batchinf.coordinator.display import status_line
+from batchinf.fleet.speed import expected_line, speed_lines
 from batchinf.fleet.status import ReplicaStatus
 from batchinf.output.counts import accuracy_lines, non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
@@ -27,6 +28,10 @@ def status_lines(report: StatusReport) -> Iterator[str]:
         yield f"input rows came in {len(job.extents)} times: {', '.join(f'{num_rows:,}' for num_rows in job.extents)}"
     if job.retry is not None:
         yield _retry_line(job.retry)
+    if job.speed is not None:
+        yield from speed_lines(job.speed)
+    if job.expected_speed is not None:
+        yield expected_line(job.expected_speed)
     yield from _progress_lines(job, "")
     yield from _load_lines(report.load)
     for replica in job.replicas:

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchinf.base.errors import EngineStartError
 from batchinf.base.storage import open_log
-from batchinf.engines.installed import vllm_version
+from batchinf.engines.installed import cuda_of_build, vllm_version
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.backend import DeviceWatch, EndedBy, Ending
 from batchinf.fleet.devices import Slot
@@ -353,7 +353,10 @@ class LocalBackend:
 
     def place(self, spec: JobSpec) -> list[Slot]:
         """See `Backend`."""
-        return devices.place(spec, devices.visible_devices(), devices.own_cpus())
+        visible = devices.visible_devices()
+        if visible and spec.scripted is None:
+            devices.check_driver(cuda_of_build())
+        return devices.place(spec, visible, devices.own_cpus())
 
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
         """See `Backend`. There is one host."""

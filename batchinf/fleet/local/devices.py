@@ -157,9 +157,13 @@ def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Sl
     if num_replicas > num_groups * sharers or num_replicas == 0:
         is_all = spec.parallel.devices is None
         which, remedy = ("visible", "widen CUDA_VISIBLE_DEVICES") if is_all else ("in parallel.devices", "add devices")
+        field = "data_parallel_size"
+        if degree > len(devices):
+            field = "tensor_parallel_size" if spec.parallel.sizes[0] > 1 else "pipeline_parallel_size"
         raise SpecError(
-            f"parallel: {num_replicas or 1} replica(s) of tensor_parallel_size "
-            f"{spec.parallel.tensor_parallel_size} x pipeline_parallel_size {spec.parallel.pipeline_parallel_size} "
+            f"parallel.{field}: got {getattr(spec.parallel, field)}; {num_replicas or 1} replica(s) of "
+            f"tensor_parallel_size {spec.parallel.tensor_parallel_size} x "
+            f"pipeline_parallel_size {spec.parallel.pipeline_parallel_size} "
             f"need {max(1, num_replicas) * degree} devices, but {len(devices)} are {which} "
             f"({', '.join(devices)}); lower a degree, or {remedy}"
         )
@@ -199,6 +203,32 @@ def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
                 f"{num_replicas} replica(s); end that program, choose other "
                 f"devices with parallel.devices, or lower engine.gpu_memory_utilization"
             )
+
+
+# The first driver of each major version of CUDA, which runs all builds of that version (NVIDIA, "CUDA Compatibility",
+# minor version compatibility).
+_FIRST_DRIVER = {12: "525", 13: "580"}
+
+
+def check_driver(build: tuple[int, int] | None) -> None:
+    """Raise UserError if the driver is too old for PyTorch. build: the CUDA version that PyTorch is built for, if any.
+
+    NVML asks libcuda, so the libraries of a CUDA compatibility package count.
+    """
+    with open_nvml() as nvml:
+        if nvml is None or build is None:
+            return
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        major, minor = number // 1000, number % 1000 // 10
+        if major >= build[0]:
+            return
+        driver = nvml.nvmlSystemGetDriverVersion()
+    first = _FIRST_DRIVER.get(build[0])
+    needed = "a newer one" if first is None else f"{first} or newer"
+    raise UserError(
+        f"the NVIDIA driver {driver} runs programs up to CUDA {major}.{minor}, but the installed PyTorch is built for "
+        f"CUDA {build[0]}.{build[1]}; install driver {needed}, or a build of vLLM for CUDA {major} (docs/install.md)"
+    )
 
 
 def device_size(device: str) -> tuple[int | None, str]:

@@ -20,6 +20,7 @@ from typing import IO, Any
 import psutil
 
 from batchinf.base.errors import EngineStartError, UserError
+from batchinf.engines.installed import cuda_of_build
 from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local import devices
@@ -251,6 +252,7 @@ def _reach_other_hosts() -> None:
 
 
 def _wait_until_free(launch: Launch, slot: Slot) -> None:
+    devices.check_driver(cuda_of_build())
     spec, deadline = JobSpec.model_validate_json(launch.spec), time.monotonic() + _FREE_WITHIN_S
     while True:
         try:

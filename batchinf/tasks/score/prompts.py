@@ -235,6 +235,10 @@ class ScorePrompts(PromptBuilder):
         """The input columns of the context and of the scored texts."""
         return tuple(dict.fromkeys([*super().columns, *(name for _, name in scored_columns(self._where))]))
 
+    def surely_fits(self, row: Row, num_tokens: int) -> bool:
+        """See `PromptBuilder`; not known of the texts of a span."""
+        return False
+
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. Each of its spans has fewer tokens than `max_model_len`."""
         drafts = [self._read(row) for row in rows]

@@ -86,6 +86,11 @@ class Score(Task):
         return True
 
     @property
+    def least_model_len(self) -> int:
+        """See `Task`: windows are longer than their overlap."""
+        return score_of(self.spec).window_overlap + NUM_RESERVED + 1
+
+    @property
     def input_columns(self) -> tuple[tuple[str, str], ...]:
         """See `Task`: the columns of what is scored."""
         return tuple(scored_columns(self.spec.input))

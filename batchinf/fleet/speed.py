@@ -1,0 +1,265 @@
+"""The speed of a run: what was predicted, what was measured, and what limited it, with one change to try.
+
+A start stores the prediction in the manifest, and the end of a run stores the measured speed. `speed_in` reads both.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchinf.base.storage import Folder
+from batchinf.base.text import duration, short_count
+from batchinf.fleet.out_of_memory import EngineSettings
+from batchinf.fleet.status import TELEMETRY_FOLDER, read_status
+from batchinf.job.open import Job
+from batchinf.manifest.lines import EventLine
+from batchinf.manifest.state import State, read_state
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
+from batchinf.plan.degrees import degrees_of
+from batchinf.plan.gpus import gpu_like
+from batchinf.plan.lengths import lengths_of_rows
+from batchinf.plan.throughput import prediction_of, shape_of
+from batchinf.records import Bottleneck, ExpectedSpeed, Speed
+from batchinf.schedule.positions import RunOrder
+from batchinf.schedule.shards import total_rows
+
+# Samples of the telemetry that are read at most, spread evenly, and those that say something at least.
+_MOST_LOOKS, _LEAST_LOOKS = 2000, 3
+_FULL, _HALF = 0.9, 0.5
+_ALL_RUNNING = 0.95
+_MOST_UTILIZATION = 0.95
+
+
+def speed_in(folder: Folder) -> Speed | None:
+    """The speed of the last run that ended in a job's output folder; None before that. Reads only the manifest."""
+    state = read_state(folder) if folder.exists("manifest") else None
+    return None if state is None else state.speed
+
+
+# -- predicted ---------------------------------------------------------------------------------------------------------
+
+
+def expected_speed(job: Job, state: State, settings: EngineSettings, num_replicas: int) -> ExpectedSpeed | None:
+    """The prediction for the rows that are left; None without GPUs that the table knows.
+
+    Reads a sample of the rows. settings: of the engines.
+    """
+    fit = dataclasses.replace(settings.fit, engine=settings.engine)
+    gpu = None if fit.device_bytes is None else gpu_like(fit.device_name, fit.device_bytes)
+    needs, order = fit.needs, RunOrder(job.folder, state.extents)
+    if gpu is None or needs.weights is None or needs.kv_cache is None or (shape := shape_of(needs)) is None:
+        return None
+    num_left = round(total_rows(state.extents) * (1 - state.committed.mean()))
+    lengths = lengths_of_rows(job, order, num_left, is_estimated=False)
+    if not lengths.prompts:
+        return None
+    work = lengths.workload(job)
+    work = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // num_replicas)))
+    share = float(fit.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+    context = fit.max_model_len or lengths.longest
+    degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context, share)
+    found = prediction_of(fit, degrees, shape, gpu, work, share)
+    return ExpectedSpeed(
+        round(found.seconds, 1),
+        round(found.prompt_tokens_per_s * num_replicas, 1),
+        round(found.output_tokens_per_s * num_replicas, 1),
+        degrees.cache_tokens,
+        found.limited_by,
+    )
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
+    """The speed of the last epoch, by its events, the tokens that its engines counted, and its telemetry.
+
+    None if no engine worked.
+    """
+    events = list(state.events)
+    events = events[max((place for place, event in enumerate(events) if event.name == "epoch"), default=0) :]
+    began, ended = _times(events, "first_request"), _times(events, "all_committed")
+    status = read_status(folder)
+    if not began or not ended or status is None:
+        return None
+    work_s = max(1e-3, ended[-1] - began[0])
+    engines = {event.fields["replica"]: StartedEngine.of(event.fields) for event in events if event.name == "ready"}
+    # Replicas start before the event of the epoch.
+    started = {event.fields["replica"]: event.fields for event in state.events if event.name == "replica_started"
+               and event.fields["incarnation"].startswith(f"{state.last_epoch:06d}.")}  # fmt: skip
+    num_gpus = round(sum(it["num_devices"] for it in started.values() if it["devices"]))
+    caches = [engine.cache_tokens for engine in engines.values() if engine.cache_tokens]
+    return Speed(
+        run_s,
+        work_s,
+        status.num_prompt_tokens / work_s,
+        status.num_output_tokens / work_s,
+        num_gpus,
+        min(caches, default=None),
+        state.expected_speed,
+        bottleneck(list(looks_of_epoch(folder, state.last_epoch)), engines, num_gpus),
+    )
+
+
+def _times(events: Iterable[EventLine], name: str) -> list[float]:
+    return [datetime.datetime.fromisoformat(event.at).timestamp() for event in events if event.name == name]
+
+
+def looks_of_epoch(folder: Folder, epoch: int) -> Iterator[Mapping[str, Any]]:
+    """Samples of an epoch's telemetry, in order, spread evenly if there are more than 2,000."""
+    path = folder.path(f"{TELEMETRY_FOLDER}/{epoch:06d}.jsonl")
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        num_lines = path.stat().st_size // max(1, len(file.readline()))
+        step, last = max(1, num_lines // _MOST_LOOKS), b""
+        file.seek(0)
+        for number, line in enumerate(file):
+            last = line if number % step else b""
+            if not last:
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
+        with contextlib.suppress(ValueError):  # it has the totals
+            if last:
+                yield json.loads(last)
+
+
+# -- what limited it ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    """A replica's engine: `max_num_seqs`, its degrees, and arguments that the spec or batchinf gave."""
+
+    max_num_seqs: int
+    cache_tokens: int | None
+    num_devices: int
+    tensor: int
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "StartedEngine":
+        """By the fields of a `ready` event."""
+        settings = fields.get("settings") or {}
+        tensor = settings.get("tensor_parallel_size") or 1
+        return cls(
+            fields.get("max_num_seqs") or 1,
+            settings.get("kv_cache_size_tokens"),
+            tensor * (settings.get("pipeline_parallel_size") or 1),
+            tensor,
+            settings.get("engine_arguments") or {},
+        )
+
+
+Kind = Literal["memory", "sequences", "input", "compute"]
+
+
+def bottleneck(
+    looks: Sequence[Mapping[str, Any]], engines: Mapping[int, StartedEngine], num_gpus: int
+) -> Bottleneck | None:
+    """What limited the engines for most of the time, in which rows were left for all of them; None: too short to say.
+
+    The rules, in this order: the cache is full and fewer than `max_num_seqs` run: memory. All run and half of the cache
+    is empty: sequences. The engine has room and no row is ready: input. Else compute.
+    """
+    shares: dict[Kind, float] = {}
+    num_looks = 0
+    for seconds, replica in _with_rows_left(looks):
+        if (engine := engines.get(replica["replica"])) is not None:
+            kind = _kind(replica, engine)
+            shares[kind] = shares.get(kind, 0.0) + seconds
+            num_looks += 1
+    total = sum(shares.values())
+    if num_looks < _LEAST_LOOKS or not total:
+        return None
+    kind = max(shares, key=lambda it: shares[it])
+    kind = kind if shares[kind] >= total / 2 else "compute"
+    share, engine = shares.get(kind, 0.0) / total, next(iter(engines.values()))
+    reason = _REASONS[kind].format(share=share, most=engine.max_num_seqs)
+    return Bottleneck(kind, round(share, 3), reason, _change(kind, engine, num_gpus))
+
+
+def _with_rows_left(looks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    """Samples of working replicas, with the time until the next sample.
+
+    The end is left out: there the engines have room because no row is left.
+    """
+    answered: dict[str, int] = {}
+    totals = []
+    for look in looks:
+        answered |= {it["incarnation"]: it["num_rows"] for it in look["replicas"]}
+        ahead = sum(it["num_running"] + it["num_waiting"] + it["num_ready"] for it in look["replicas"])
+        totals.append(sum(answered.values()) + ahead)
+    for place, look in enumerate(looks[:-1]):
+        if totals[place] >= sum(answered.values()):
+            return
+        seconds = looks[place + 1]["at"] - look["at"]
+        yield from ((seconds, it) for it in look["replicas"] if it["steps"])
+
+
+def _kind(replica: Mapping[str, Any], engine: StartedEngine) -> Kind:
+    has_room = replica["num_running"] < _ALL_RUNNING * engine.max_num_seqs
+    usage = replica["kv_cache_usage"]
+    if has_room and usage >= _FULL:
+        return "memory"
+    if not has_room and usage < _HALF:
+        return "sequences"
+    return "input" if has_room and not replica["num_ready"] + replica["num_waiting"] else "compute"
+
+
+_REASONS: dict[Kind, str] = {
+    "memory": "for {share:.0%} of the time the cache was full with fewer than max_num_seqs {most:,} sequences",
+    "sequences": "for {share:.0%} of the time all {most:,} sequences ran, and half of the cache or more was empty",
+    "input": "for {share:.0%} of the time the engine had room, and no row was ready: it waited for the input or the "
+    "tokenizer",
+    "compute": "the engine had enough rows and enough cache, so it waited for arithmetic",
+}
+
+
+def _change(kind: Kind, engine: StartedEngine, num_gpus: int) -> str:
+    if kind == "sequences":
+        return f"engine.max_num_seqs {2 * engine.max_num_seqs}"
+    if kind == "input":
+        return "more processor cores, or token ids made before (input.token_ids_column)"
+    if kind == "compute":
+        return "more GPUs, as replicas share the rows" if num_gpus else "more processor cores, or a GPU"
+    if num_gpus >= 2 * engine.num_devices:
+        return f"parallel.tensor_parallel_size {2 * engine.tensor}: half of the replicas, each with more cache"
+    if float(engine.arguments.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION) < _MOST_UTILIZATION:
+        return f"engine.gpu_memory_utilization {_MOST_UTILIZATION}"
+    if not str(engine.arguments.get("kv_cache_dtype", "auto")).startswith("fp8"):
+        return "engine.kv_cache_dtype fp8, for a new job, as it changes values"
+    return "GPUs with more memory"
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+_NAMES = {"memory": "the cache", "sequences": "max_num_seqs", "input": "the input", "compute": "compute"}
+
+
+def speed_lines(speed: Speed) -> Iterator[str]:
+    """The speed for people: measured, predicted, and what limited it."""
+    prompt, output = short_count(speed.prompt_tokens_per_s), short_count(speed.output_tokens_per_s)
+    each = "" if (rate := speed.tokens_per_s_per_gpu) is None else f", {short_count(rate)} tokens/s per GPU"
+    yield (
+        f"this run took {duration(speed.run_s)}, and its engines worked {duration(speed.work_s)} of it: "
+        f"{prompt} prompt and {output} output tokens/s{each}"
+    )
+    if (expected := speed.expected) is not None:
+        share = speed.tokens_per_s / max(1e-9, expected.prompt_tokens_per_s + expected.output_tokens_per_s)
+        cache = "" if speed.cache_tokens is None else f", and {speed.cache_tokens:,} tokens of cache"
+        yield f"{expected_line(expected)}; measured: {share:.2f} times the tokens/s{cache}"
+    if (found := speed.bottleneck) is not None:
+        yield f"limited by {_NAMES[found.kind]}: {found.reason}; to try: {found.change}"
+
+
+def expected_line(expected: ExpectedSpeed) -> str:
+    """The prediction for people."""
+    prompt, output = short_count(expected.prompt_tokens_per_s), short_count(expected.output_tokens_per_s)
+    return (
+        f"predicted: {prompt} prompt and {output} output tokens/s, {duration(expected.work_s)}, "
+        f"{expected.cache_tokens:,} tokens of cache"
+    )

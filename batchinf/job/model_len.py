@@ -1,0 +1,90 @@
+"""`engine.max_model_len: auto`: a number from the longest row and its output, found by a pass over all rows.
+
+`start` and `validate` use it before engines start. A job that has begun keeps its number.
+"""
+
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from batchinf.base.storage import Folder
+from batchinf.job.choose import Say, choose
+from batchinf.job.open import Job, PreparedJob, with_length
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Int64Array
+from batchinf.spec.file import SpecFile
+from batchinf.tasks.registry import task_of
+
+# Lengths are multiples of it, so that a few more tokens in later rows still fit.
+_STEP = 256
+_ROWS_AT_ONCE = 256
+_LONG = 1 << 30
+
+
+def with_known_length(prepared: PreparedJob, say: Say, cache: pathlib.Path | None = None) -> PreparedJob:
+    """The job with a number in place of `auto`; reads and tokenises its rows for that. cache: see `PreparedJob.open`.
+
+    All slices of a job get the same number, as it is of the rows of all of them. Raises UserError.
+    """
+    if not prepared.spec.has_auto_length:
+        return prepared
+    say("engine.max_model_len auto: reading all rows before the engines start")
+    job = prepared.open(cache)
+    with contextlib.closing(job.source):
+        longest = _longest(job, prepared.file)
+        length = rounded(job, longest)
+    say(f"engine.max_model_len {length:,}: the longest row takes {longest:,} tokens with its output")
+    file = with_length(prepared.file, length)
+    return replace(prepared, file=file, spec=prepared.spec.model_copy(update={"engine": file.spec.engine}))
+
+
+def rounded(job: Job, longest: int) -> int:
+    """`max_model_len` for a job whose longest request takes so many tokens; at most what the model takes."""
+    wanted = max(-(-longest // _STEP) * _STEP, job.task.least_model_len)
+    return min(wanted, job.spec.length_limit(job.model.max_model_len) or wanted)
+
+
+def _longest(job: Job, file: SpecFile) -> int:
+    """The tokens of the longest request with its output. Rows that the model cannot take do not count.
+
+    A row of which the bytes alone say that it is no longer than another is not tokenised.
+    """
+    sampling = job.spec.sampling
+    # One request stands for all samples of a row, which may be millions.
+    task = task_of(job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))
+    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    builder, most = task.prompt_builder(tokenizer, job.model.vocab_size), job.spec.length_limit(job.model.max_model_len)
+    longest = 1
+    for positions in _pieces(job, file):
+        rows = job.source.read_rows(positions, builder.columns)
+        for prompt in builder.build([row for row in rows if not builder.surely_fits(row, longest)], most):
+            if prompt.error is not None:
+                continue
+            for request in task.expand(prompt, most or _LONG):
+                # One more: a request for all choices of a row lacks the choice, which is one token.
+                longest = max(longest, len(request.prompt_token_ids) + request.max_tokens + 1)
+        if most is not None and longest >= most:
+            return most
+    return longest
+
+
+def _pieces(job: Job, file: SpecFile) -> Iterator[Int64Array]:
+    """Positions of the rows that may run, in all slices. Rows that `exclude` leaves out count too.
+
+    They are found by their prompts, which depend on the length.
+    """
+    given, rows = job.spec.input, range(job.source.num_rows)
+    if given.exclude is not None:
+        given = given.model_copy(update={"exclude": None, "limit": None})
+    if not given.selects:
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            yield np.arange(start, min(start + _ROWS_AT_ONCE, len(rows)), dtype=np.int64)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, spec = Folder(scratch), job.spec.model_copy(update={"input": given})
+        chosen = choose(replace(job, spec=spec), file, rows, given.limit, folder)
+        yield from chosen.order(folder).pieces(_ROWS_AT_ONCE)

@@ -1,0 +1,139 @@
+"""Predicted and measured speed of runs, and what limited them."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+
+import batchinf
+import jobs
+from batchinf.base.storage import Folder
+from batchinf.commands.text.status import status_lines
+from batchinf.fleet.out_of_memory import EngineSettings
+from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed, speed_in, speed_lines
+from batchinf.job.open import open_job
+from batchinf.model.identity import resolve
+from batchinf.model.memory import fit_of
+from batchinf.plan.gpus import gpu_named
+from batchinf.records import Bottleneck, ExpectedSpeed, Speed
+from batchinf.spec.file import read_spec
+
+QUICK = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
+
+
+def engines(**settings: Any) -> dict[int, Any]:
+    return {0: StartedEngine.of({"replica": 0, "max_num_seqs": 100, "settings": settings})}
+
+
+def looks(number: int = 20, rows_a_look: int = 100, **state: Any) -> list[dict[str, Any]]:
+    """Samples of one replica, one a second. At the end no row is left, so it has room there whatever the state."""
+    own = {"replica": 0, "incarnation": "000001.0000", "state": "running", "num_running": 100, "num_waiting": 20,
+           "num_ready": 50, "kv_cache_usage": 0.7, **state}  # fmt: skip
+    last = {**own, "num_running": 3, "num_waiting": 0, "num_ready": 0, "kv_cache_usage": 0.0}
+    return [
+        {"at": 1000.0 + place, "replicas": [{**(own if place < number - 2 else last), "steps": place,
+                                             "num_rows": place * rows_a_look}]}
+        for place in range(number)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "num_gpus", "kind", "words"),
+    [
+        ({"num_running": 40, "kv_cache_usage": 0.98}, 1, "memory", "engine.gpu_memory_utilization 0.95"),
+        ({"num_running": 40, "kv_cache_usage": 0.98}, 4, "memory", "parallel.tensor_parallel_size 2"),
+        ({"num_running": 100, "kv_cache_usage": 0.2}, 1, "sequences", "engine.max_num_seqs 200"),
+        ({"num_running": 40, "num_waiting": 0, "num_ready": 0}, 1, "input", "input.token_ids_column"),
+        ({"num_running": 100, "kv_cache_usage": 0.8}, 1, "compute", "more GPUs"),
+        ({"num_running": 60, "num_waiting": 30, "kv_cache_usage": 0.1}, 0, "compute", "a GPU"),
+    ],
+)
+def test_what_limits_by_the_four_rules(state: dict[str, Any], num_gpus: int, kind: str, words: str) -> None:
+    found = bottleneck(looks(**state), engines(), num_gpus)
+    assert found is not None
+    assert found.kind == kind
+    assert words in found.change
+    assert "{" not in found.reason
+
+
+def test_the_largest_share_of_the_time_decides() -> None:
+    starved = looks(num_running=40, num_waiting=0, num_ready=0)
+    half = [*looks()[:6], *starved[6:]]
+    assert (found := bottleneck(half, engines(), 1)) is not None
+    assert found.kind == "input" and 0.6 < found.share < 0.8
+    assert (found := bottleneck([*looks()[:12], *starved[12:]], engines(), 1)) is not None
+    assert found.kind == "compute"
+
+
+def test_the_end_of_a_run_and_short_runs_say_nothing() -> None:
+    assert bottleneck(looks(4), engines(), 1) is None
+    assert bottleneck([], engines(), 1) is None
+    # All rows are in the engine or done from the first sample on: it has room because there are no more.
+    assert bottleneck(looks(20, rows_a_look=0, num_running=40, num_waiting=0, num_ready=0), engines(), 1) is None
+
+
+def test_a_full_cache_at_high_utilization_and_in_fp8() -> None:
+    full = looks(num_running=40, kv_cache_usage=0.98)
+    first = bottleneck(full, engines(engine_arguments={"gpu_memory_utilization": 0.95}), 1)
+    assert first is not None and "engine.kv_cache_dtype fp8" in first.change
+    arguments = {"gpu_memory_utilization": 0.95, "kv_cache_dtype": "fp8"}
+    second = bottleneck(full, engines(engine_arguments=arguments), 1)
+    assert second is not None and second.change == "GPUs with more memory"
+    at_two = bottleneck(full, engines(tensor_parallel_size=2), 8)
+    assert at_two is not None and "tensor_parallel_size 4" in at_two.change
+
+
+def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: pathlib.Path) -> None:
+    summary = batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
+    found = speed_in(Folder(tmp_path / "out"))
+    assert found is not None
+    assert found == summary.speed == batchinf.status(tmp_path / "out").jobs[0].speed
+    assert round(found.tokens_per_s * found.work_s) == summary.num_prompt_tokens + summary.num_output_tokens
+    assert (found.num_gpus, found.expected, found.tokens_per_s_per_gpu) == (0, None, None)
+    lines = list(status_lines(batchinf.status(tmp_path / "out")))
+    assert next(speed_lines(found)) in lines
+    assert speed_in(Folder(tmp_path / "none")) is None
+
+
+@pytest.mark.slow
+def test_a_long_run_says_what_limited_it(tmp_path: pathlib.Path) -> None:
+    script = {"max_num_seqs": 8, "step_s": 0.004}
+    summary = batchinf.run(jobs.spec_of(tmp_path, **{**QUICK, "scripted": script}), quiet=True)
+    assert summary.speed is not None and summary.speed.bottleneck is not None
+    # All 8 sequences run, and the scripted engine has no cache to fill.
+    assert summary.speed.bottleneck.kind == "sequences"
+    assert "engine.max_num_seqs 16" in "\n".join(summary.lines())
+
+
+def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> None:
+    """On GPUs that are not here: the speed of both replicas, and the time for half of the rows."""
+    batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
+    state = jobs.state_of(tmp_path / "out")
+    file = read_spec(jobs.spec_of(tmp_path, scripted=None, model={"name": str(jobs.MODEL), "load_format": "dummy"},
+                                  engine={"max_model_len": 512}))  # fmt: skip
+    gpu = gpu_named("h200")
+    fit = fit_of(resolve(file.spec.model), file.spec, gpu.memory_bytes, "NVIDIA H200")
+    job = open_job(file, tmp_path / "scan")
+    state.committed[:] = False
+    settings = EngineSettings(job.spec, fit)
+    whole, both = (expected_speed(job, state, settings, number) for number in (1, 2))
+    assert whole is not None and both is not None
+    assert whole.cache_tokens == both.cache_tokens > 10**6
+    assert both.output_tokens_per_s > 1.2 * whole.output_tokens_per_s
+    assert whole.work_s * whole.output_tokens_per_s == pytest.approx(657 * 32, rel=0.06)
+    state.committed[: len(state.committed) // 2] = True
+    half = expected_speed(job, state, settings, 1)
+    assert half is not None and half.work_s < 0.8 * whole.work_s
+    assert expected_speed(job, state, EngineSettings(job.spec, dataclasses.replace(fit, device_name="X1")), 1) is None
+    job.source.close()
+
+
+def test_lines_compare_measured_with_predicted() -> None:
+    expected = ExpectedSpeed(100.0, 30_000.0, 10_000.0, 400_000, "the cache")
+    limit = Bottleneck("memory", 0.8, "for 80 % it was full", "engine.gpu_memory_utilization 0.95")
+    speed = Speed(150.0, 110.0, 27_000.0, 9_000.0, 4, 404_000, expected, limit)
+    first, second, third = speed_lines(speed)
+    assert "9k output tokens/s, 9k tokens/s per GPU" in first
+    assert "measured: 0.90 times the tokens/s, and 404,000 tokens of cache" in second
+    assert third == "limited by the cache: for 80 % it was full; to try: engine.gpu_memory_utilization 0.95"
