@@ -164,7 +164,7 @@ def _run(
 
 @contextlib.contextmanager
 def _errors_as(log_format: LogFormat) -> Iterator[None]:
-    """Report an error that a user can mend in the format of the other lines, and end the command."""
+    """Report an error that a user can correct in the format of the other lines, and end the command."""
     try:
         yield
     except BatchinfError as error:

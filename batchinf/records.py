@@ -60,7 +60,6 @@ class Scoring:
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
-Uint64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 
 

@@ -313,7 +313,7 @@ class Trials:
         elif case.is_on_trial:
             # The search makes progress with each death, until one row is left.
             self._fleet.excuse(end.replica)
-            said = f"{len(case.accused)} rows are suspected of it, and run apart"
+            said = f"{len(case.accused)} rows may have caused it, and run separately"
         elif case.stage == "lost":
             said = f"the {len(case.suspects)} rows that were in the engine count as not tried"
         else:

@@ -50,7 +50,7 @@ class Exclusion:
             self._own, self.columns = job.source.schema.field(name), [name]
             if is_json_column(self._own):
                 raise self._wrong(
-                    f"got id, but {name} holds values of several types, and nothing tells theirs; say prompt_hash"
+                    f"got id, but {name} holds values of several types, which cannot be compared; use prompt_hash"
                 )
             return
         self._own = pa.field("prompt_hash", pa.int64())
@@ -119,12 +119,12 @@ class Exclusion:
 
     def _check_type(self, out: str, schema: pa.Schema) -> None:
         if self._on not in schema.names:
-            raise self._wrong(f"got id, but the rows in {out} have none: that job has no id_column; say prompt_hash")
+            raise self._wrong(f"got id, but the rows in {out} have none: that job has no id_column; use prompt_hash")
         own, theirs = self._own.type, schema.field(self._on).type
         if _family(own) != _family(theirs):
             raise self._wrong(
-                f"got {self._on}, but {self._own.name} is {own} here and {theirs} in {out}, so that none would be the "
-                "same; give both one type, or say prompt_hash"
+                f"got {self._on}, but {self._own.name} is {own} here and {theirs} in {out}, so no id could be equal; "
+                "give both the same type, or use prompt_hash"
             )
 
 

@@ -58,7 +58,7 @@ def objection(task: Task, model: Model, source: Source, rows: range, num_rows: i
         per_row = task.estimated_bytes_per_row(_sample(task, model, source, rows))
     if num_rows * per_row <= limit:
         return None
-    default = "" if given else ", which holds where the spec is silent"
+    default = "" if given else ", the default"
     remedies = ", ".join(["take fewer rows (input.limit)", *task.size_remedies])
     estimate = f"{size_text(num_rows * per_row)} ({size_text(per_row)} each)"
     return (
@@ -290,8 +290,8 @@ def _check_heads(spec: JobSpec, model: Model) -> None:
     legal = Needs(None, None, config=text_section(model.config)).tensor_degrees(64)
     if spec.scripted is None and isinstance(wanted, int) and wanted <= 64 and wanted not in legal:
         raise SpecError(
-            f"parallel.tensor_parallel_size: got {wanted}, by which the heads or the MLP of '{model.name}' do not "
-            f"divide; it must be one of {', '.join(map(str, legal))}"
+            f"parallel.tensor_parallel_size: got {wanted}, but the heads or the MLP of '{model.name}' cannot be "
+            f"divided by it; must be one of {', '.join(map(str, legal))}"
         )
 
 
@@ -426,8 +426,8 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
     check_cut(job)
     if (cut.num_rows, cut.positions) != (num_rows, positions):
         raise OutputError(
-            f"{out}: its slices began with {cut.num_rows:,} rows, and other rows are chosen now, {num_rows:,}; "
-            "put back what chose them, or give the job another output.path"
+            f"{out}: its slices began with {cut.num_rows:,} chosen rows, but spec and input now choose {num_rows:,} or "
+            "others; restore them, or give the job another output.path"
         )
 
 
@@ -453,8 +453,10 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
     return DriftError(
         f"{what} that began with other settings:\n"
         + "\n".join(lines)
-        + "\nput these back as they were to go on with it, or give the new job another output.path; or begin anew with "
-        "--fresh, which keeps the old folder under another name"
+        + (
+            "\nset these back to continue the job, or give the new job another output.path; or start a new job with "
+            "--fresh, which keeps the old folder under another name"
+        )
     )
 
 

@@ -18,7 +18,6 @@ _MOST_CHARS = 10_000
 _MOST_TOKENS = 500
 # Least probability → colour in the terminal. A likely token has none.
 _COLOURS = ((0.9, ""), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "bold red"))
-_SHORT_FIELD = 60
 
 
 def row_items(report: InspectReport) -> Iterator[RenderableType]:

@@ -63,7 +63,6 @@ class Arrow(FileFormat):
             return FileFindings(digest, int(firsts[-1]), schema)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        """See `FileFormat`."""
         with pa.memory_map(file.path) as mapped:
             try:
                 return [dict.fromkeys(pa.ipc.open_file(mapped).schema.names)]
@@ -71,7 +70,6 @@ class Arrow(FileFormat):
                 return [dict.fromkeys(pa.ipc.open_stream(mapped).schema.names)]
 
     def reader(self, own: SourceFile) -> Reader:
-        """See `FileFormat`."""
         return ArrowReader(own)
 
 
