@@ -47,13 +47,13 @@ _NUM_SAMPLED = 256
 def objection(task: Task, model: Model, source: Source, rows: range, num_rows: int) -> str | None:
     """The error if the output is estimated above `output.max_output_bytes`; else None.
 
-    task: of the resolved spec. rows: include the `num_rows` rows that run.
+    task: of the resolved spec. rows: positions, with those of the `num_rows` rows that run among them.
     """
     given, per_row = task.spec.output.max_output_bytes, task.estimated_bytes_per_row()
     limit = task.default_max_output_bytes if given is None else given
     if limit is None:
         return None
-    # Reads prompts only if the limit is near: without them, the estimate is assumed to be at most 64 times too low.
+    # Prompts are read only near the limit: an estimate without them is assumed to be at most 64 times too low.
     if task.sizes_by_prompts and len(rows) and num_rows * per_row > limit // 64:
         per_row = task.estimated_bytes_per_row(_sample(task, model, source, rows))
     if num_rows * per_row <= limit:
@@ -198,7 +198,7 @@ def open_job(
 
 @contextlib.contextmanager
 def placing(file: SpecFile) -> Iterator[None]:
-    """Give each SpecError that begins with a field the place of the field in the file."""
+    """If a SpecError begins with a field's name, add the field's line and column."""
     try:
         yield
     except SpecError as error:
@@ -217,7 +217,7 @@ def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
 
 
 def check_output_apart(spec: JobSpec) -> None:
-    """Raise SpecError where the job's own files would be files of its input."""
+    """Raise SpecError if the output folder is in the input folder: the job would read its own files."""
     if is_url(spec.input.path):
         return
     path, out = os.path.realpath(os.path.expanduser(spec.input.path)), pathlib.Path(os.path.realpath(spec.output.path))
@@ -275,7 +275,7 @@ def _with_columns(spec: JobSpec, columns: Iterable[str]) -> JobSpec:
 
 @contextlib.contextmanager
 def _refusing_other_job(folder: Folder, spec: JobSpec, model: Model, state: State | None) -> Iterator[None]:
-    """Say of a DriftError in one line that the folder has another job, if that is so."""
+    """Shorten a DriftError to one line if the folder holds another job."""
     try:
         yield
     except DriftError:
@@ -373,7 +373,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) 
 
 
 def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
-    """What `output.rows_per_shard: auto` is for these rows."""
+    """The value of `output.rows_per_shard: auto` for these rows."""
     is_longest_first = choice.ordered_by == "longest"
     per_row = job.task.estimated_bytes_per_row()
     return choose_rows_per_shard(choice.num_rows, num_replicas, per_row, is_longest_first=is_longest_first)

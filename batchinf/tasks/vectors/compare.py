@@ -139,8 +139,10 @@ def _width(type: pa.DataType) -> int | None:
 
 
 class VectorChanges(Changes):
-    """Tasks that store numbers. A row has changed if one of these differs: the likeliest token at a position (logits),
-    the label (classify), or any number (other tasks). It has also changed if only one job has values.
+    """Changes of tasks that store numbers.
+
+    A row has changed if one of these differs: the likeliest token at a position (logits), the label (classify), or any
+    number (other tasks). It has also changed if only one job has values.
     """
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
@@ -254,7 +256,7 @@ class _Vectors:
         """[num_vectors, 6]: of the finite differences the sum, the sum of absolute values, the number and the greatest
         absolute value; then the cosine, and 1 if the greatest number is at the same index.
         """
-        # Convert once: everything but a conversion is slow with half floats.
+        # Converted once, because numpy computes slowly with half floats.
         a, b = a.astype(np.float64), b.astype(np.float64)
         sums = np.zeros((len(a), 6))
         if self._has_cosine:
