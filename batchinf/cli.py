@@ -297,7 +297,7 @@ def _seconds(text: str, option: str) -> float:
 def _status(
     out: Out,
     is_watched: Annotated[
-        bool, typer.Option("--watch", help="Show progress and replicas, anew every second, until the job ends.")
+        bool, typer.Option("--watch", help="Refresh progress and replicas every second until the job ends.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -507,7 +507,7 @@ WRONG = [
           "classify needs; give a model such as a …ForSequenceClassification"),
     Wrong("no Matryoshka", {"task": "embed", "sampling": None, "pooling": {"dimensions": 8}},
           "job.yaml:8:3: pooling.dimensions: got 8, but the model's config does not say that it was trained for"
-          " fewer (Matryoshka); leave it out, or, if it was, say engine.hf_overrides: {is_matryoshka: true}"),
+          " fewer (Matryoshka); leave it out, or, if it was, set engine.hf_overrides: {is_matryoshka: true}"),
     Wrong("a vector's column",
           {"task": "embed", "sampling": None, "output": {"keep_columns": {"language": "embedding"}}},
           "job.yaml:6:3: output.keep_columns: got embedding, which the output has a column of its own for; give"
