@@ -52,10 +52,9 @@ __all__ = [
 ]
 
 _NOT_EXTENDED = {
-    "--fresh": "the one goes on with a job, the other begins it anew: give one of them",
-    "--retry": "the one runs rows that are new, the other those that are done: give one after the other",
-    "--slice": "a job in slices has the rows that it began with: give the new ones a job of their own, with "
-    "input.exclude",
+    "--fresh": "--extend continues the job with new rows, --fresh starts a new job: give one of them",
+    "--retry": "--extend runs new rows, --retry runs finished rows again: use one after the other",
+    "--slice": "a slice takes no new rows: give them to a new job, with input.exclude",
 }
 
 
@@ -76,8 +75,8 @@ def run(
 
     spec: a YAML file, a mapping, or a `JobSpec`. overrides: fields to set, as `{"sampling.max_tokens": 64}`, or as
     texts like those of `--set`. retry: `errors`, or an SQL expression over the output columns; these rows of a finished
-    job run again. fresh: rename the old output folder and begin anew. extend: also run new rows of the input. slice:
-    run only this slice, such as `3/8`.
+    job run again. fresh: rename the old output folder and start a new job. extend: also run new rows of the input.
+    slice: run only this slice, such as `3/8`.
 
     progress: called about once a second with a `JobStatus`, instead of a progress bar, on the thread of this call. An
     exception in it ends the job. quiet: print nothing. stop: an event; once it is set, the job stops as by Ctrl-C.
@@ -120,7 +119,7 @@ def validate(
     Raises UserError or one of its subclasses at the first check that fails.
     """
     if rows and (random or seed is not None):
-        raise UserError("got --row with --random; the one names rows, the other draws them: give one of them")
+        raise UserError("got --row with --random; --row names the rows, --random draws them: give one of them")
     if random and seed is None:
         seed = random_numbers.randrange(100_000)
     findings = []
@@ -187,7 +186,9 @@ def open(out: str | os.PathLike[str]) -> Results:
 
 def _check_options(retry: str | None, fresh: bool, extend: bool, slice: str | None) -> None:
     if fresh and retry is not None:
-        raise UserError("got --fresh with --retry; the one begins anew, the other goes on: give one of them")
+        raise UserError(
+            "got --fresh with --retry; --fresh starts a new job, --retry runs finished rows again: give one of them"
+        )
     if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice else ""):
         raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
 

@@ -164,7 +164,7 @@ def _run(
 
 @contextlib.contextmanager
 def _errors_as(log_format: LogFormat) -> Iterator[None]:
-    """Report an error that a user can mend in the format of the other lines, and end the command."""
+    """Report an error that a user can correct in the format of the other lines, and end the command."""
     try:
         yield
     except BatchinfError as error:
@@ -297,7 +297,7 @@ def _seconds(text: str, option: str) -> float:
 def _status(
     out: Out,
     is_watched: Annotated[
-        bool, typer.Option("--watch", help="Show progress and replicas, anew every second, until the job ends.")
+        bool, typer.Option("--watch", help="Refresh progress and replicas every second until the job ends.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

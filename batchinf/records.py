@@ -117,7 +117,6 @@ class Speed:
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
-Uint64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 
 

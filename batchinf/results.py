@@ -106,14 +106,14 @@ class Results:
             found = np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
             return found if (places := self._places()) is None else found[places]
         if pa.types.is_nested(type):
-            raise OutputError(f"column {column!r} holds {type}: ask for it with ragged()")
+            raise OutputError(f"column {column!r} holds {type}: read it with ragged()")
         return np.asarray(self.table([column]).column(0).to_numpy())
 
     def ragged(self, column: str) -> Ragged:
         """A column of lists, such as `logprobs`, `token_ids` or `top_logprobs`, as values and offsets."""
         type = self._type(column)
         if not pa.types.is_list(type):
-            raise OutputError(f"column {column!r} holds {type}, no lists: ask for it with array()")
+            raise OutputError(f"column {column!r} holds {type}, no lists: read it with array()")
         # In pieces: Arrow's lists have 32-bit offsets, which may not be enough for all rows.
         pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
         found = join_ragged(pieces) if pieces else to_ragged(pa.array([], type))
@@ -147,7 +147,8 @@ class Results:
         model = resolve(spec, str(self.identity["model"]))
         if model.fingerprint != self.identity["model"]:
             raise DriftError(
-                f"the model in {model.path} is not the one that the job began with: put that back to decode its tokens"
+                f"the model in {model.path} is not the one that the job began with; restore that one to decode its "
+                "tokens"
             )
         return load_tokenizer(model.tokenizer, spec.trust_remote_code)
 
@@ -201,7 +202,7 @@ def _read_part(path: pathlib.Path, columns: Sequence[str]) -> pa.Table:
 def _one_each(lists: Ragged, column: str) -> npt.NDArray[Any]:
     """[num_lists, width]: the vector of each list; NaN where the list is null. Raises OutputError."""
     if len(lists) and lists.lengths.max() > 1:
-        raise OutputError(f"column {column!r} has rows with several vectors: ask for it with ragged()")
+        raise OutputError(f"column {column!r} has rows with several vectors: read it with ragged()")
     if len(lists.values) == len(lists):
         return lists.values
     found = np.full((len(lists), lists.values.shape[1]), np.nan, lists.values.dtype)

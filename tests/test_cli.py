@@ -127,7 +127,7 @@ def test_drift_is_refused_with_a_diff_and_two_ways_out(field: str, value: str, w
     files = seen(out)
     drifted = jobs.run("run", spec, "--set", f"{field}={value}")
     assert drifted.returncode == 2
-    assert_one_clear_line(drifted.stderr, field, value, was, "put these back", "another output.path", "--fresh")
+    assert_one_clear_line(drifted.stderr, field, value, was, "set these back", "another output.path", "--fresh")
     assert seen(out) == files
 
 

@@ -116,8 +116,8 @@ def test_one_vector_a_row_is_a_matrix(tmp_path: pathlib.Path) -> None:
     ("ask", "message"),
     [
         (lambda results: results.array("txt"), "has no column 'txt'; it has id, row_index"),
-        (lambda results: results.array("logprobs"), "ask for it with ragged()"),
-        (lambda results: results.ragged("text"), "no lists: ask for it with array()"),
+        (lambda results: results.array("logprobs"), "read it with ragged()"),
+        (lambda results: results.ragged("text"), "no lists: read it with array()"),
     ],
 )
 def test_what_is_refused(out: pathlib.Path, ask: Any, message: str) -> None:

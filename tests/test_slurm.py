@@ -168,7 +168,7 @@ def test_options_become_directives(tmp_path: pathlib.Path) -> None:
          "parallel: needs 3 devices, but --gpus 2 on 1 node"),
         ({"num_nodes": 2}, {"parallel": {"devices": [0, 1]}}, "parallel.devices: got a list with --nodes; Ray chooses"),
         ({"num_nodes": 2}, {"parallel": {"replicas_per_device": 2}},
-         "parallel.replicas_per_device: got 2 with --nodes; Ray takes 1"),
+         "parallel.replicas_per_device: got 2 with --nodes; with Ray it must be 1"),
         ({"num_nodes": 2}, {"parallel": {"tensor_parallel_size": "auto"}},
          "parallel.tensor_parallel_size: got auto with --nodes; with Ray it must be a number"),
         ({"num_nodes": 2}, {"parallel": {"pipeline_parallel_size": "auto"}},

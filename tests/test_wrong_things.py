@@ -104,9 +104,9 @@ WRONG = [
           "job.yaml:2:1: input: missing; must be text_column, or a context with continuation_column or "
           "choices_column, for task score"),
     Wrong("score without the task", {"input": {"text_column": "prompt"}},
-          "job.yaml:4:3: input.text_column: got it with task generate; must be left out, or say task: score"),
+          "job.yaml:4:3: input.text_column: got it with task generate; must be left out, or set task: score"),
     Wrong("score's section without the task", {"score": {"window_overlap": 5}},
-          "job.yaml:10:3: score.window_overlap: got it with task generate; must be left out, or say task: score"),
+          "job.yaml:10:3: score.window_overlap: got it with task generate; must be left out, or set task: score"),
     Wrong("sums alone without the task", {"output": {"include_token_logprobs": False}},
           "job.yaml:9:3: output.include_token_logprobs: got false with task generate; must be left out: it stores "
           "the logprobs that sampling.logprobs asks for"),
@@ -160,8 +160,8 @@ WRONG = [
           " one of them"),
     Wrong("prefill and turn",
           {"input": {"messages_column": "m", "add_generation_prompt": True, "continue_final_message": True}},
-          "job.yaml:5:3: input.add_generation_prompt: got true with continue_final_message; the final message goes "
-          "on or a new turn begins: give one of them"),
+          "job.yaml:5:3: input.add_generation_prompt: got true with continue_final_message; the model continues "
+          "the final message or begins a new turn: give one of them"),
     Wrong("no chat template", {"input": {"system_prompt": "Be brief."}},
           "job.yaml:4:3: input.system_prompt: it needs a chat template, and the model 'model' has none; give "
           "one as input.chat_template: {file: template.jinja}", files={"model/chat_template.jinja": None}),
@@ -214,7 +214,7 @@ WRONG = [
     Wrong("limit of none", {"input": {"limit": 0}},
           "job.yaml:4:3: input.limit: got 0; must be a whole number, at least 1 and at most 2147483647"),
     Wrong("exclude without id", {"input": {"exclude": {"job": "out/old", "on": "id"}}},
-          "job.yaml:6:5: input.exclude.on: got id, but the job has no id_column: name it, or say prompt_hash"),
+          "job.yaml:6:5: input.exclude.on: got id, but the job has no id_column: set it, or use prompt_hash"),
     Wrong("order by the cache that is off", {"input": {"order": "prefix"}, "engine": {"enable_prefix_caching": False}},
           "job.yaml:4:3: input.order: got prefix, which is for vLLM's prefix cache, and engine.enable_prefix_caching "
           "is false: leave one of them out"),
@@ -346,7 +346,7 @@ WRONG = [
     Wrong("UTF-16", {"input": {"path": "wide.jsonl"}}, "wide.jsonl is UTF-16; save it as UTF-8",
           files={"wide.jsonl": "\x00{\x00\"\x00p"}),
     Wrong("no file matches", {"input": {"path": "rows/*.jsonl"}},
-          "no file matches rows/*.jsonl; mend the glob, or put it in quotes if a shell expanded it"),
+          "no file matches rows/*.jsonl; correct the glob, or put it in quotes if a shell expanded it"),
     Wrong("unknown ending", {"input": {"path": "rows.xls"}},
           "the ending of rows.xls is not known; the formats are jsonl, parquet, csv, text, arrow and hf, by the "
           "endings .jsonl, .ndjson, .parquet, .pq, .csv, .txt, .text, .arrow, .feather, .ipc; name it so, or set "
@@ -363,7 +363,7 @@ WRONG = [
     Wrong("no such position", {},
           "--row 2: the job has no id_column, so a row is named by its position, 0 to 1", arguments=("--row", "2")),
     Wrong("named and drawn", {},
-          "got --row with --random; the one names rows, the other draws them: give one of them",
+          "got --row with --random; --row names the rows, --random draws them: give one of them",
           arguments=("--row", "1", "--random")),
     # The spec itself
     Wrong("unknown section", {"sampler": {"top_p": 1}},
@@ -402,9 +402,9 @@ WRONG = [
           "job.yaml:4:3: input.where: got 'id + 1': it must be true or false, but is BIGINT; must be an "
           "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
     Wrong("where, a query", {"input": {"where": "id in (select 1)"}},
-          "job.yaml:4:3: input.where: got 'id in (select 1)': it must speak of one row alone, but it holds a query; "
-          "must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, "
-          "language"),
+          "job.yaml:4:3: input.where: got 'id in (select 1)': it must use the columns of one row only, but it has "
+          "a query; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, "
+          "prompt, language"),
     Wrong("where, a value that does not fit", {"input": {"where": "prompt::int = 1"}},
           "job.yaml:4:3: input.where: got 'prompt::int = 1': Conversion Error: Could not convert string 'Once upon a "
           "time' to INT32 when casting from source column prompt; must be an "
@@ -412,10 +412,10 @@ WRONG = [
     Wrong("nothing chosen", {"input": {"where": "id > 2"}},
           "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 input rows; there is nothing to run"),
     Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
-          "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no manifest in it; give a job's output.path"),
+          "job.yaml:5:3: input.exclude: elsewhere holds no job: it has no manifest; give the output.path of a job"),
     # Logits
     Wrong("logits without their task", {"logits": {"positions": "all"}},
-          "job.yaml:9:1: logits: must be left out with task generate; or say task: logits"),
+          "job.yaml:9:1: logits: must be left out with task generate; or set task: logits"),
     Wrong("a token of several", {"task": "logits", "sampling": None, "logits": {"tokens": [" the", " Istanbul!"]}},
           "job.yaml:10:5: logits.tokens[1]: got ' Istanbul!', which is 6 tokens: ' I' (314), 'st' (334), 'an'"
           " (298), 'b' (71), 'ul' (409), '!' (6); must be one token, perhaps with a space before it"),
@@ -435,12 +435,12 @@ WRONG = [
     Wrong("positions of what is cut",
           {"task": "logits", "sampling": None, "logits": {"positions": {"column": "id"}},
            "input": {"on_overlong": "truncate_left"}},
-          "job.yaml:4:3: input.on_overlong: positions of a prompt mean others once it is cut; leave it out"),
+          "job.yaml:4:3: input.on_overlong: the positions would mean other tokens of a cut prompt; leave it out"),
     Wrong("logprobs of logits", {"task": "logits", "sampling": {"logprobs": 3}},
           "job.yaml:7:3: sampling.logprobs: has no meaning with task logits; logits.values says which numbers"
           " are stored; leave it out"),
     Wrong("tokens where none come", {"task": "logits", "sampling": {"max_tokens": 3}},
-          "job.yaml:6:3: sampling.max_tokens: has no meaning where nothing is generated; leave it out, or say"
+          "job.yaml:6:3: sampling.max_tokens: has no meaning where nothing is generated; leave it out, or set"
           " logits.positions: generated"),
     Wrong("samples of logits", {"task": "logits", "sampling": {"n": 3, "temperature": 1.0}},
           "job.yaml:7:3: sampling.n: must be 1 with task logits; leave it out"),
@@ -507,7 +507,7 @@ WRONG = [
           "classify needs; give a model such as a …ForSequenceClassification"),
     Wrong("no Matryoshka", {"task": "embed", "sampling": None, "pooling": {"dimensions": 8}},
           "job.yaml:8:3: pooling.dimensions: got 8, but the model's config does not say that it was trained for"
-          " fewer (Matryoshka); leave it out, or, if it was, say engine.hf_overrides: {is_matryoshka: true}"),
+          " fewer (Matryoshka); leave it out, or, if it was, set engine.hf_overrides: {is_matryoshka: true}"),
     Wrong("a vector's column",
           {"task": "embed", "sampling": None, "output": {"keep_columns": {"language": "embedding"}}},
           "job.yaml:6:3: output.keep_columns: got embedding, which the output has a column of its own for; give"

@@ -103,7 +103,7 @@ def source_folder(folder: Folder, slice_: Slice | None) -> pathlib.Path:
 
 def no_job_message(out: object) -> str:
     """The error message for an output folder without a manifest."""
-    return f"{out} holds no job: there is no manifest in it; give a job's output.path"
+    return f"{out} holds no job: it has no manifest; give the output.path of a job"
 
 
 def job_folders(out: str) -> list[JobFolder]:
@@ -145,7 +145,7 @@ def _read_record(out: str) -> Cut | None:
         raise OutputError(f"{folder.path(CUT_RECORD)} was written by a newer batchinf: install a newer one")
     raise OutputError(
         f"{folder.path(CUT_RECORD)} is damaged: delete it and run the job, or one of its slices, again, which writes "
-        "it anew"
+        "it again"
     )
 
 
@@ -179,17 +179,17 @@ def check_place(out: str, slice_: Slice | None) -> None:
     if slice_ is None and cut is not None and cut.num_slices:
         raise OutputError(
             f"{out} holds a job in {cut.num_slices} slices: run one of them with --slice i/{cut.num_slices}, or give "
-            "this one another output.path"
+            "this job another output.path"
         )
     if slice_ is not None and cut is not None and cut.num_slices not in (0, slice_.num_slices):
         raise OutputError(
-            f"--slice {slice_}: {out} holds a job in {cut.num_slices} slices: say --slice i/{cut.num_slices}, or give "
-            "this one another output.path"
+            f"--slice {slice_}: {out} holds a job in {cut.num_slices} slices: use --slice i/{cut.num_slices}, or give "
+            "this job another output.path"
         )
     if slice_ is not None and (_holds_whole_job(out) if cut is None else not cut.num_slices):
         raise OutputError(
-            f"--slice {slice_}: {out} holds a job that is not cut into slices: go on with it without --slice, or give "
-            "this one another output.path"
+            f"--slice {slice_}: {out} holds a job that is not cut into slices: continue it without --slice, or give "
+            "this job another output.path"
         )
 
 

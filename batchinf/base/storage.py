@@ -28,12 +28,12 @@ _TEMPORARY = ".tmp-"
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _REMEDIES = {
     errno.ENOSPC: "make room there",
-    errno.EDQUOT: "make room within the quota, or have it raised",
+    errno.EDQUOT: "free space within the quota, or ask for a larger quota",
     errno.EROFS: "make it writable again",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.EIO: "see that the disk is sound (the system's log says more)",
-    errno.EACCES: "give this user the right to it",
-    errno.EPERM: "give this user the right to it",
+    errno.EIO: "check the disk (the system's log says more)",
+    errno.EACCES: "give this user permission for it",
+    errno.EPERM: "give this user permission for it",
     errno.EXDEV: "files are renamed between the folders of a job, so keep all of them on one file system",
 }
 
@@ -310,8 +310,8 @@ def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> st
         return words
     remedy = _REMEDIES[error.errno]
     if error.errno == errno.ENOSPC and where is not None and _lacks_inodes(str(where)):
-        remedy = "it can hold no more files: delete some there, or have its inodes raised"
-    return f"{words}; {remedy}, then run the same command again: what was committed before stands"
+        remedy = "it can hold no more files (no inodes are free): delete some there"
+    return f"{words}; {remedy}, then run the same command again: all finished parts are kept"
 
 
 def _lacks_inodes(path: str) -> bool:

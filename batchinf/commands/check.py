@@ -48,8 +48,8 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
             _apply(folder, state, fields)
     if not state.has_header or not state.extents:
         raise OutputError(
-            f"{folder.path('manifest')} cannot be repaired: the lines that say what the job is are damaged; put back a "
-            "whole copy of it, or give the job another output.path"
+            f"{folder.path('manifest')} cannot be repaired: its lines about the job are damaged; restore it from a "
+            "backup, or give the job another output.path"
         )
     # The header and the cuts are enough. The next run adopts each part that proves whole and the job's, so lost lines
     # cost only the reading of the parts.
@@ -58,7 +58,7 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
     state.event_counts["rebuilt"] += 1
     data = encode_commits(snapshot_commits(state, logs))
     if not folder.create_exclusive(f"manifest/{epoch:06d}.jsonl", data):
-        raise OutputError(f"another process has begun epoch {epoch} of {folder.root}; run this again")
+        raise OutputError(f"another process has just started on {folder.root}; run the same command again")
     return [folder.move_aside(name) for name in logs]
 
 
@@ -81,8 +81,8 @@ def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
     known = [owner for owner, _ in owners.most_common() if owner in stated]
     if not known:
         raise OutputError(
-            f"{folder.path('manifest')} holds logs of several jobs, {', '.join(sorted(stated))}, and no part tells "
-            "which of them is this one: move the others away"
+            f"{folder.path('manifest')} holds logs of several jobs, {', '.join(sorted(stated))}, and no part shows "
+            "which of them belongs here: move the other logs away"
         )
     return known[0]
 
@@ -99,8 +99,8 @@ def _apply(folder: Folder, state: State, fields: Fields) -> None:
         state.apply(fields)
     except (LookupError, ValueError) as error:
         raise OutputError(
-            f"{folder.path('manifest')} cannot be repaired: a line that says how rows are cut is damaged; put back a "
-            "whole copy of it, or give the job another output.path"
+            f"{folder.path('manifest')} cannot be repaired: a line about the division into shards is damaged; restore "
+            "it from a backup, or give the job another output.path"
         ) from error
 
 
@@ -218,8 +218,8 @@ def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
         raise OutputError(no_job_message(folder.root))
     if _is_beginning(folder):
         raise OutputError(
-            f"{folder.root} holds no job yet: its input has not been read to the end; wait for the run that does so, "
-            "or run it again"
+            f"{folder.root} holds no job yet: its input has not been read to the end; wait until the running job has "
+            "read it, or run the job again"
         )
     name = None if job.slice is None else str(job.slice)
     with JobLock(folder).held(lambda: last_epoch(folder)) if repair else contextlib.nullcontext() as epoch:

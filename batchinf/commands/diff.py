@@ -23,7 +23,7 @@ from batchinf.tasks.registry import stored_task
 
 JOIN_KEYS = ("row_index", "id")
 SAMPLE = "sample_index"
-_BY_POSITION = "if rows stand at the same places in both, say --on row_index"
+_BY_POSITION = "if both have the same rows in the same order, use --on row_index"
 _MEMORY = "2GB"
 _ROWS_AT_ONCE = 4096
 # Bytes of each job's wide columns that are read at once. Parquet's reader takes about ten times as much memory. 32 MiB
@@ -41,10 +41,11 @@ def join_key(a: Results, b: Results, on: str | None) -> str:
     if key == "id" and not all("id" in job.schema.names for job in (a, b)):
         if on is not None:
             raise UserError(
-                "--on id: not both jobs have an id; give them the same input.id_column, or say --on row_index"
+                "--on id: at least one of the jobs has no id; give both the same input.id_column, or use --on row_index"
             )
         raise UserError(
-            f"{a.folder} and {b.folder} had different inputs, and rows have no id to be joined by; {_BY_POSITION}"
+            f"{a.folder} and {b.folder} had different inputs, and at least one has no id by which rows could be "
+            f"joined; {_BY_POSITION}"
         )
     types = [str(job.schema.field(key).type).removeprefix("large_") for job in (a, b)]
     # Integers of all widths are compared exactly.
@@ -240,7 +241,7 @@ def _common_task(a: Results, b: Results) -> type[Task]:
     task, other = stored_task(a.spec), stored_task(b.spec)
     if task is not other:
         raise OutputError(
-            f"{a.folder} is of task {task.name}, and {b.folder} of task {other.name}: compare two of one task"
+            f"{a.folder} has task {task.name}, but {b.folder} has task {other.name}: compare jobs of the same task"
         )
     return task
 

@@ -100,7 +100,7 @@ def _check(file: SpecFile, wishes: Wishes) -> None:
     if wishes.num_slices is not None and wishes.num_slices > MAX_SLICES:
         raise SpecError(f"--array: got {wishes.num_slices}; must be at most {MAX_SLICES}")
     if wishes.venv is not None and wishes.container is not None:
-        raise SpecError("got --venv with --container; batchinf is in one of them: give that one")
+        raise SpecError("got --venv with --container; give only the one that has batchinf")
     for text in (wishes.command, file.spec.output.path):
         if not text.isprintable():
             raise SpecError(f"got {clip(text, 200)}; a line of an sbatch script cannot hold such characters")
@@ -117,7 +117,7 @@ def _check(file: SpecFile, wishes: Wishes) -> None:
         raise file.error(
             "drain_timeout_s",
             f"got {file.spec.drain_timeout_s:g}, but Slurm kills the job stop_before_s = {stop_before_s} s after its "
-            "signal; lower the one, or raise the other",
+            "signal; lower drain_timeout_s, or raise stop_before_s",
         )
     if wishes.time is not None and (time_s := _seconds(wishes.time)) <= stop_before_s:
         raise SpecError(
@@ -153,7 +153,7 @@ def _check_ray(file: SpecFile) -> None:
     if parallel.replicas_per_device not in ("auto", 1):
         raise file.error(
             "parallel.replicas_per_device",
-            f"got {parallel.replicas_per_device} with --nodes; Ray takes 1: leave it out",
+            f"got {parallel.replicas_per_device} with --nodes; with Ray it must be 1: leave it out",
         )
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(parallel, name) == "auto":

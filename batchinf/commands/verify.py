@@ -301,9 +301,14 @@ def _check(job: Job, verification: Verification, results: Results) -> None:
     """Raise UserError if the job has nothing that can be compared."""
     verification.check(results.schema)
     if job.spec.model.load_format == "dummy":
-        raise UserError("model.load_format is dummy: vLLM's random weights are not those that transformers would have")
+        raise UserError(
+            "model.load_format is dummy: transformers would draw other random weights than vLLM, so nothing can be "
+            "verified"
+        )
     if _mode(job) not in ("raw_logprobs", "raw_logits"):
-        raise UserError(f"the job stored {_mode(job)}, which depend on its sampling; only raw ones are verified")
+        raise UserError(
+            f"the job stored {_mode(job)}, which depend on its sampling; only raw logprobs and logits can be verified"
+        )
 
 
 def _mode(job: Job) -> str:
@@ -364,8 +369,8 @@ def _check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:
     if prompt_hash(np.asarray(prompt.token_ids, np.int32)) != row["prompt_hash"]:
         why = f" ({prompt.error.error_message})" if prompt.error is not None else ""
         raise DriftError(
-            f"row {row['row_index']} has other prompt tokens than when it was run{why}: the template, the tokenizer or "
-            "the input is another by now; put it back as it was"
+            f"row {row['row_index']} has other prompt tokens now than in the run{why}: the template, the tokenizer or "
+            "the input has changed; restore it"
         )
 
 
@@ -390,7 +395,7 @@ def _compare(
             worst.append(max(found, key=lambda it: it.max_abs_delta))
             worst = sorted(worst, key=lambda it: -it.max_abs_delta)[:_WORST]
     if not deviations:
-        raise UserError("the rows that were chosen have no tokens to compare; choose more with -n")
+        raise UserError("the drawn rows have no tokens to compare; draw more rows with -n")
     is_within = all(it.worst <= tolerance and not it.num_nan for it in deviations.values())
     return VerifyReport(
         job=results.folder,

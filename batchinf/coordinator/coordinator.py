@@ -296,8 +296,8 @@ class Coordinator:
     def _give_up(self) -> None:
         causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
         raise EngineStartError(
-            f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); "
-            "mend that and run the same command again"
+            f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); correct the cause and "
+            "run the same command again"
         )
 
     def _judge(self) -> None:

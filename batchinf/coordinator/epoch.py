@@ -37,12 +37,12 @@ FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 
 
 def run_job(
-    file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None, *, extends: bool, fresh: bool = False
+    file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None, *, extends: bool, fresh: bool
 ) -> Summary:
     """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
     backend: where the replicas run, as `choose_backend` says. retry: a predicate for the rows of the finished job that
-    run again. extends: first take in new rows of the input. fresh: move the folder's job aside and begin anew.
+    run again. extends: first take in new rows of the input. fresh: move the folder's job aside and start a new one.
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
@@ -76,11 +76,11 @@ def run_job(
 def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
     """Raise OutputError if a folder without a job holds parts, or if rows of its job should run again."""
     if state is None and retry is not None:
-        raise OutputError(f"{folder.root} holds no job to retry rows of; run it first, without --retry")
+        raise OutputError(f"{folder.root} holds no job whose rows could run again; run it first, without --retry")
     if state is None and folder.exists("parts") and folder.list("parts"):
         raise OutputError(
-            f"{folder.root} holds parts of a job whose manifest is gone: give the new job another output.path, or "
-            "delete them yourself"
+            f"{folder.root} holds parts of a job without its manifest: give the new job another output.path, or delete "
+            "the parts"
         )
 
 
@@ -173,7 +173,7 @@ def _run_retries(begun: StartedJob, lock: JobLock, display: ProgressDisplay) -> 
     if request is not None and not request.is_under_way:
         display.say(f"looking for rows where {request.predicate.text}")
         if begin_retry(job, state, manifest, request) is None:
-            display.say(f"no row matches {request.predicate.text}: nothing is run again")
+            display.say(f"no row matches {request.predicate.text}: no row runs again")
     while (phase := next_phase(job, state, manifest)) is not None:
         num_rows, num_shards = int(phase.num_chosen.sum()), int((phase.num_chosen > 0).sum())
         display.say(f"{phase.retry}: {num_rows:,} input rows in {num_shards:,} shards run again")

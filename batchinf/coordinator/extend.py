@@ -28,8 +28,8 @@ def check_extended(job: Job, state: State) -> None:
     """Raise InputError if the new input does not fit the job. job: with everything that its input has now."""
     if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(job.location):
         raise InputError(
-            f"{job.spec.input.path} is a Hugging Face dataset that has changed: --extend takes files, as which rows "
-            "of a dataset are new cannot be known; give the new rows as files, or a new job with input.exclude"
+            f"{job.spec.input.path} is a Hugging Face dataset that has changed: --extend cannot tell which of its rows "
+            "are new; give the new rows as files, or to a new job with input.exclude"
         )
     if has_more(job, state):
         _check_types(job)
@@ -47,8 +47,8 @@ def _check_types(job: Job) -> None:
         if not before.field(name).equals(now.field(name), check_metadata=True):
             was, is_now = (_type_of(schema.field(name)) for schema in (before, now))
             raise InputError(
-                f"column {name!r} is {was} in the job's output, and is {is_now} with what is new in "
-                f"{job.spec.input.path}; write it as {was} there, or give the new rows a job of their own"
+                f"column {name!r} is {was} in the job's output, but {is_now} with the new rows of "
+                f"{job.spec.input.path}; write it as {was} there, or run the new rows as another job"
             )
 
 
@@ -103,4 +103,4 @@ def _rows_per_shard(job: Job, state: State, choice: Choice, num_replicas: int) -
 def said(job: Job, state: State, num_rows: int) -> str:
     """A line for the user about the new rows."""
     num_new = job.source.num_rows - state.extents[-1].stop_row
-    return f"extended: {num_rows:,} input rows to run, of {num_new:,} that were not looked at before"
+    return f"extended: {num_rows:,} more input rows to run, out of {num_new:,} that the job had not seen"

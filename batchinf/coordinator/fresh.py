@@ -69,7 +69,7 @@ def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -
         finally:
             # The lock moved with the folder, and kept `_sweep_moved` of other processes away.
             Folder(aside).delete(LOCK)
-    display.say(f"moved the job in {link} to {aside}; it begins anew")
+    display.say(f"moved the old job from {link} to {aside}; a new job starts")
 
 
 def _end_leftovers(folder: Folder, backend: Backend) -> None:

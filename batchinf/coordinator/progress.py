@@ -94,7 +94,7 @@ def _errors(table: pa.Table) -> pa.Table:
     return table.filter(pc.is_valid(table.column("error_type")))
 
 
-def failure_lines(failures: Sequence[Failure], prompts: Sequence[str] = ()) -> list[str]:
+def failure_lines(failures: Sequence[Failure], prompts: Sequence[str]) -> list[str]:
     """The failures as lines. prompts: one for each failure, or none."""
     said = ["the commonest errors:"] if failures else []
     for place, failure in enumerate(failures):
@@ -110,10 +110,10 @@ def ended_early_lines(job: Job, state: State) -> list[str]:
     found = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
     return [
         *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
-        f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and in the journal whatever "
-        "else had finished",
-        "mend the spec or the input and give the new job another output.path; or let this one run on, error rows and "
-        "all: the same command with --set max_error_rate=1",
+        f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and all other finished requests "
+        "in the journal",
+        "correct the spec or the input and give the new job another output.path; or continue this job despite its "
+        "errors: run the same command with --set max_error_rate=1",
     ]
 
 
@@ -157,11 +157,12 @@ def forecast(state: State) -> list[str]:
     lines = [
         f"forecast from {num_run:,} input rows, which took {time_text(run_s)} of {device} time: {whose} take "
         f"{'at most' if is_small else 'about'} {time_text(run_s * factor)} and {size_text(state.num_bytes * factor)}, "
-        "besides the start of the engines"
+        "plus the start of the engines"
     ]
     if is_small:
         lines.append(
-            f"so few rows do not fill the engines, which run {batch:,} requests at once: a larger sample tells more"
+            f"so few rows do not fill the engines, which run {batch:,} requests at once: a larger sample gives a "
+            "better forecast"
         )
     return lines
 

@@ -67,7 +67,7 @@ def as_begun(prepared: PreparedJob, header: Header) -> tuple[PreparedJob, dict[s
         check_drift(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}})
     except DriftError as error:
         raise DriftError(
-            f"{error}\nwith --retry, fields of sampling other than n and those of logprobs may change"
+            f"{error}\nwith --retry, the fields of sampling may change, except n and those of logprobs"
         ) from None
     spec = prepared.spec.model_copy(update={"sampling": _sampling(header.spec["sampling"])})
     return dataclasses.replace(prepared, spec=spec), overrides
@@ -85,8 +85,8 @@ def take_request(job: Job, state: State, text: str | None, overrides: dict[str, 
     is_same = last is not None and (last.predicate, last.overrides) == (predicate.text, overrides)
     if last is not None and not is_same and _is_unfinished(job, state, last):
         raise OutputError(
-            f"{job.folder.root} has an unfinished {last}; finish it first, with the command that began it, or with "
-            "`run` without --retry and its --set; then ask for another"
+            f"{job.folder.root} has an unfinished {last}; finish it first with the command that started it, or with "
+            "`run` without --retry and its --set; then start another"
         )
     return RetryRequest(predicate, overrides, is_same)
 
@@ -187,7 +187,7 @@ def _matching(job: Job, shard: int, predicate: Predicate) -> Iterable[npt.NDArra
                 yield predicate.matches(pa.Table.from_batches([batch]))
     except (pa.ArrowException, OSError) as error:
         raise OutputError(
-            f"{path} cannot be read: {error}; move it away and run the same command again, which makes it anew"
+            f"{path} cannot be read: {error}; move it away and run the same command again, which makes it again"
         ) from error
 
 

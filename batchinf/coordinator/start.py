@@ -46,7 +46,7 @@ from batchinf.source.rows import first_rows
 from batchinf.spec.file import SpecFile, dump_spec
 
 _LOST_TO_NAME = 20
-NOTHING_NEW = "--extend: the input has nothing that the job has not taken in"
+NOTHING_NEW = "--extend: the input has no new files and no new rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,9 @@ def _recover(job: Job, state: State, manifest: Manifest, epoch: int, display: Pr
     for shard in found.lost[:_LOST_TO_NAME]:
         display.say(f"warning: part {shard} is gone or altered; its rows run again")
     if len(found.lost) > _LOST_TO_NAME:
-        display.say(f"warning: so are {len(found.lost) - _LOST_TO_NAME:,} more; their rows run again too")
+        display.say(
+            f"warning: {len(found.lost) - _LOST_TO_NAME:,} more parts are gone or altered; their rows run again"
+        )
 
 
 def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDisplay) -> None:

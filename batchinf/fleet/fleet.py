@@ -160,7 +160,7 @@ class FleetReplica:
 
     @property
     def totals(self) -> Totals:
-        """What its incarnation that runs has done."""
+        """Totals of its running incarnation."""
         progress = self.progress
         return Totals(progress.num_answered, progress.num_prompt_tokens, progress.num_output_tokens)
 
@@ -245,7 +245,7 @@ def is_overdue(replica: FleetReplica) -> bool:
 
 
 def _may_be_a_rows_doing(failed: Failed | None, verdict: Verdict | None) -> bool:
-    """Whether a row may have caused the end: only an engine's death, and none that lower settings may prevent."""
+    """Whether a row may have caused the end: the engine died, and lower settings could not prevent that."""
     is_death = failed is None or failed.error_type == EngineDeadError.__name__
     return is_death and (verdict is None or verdict.action == "died")
 
@@ -276,7 +276,7 @@ class Fleet:
 
         settings: the engine arguments that `launch` uses; the fleet lowers them when memory runs out.
         retry: the number of the retry that the incarnations work for; 0 for none.
-        num_before: incarnations that this epoch has started for that before.
+        num_before: incarnations that this epoch has already started for it.
         """
         self.replicas = [FleetReplica(slot, requests_per_row) for slot in slots]
         self._launch = launch
@@ -500,5 +500,5 @@ class Fleet:
 
     @property
     def totals(self) -> Totals:
-        """What all incarnations have done since the coordinator started."""
+        """Totals of all incarnations since the coordinator started."""
         return sum((replica.totals for replica in self.replicas), self._spent)

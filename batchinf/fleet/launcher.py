@@ -150,7 +150,7 @@ def _settings(
     lowered = kept(spec, state.lowered) if state is not None else {}
     if lowered:
         shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
-        say(f"going on with {shown}, as memory ran out before; give another value in the spec to change that")
+        say(f"continuing with {shown}, because memory ran out before; set another value in the spec to change that")
     return EngineSettings(spec, fit, lowered, chosen.engine)
 
 

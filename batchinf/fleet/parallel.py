@@ -150,4 +150,4 @@ def devices_note(devices: Sequence[str], *, is_cpu_build: bool) -> str | None:
     """A line for a host without devices, such as a login node."""
     if devices or is_cpu_build:
         return None
-    return "note: no GPU is visible here, so that degrees and memory of devices were not looked at"
+    return "note: no GPU is visible here, so degrees and device memory were not checked"

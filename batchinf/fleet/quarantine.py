@@ -117,7 +117,7 @@ class Case:
         suspects = tuple(suspect for suspect in self.suspects if suspect != row)
         case = replace(self, suspects=suspects, is_found=True, doubted=None)
         if self.stage == "probe":
-            # The other probes cost no restart, and such rows often come together.
+            # The other probes cost no restart, and rows that kill engines often come together.
             return replace(case, accused=tuple(other for other in self.accused if other != row))._go_on()
         return replace(case, stage="replay", accused=(), later=())
 
@@ -313,7 +313,7 @@ class Trials:
         elif case.is_on_trial:
             # The search makes progress with each death, until one row is left.
             self._fleet.excuse(end.replica)
-            said = f"{len(case.accused)} rows are suspected of it, and run apart"
+            said = f"{len(case.accused)} rows may have caused it, and run separately"
         elif case.stage == "lost":
             said = f"the {len(case.suspects)} rows that were in the engine count as not tried"
         else:
@@ -338,7 +338,7 @@ class Trials:
             self._quarantine.hand_over(left)
 
     def give(self, next_attempt: Callable[[Iterable[Shard]], int]) -> None:
-        """Give each replica that is up the shards of its case, or the next trial of them, unless it has them."""
+        """Give each running replica the shards of its case, or its next trial, unless it has them already."""
         for replica in self._fleet.replicas:
             case = self._quarantine.of(replica.number)
             if case is None or not replica.is_running or replica.handle is None:

@@ -203,8 +203,8 @@ def check_slice(job: Job, file: SpecFile, own: Extent, say: Say) -> None:
     places = job.slice.rows(whole.num_rows)
     if (own.start, own.num_rows) != (places.start, len(places)):
         raise OutputError(
-            f"{job.spec.output.path}: other rows are chosen now than when slice {job.slice} began, "
-            f"{whole.num_rows:,} over all slices; put cut.json back, or give the job another output.path"
+            f"{job.spec.output.path}: spec and input now choose other rows than when slice {job.slice} began, "
+            f"{whole.num_rows:,} over all slices; restore cut.json, or give the job another output.path"
         )
 
 

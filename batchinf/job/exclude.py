@@ -22,10 +22,10 @@ from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import prompt_hash
 
-_MEMORY = "128MB"
-# Bytes of keys that are looked up at once: few at first if there is a limit, as a few rows are then probably enough.
-# One join of all rows is quicker, but with 100 million rows DuckDB runs out of a memory limit of 512 MB.
-_FIRST_BYTES, _MOST_BYTES = 1 << 16, 16 << 20
+_MEMORY = "64MB"
+# Bytes of keys that are stored or looked up at once: few at first if there is a limit, as a few rows are then probably
+# enough. One join of all rows is quicker, but with 100 million rows DuckDB runs out of a memory limit of 512 MB.
+_FIRST_BYTES, _MOST_BYTES = 1 << 16, 8 << 20
 _PART_ROWS_AT_ONCE, _ROWS_TO_TOKENIZE = 1 << 16, 256
 
 Batches = Iterable[tuple[Int64Array, pa.Table]]
@@ -50,7 +50,7 @@ class Exclusion:
             self._own, self.columns = job.source.schema.field(name), [name]
             if is_json_column(self._own):
                 raise self._wrong(
-                    f"got id, but {name} holds values of several types, and nothing tells theirs; say prompt_hash"
+                    f"got id, but {name} holds values of several types, which cannot be compared; use prompt_hash"
                 )
             return
         self._own = pa.field("prompt_hash", pa.int64())
@@ -66,16 +66,9 @@ class Exclusion:
         """
         with scratch_database(folder, _MEMORY) as scratch:
             self._read_done(scratch)
-            held: list[pa.Table] = []
-            most, num_bytes = _FIRST_BYTES if has_limit else _MOST_BYTES, 0
-            for rows, table in batches:
-                held.append(pa.table({"row": rows, "key": self._keys(rows, table)}))
-                num_bytes += held[-1].nbytes
-                if num_bytes >= most:
-                    yield _not_done(scratch, pa.concat_tables(held))
-                    held, most, num_bytes = [], min(2 * most, _MOST_BYTES), 0
-            if held:
-                yield _not_done(scratch, pa.concat_tables(held))
+            keyed = (pa.table({"row": rows, "key": self._keys(rows, table)}) for rows, table in batches)
+            for candidates in _joined(keyed, _FIRST_BYTES if has_limit else _MOST_BYTES):
+                yield _not_done(scratch, candidates)
 
     def _keys(self, rows: Int64Array, table: pa.Table) -> pa.ChunkedArray:
         if self._on == "id":
@@ -92,7 +85,7 @@ class Exclusion:
         empty = key_column(pa.chunked_array([], self._own.type), self._own)
         scratch.run("CREATE TABLE done AS SELECT key FROM own", own=pa.table({"key": empty}))
         type = scratch.column("SELECT column_type FROM (DESCRIBE done)")[0]
-        for keys in self._keys_of_jobs():
+        for keys in _joined(self._keys_of_jobs(), _MOST_BYTES):
             # An integer that the own type cannot hold is equal to none of its values: the cast makes it null.
             scratch.run(f"INSERT INTO done SELECT TRY_CAST(key AS {type}) FROM theirs", theirs=keys)
 
@@ -126,12 +119,12 @@ class Exclusion:
 
     def _check_type(self, out: str, schema: pa.Schema) -> None:
         if self._on not in schema.names:
-            raise self._wrong(f"got id, but the rows in {out} have none: that job has no id_column; say prompt_hash")
+            raise self._wrong(f"got id, but the rows in {out} have none: that job has no id_column; use prompt_hash")
         own, theirs = self._own.type, schema.field(self._on).type
         if _family(own) != _family(theirs):
             raise self._wrong(
-                f"got {self._on}, but {self._own.name} is {own} here and {theirs} in {out}, so that none would be the "
-                "same; give both one type, or say prompt_hash"
+                f"got {self._on}, but {self._own.name} is {own} here and {theirs} in {out}, so no id could be equal; "
+                "give both the same type, or use prompt_hash"
             )
 
 
@@ -146,6 +139,18 @@ def _family(type: pa.DataType) -> str:
     if pa.types.is_integer(type):
         return "integer"
     return "text" if pa.types.is_string(type) or pa.types.is_large_string(type) else str(type)
+
+
+def _joined(tables: Iterable[pa.Table], first_bytes: int) -> Iterator[pa.Table]:
+    """The rows of these tables in fewer tables: the first of `first_bytes`, each later one of twice the bytes."""
+    held, most = list[pa.Table](), first_bytes
+    for table in tables:
+        held.append(table)
+        if sum(some.nbytes for some in held) >= most:
+            yield pa.concat_tables(held)
+            held, most = [], min(2 * most, _MOST_BYTES)
+    if held:
+        yield pa.concat_tables(held)
 
 
 def _not_done(scratch: ScratchDatabase, candidates: pa.Table) -> Int64Array:

@@ -47,18 +47,18 @@ _NUM_SAMPLED = 256
 def objection(task: Task, model: Model, source: Source, rows: range, num_rows: int) -> str | None:
     """The error if the output is estimated above `output.max_output_bytes`; else None.
 
-    task: of the resolved spec. rows: include the `num_rows` rows that run.
+    task: of the resolved spec. rows: positions, with those of the `num_rows` rows that run among them.
     """
     given, per_row = task.spec.output.max_output_bytes, task.estimated_bytes_per_row()
     limit = task.default_max_output_bytes if given is None else given
     if limit is None:
         return None
-    # Reads prompts only if the limit is near: without them, the estimate is assumed to be at most 64 times too low.
+    # Prompts are read only near the limit: an estimate without them is assumed to be at most 64 times too low.
     if task.sizes_by_prompts and len(rows) and num_rows * per_row > limit // 64:
         per_row = task.estimated_bytes_per_row(_sample(task, model, source, rows))
     if num_rows * per_row <= limit:
         return None
-    default = "" if given else ", which holds where the spec is silent"
+    default = "" if given else ", the default"
     remedies = ", ".join(["take fewer rows (input.limit)", *task.size_remedies])
     estimate = f"{size_text(num_rows * per_row)} ({size_text(per_row)} each)"
     return (
@@ -198,7 +198,7 @@ def open_job(
 
 @contextlib.contextmanager
 def placing(file: SpecFile) -> Iterator[None]:
-    """Give each SpecError that begins with a field the place of the field in the file."""
+    """If a SpecError begins with a field's name, add the field's line and column."""
     try:
         yield
     except SpecError as error:
@@ -225,7 +225,7 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
 
 
 def check_output_apart(spec: JobSpec) -> None:
-    """Raise SpecError where the job's own files would be files of its input."""
+    """Raise SpecError if the output folder is in the input folder: the job would read its own files."""
     if is_url(spec.input.path):
         return
     path, out = os.path.realpath(os.path.expanduser(spec.input.path)), pathlib.Path(os.path.realpath(spec.output.path))
@@ -284,7 +284,7 @@ def _with_columns(spec: JobSpec, columns: Iterable[str]) -> JobSpec:
 
 @contextlib.contextmanager
 def _refusing_other_job(folder: Folder, spec: JobSpec, model: Model, state: State | None) -> Iterator[None]:
-    """Say of a DriftError in one line that the folder has another job, if that is so."""
+    """Shorten a DriftError to one line if the folder holds another job."""
     try:
         yield
     except DriftError:
@@ -299,8 +299,8 @@ def _check_heads(spec: JobSpec, model: Model) -> None:
     legal = Needs(None, None, config=text_section(model.config)).tensor_degrees(64)
     if spec.scripted is None and isinstance(wanted, int) and wanted <= 64 and wanted not in legal:
         raise SpecError(
-            f"parallel.tensor_parallel_size: got {wanted}, by which the heads or the MLP of '{model.name}' do not "
-            f"divide; it must be one of {', '.join(map(str, legal))}"
+            f"parallel.tensor_parallel_size: got {wanted}, but the heads or the MLP of '{model.name}' cannot be "
+            f"divided by it; must be one of {', '.join(map(str, legal))}"
         )
 
 
@@ -382,7 +382,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) 
 
 
 def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
-    """What `output.rows_per_shard: auto` is for these rows."""
+    """The value of `output.rows_per_shard: auto` for these rows."""
     is_longest_first = choice.ordered_by == "longest"
     per_row = job.task.estimated_bytes_per_row()
     return choose_rows_per_shard(choice.num_rows, num_replicas, per_row, is_longest_first=is_longest_first)
@@ -432,8 +432,8 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
     check_cut(job)
     if (cut.num_rows, cut.positions) != (num_rows, positions):
         raise OutputError(
-            f"{out}: its slices began with {cut.num_rows:,} rows, and other rows are chosen now, {num_rows:,}; "
-            "put back what chose them, or give the job another output.path"
+            f"{out}: its slices began with {cut.num_rows:,} chosen rows, but spec and input now choose {num_rows:,} or "
+            "others; restore them, or give the job another output.path"
         )
 
 
@@ -459,8 +459,10 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
     return DriftError(
         f"{what} that began with other settings:\n"
         + "\n".join(lines)
-        + "\nput these back as they were to go on with it, or give the new job another output.path; or begin anew with "
-        "--fresh, which keeps the old folder under another name"
+        + (
+            "\nset these back to continue the job, or give the new job another output.path; or start a new job with "
+            "--fresh, which keeps the old folder under another name"
+        )
     )
 
 

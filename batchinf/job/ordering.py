@@ -173,12 +173,13 @@ def _restore(job: Job, file: SpecFile, state: State, say: Say) -> None:
         choice = in_order(job, choice, state, lambda line: None, lambda: None)
         if choice.positions != extent.positions:
             raise OutputError(
-                f"{name} is gone, and other rows are chosen now, or in another order: {choice.num_rows:,} where "
-                f"{extent.num_rows:,} were; put the file back, or give the job another output.path"
+                f"{name} is gone or altered, and spec and input now choose other rows or another order: "
+                f"{choice.num_rows:,} rows, not {extent.num_rows:,}; restore the file, or give the job another "
+                "output.path"
             )
 
 
-_WORDS = {"prefix": "what their prompts begin with", "longest": "their max_tokens, the longer half first"}
+_WORDS = {"prefix": "the prefix of their prompts", "longest": "their max_tokens, the longer half first"}
 
 
 def _key(outline: Outline, ordered_by: str) -> bytes | None:
@@ -211,16 +212,16 @@ class _Outlines:
 def _decide(job: Job, choice: Choice, say: Say) -> str:
     """Choose the best order from a sample of the rows, and print a line about it."""
     own_lengths = has_own_lengths(job.spec)
-    otherwise = ("longest", "by max_tokens, the longer half first") if own_lengths else ("input", "as they stand")
+    otherwise = ("longest", "by max_tokens, the longer half first") if own_lengths else ("input", "as in the input")
     if (reason := no_cache(job)) is not None:
         say(f"order: {otherwise[1]}, as {reason}")
         return otherwise[0]
     saved, num_rows = saved_share(_runs(job, choice))
-    seen = f"of {num_rows:,} rows' prompts {saved:.0%} would come from the prefix cache that do not as they stand"
+    seen = f"sorting would take {saved:.0%} more of {num_rows:,} rows' prompts from the prefix cache"
     if saved >= LEAST_SAVED:
-        say(f"order: by what prompts begin with: {seen}")
+        say(f"order: by prefix: {seen}")
         return "prefix"
-    say(f"order: {otherwise[1]}: {seen}; {LEAST_SAVED:.0%} would be worth it")
+    say(f"order: {otherwise[1]}: {seen}, less than {LEAST_SAVED:.0%}")
     return otherwise[0]
 
 
@@ -229,7 +230,7 @@ def no_cache(job: Job) -> str | None:
     if job.spec.engine.get("enable_prefix_caching") is False:
         return "engine.enable_prefix_caching is false"
     if job.task.reads_prompt_logits:
-        return "prompts whose logprobs are asked for are computed whole"
+        return "vLLM computes prompts whole if their logprobs are wanted"
     return None
 
 

@@ -51,7 +51,9 @@ def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
             if mark is not None:
                 num_commits += 1
                 if mark != num_commits:
-                    raise damage(folder, name, f"line {number} ends commit {mark}, but {num_commits} was to come")
+                    raise damage(
+                        folder, name, (f"line {number} ends commit {mark}, but commit {num_commits} was expected")
+                    )
                 yield from commit
                 commit = []
 
@@ -72,7 +74,7 @@ def _has_later_commit(lines: Iterable[bytes], number: int) -> bool:
 
 def damage(folder: Folder, name: str, what: str) -> OutputError:
     """The error for a damaged file."""
-    remedy = "put back a whole copy of it, or give the job another output.path"
+    remedy = "restore it from a backup, or give the job another output.path"
     return OutputError(f"{folder.path(name)} is damaged: {what}; {remedy}")
 
 
@@ -148,7 +150,8 @@ class CommitLog:
             if os.path.samestat(own, self._path.stat()):
                 return
         raise OutputError(
-            f"{self._path} was deleted or replaced while the job ran; put the folder back, or begin anew with --fresh"
+            f"{self._path} was deleted or replaced while the job ran; restore the folder, or start a new job with "
+            "--fresh"
         )
 
     def _write(self, data: bytes) -> None:

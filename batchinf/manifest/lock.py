@@ -274,10 +274,12 @@ class JobLock:
 
     def _held(self, holder: Holder | None) -> OutputError:
         who = f"{holder} since {holder.since}" if holder else "a process whose lock file cannot be read"
-        return OutputError(f"{self._folder.root} is being run by {who}; stop that one first, or wait for its end")
+        return OutputError(f"{self._folder.root} is being run by {who}; stop it first, or wait until it ends")
 
     def _lost(self, cause: str) -> LockLost:
-        return LockLost(f"{self._folder.root} is no longer held by this process: {cause}; nothing more is written")
+        return LockLost(
+            f"{self._folder.root} is no longer held by this process: {cause}; this process writes nothing more"
+        )
 
     def _take_away(self, stale: bytes) -> bool:
         """Remove the lock file if it still is the stale one. True if this call removed it."""
@@ -324,7 +326,7 @@ class JobLock:
                     os.pwrite(file.fileno(), self._me.encode(), 0)
 
 
-def await_free(folder: Folder, on_wait: Callable[[str], None] | None = None) -> None:
+def await_free(folder: Folder, on_wait: Callable[[str], None]) -> None:
     """Raise OutputError if a process holds a job. Waits until it is known whether a holder on another host lives."""
     if live_holder(folder) is not None:
         with JobLock(folder).held(lambda: 0, on_wait):

@@ -82,7 +82,7 @@ class Manifest:
         if commits:
             faults.point("manifest.compact.before_rename")
         if last_epoch(self._folder) >= epoch or not self._folder.create_exclusive(name, data):
-            raise OutputError(f"another process has begun epoch {epoch} of {self._folder.root}; run this again")
+            raise OutputError(f"another process has just started on {self._folder.root}; run the same command again")
         if commits:
             faults.point("manifest.compact.before_delete")
             for log in earlier:

@@ -289,9 +289,9 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
                 replaced = []
             state.apply(fields)
         except (LookupError, ValueError) as error:
-            raise damage(folder, name, f"line {number} does not follow from those before it") from error
+            raise damage(folder, name, f"line {number} contradicts the lines before it") from error
     if any(not folder.exists(log) for log in replaced):
-        raise damage(folder, name, "its snapshot lacks the end")
+        raise damage(folder, name, "its snapshot is incomplete")
     return before if replaced else state
 
 

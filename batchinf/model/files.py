@@ -217,7 +217,7 @@ def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
 
 
 def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathlib.Path], bool]) -> Snapshot:
-    """The commit that `revision` of `name` is now or, if the hub does not answer, was when it was cached.
+    """The commit of `revision` by the hub's answer or, if the hub does not answer, by the cache.
 
     The hub is not asked about a commit hash whose cached folder `is_whole`. field: of the spec, for messages. Raises
     ModelError.

@@ -129,7 +129,7 @@ def _locate(field: str, name: str, revision: str | None, load_format: str, commi
     except ModelError as error:
         if commit is None:
             raise
-        raise ModelError(f"{error}. The job began with this commit: get it back, or begin a new job") from error
+        raise ModelError(f"{error}. The job began with this commit: restore it, or start a new job") from error
     return _Place(name, snapshot.folder, snapshot.commit, snapshot.is_online)
 
 

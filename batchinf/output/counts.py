@@ -115,8 +115,8 @@ def non_finite_lines(num_nan_rows: int, num_inf_rows: int, *, expects_inf: bool)
     said = []
     if num_nan_rows:
         said.append(
-            f"warning: {num_nan_rows:,} output rows have NaN among the model's numbers, whose arithmetic failed there; "
-            "they are kept as they are"
+            f"warning: {num_nan_rows:,} output rows have NaN among the model's numbers, because its arithmetic failed "
+            "there; they are stored unchanged"
         )
     if num_inf_rows and expects_inf:
         said.append(
@@ -125,8 +125,8 @@ def non_finite_lines(num_nan_rows: int, num_inf_rows: int, *, expects_inf: bool)
         )
     elif num_inf_rows:
         said.append(
-            f"{num_inf_rows:,} output rows have an infinity among the model's numbers, as for a token that the model "
-            "itself rules out; they are kept as they are"
+            f"{num_inf_rows:,} output rows have infinite numbers from the model, such as the logprob of a token that "
+            "the model rules out; they are stored unchanged"
         )
     return said
 

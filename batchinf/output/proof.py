@@ -76,7 +76,9 @@ def _is_named(folder: Folder, state: State, order: RunOrder, shard: int, line: P
         return False
     except OSError as error:
         name = folder.path(f"parts/{part_name(shard)}")
-        raise OutputError(f"cannot read {name}: {reason(error)}; mend that and run the same command again") from error
+        raise OutputError(
+            f"cannot read {name}: {reason(error)}; correct the cause and run the same command again"
+        ) from error
     return all(_encoded(name, value) in footer for name, value in expected.items())
 
 
@@ -85,8 +87,8 @@ def _refuse_foreign(folder: Folder, state: State, shards: Sequence[int]) -> None
     owner = other_owner(folder, state, shards)
     if owner:
         raise OutputError(
-            f"{folder.path('manifest')} is of job {state.header.job_id}, but the parts beside it are of job {owner}: "
-            "put the right manifest back, or move the parts away to have all rows run again"
+            f"{folder.path('manifest')} belongs to job {state.header.job_id}, but the parts beside it belong to job "
+            f"{owner}: restore the right manifest, or move the parts away so that all rows run again"
         )
 
 
@@ -127,7 +129,7 @@ def read_footer(path: pathlib.Path) -> bytes:
         end = os.pread(descriptor, _END_BYTES, max(0, size - _END_BYTES))
         num_bytes = int.from_bytes(end[-8:-4], "little")
         if end[-4:] != _MAGIC or num_bytes + 12 > size:
-            raise _NotPartError("it has no footer, as if it had been cut")
+            raise _NotPartError("it has no footer and may be cut short")
         if num_bytes + 8 > len(end):
             end = os.pread(descriptor, num_bytes + 8, size - num_bytes - 8)
         return end[-num_bytes - 8 : -8]
@@ -197,7 +199,7 @@ def find_flaw(
 
 def _plain_flaw(path: pathlib.Path, job_id: str, shard: Shard, first_row: int, line: Part) -> str | None:
     num_bytes = path.stat().st_size
-    size_flaw = f"has {num_bytes:,} bytes, {line.num_bytes:,} were written" if num_bytes != line.num_bytes else None
+    size_flaw = f"has {num_bytes:,} bytes, but {line.num_bytes:,} were written" if num_bytes != line.num_bytes else None
     try:
         footer = read_footer(path)
     except _NotPartError as error:
@@ -212,7 +214,7 @@ def _number_flaw(path: pathlib.Path, shard: Shard, line: Part, num_samples: int)
     expected = shard.num_rows * num_samples
     for num_rows in (line.num_rows, pq.read_metadata(path).num_rows):
         if num_rows != expected:
-            return f"has {num_rows:,} rows, {expected:,} are right"
+            return f"has {num_rows:,} rows, but must have {expected:,}"
     return None
 
 
@@ -222,8 +224,8 @@ def _statement_flaw(name: str, stated: str | None, expected: str, size_flaw: str
     if name == "job_id":
         return f"is a part of another job, {stated}"
     if name == "shard":
-        return f"is the part of shard {stated}, put in this one's place"
-    return f"is another file than the one committed: its footer states {name} {stated}, its manifest line {expected}"
+        return f"is the part of shard {stated} under another part's name"
+    return f"is not the committed file: its footer has {name} {stated}, its manifest line {expected}"
 
 
 def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
@@ -244,7 +246,7 @@ def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
     if not is_sealed:
         return "is altered: its bytes are not those that were written"
     if whole.hexdigest() != line.digest:
-        return "is another file than the one committed, though whole in itself"
+        return "is whole, but not the committed file"
     return None
 
 
@@ -261,7 +263,7 @@ def _key_flaw(path: pathlib.Path, own: ShardRows, num_samples: int) -> str | Non
             is_right = (rows == row) & (samples == sample)
             if not is_right.all():
                 i = int(is_right.argmin())
-                return f"has row {rows[i]}, sample {samples[i]} where row {row[i]}, sample {sample[i]} was to come"
+                return f"has row {rows[i]}, sample {samples[i]} in the place of row {row[i]}, sample {sample[i]}"
             num_rows += batch.num_rows
     expected = len(own) * num_samples
-    return None if num_rows == expected else f"has {num_rows:,} rows, {expected:,} are right"
+    return None if num_rows == expected else f"has {num_rows:,} rows, but must have {expected:,}"

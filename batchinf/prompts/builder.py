@@ -557,12 +557,17 @@ def read_list(value: object) -> tuple[object, str]:
 def _check_text(text: str) -> str | RowError:
     if not text:
         return RowError("empty_prompt", "the prompt is an empty string")
+    return unicode_error(text, "the prompt") or text
+
+
+def unicode_error(text: str, name: str) -> RowError | None:
+    """The error of a text with a lone surrogate, which no tokenizer takes. name: of the text, for the message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         found = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
-        return RowError("invalid_unicode", f"the prompt is not valid Unicode: lone surrogate {found}")
-    return text
+        return RowError("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {found}")
+    return None
 
 
 def _highest_id(tokenizer: Any) -> int:

@@ -105,7 +105,7 @@ class Predicate:
         nodes = list(_walk(expressions))
         for node in nodes:
             if (what := _NOT_OF_ONE_ROW.get(node.get("class", ""))) is not None:
-                raise self._wrong(f"it must speak of one row alone, but it holds {what}")
+                raise self._wrong(f"it must use the columns of one row only, but it has {what}")
         if any(name != alias for name, alias in self._named.items()):
             self._rename(nodes)
             [statement] = tree["statements"]

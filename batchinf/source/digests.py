@@ -26,8 +26,8 @@ T = TypeVar("T")
 def changed(name: str) -> DriftError:
     """The error for a file that is not as the job has taken it in."""
     return DriftError(
-        f"{name} has changed since the job took it in, so nothing more is made of it; put the file back as it was and "
-        "run the same command again, or give a new job another output.path"
+        f"{name} has changed since the job first read it, so the job stops; restore the file and run the same command "
+        "again, or start a new job with another output.path"
     )
 
 

@@ -55,7 +55,7 @@ class InputFile:
             return open(self.path, "rb")
         except OSError as error:
             raise InputError(
-                f"{self.name} cannot be read: {error.strerror}; mend its permissions or its path"
+                f"{self.name} cannot be read: {error.strerror}; correct its permissions or its path"
             ) from error
 
 
@@ -65,7 +65,6 @@ def stamp(path: str) -> Stamp:
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """See `stamp`."""
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 

@@ -49,7 +49,7 @@ def _by_glob(path: str) -> list[InputFile]:
     root = os.path.dirname(re.split(r"[*?[]", path)[0])
     found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
     if not found:
-        raise InputError(f"no file matches {path}; mend the glob, or put it in quotes if a shell expanded it")
+        raise InputError(f"no file matches {path}; correct the glob, or put it in quotes if a shell expanded it")
     return [InputFile(os.path.relpath(name, root or "."), os.path.abspath(name)) for name in found]
 
 

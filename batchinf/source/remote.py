@@ -41,7 +41,6 @@ class RemoteFile(InputFile):
 
     @property
     def is_remote(self) -> bool:
-        """See `InputFile`."""
         return True
 
     def stamp(self) -> Stamp:
@@ -115,7 +114,9 @@ def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     if _is_glob(system, path):
         wanted = sorted(names)
         if not wanted:
-            raise InputError(f"no file matches {input.path}; mend the URL, or put it in quotes if a shell expanded it")
+            raise InputError(
+                f"no file matches {input.path}; correct the URL, or put it in quotes if a shell expanded it"
+            )
     elif path in found:
         wanted = [_last(path)]
         names = {wanted[0]: path}
@@ -210,9 +211,9 @@ def _line(url: str, error: BaseException) -> str:
     if isinstance(why, ImportError):
         return f"{url} cannot be read, as a package is missing: {_words(why)}"
     if isinstance(why, PermissionError) or status in (401, 403):
-        return f"{url} cannot be read: no permission; give credentials in the environment, as its library takes them"
+        return f"{url} cannot be read: no permission; give credentials in the environment, in the way of its library"
     if isinstance(why, FileNotFoundError) or status in (404, 410):
-        return f"{url} is not there: mend the URL, or put the file there"
+        return f"{url} does not exist: correct the URL, or put the file there"
     return f"{url} cannot be read: {_words(why)}; check the URL, the network, and credentials in the environment"
 
 

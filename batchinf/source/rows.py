@@ -85,7 +85,7 @@ def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: Ne
     versions = load_versions(cache, taken[-1]) if taken else None
     if versions is None and len(set(taken)) > 1:
         path = record_path(cache, taken[-1])
-        raise InputError(f"{path} is gone or damaged, which says where each row is; put it back as it was")
+        raise InputError(f"{path} is gone or damaged; it says where each row is, so restore it")
     if versions is None:
         format, files = _find(input)
         version, scanned = first_version(format, files, cache, digests)
@@ -138,7 +138,10 @@ def _again(
             return known_format, versions, scanned
     format, files = _find(input)
     if format is not known_format:
-        raise DriftError(f"{input.path} is {format.name}, but the job in the output folder has {versions[-1].format}")
+        raise DriftError(
+            f"{input.path} has the format {format.name}, but the job in the output folder began with "
+            f"{versions[-1].format}; restore the input, or give this job another output.path"
+        )
     compared = compare_files(known, files, format, cache, digests, scans_new=new == "take")
     refuse_changes(compared, input.path, takes_new=new != "refuse")
     found = next_version(versions[-1], known, compared, format) if new == "take" else None

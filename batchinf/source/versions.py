@@ -405,17 +405,17 @@ def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool) -> N
     """Raise DriftError if a known file is changed or gone, or if there are new files or rows and `takes_new` is off."""
     if what := _said({"changed": compared.changed, "gone": compared.gone}):
         raise DriftError(
-            f"{path} is not the input that the job in the output folder has taken in: {what}; put these back as they "
-            "were to go on with it, or give a new job another output.path: there `input.exclude: {job: OLD_OUTPUT, on: "
-            "prompt_hash}` leaves out the rows that are as they were"
+            f"{path} is not the input that the job in the output folder began with: {what}; restore these to continue "
+            "the job, or start a new job with another output.path, where `input.exclude: {job: OLD_OUTPUT, on: "
+            "prompt_hash}` leaves out the unchanged rows"
         )
     if takes_new:
         return
     grown = [file.name for file, _ in compared.grown.values()]
     if what := _said({"new": [file.name for file in compared.unknown], "longer than before": grown}):
         raise DriftError(
-            f"{path} has more than the job in the output folder has taken in: {what}; run with --extend to take that "
-            "too, or move it away"
+            f"{path} has more than the job in the output folder knows: {what}; use --extend to run the new rows too, "
+            "or move the new data away"
         )
 
 

@@ -162,8 +162,10 @@ class InputSpec(Section):
         if self.messages is not None and self.messages[0].role == "system" and self.system_prompt is not None:
             raise wrong("got it beside messages, which begin with a system message; give one of them", "system_prompt")
         if self.add_generation_prompt and self.continue_final_message:
-            raise wrong("got true with continue_final_message; the final message goes on or a new turn begins: "
-                        "give one of them", "add_generation_prompt")  # fmt: skip
+            raise wrong((
+                "got true with continue_final_message; the model continues the final message or begins a new turn: "
+                "give one of them"
+            ), "add_generation_prompt")  # fmt: skip
         return self
 
     @field_validator("chat_template_kwargs")
@@ -173,14 +175,14 @@ class InputSpec(Section):
             raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings")
         for name in kwargs or {}:
             if name in _KWARGS_ELSEWHERE:
-                instead = f"say {_KWARGS_ELSEWHERE[name]} instead" if _KWARGS_ELSEWHERE[name] else "leave it out"
+                instead = f"use {_KWARGS_ELSEWHERE[name]} instead" if _KWARGS_ELSEWHERE[name] else "leave it out"
                 raise wrong(f"it is no variable of a chat template; {instead}", name)
         return kwargs
 
     @model_validator(mode="after")
     def _excludes_by_id(self) -> Self:
         if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
-            raise wrong("got id, but the job has no id_column: name it, or say prompt_hash", "exclude.on")
+            raise wrong("got id, but the job has no id_column: set it, or use prompt_hash", "exclude.on")
         return self
 
     @model_validator(mode="after")

@@ -129,7 +129,7 @@ class Reference:
         for module, delta in _deltas(adapter):
             module = module if self._has(module) else module.removeprefix(f"{self._model.base_model_prefix}.")
             if not self._has(module):
-                raise UserError(f"the adapter '{name}' changes {module}, which transformers' model has not")
+                raise UserError(f"the adapter '{name}' changes {module}, which transformers' model does not have")
             weight = self._model.get_submodule(module).weight
             self._changed[module] = weight.data.to("cpu", copy=True)
             delta = delta if delta.shape == weight.shape else delta.T
@@ -166,7 +166,9 @@ def _deltas(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
     for tensor, weight in tensors.items():
         found = TENSOR_NAME.fullmatch(tensor)
         if found is None:
-            raise UserError(f"the adapter '{adapter.name}' has {tensor}, which is no half of a matrix: not verified")
+            raise UserError(
+                f"the adapter '{adapter.name}' has {tensor}, which is neither lora_A nor lora_B: it cannot be verified"
+            )
         pairs.setdefault(found["module"], {})[found["half"]] = weight.float()
     for module, halves in pairs.items():
         yield module, halves["B"] @ halves["A"] * _scale(config, module, len(halves["A"]))

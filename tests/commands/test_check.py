@@ -164,7 +164,7 @@ def test_a_job_at_work_is_whole(tmp_path: pathlib.Path) -> None:
     jobs.wait_until(lambda: marker.exists() and marker.read_text())
     said, error = look(out)
     assert error == ""
-    assert "named by no line of the manifest: being published" in said
+    assert "is not in the manifest: being published" in said
     assert "the job is at work" in said
     marker.unlink()
     while process.poll() is None:
@@ -316,7 +316,8 @@ def test_a_file_that_readers_would_take_for_a_part_is_named(out: pathlib.Path) -
     wrong = [line for line in look(out)[0].splitlines() if line.startswith("wrong")]
     assert len(wrong) == 3
     for name, line in zip(("extra", "part-0000003", "part-999999"), wrong, strict=True):
-        assert line == f"wrong: parts/{name}.parquet is no part of this job, and readers take it for one; move it away"
+        what = "is not a part of this job, but readers would read it as one; move it away"
+        assert line == f"wrong: parts/{name}.parquet {what}"
 
 
 def test_a_spec_that_is_gone_is_written_again(out: pathlib.Path) -> None:
@@ -333,12 +334,12 @@ def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> No
     job_id, folder = state.header.job_id, Folder(out)
     order = RunOrder(folder, state.extents)
     found = find_flaw(folder, job_id, place, replace(line, digest="0" * 32), 1, order, is_deep=True)
-    assert found == proof.Flaw("is another file than the one committed, though whole in itself", is_plain=False)
+    assert found == proof.Flaw("is whole, but not the committed file", is_plain=False)
     found = find_flaw(folder, job_id, place, replace(line, num_output_tokens=1), 1, order, is_deep=False)
     assert found is not None
     assert "states num_output_tokens" in found.what
     found = find_flaw(folder, job_id, place, line, 2, order, is_deep=False)
-    assert found == proof.Flaw("has 12 rows, 24 are right", is_plain=False)
+    assert found == proof.Flaw("has 12 rows, but must have 24", is_plain=False)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> No
         ([5, 5, 6, 6], [0, 1, 0, 1], None),
         ([5, 5, 5, 6], [0, 1, 1, 0], "has row 5, sample 1 where row 6, sample 0 was to come"),
         ([5, 6, 5, 6], [0, 0, 1, 1], "has row 6, sample 0 where row 5, sample 1 was to come"),
-        ([5, 5, 6], [0, 1, 0], "has 3 rows, 4 are right"),
+        ([5, 5, 6], [0, 1, 0], "has 3 rows, but must have 4"),
         ([5, 5, 6, 6, 7], [0, 1, 0, 1, 0], "has row 7, sample 0 where row 7, sample 0 was to come"),
     ],
 )
@@ -355,7 +356,7 @@ def test_each_key_stands_once(rows: list[int], samples: list[int], words: str | 
     table = pa.table({"row_index": pa.array(rows, pa.int64()), "sample_index": pa.array(samples, pa.int32())})
     pq.write_table(table, tmp_path / "part", row_group_size=2)
     if len(rows) == 5:
-        words = "has 5 rows, 4 are right"
+        words = "has 5 rows, but must have 4"
     assert proof._key_flaw(tmp_path / "part", ShardRows(5, 7), 2) == words
 
 
@@ -427,7 +428,7 @@ def test_a_finished_job_whose_manifest_is_cut_goes_on(part_of_it: float, out: pa
     num_parts, num_committed = len(list((out / "parts").iterdir())), len(jobs.state_of(out).parts)
     said, error = look(out)
     assert error == ""
-    assert said.count("the next run takes it over if it is whole") == num_parts - num_committed > 0
+    assert said.count("the next run adopts it if it is whole") == num_parts - num_committed > 0
     before = {path.name: path.stat().st_mtime_ns for path in (out / "parts").iterdir()}
     assert_goes_on(out)
     assert {path.name: path.stat().st_mtime_ns for path in (out / "parts").iterdir()} == before
@@ -439,9 +440,9 @@ def test_a_manifest_that_says_nothing_is_refused(what: str, out: pathlib.Path) -
         path.write_bytes({"emptied": b"", "of zeros": bytes(len(data)), "gone": b""}[what])
         if what == "gone":
             shutil.rmtree(out / "manifest")
-    assert "wrong: manifest/ does not say what the job is" in look(out)[0]
+    assert "wrong: manifest/ lacks the lines about the job" in look(out)[0]
     assert "cannot be repaired" in look(out, repair=True)[1]
-    assert_refused(out, "manifest is gone", "another output.path")
+    assert_refused(out, "without its manifest", "another output.path")
 
 
 def test_a_manifest_that_is_damaged_inside_is_named_and_made_anew(out: pathlib.Path) -> None:
@@ -451,10 +452,10 @@ def test_a_manifest_that_is_damaged_inside_is_named_and_made_anew(out: pathlib.P
     line = hurt[: len(data) // 2].count(b"\n") + 1
     words = f"manifest/000001.jsonl is damaged: line {line} is not as it was written"
     assert words in look(out)[0]
-    assert_refused(out, words, "put back a whole copy")
+    assert_refused(out, words, "restore it from a backup")
     before = {path.name: path.stat().st_mtime_ns for path in (out / "parts").iterdir()}
     repaired = check(out, "--repair")
-    assert "its manifest was damaged and is made anew, the old one is damaged/000001.jsonl" in repaired.stderr
+    assert "its damaged manifest was replaced; the old one is damaged/000001.jsonl" in repaired.stderr
     assert (out / "damaged" / "000001.jsonl").read_bytes() == hurt
     state = jobs.state_of(out)
     assert (len(state.parts), state.is_done) == (0, False)
@@ -483,8 +484,8 @@ def test_the_manifest_of_another_job_is_refused(out: pathlib.Path, other: pathli
     shutil.copy(other / "manifest" / "000001.jsonl", out / "manifest" / "000001.jsonl")
     foreign = jobs.state_of(other).header.job_id
     mine = pq.read_metadata(part(out, 0)).metadata[b"batchinf.job_id"].decode()
-    assert f"wrong: manifest/ is of job {foreign}, the parts are of job {mine}" in look(out)[0]
-    assert_refused(out, foreign, mine, "put the right manifest back")
+    assert f"wrong: manifest/ belongs to job {foreign}, but the parts belong to job {mine}" in look(out)[0]
+    assert_refused(out, foreign, mine, "restore the right manifest")
 
 
 def test_a_log_of_another_job_is_named_and_moved_aside(out: pathlib.Path, other: pathlib.Path) -> None:
@@ -493,7 +494,7 @@ def test_a_log_of_another_job_is_named_and_moved_aside(out: pathlib.Path, other:
     assert words in look(out)[0]
     assert_refused(out, words)
     job_id = pq.read_metadata(part(out, 0)).metadata[b"batchinf.job_id"].decode()
-    assert "its manifest was damaged and is made anew" in look(out, repair=True)[1]
+    assert "its damaged manifest was replaced" in look(out, repair=True)[1]
     assert jobs.state_of(out).header.job_id == job_id
     assert_goes_on(out)
 
@@ -529,7 +530,7 @@ def test_a_damaged_journal_is_named_and_its_rows_run_again(halved: pathlib.Path,
     said, error = look(out)
     assert error == ""
     for path in segments:
-        line = f"note: journal/{path.name} is damaged: left out, its results run again"
+        line = f"note: journal/{path.name} is damaged and was ignored; its results run again"
         assert (line in said) == (path in hurt), f"seed {seed}"
     before = {path.name: path.read_bytes() for path in hurt}
     said = assert_goes_on(out)

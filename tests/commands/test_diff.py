@@ -137,9 +137,9 @@ def test_rows_that_came_later_may_be_others(folder: pathlib.Path, tmp_path: path
 def test_what_cannot_be_joined(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     nameless = tmp_path / "d"
     job(nameless, rows(), input={"path": str(nameless / "rows.jsonl"), "id_column": None})
-    with pytest.raises(UserError, match="had different inputs, and rows have no id to be joined by"):
+    with pytest.raises(UserError, match="had different inputs, and at least one has no id by which rows"):
         said(folder / "b", nameless)
-    with pytest.raises(UserError, match="--on id: not both jobs have an id"):
+    with pytest.raises(UserError, match="--on id: at least one of the jobs has no id"):
         said(folder / "a", nameless, on="id")
     with pytest.raises(UserError, match="--on: got 'name'; must be row_index or id"):
         said(folder / "a", nameless, on="name")

@@ -449,9 +449,9 @@ def test_what_cannot_be_compared(tmp_path: pathlib.Path) -> None:
     for name, (table, task, spec) in made.items():
         job(tmp_path / name, table, task, spec)
     for a, b, error in (
-        ("scores", "embed", "scores is of task score, and .*embed of task embed: compare two of one task"),
-        ("scores", "choices", "scores scores one text of a row, and .*choices several choices: compare two that score"),
-        ("logits", "others", "logits holds logits of other tokens than .*others: compare two with the same logits.tok"),
+        ("scores", "embed", "scores has task score, but .*embed has task embed: compare jobs of the same task"),
+        ("scores", "choices", "scores scores one text of a row, and .*choices several choices: compare jobs that sc"),
+        ("logits", "others", "logits holds logits of other tokens than .*others: compare jobs with the same logits"),
         ("embed", "wider", "embed holds embedding of 4, and .*wider embedding of 5: compare two that hold the same"),
     ):
         with pytest.raises(OutputError, match=error) as raised:

@@ -149,12 +149,12 @@ def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path
         verify.verify_job(read_spec(job, [f"input.path={tmp_path / 'rows.jsonl'}"]), wanted)
     with pytest.raises(DriftError, match=r"sampling\.max_tokens: the job has 10, now it is 11"):
         verify.verify_job(read_spec(job, ["sampling.max_tokens=11"]), wanted)
-    with pytest.raises(OutputError, match="holds no job: there is no manifest in it"):
+    with pytest.raises(OutputError, match="holds no job: it has no manifest"):
         verify.verify_job(read_spec(job, [f"output.path={tmp_path / 'nothing'}"]), wanted)
     with pytest.raises(UserError, match=r"^--dtype: got 'int8'; must be float32, float16, bfloat16$"):
         verify.verify_job(read_spec(job), Wanted(dtype="int8"))
     alter(job.parent / "out", "prompt_hash", -1, lambda value: value + 1)
-    with pytest.raises(DriftError, match=r"^row 11 has other prompt tokens than when it was run: "):
+    with pytest.raises(DriftError, match=r"^row 11 has other prompt tokens now than in the run: "):
         verify.verify_job(read_spec(job), Wanted(num_rows=100))
 
 
@@ -323,9 +323,9 @@ def pooling_job(model: pathlib.Path, task: str, **sections: Any) -> JobSpec:
     [
         ("embed", {}, {}, "the engine pooled by STEP; LAST, MEAN, CLS can be verified"),
         ("classify", {"pooling": {"pooling_type": "mean"}}, {},
-         "pooling.pooling_type is mean; transformers' head has a way of its own: it cannot be verified"),
+         "pooling.pooling_type is mean, which transformers' head does not take: it cannot be verified"),
         ("reward", {"engine": {"pooler_config": {"logit_mean": 1.0}}}, {},
-         "engine.pooler_config is {'logit_mean': 1.0}; transformers' head has a way of its own: it cannot be verified"),
+         "engine.pooler_config is {'logit_mean': 1.0}, which transformers' head does not take: it cannot be verified"),
         ("classify", {}, {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
          "'{model}' names an activation of its own, which transformers does not apply; a job with "
          "pooling.use_activation: false can be verified"),

@@ -95,7 +95,7 @@ def stops(
     assert str(out) in line
     assert words in line
     assert "run the same command again" in line
-    assert "what was committed before stands" in line
+    assert "all finished parts are kept" in line
     assert leftovers(out) == (left or [])
 
 
@@ -185,7 +185,7 @@ REFUSALS = {
 }
 NUMBERS = {
     errno.ENOSPC: "no space left on device; make room there",
-    errno.EDQUOT: "disk quota exceeded; make room within the quota",
+    errno.EDQUOT: "disk quota exceeded; free space within the quota",
     errno.EROFS: "read-only file system; make it writable again",
 }
 
@@ -258,7 +258,7 @@ def test_a_disk_that_fails_under_a_job_at_work(harm: str, tmp_path: pathlib.Path
     [line] = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert str(out) in line
     assert words in line
-    assert "run the same command again: what was committed before stands" in line
+    assert "run the same command again: all finished parts are kept" in line
     checked = subprocess.run(["e2fsck", "-fy", image], check=False, capture_output=True)
     assert checked.returncode in (0, 1), checked.stdout
     assert before
@@ -300,7 +300,7 @@ def test_a_disk_that_goes_on_failing(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     spec = jobs.spec_of(tmp_path, max_restarts=0, parallel=ONE_REPLICA)
     failed = jobs.run("run", spec, faults=f"journal.before_fsync=raise {errno.EIO}")
-    stops(failed, out, "input/output error; see that the disk is sound")
+    stops(failed, out, "input/output error; check the disk")
     finished_unhurt(spec, out)
 
 
@@ -455,8 +455,7 @@ def test_publishing_replaces_nothing(has_links: bool, tmp_path: pathlib.Path, mo
 
 def test_words_about_a_disk(tmp_path: pathlib.Path) -> None:
     assert disk_error(OSError(errno.ENOSPC, "No space left on device", "a/b")) == (
-        "a/b: no space left on device; make room there, then run the same command again: what was committed before "
-        "stands"
+        "a/b: no space left on device; make room there, then run the same command again: all finished parts are kept"
     )
     assert (
         disk_error(FileNotFoundError(errno.ENOENT, "No such file or directory", "a")) == "a: no such file or directory"

@@ -124,7 +124,7 @@ def test_nothing_of_a_row_moves_the_cursor(tmp_path: pathlib.Path) -> None:
     [_, line, row] = failure_lines([failure], ["prompt"])
     assert line.startswith("  10 × template_error: ") and row == "      row 0: prompt"
     hostile = failure.__class__("t", "a\x1b[2J\nb\u202ec\ud800" + "d" * 1000, 7, 1)
-    [_, line] = failure_lines([hostile])
+    [_, line] = failure_lines([hostile], [])
     assert line.startswith("  1 × t: a\\x1b[2J\\nb\\u202ec\\ud800ddd")
     assert line.isprintable() and len(line) < 400
 

@@ -85,8 +85,8 @@ def test_new_files_come_behind_and_earlier_parts_stay_as_they_are(tmp_path: path
     refused = jobs.run("run", spec)
     assert refused.returncode == 2
     assert refused.stderr.endswith(
-        "has more than the job in the output folder has taken in: 3 files are new: a.jsonl, c.jsonl, e.jsonl; "
-        "run with --extend to take that too, or move it away\n"
+        "has more than the job in the output folder knows: 3 files are new: a.jsonl, c.jsonl, e.jsonl; "
+        "use --extend to run the new rows too, or move the new data away\n"
     )
     assert jobs.state_of(out).is_done
     jobs.finish(spec, "--extend")
@@ -99,7 +99,7 @@ def test_new_files_come_behind_and_earlier_parts_stay_as_they_are(tmp_path: path
 
     again = jobs.run("run", spec, "--extend")
     assert again.returncode == 0 and "was already done" in again.stdout
-    assert "--extend: the input has nothing that the job has not taken in" in again.stderr
+    assert "--extend: the input has no new files and no new rows" in again.stderr
     assert len(jobs.state_of(out).extents) == 2
     assert "was already done" in jobs.run("run", spec).stdout
 
@@ -186,11 +186,11 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(tmp_path: pathlib.
     spec = begin(tmp_path)
     out = tmp_path / "out"
     for arguments, message in [
-        (["--fresh"], "got --extend with --fresh; the one goes on with a job, the other begins it anew: give one"),
-        (["--retry", "errors"], "got --extend with --retry; the one runs rows that are new, the other those that are"),
-        (["--slice", "0/2"], "got --extend with --slice; a job in slices has the rows that it began with: give the"),
+        (["--fresh"], "got --extend with --fresh; --extend continues the job with new rows, --fresh starts"),
+        (["--retry", "errors"], "got --extend with --retry; --extend runs new rows, --retry runs finished rows again"),
+        (["--slice", "0/2"], "got --extend with --slice; a slice takes no new rows: give them to a new job"),
         (["--set", "sampling.max_tokens=5"], "sampling.max_tokens: the job has 4, now it is 5"),
-        (["--set", "input.path=" + str(jobs.PROMPTS)], "2 files are gone: b.jsonl, d.jsonl; put these back"),
+        (["--set", "input.path=" + str(jobs.PROMPTS)], "2 files are gone: b.jsonl, d.jsonl; restore these"),
     ]:
         refused = jobs.run("run", spec, "--extend", *arguments)
         assert refused.returncode == 2
@@ -199,7 +199,7 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(tmp_path: pathlib.
     os.remove(tmp_path / "data" / "d.jsonl")
     refused = jobs.run("run", spec, "--extend")
     assert refused.returncode == 2
-    assert "1 file is changed: b.jsonl; 1 file is gone: d.jsonl; put these back as they were" in refused.stderr
+    assert "1 file is changed: b.jsonl; 1 file is gone: d.jsonl; restore these to continue the job" in refused.stderr
     write(tmp_path / "data" / "b.jsonl", *FIRST[:25])
     write(tmp_path / "data" / "d.jsonl", *FIRST[25:])
     write(tmp_path / "data" / "a.jsonl", *MORE[:10], language=7)

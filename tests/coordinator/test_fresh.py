@@ -41,7 +41,7 @@ def test_the_old_folder_is_moved_aside_whole(spec: pathlib.Path, tmp_path: pathl
     (tmp_path / "out.1").write_text("a name that is taken")
     before = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     told = jobs.finish(spec, "--fresh", "--set", "sampling.max_tokens=5").stderr
-    assert f"moved the job in {out} to {tmp_path / 'out.2'}" in told
+    assert f"moved the old job from {out} to {tmp_path / 'out.2'}" in told
     aside = tmp_path / "out.2"
     assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == before
     assert (tmp_path / "out.1").read_text() == "a name that is taken"

@@ -152,7 +152,7 @@ def test_longer_outputs_and_a_second_retry(retried: tuple[pathlib.Path, Rows], t
         (["--retry", "finish_reson = 'length'"], ["finish_reson", "finish_reason, stop_reason"]),
         (
             ["--retry", "errors", "--set", "sampling.logprobs=2"],
-            ["sampling.logprobs", "other than n and those of logprobs"],
+            ["sampling.logprobs", "except n and those of logprobs"],
         ),
         (["--retry", "errors", "--set", "output.include_prompt=true"], ["output.include_prompt"]),
         (["--retry", "errors", "--set", "scripted.max_model_len=512"], ["scripted.max_model_len"]),
@@ -193,7 +193,7 @@ def test_the_job_is_moved_before_the_lock_is_held(
         return acquire(lock, *given, **options)
 
     monkeypatch.setattr(JobLock, "acquire", moved)
-    with pytest.raises(batchinf.UserError, match="holds no job to retry rows of"):
+    with pytest.raises(batchinf.UserError, match="holds no job whose rows could run again"):
         batchinf.run(spec, retry="errors", overrides=["sampling.min_tokens=0"], quiet=True)
     assert not (out / "parts").exists() and not (out / "manifest").exists()
 

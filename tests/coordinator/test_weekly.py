@@ -101,7 +101,7 @@ def test_extending_runs_what_came_and_nothing_else(last_week: tuple[pathlib.Path
     documents.write(folder / "documents")
     spec = spec_of(folder, "last-week")
     done = jobs.finish(spec, "--extend")
-    assert "extended: 3,000 input rows to run, of 3,000 that were not looked at before" in done.stderr
+    assert "extended: 3,000 more input rows to run, out of 3,000 that the job had not seen" in done.stderr
 
     assert {name: (out / "parts" / name).stat().st_mtime_ns for name in before} == before
     came = [row["id"] for row in (*first, *middle, *longer)]
@@ -115,7 +115,7 @@ def test_extending_runs_what_came_and_nothing_else(last_week: tuple[pathlib.Path
     documents.write(folder / "documents")
     refused = jobs.run("run", spec, "--extend")
     assert refused.returncode == 2
-    assert f"1 file is changed: {parts[4]}; 1 file is gone: {parts[5]}; put these back" in refused.stderr
+    assert f"1 file is changed: {parts[4]}; 1 file is gone: {parts[5]}; restore these" in refused.stderr
     assert jobs.state_of(out).is_done
     documents.files[parts[4]], documents.files[parts[5]] = changed, deleted
     documents.write(folder / "documents")

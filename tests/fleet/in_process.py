@@ -187,7 +187,7 @@ def main() -> None:
     backend: Backend = InProcessBackend(os.environ.get("LOSES", ""))
     try:
         with interruptible(ends_process=True):
-            run_job(read_spec(sys.argv[1], ()), backend, ProgressDisplay(), extends=False, retry=None)
+            run_job(read_spec(sys.argv[1], ()), backend, ProgressDisplay(), extends=False, fresh=False, retry=None)
     except BatchinfError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -150,6 +150,6 @@ def test_a_second_ctrl_c_leaves_no_replica(tmp_path: pathlib.Path) -> None:
             jobs.finish(spec)
         replicas = interrupted(backend, times)
         with pytest.raises(KeyboardInterrupt):
-            run_job(read_spec(spec, ()), backend, display, retry, extends=False)
+            run_job(read_spec(spec, ()), backend, display, retry, extends=False, fresh=False)
         backend.close()
         assert len(replicas) == 1 and replicas[0].has_ended()

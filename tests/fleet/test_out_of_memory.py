@@ -605,7 +605,7 @@ def test_a_resume_goes_on_with_the_lowered_settings(tmp_path: pathlib.Path, once
     assert killed.returncode == -signal.SIGKILL
     [step] = jobs.events_of(tmp_path / "out", "oom_step_down")
     done = jobs.finish(path, faults="engine.step:21=oom step", BATCHINF_FAULTS_ONCE=once)
-    assert "going on with engine.gpu_memory_utilization 0.87" in done.stderr
+    assert "continuing with engine.gpu_memory_utilization 0.87" in done.stderr
     assert [event["from"] for event in jobs.events_of(tmp_path / "out", "oom_step_down")] == [step["from"], step["to"]]
     assert tuple(jobs.rows_of(tmp_path / "out")) == jobs.unhurt()
 

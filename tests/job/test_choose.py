@@ -361,7 +361,7 @@ def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "out" / "selection" / "000001.positions").write_bytes(b"")
     done = jobs.run("run", spec)
     assert done.returncode == 2
-    assert "other rows are chosen now" in done.stderr
+    assert "choose other rows or another order" in done.stderr
     done = jobs.run("run", spec, "--set", "input.limit=3")
     assert done.returncode == 2
     assert "input.limit: the job has nothing, now it is 3" in done.stderr

@@ -110,7 +110,7 @@ def test_every_bit_that_flips_is_noticed(folder: Folder) -> None:
             if offset >= last:
                 assert read(folder) == lines_of(COMMITS[:-1])
             else:
-                with pytest.raises(OutputError, match=r"log.jsonl is damaged: line \d+ .*; put back a whole copy"):
+                with pytest.raises(OutputError, match=r"log.jsonl is damaged: line \d+ .*; restore it from a backup"):
                     read(folder)
             os.pwrite(file.fileno(), data[offset : offset + 1], offset)
     assert read(folder) == lines_of(COMMITS)
@@ -141,7 +141,7 @@ def test_a_full_disk_is_recovered_from(folder: Folder, room: int) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, limits[1]))
     try:
-        with pytest.raises(OutputError, match=r"cannot write .*log.jsonl: file too large; .*: what was committed"):
+        with pytest.raises(OutputError, match=r"cannot write .*log.jsonl: file too large; .*: all finished parts"):
             log.commit(COMMITS[1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

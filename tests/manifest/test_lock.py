@@ -143,7 +143,7 @@ def test_a_signal_at_any_moment_frees_the_job(folder: Folder) -> None:
 
 def test_a_living_holder_is_not_disturbed(folder: Folder) -> None:
     with holder_process(folder) as process:
-        words = f"is being run by pid {process.pid} on host {os.uname().nodename} since 20.*; stop that one first, or"
+        words = f"is being run by pid {process.pid} on host {os.uname().nodename} since 20.*; stop it first, or"
         started = time.monotonic()
         with pytest.raises(OutputError, match=words) as caught:
             JobLock(folder).acquire(no_epoch)

@@ -392,7 +392,7 @@ def test_a_commit_that_is_nowhere_any_more(server: Hub) -> None:
     message = refusal(lambda: resolve(spec("org/tiny"), "org/tiny@" + "c" * 40))
     assert message.replace(server.url, "HUB") == (
         f"model.name: 'org/tiny' has no revision '{'c' * 40}'; its branches and tags are at HUB/org/tiny/tree/main. "
-        "The job began with this commit: get it back, or begin a new job"
+        "The job began with this commit: restore it, or start a new job"
     )
 
 

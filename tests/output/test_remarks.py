@@ -196,5 +196,5 @@ def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path:
     (tmp_path / "out" / "manifest").mkdir(parents=True)
     plain = [{k: v for k, v in fields.items() if k not in ("crc", "commit")} for fields in lines]
     (tmp_path / "out" / "manifest" / "000001.jsonl").write_bytes(encode_commits([plain]))
-    with pytest.raises(OutputError, match="does not follow"):
+    with pytest.raises(OutputError, match="contradicts the lines before it"):
         job_status(str(tmp_path / "out"))

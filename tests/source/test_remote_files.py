@@ -221,10 +221,10 @@ def test_a_lost_copy_is_fetched_again(served: Served, tmp_path: pathlib.Path) ->
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/none.jsonl", "{url}/none.jsonl is not there: mend the URL, or put the file there"),
-        ("/secret.jsonl", "{url}/secret.jsonl cannot be read: no permission; give credentials in the environment, as "
-                          "its library takes them"),
-        ("/*.csv", "no file matches {url}/*.csv; mend the URL, or put it in quotes if a shell expanded it"),
+        ("/none.jsonl", "{url}/none.jsonl does not exist: correct the URL, or put the file there"),
+        ("/secret.jsonl", "{url}/secret.jsonl cannot be read: no permission; give credentials in the environment, in "
+                          "the way of its library"),
+        ("/*.csv", "no file matches {url}/*.csv; correct the URL, or put it in quotes if a shell expanded it"),
         ("/x.yaml", "the ending of x.yaml is not known; the formats are"),
         ("/half.jsonl", "{url}/half.jsonl cannot be read: "),
     ],

@@ -109,8 +109,9 @@ def test_what_is_new_is_refused_until_it_is_asked_for(input: Input) -> None:
     with pytest.raises(DriftError) as raised:
         input.open()
     assert str(raised.value) == (
-        f"{input.data} has more than the job in the output folder has taken in: 4 files are new: a.jsonl, c.jsonl, "
-        "e.jsonl and 1 more; 1 file is longer than before: b.jsonl; run with --extend to take that too, or move it away"
+        f"{input.data} has more than the job in the output folder knows: 4 files are new: a.jsonl, c.jsonl, e.jsonl "
+        "and 1 more; 1 file is longer than before: b.jsonl; use --extend to run the new rows too, or move the new data "
+        "away"
     )
     assert numbers_of(input.open("ignore")) == [1, 2, 3, 4]
 
@@ -122,9 +123,9 @@ def test_what_is_changed_or_gone_is_named(input: Input, new: str) -> None:
     with pytest.raises(DriftError) as raised:
         input.open(new)
     assert str(raised.value) == (
-        f"{input.data} is not the input that the job in the output folder has taken in: 1 file is changed: b.jsonl; "
-        "1 file is gone: d.jsonl; put these back as they were to go on with it, or give a new job another output.path: "
-        "there `input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` leaves out the rows that are as they were"
+        f"{input.data} is not the input that the job in the output folder began with: 1 file is changed: b.jsonl; 1 "
+        "file is gone: d.jsonl; restore these to continue the job, or start a new job with another output.path, where "
+        "`input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` leaves out the unchanged rows"
     )
 
 
@@ -236,10 +237,10 @@ def test_a_record_that_is_gone_or_altered(input: Input) -> None:
     records = {path.stem: path for path in (input.cache / "versions").iterdir()}
     data = records[input.taken[-1]].read_bytes()
     records[input.taken[-1]].write_bytes(data.replace(b"a.jsonl", b"b.jsonl"))
-    with pytest.raises(InputError, match=r"is gone or damaged, which says where each row is"):
+    with pytest.raises(InputError, match=r"is gone or damaged; it says where each row is"):
         input.open()
     records[input.taken[-1]].write_bytes(records[first[0]].read_bytes())  # another's, whole in itself
-    with pytest.raises(InputError, match=r"is gone or damaged, which says where each row is"):
+    with pytest.raises(InputError, match=r"is gone or damaged; it says where each row is"):
         input.open()
     records[input.taken[-1]].write_bytes(data)
     assert numbers_of(input.open()) == [1, 2, 3, 4, 5]

@@ -18,7 +18,6 @@ _MOST_CHARS = 10_000
 _MOST_TOKENS = 500
 # Least probability → colour in the terminal. A likely token has none.
 _COLOURS = ((0.9, ""), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "bold red"))
-_SHORT_FIELD = 60
 
 
 def row_items(report: InspectReport) -> Iterator[RenderableType]:
@@ -46,7 +45,7 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
         coloured = Text()
         for token in sample.tokens:
             coloured.append(plain(token.text), _colour(token))
-        # A character of several tokens cannot be coloured by them.
+        # A character that consists of several tokens cannot have all their colours.
         yield _cut(coloured if coloured.plain == plain(sample.decoded) else Text(plain(sample.decoded)))
     yield Text()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

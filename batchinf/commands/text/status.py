@@ -128,15 +128,15 @@ def _total_lines(totals: JobTotals) -> Iterator[str]:
 _AGAIN = "run the job again: its rows run again"
 # Problem → what is wrong with the file, and what to do.
 _WRONG = {
-    "manifest_without_job": ("does not say what the job is", "put back a copy of it"),
+    "manifest_without_job": ("lacks the lines about the job", "restore it from a backup"),
     "selection_lost": (
-        "is gone or altered, and says which rows are run in which order", "run the job again: it chooses them again",
+        "is gone or altered; it says which rows run and in which order", "run the job again: it chooses them again",
     ),
-    "foreign_file": ("is no part of this job, and readers take it for one", "move it away"),
+    "foreign_file": ("is not a part of this job, but readers would read it as one", "move it away"),
     "spec_missing": ("is missing", "check --repair writes it again from the manifest"),
 }  # fmt: skip
 _NOTES = {
-    "journal_damaged": "is damaged: left out, its results run again",
+    "journal_damaged": "is damaged and was ignored; its results run again",
     "spec_restored": "was missing; it is written again",
 }
 
@@ -162,9 +162,7 @@ def raise_if_wrong(report: CheckReport) -> None:
     if report.jobs[0].slice is None:
         raise OutputError(_job_error(report.jobs[0]))
     num_wrong = sum(not job.is_whole for job in report.jobs)
-    raise OutputError(
-        f"{num_wrong} of the {len(report.jobs)} slices in {report.folder} are not as they should be: see above"
-    )
+    raise OutputError(f"{num_wrong} of the {len(report.jobs)} slices in {report.folder} have problems: see above")
 
 
 def _job_lines(job: JobCheck, is_deep: bool) -> Iterator[str]:
@@ -182,8 +180,8 @@ def _job_lines(job: JobCheck, is_deep: bool) -> Iterator[str]:
 
 def _note_line(finding: CheckFinding, is_running: bool) -> str:
     if finding.problem == "part_unnamed":
-        when = "being published" if is_running else "the next run takes it over if it is whole"
-        return f"note: {finding.file} is named by no line of the manifest: {when}"
+        when = "being published" if is_running else "the next run adopts it if it is whole"
+        return f"note: {finding.file} is not in the manifest: {when}"
     return f"note: {finding.file} {_NOTES[finding.problem]}"
 
 
@@ -202,11 +200,11 @@ def _what_and_remedy(finding: CheckFinding) -> tuple[str, str]:
         aside = "check --deep --repair moves it aside; then " if finding.needs_repair else ""
         return finding.detail, aside + _AGAIN
     if finding.problem == "manifest_of_other_job":
-        what = f"is of job {finding.job_id}, the parts are of job {finding.other_job_id}"
-        return what, "put the right manifest back, or move the parts away"
+        what = f"belongs to job {finding.job_id}, but the parts belong to job {finding.other_job_id}"
+        return what, "restore the right manifest, or move the parts away"
     if finding.problem == "manifest_incomplete":
-        what = f"says that the job is done, but not its shard {finding.shard} ({finding.num_shards:,} in all)"
-        return what, "put back a whole copy of it, or delete its last line and run again"
+        what = f"says that the job is done, but shard {finding.shard} of {finding.num_shards:,} is missing in it"
+        return what, "restore it from a backup, or delete its last line and run again"
     return _WRONG[finding.problem]
 
 
@@ -215,13 +213,13 @@ def _job_error(job: JobCheck) -> str | None:
         return job.error
     if job.replaced_logs:
         return (
-            f"{job.folder}: its manifest was damaged and is made anew, the old one is {', '.join(job.replaced_logs)}; "
-            "run the job again: parts that are whole are taken over, the rest runs again"
+            f"{job.folder}: its damaged manifest was replaced; the old one is {', '.join(job.replaced_logs)}; run the "
+            "job again: whole parts are kept, all other rows run again"
         )
     if not job.is_checked:
         return (
-            f"{job.folder}: without its manifest nothing else can be checked; check --repair makes a new one of the "
-            "lines that are whole"
+            f"{job.folder}: nothing else can be checked without the manifest; check --repair makes a new one from its "
+            "undamaged lines"
         )
     num_moved = sum(finding.moved_to is not None for finding in job.findings)
     moved = f", {num_moved:,} moved aside: run the job again" if num_moved else ""

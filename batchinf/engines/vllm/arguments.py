@@ -54,7 +54,7 @@ def lora_arguments(adapters: tuple[Adapter, ...], given: Mapping[str, Any]) -> d
 
 
 def lora_requests(adapters: tuple[Adapter, ...]) -> dict[str | None, Any]:
-    """vLLM's LoRARequest of each adapter, by name; None → None is the plain model. Prefix caches use the names."""
+    """vLLM's LoRARequest of each adapter, by name; None stands for the plain model. Prefix caches use the names."""
     if not adapters:
         return {None: None}
     from vllm.lora.request import LoRARequest

@@ -36,7 +36,6 @@ class VllmPooling(VllmEngine):
         }
 
     def arguments(self, task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
-        """See `pooling_arguments`."""
         return pooling_arguments(task, model_path, tokenizer_path, revision)
 
     def _engine_args(self, arguments: dict[str, Any]) -> Any:

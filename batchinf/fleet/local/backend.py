@@ -279,7 +279,6 @@ class LocalReplica:
 
     @property
     def has_own_cache(self) -> bool:
-        """See `ReplicaHandle`."""
         return self.own_cache is not None
 
     @cached_property
@@ -288,7 +287,6 @@ class LocalReplica:
         return GroupIdentity.of(self.process.pid).model_dump()
 
     def send(self, command: Command) -> None:
-        """See `ReplicaHandle`."""
         self.channel.send(command)
 
     def has_ended(self) -> bool:
@@ -296,11 +294,9 @@ class LocalReplica:
         return self.process.poll() is not None
 
     def log_tail(self) -> list[str]:
-        """See `ReplicaHandle`."""
         return read_log(self.log, self.log_start)
 
     def end(self) -> Ending:
-        """See `ReplicaHandle`."""
         self.forget()
         lifetime_s, code = time.monotonic() - self.started, self.process.poll()
         end_process_group(self.process.pid)
@@ -348,11 +344,9 @@ class LocalBackend:
         return devices.visible_devices()
 
     def device_size(self, device: str) -> tuple[int | None, str]:
-        """See `Backend`."""
         return devices.device_size(device)
 
     def place(self, spec: JobSpec) -> list[Slot]:
-        """See `Backend`."""
         visible = devices.visible_devices()
         if visible and spec.scripted is None:
             devices.check_driver(cuda_of_build())
@@ -362,11 +356,9 @@ class LocalBackend:
         """See `Backend`. There is one host."""
 
     def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
-        """See `Backend`."""
         devices.check_free(spec, slots)
 
     def watch_devices(self, names: Sequence[str]) -> DeviceWatch:
-        """See `Backend`."""
         return devices.NvmlWatch(names)
 
     def read_ahead(self, model: Model, load_format: str) -> None:
@@ -404,7 +396,6 @@ class LocalBackend:
         return replica
 
     def poll(self, wait_s: float) -> list[tuple[LocalReplica, Event]]:
-        """See `Backend`."""
         events: list[tuple[LocalReplica, Event]] = []
         if not self._selector.get_map():
             time.sleep(wait_s)
@@ -430,12 +421,10 @@ class LocalBackend:
         return (cache_root() / key).exists()
 
     def note_cache_warm(self, key: str) -> None:
-        """See `Backend`."""
         cache_root().mkdir(parents=True, exist_ok=True)
         (cache_root() / key).touch()
 
     def close(self) -> None:
-        """See `Backend`."""
         self._selector.close()
 
 

@@ -31,11 +31,9 @@ class NvmlWatch:
             self._thread.start()
 
     def looks(self) -> tuple[DeviceLook, ...]:
-        """See `DeviceWatch`."""
         return self._latest
 
     def close(self) -> None:
-        """See `DeviceWatch`."""
         self._stopped.set()
 
     def _run(self) -> None:

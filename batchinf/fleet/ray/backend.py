@@ -36,7 +36,6 @@ class RayWatch:
         self._replicas = replicas
 
     def looks(self) -> tuple[DeviceLook, ...]:
-        """See `DeviceWatch`."""
         pairs = [
             (device, look)
             for replica, slot in list(self._replicas.values())
@@ -109,7 +108,6 @@ class RayBackend:
         """See `Backend`. The actors check it, when they know their devices."""
 
     def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
-        """See `Backend`."""
         return RayWatch(self._replicas)
 
     def read_ahead(self, model: Model, load_format: str) -> None:
@@ -149,7 +147,6 @@ class RayBackend:
         return demand.group(nodes) or demand.group(empty) or whole
 
     def poll(self, wait_s: float) -> list[tuple[RayReplica, Event]]:
-        """See `Backend`."""
         self._tick()
         by_call = {call: replica for replica in self._live() for call in replica.calls()}
         if by_call:
@@ -203,7 +200,6 @@ class RayBackend:
         """See `Backend`. The actors have noted it, each on its host."""
 
     def close(self) -> None:
-        """See `Backend`."""
         if "_cluster" in self.__dict__:
             self._cluster.close()
 

@@ -20,7 +20,7 @@ _CONNECT_S = 10.0
 # A worker process has to start on each node and to import batchinf, from a shared disk perhaps.
 _CALL_S = 120.0
 _ADDRESS = "RAY_ADDRESS"
-# Jobs on several threads share a connection. Only users of a connection that batchinf made are counted.
+# Jobs on several threads share a connection. Users are counted only if batchinf made it.
 _connecting = threading.Lock()
 _num_users = 0
 
@@ -99,7 +99,7 @@ class Cluster:
         return results
 
     def groups(self, names: Container[str]) -> list[Any]:
-        """The placement groups with these names before their number, unless they are removed."""
+        """The existing placement groups whose names are one of these and a number."""
         from ray.util.placement_group import PlacementGroup, placement_group_table
 
         return [
@@ -117,7 +117,7 @@ class Cluster:
 
 
 def ray_cause(error: Exception) -> str:
-    """Ray's error in one line: of an exception on a node its last line."""
+    """Ray's error in one line. Of an exception on a node, it is the last line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return one_line(lines[-1] if lines else type(error).__name__, 300)
 

@@ -164,7 +164,7 @@ def _less(free: Resources, taken: Resources) -> dict[str, float]:
 
 
 def _after(nodes: Sequence[Node], group: Group) -> list[Node]:
-    """The nodes when a group has been placed, as Ray would place it at best."""
+    """The nodes after Ray has placed a group in the best way."""
     places: list[Any] = list(group.nodes or [None] * len(group.bundles))
     left = {node.id: node for node in nodes}
     for bundle, place in zip(group.bundles, places, strict=True):

@@ -43,7 +43,7 @@ class _Actor:
 
 
 class RayReplica:
-    """See `ReplicaHandle`."""
+    """A replica that runs in an actor of Ray."""
 
     def __init__(self, cluster: Cluster, name: str, order: Order, plan: Callable[[], Group], log: pathlib.Path) -> None:
         """name: of the placement groups, before a number. plan: what to ask of the cluster now."""
@@ -65,7 +65,6 @@ class RayReplica:
 
     @property
     def incarnation(self) -> str:
-        """See `ReplicaHandle`."""
         return self._order.launch.incarnation
 
     @property
@@ -75,7 +74,6 @@ class RayReplica:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `ReplicaHandle`."""
         return {"cluster": self._cluster.address, "group": self._name}
 
     def _place(self) -> _Actor:
@@ -114,7 +112,6 @@ class RayReplica:
         return _Actor(group, actor, starting, time.monotonic())
 
     def send(self, command: Command) -> None:
-        """See `ReplicaHandle`."""
         self._commands.append(command)
         self._give()
 
@@ -232,7 +229,6 @@ class RayReplica:
         return news
 
     def has_ended(self) -> bool:
-        """See `ReplicaHandle`."""
         return self._has_ended or self._lost is not None
 
     def log_tail(self) -> list[str]:
@@ -240,7 +236,6 @@ class RayReplica:
         return read_log(self._log, self._log_start)
 
     def end(self) -> Ending:
-        """See `ReplicaHandle`."""
         ending = self._end() if self._up_since is not None and self._lost is None else None
         self._remove()
         self.is_removed = True

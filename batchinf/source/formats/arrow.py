@@ -28,6 +28,7 @@ from batchinf.source.types import MixedTypes, cast_column, plain_schema
 
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a spool
 MAPPED_BYTES = 16 << 20  # read from a map before its pages are released
+_FAULT_BYTES = 64 << 10  # that Linux maps at the first touch of a page
 
 _BYTES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
@@ -62,7 +63,6 @@ class Arrow(FileFormat):
             return FileFindings(digest, int(firsts[-1]), schema)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        """See `FileFormat`."""
         with pa.memory_map(file.path) as mapped:
             try:
                 return [dict.fromkeys(pa.ipc.open_file(mapped).schema.names)]
@@ -70,7 +70,6 @@ class Arrow(FileFormat):
                 return [dict.fromkeys(pa.ipc.open_stream(mapped).schema.names)]
 
     def reader(self, own: SourceFile) -> Reader:
-        """See `FileFormat`."""
         return ArrowReader(own)
 
 
@@ -174,7 +173,7 @@ class ArrowReader(ColumnarReader):
             for i, first, last in spans(self._firsts, start, stop)
         ]
         table = pa.Table.from_batches(batches, schema)
-        self._let_go(table.nbytes)
+        self._let_go(table.nbytes + len(batches) * len(columns) * _FAULT_BYTES)
         return table
 
     def _let_go(self, num_bytes: int) -> None:

@@ -234,7 +234,6 @@ class ColumnarReader:
         self._own = {field.name: field for field in own}  # the columns of this file
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
-        """See `Reader`."""
         names = [name for name in (self._own if columns is None else columns) if name in self._own]
         if not names:
             return [({}, None) for _ in range(start, stop)]
@@ -242,7 +241,6 @@ class ColumnarReader:
         return [(values, error and f"{self._name}: {error}") for values, error in python_rows(table)]
 
     def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
-        """See `Reader`."""
         lost_here = Lost()
         table = self._typed(start, stop, [self._schema.field(name) for name in columns], lost_here)
         if lost_here and lost is None:
@@ -273,7 +271,7 @@ class ColumnarReader:
                 raise
             raise self._damaged(str(error)) from error
         if names and here.num_rows != stop - start:
-            raise self._damaged(f"{stop - start:,} rows were to come, but {here.num_rows:,} came")
+            raise self._damaged(f"{stop - start:,} rows were expected, but {here.num_rows:,} came")
         return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
     def _fitted(self, start: int, column: pa.ChunkedArray, field: pa.Field, lost: Lost | None) -> pa.ChunkedArray:

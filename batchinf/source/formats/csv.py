@@ -32,7 +32,6 @@ class Csv(FileFormat):
     mixed_types = MixedTypes.STRING
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        """See `FileFormat`."""
         with open_input(file) as stream:
             hashed = _Hashed(file, stream)
             rows = _Rows(file, hashed)
@@ -42,16 +41,13 @@ class Csv(FileFormat):
         return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        """See `FileFormat`."""
         with open_input(file) as stream:
             return [dict.fromkeys(_Rows(file, _Hashed(file, stream)).header)]
 
     def reader(self, own: SourceFile) -> Reader:
-        """See `FileFormat`."""
         return _CsvReader(own)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
-        """See `FileFormat`."""
         with open_input(file) as stream:
             hashed = _Hashed(file, stream, num_bytes)
             num_rows, last = 0, ""
@@ -159,7 +155,6 @@ class _CsvReader(ArrowReader):
         self._own = {name: own.read_types.field(name) for name in self._own}
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
-        """See `Reader`."""
         errors = self._slice(start, stop, [ERRORS_COLUMN]).column(0).to_pylist()
         return [
             record if error is None else ({}, f"{self._name} {error}")

@@ -36,7 +36,6 @@ class LineFormat(FileFormat):
     """A format whose files may grow by appended lines."""
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
-        """See `FileFormat`."""
         digest, end, left = xxhash.xxh3_128(), b"", num_bytes
         with open(_content(file, entry, cache), "rb") as stream:
             while left and (block := stream.read(min(left, BLOCK_BYTES))):
@@ -172,7 +171,6 @@ class LineReader(abc.ABC):
         self._bytes = CheckedBytes(file.name, _content(file, entry, cache), digests, entry.stamp, entry.num_bytes)
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
-        """See `Reader`."""
         return [self._record(start + i, line, columns) for i, line in enumerate(self._lines(start, stop))]
 
     def _record(self, row: int, line: bytes | None, columns: Sequence[str] | None) -> Record:
@@ -234,7 +232,6 @@ class LineReader(abc.ABC):
             return pa.array(fitted, field.type)
 
     def close(self) -> None:
-        """See `Reader`."""
         self._bytes.close()
 
 
@@ -278,7 +275,6 @@ class JsonLines(LineFormat):
     mixed_types = MixedTypes.JSON
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        """See `FileFormat`."""
         types = JsonTypes()
         content_hash, num_rows, num_bytes = index_lines(
             file, scratch, lambda run: types.add(_records(_split_lines(run))), has_blank_rows=False
@@ -286,12 +282,10 @@ class JsonLines(LineFormat):
         return FileFindings(content_hash, num_rows, types.schema(), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        """See `FileFormat`."""
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
         return _records(_split_lines(run)[:_FIRST_LINES])
 
     def reader(self, own: SourceFile) -> Reader:
-        """See `FileFormat`."""
         return _JsonReader(own)
 
 
@@ -352,16 +346,13 @@ class TextLines(LineFormat):
     mixed_types = MixedTypes.STRING
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        """See `FileFormat`."""
         content_hash, num_rows, num_bytes = index_lines(file, scratch, lambda run: None, has_blank_rows=True)
         return FileFindings(content_hash, num_rows, pa.schema([(_COLUMN, pa.string())]), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        """See `FileFormat`."""
         return [{_COLUMN: None}]
 
     def reader(self, own: SourceFile) -> Reader:
-        """See `FileFormat`."""
         return _TextReader(own)
 
 

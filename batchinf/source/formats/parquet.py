@@ -57,11 +57,9 @@ class Parquet(FileFormat):
         return FileFindings(_footer_hash(file), metadata.num_rows, schema, ranges=ranges)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        """See `FileFormat`."""
         return [dict.fromkeys(pq.read_schema(file.path).names)]
 
     def reader(self, own: SourceFile) -> Reader:
-        """See `FileFormat`."""
         return ArrowReader(own) if _is_spooled(own.entry) else _ParquetReader(own)
 
     def content_hash(self, file: InputFile) -> str | None:
@@ -112,7 +110,6 @@ class Parquet(FileFormat):
         return float(metadata.num_rows)
 
     def spool(self, file: InputFile, scratch: Scratch) -> tuple[ReadRange, ...]:
-        """See `FileFormat`."""
         metadata = pq.read_metadata(file.path)
         schema = plain_schema(metadata.schema.to_arrow_schema())
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -238,7 +235,6 @@ class _ParquetReader(ColumnarReader):
         return self._file.read_row_group(i, columns, use_threads=False), self._bytes.taken()
 
     def close(self) -> None:
-        """See `Reader`."""
         self._groups.clear()
         self._file.close()
         self._bytes.close()

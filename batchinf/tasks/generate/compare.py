@@ -50,7 +50,6 @@ class TextsFound(Found):
     logprobs: DeltaSummary
 
     def headline(self, num_changed: int, num_both: int) -> Iterator[str]:
-        """See `Found`."""
         [line] = Found.headline(self, num_changed, num_both)
         what = line if self.labels is None else line.replace("outputs:", "labels:")
         more = f"; {self.num_other_tokens:,} more have the same text by other tokens" if self.num_other_tokens else ""
@@ -59,7 +58,6 @@ class TextsFound(Found):
             yield from confusion_lines(self.labels)
 
     def lines(self) -> Iterator[str]:
-        """See `Found`."""
         for reason in self.finish_reasons:
             if reason.a != reason.b:
                 yield f"  finish_reason {reason.a} -> {reason.b}: {reason.num_rows:,}"
@@ -70,7 +68,6 @@ class TextsFound(Found):
             )
 
     def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """See `Found`."""
         token = row["first_difference"]
         where = "" if token is None else f", other from token {token} on"
         yield f"  {key} {row['key']}, sample {row['sample_index']}{where}:"
@@ -178,12 +175,11 @@ def _has_choices(job: JobOutput) -> bool:
 
 
 class TextVerification(Verification):
-    """See `Verification`."""
+    """Compares the logprobs of generated tokens and of prompt tokens."""
 
     columns = ("token_ids", *TOKEN_COLUMNS, *(f"prompt_{name}" for name in TOKEN_COLUMNS))
 
     def check(self, schema: pa.Schema) -> None:
-        """See `Verification`."""
         if "logprobs" not in schema.names and "prompt_logprobs" not in schema.names:
             raise UserError(
                 "the job stored no logprobs to verify; run one with sampling.logprobs or sampling.prompt_logprobs"
@@ -195,7 +191,6 @@ class TextVerification(Verification):
             )
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
-        """See `Verification`."""
         values = row.values
         ids = requests[values["sample_index"]].prompt_token_ids
         if values.get("prompt_logprobs") is not None and len(ids) > 1:

@@ -55,12 +55,10 @@ class Generate(Task):
 
     @property
     def draws_tokens(self) -> bool:
-        """See `Task`."""
         return True
 
     @property
     def num_rows_per_input(self) -> int:
-        """See `Task`."""
         return self._sampling.n
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
@@ -75,12 +73,10 @@ class Generate(Task):
 
     @functools.cached_property
     def own(self) -> pa.Schema:
-        """See `Task`."""
         results = list(super().own)
         return pa.schema([*results[:2], pa.field("sample_index", pa.int32()), *results[2:]])
 
     def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        """See `Task`."""
         output, sampling = self._output, self._sampling
         logprob = pa.float16() if output.logprobs_dtype == "float16" else pa.float32()
         return [

@@ -11,10 +11,9 @@ from batchinf.tasks.reference import POSITIONS_AT_ONCE, Reference, check_width
 
 
 class LogitsReference(Reference):
-    """See `Reference`."""
+    """Gives the logits of transformers at the stored positions."""
 
     def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
-        """See `Reference`."""
         self.merge(adapter)
         section, positions = logits_of(self._spec), stored.positions
         assert positions is not None

@@ -121,7 +121,7 @@ def _check(spec: JobSpec) -> None:
     """Raise an error for a validator if the section does not fit the task or the section `sampling`."""
     if spec.task != "logits":
         if getattr(spec, SECTION.name) is not None:
-            raise wrong(f"must be left out with task {spec.task}; or say task: logits", "logits")
+            raise wrong(f"must be left out with task {spec.task}; or set task: logits", "logits")
         return
     sampling, positions = spec.sampling, logits_of(spec).positions
     given = {name for name in type(sampling).model_fields if getattr(sampling, name) != _default(sampling, name)}
@@ -134,7 +134,7 @@ def _check(spec: JobSpec) -> None:
     for name in () if positions == "generated" else _OF_GENERATION:
         if name in given:
             raise wrong(
-                "has no meaning where nothing is generated; leave it out, or say logits.positions: generated",
+                "has no meaning where nothing is generated; leave it out, or set logits.positions: generated",
                 f"sampling.{name}",
             )
 
@@ -168,7 +168,6 @@ class LogitsPrompts(PromptBuilder):
         return tuple(dict.fromkeys([*super().columns, *self._positions.columns]))
 
     def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
-        """See `PromptBuilder`."""
         return self._positions.apply(rows, prompts)
 
 
@@ -227,29 +226,25 @@ def ids_of(tokens: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
 
 
 class LogitsVerification(Verification):
-    """See `Verification`."""
+    """Compares the logits at each stored position."""
 
     columns = ("positions", "token_ids")
 
     @property
     def vector_columns(self) -> tuple[str, ...]:
-        """See `Verification`."""
         return (logits_of(self.spec).values,)
 
     @property
     def is_half(self) -> bool:
-        """See `Verification`."""
         return super().is_half or logits_of(self.spec).dtype == "float16"
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
-        """See `Verification`."""
         [request] = requests
         # The last output token has no row after it.
         token_ids = [*request.prompt_token_ids, *(row.values.get("token_ids") or ())[:-1]]
         yield from vectors_at_positions(row, token_ids, has_direction=False)
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
-        """See `Verification`."""
         from batchinf.tasks.logits.reference import LogitsReference
 
         return LogitsReference(self.spec, wanted)
@@ -286,7 +281,6 @@ class Logits(Task):
 
     @property
     def draws_tokens(self) -> bool:
-        """See `Task`."""
         return self._is_generated
 
     @property
@@ -306,7 +300,7 @@ class Logits(Task):
             spec = spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"max_tokens": None})})
         check_token_ids("logits.token_ids", logits.token_ids, model)
         if not isinstance(logits.positions, str) and spec.input.on_overlong != "error":
-            raise SpecError("input.on_overlong: positions of a prompt mean others once it is cut; leave it out")
+            raise SpecError("input.on_overlong: the positions would mean other tokens of a cut prompt; leave it out")
         return spec.model_copy(update={SECTION.name: self._with_ids(model) or self._with_vocabulary(model)})
 
     def _with_ids(self, model: Model) -> LogitsSpec | None:
@@ -331,12 +325,10 @@ class Logits(Task):
         return self._logits.model_copy(update={"vocab_size": given or model.vocab_size})
 
     def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> LogitsPrompts:
-        """See `Task`."""
         return LogitsPrompts(self.spec, tokenizer, vocab_size, begun_at)
 
     @property
     def logprobs_mode(self) -> str:
-        """See `Task`."""
         return f"raw_{self._logits.values}"
 
     @property
@@ -348,7 +340,6 @@ class Logits(Task):
     def default_batch_limits(
         self, vocab_size: int | None, device_bytes: int | None, gpu_memory_utilization: float
     ) -> dict[str, int]:
-        """See `Task`."""
         if not self._logits.is_full:
             return {}
         limits = {"max_num_seqs": _MAX_NUM_SEQS}
@@ -358,7 +349,6 @@ class Logits(Task):
         return limits
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
-        """See `Task`."""
         logits = self._logits
         num_positions = self._likely_positions() if prompts is None else _mean_positions(prompts)
         return 100 + int(num_positions * (4 + logits.width * logits.item_bytes))
@@ -375,12 +365,10 @@ class Logits(Task):
 
     @property
     def sizes_by_prompts(self) -> bool:
-        """See `Task`."""
         return self.reads_prompt_logits
 
     @property
     def size_remedies(self) -> tuple[str, ...]:
-        """See `Task`."""
         logits = self._logits
         return (
             *(("only some tokens (logits.tokens)",) if logits.is_full else ()),
@@ -389,7 +377,6 @@ class Logits(Task):
         )
 
     def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        """See `Task`."""
         logits = self._logits
         item = pa.float16() if logits.dtype == "float16" else pa.float32()
         generated = [("token_ids", list_of(pa.int32())), ("finish_reason", pa.string())]
@@ -462,7 +449,6 @@ class Logits(Task):
         }
 
     def warm_up_request(self) -> Request:
-        """See `Task`."""
         has_own = not isinstance(self._logits.positions, str)
         [request] = self.expand(Prompt(-1, [1] * 8, None, None, positions=(0, 7) if has_own else None), 12)
         return request

@@ -105,7 +105,6 @@ class ScoresFound(Found):
     token_logprobs: DeltaSummary
 
     def lines(self) -> Iterator[str]:
-        """See `Found`."""
         if self.num_greedy_only_a:
             yield f"  is_greedy True -> False: {self.num_greedy_only_a:,}"
         if self.num_greedy_only_b:
@@ -118,7 +117,6 @@ class ScoresFound(Found):
             yield f"logprobs of {self.token_logprobs.num:,} tokens that both scored: {self.token_logprobs}"
 
     def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """See `Found`."""
         yield f"  {key} {row['key']}: {_changed(row, ('is_greedy', *_SUMS))}"
 
 
@@ -143,7 +141,6 @@ class ChoicesFound(Found):
     num_wrong_to_right: int
 
     def lines(self) -> Iterator[str]:
-        """See `Found`."""
         for name in WINNERS:
             if num_rows := getattr(self, f"num_other_{name}"):
                 yield f"  {name}: {num_rows:,} rows have another one"
@@ -160,7 +157,6 @@ class ChoicesFound(Found):
             )
 
     def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """See `Found`."""
         answer = f" (answer {row['answer_a']})" if "answer_a" in row else ""
         winners = [name for name in WINNERS if row[f"{name}_a"] != row[f"{name}_b"]]
         yield f"  {key} {row['key']}{answer}: {_changed(row, winners)}"
@@ -178,7 +174,7 @@ def begin_changes(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
     kinds = ["several choices" if _CHOICE_SUMS in job.schema.names else "one text" for job in (a, b)]
     if kinds[0] != kinds[1]:
         raise OutputError(
-            f"{a.folder} scores {kinds[0]} of a row, and {b.folder} {kinds[1]}: compare two that score the same"
+            f"{a.folder} scores {kinds[0]} of a row, and {b.folder} {kinds[1]}: compare jobs that score the same"
         )
     return (ScoreChanges if kinds[0] == "one text" else ChoiceChanges)(a, b, num_examples)
 
@@ -284,12 +280,11 @@ class ChoiceChanges(Changes):
 
 
 class ScoreVerification(Verification):
-    """See `Verification`."""
+    """Compares the logprobs of the scored tokens."""
 
     columns = (*TOKEN_COLUMNS, *(f"choice_{name}" for name in TOKEN_COLUMNS))
 
     def check(self, schema: pa.Schema) -> None:
-        """See `Verification`."""
         if not self.spec.output.include_token_logprobs:
             raise UserError("the job stored sums alone; run one with output.include_token_logprobs: true")
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import name_type
-from batchinf.prompts.builder import PromptBuilder, read_list, take
+from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error
 from batchinf.prompts.encoder import Encoder, begins_with_two, show
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
@@ -48,9 +48,9 @@ def _check(spec: JobSpec) -> None:
     if task != "score":
         for column in SCORE_COLUMNS:
             if getattr(where, column) is not None:
-                raise wrong(f"got it with task {task}; must be left out, or say task: score", f"input.{column}")
+                raise wrong(f"got it with task {task}; must be left out, or set task: score", f"input.{column}")
         for field in score.model_dump(exclude_defaults=True):
-            raise wrong(f"got it with task {task}; must be left out, or say task: score", f"score.{field}")
+            raise wrong(f"got it with task {task}; must be left out, or set task: score", f"score.{field}")
         if not include_token_logprobs:
             raise wrong(f"got false with task {task}; must be left out: it stores the logprobs that sampling.logprobs "
                         "asks for", "output.include_token_logprobs")  # fmt: skip
@@ -429,9 +429,4 @@ def _wrong_text(text: object, name: str) -> RowError | None:
         return RowError("wrong_type", f"got {name_type(text)} in {name}; expected text")
     if not text:
         return RowError("empty_continuation", f"{name} is an empty string; nothing can be scored")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
-        return RowError("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {found}")
-    return None
+    return unicode_error(text, name)

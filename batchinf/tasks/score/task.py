@@ -61,7 +61,7 @@ def score_sampling(sampling: SamplingSpec) -> SamplingSpec:
 
 
 class Score(Task):
-    """See `Task`."""
+    """Task `score`: logprobs of given texts."""
 
     name = "score"
     comparison = staticmethod(begin_changes)
@@ -82,7 +82,6 @@ class Score(Task):
 
     @property
     def reads_prompt_logits(self) -> bool:
-        """See `Task`."""
         return True
 
     @property
@@ -104,7 +103,6 @@ class Score(Task):
         return self.spec
 
     def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> ScorePrompts:
-        """See `Task`."""
         return ScorePrompts(self.spec, tokenizer, vocab_size, begun_at)
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
@@ -114,11 +112,9 @@ class Score(Task):
             yield from _bos_warning(self.spec, model)
 
     def warm_up_request(self) -> Request:
-        """See `Task`."""
         return Request(-1, 0, [1] * 8, self._sampling, 1, None)
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
-        """See `Task`."""
         tokens = LIKELY_TOKENS if self._has_tokens else 0
         return 200 + tokens * 9 * (1 + self._k)
 
@@ -255,12 +251,10 @@ class Score(Task):
 
     @functools.cached_property
     def result_schema(self) -> pa.Schema:
-        """See `Task`."""
         return self._schema(self.result_fields())
 
     @functools.cached_property
     def own(self) -> pa.Schema:
-        """See `Task`."""
         return without_requests(self._schema(self._own_fields()))
 
     def _schema(self, scored: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:

@@ -84,7 +84,6 @@ class VectorsFound(Found):
     columns: tuple[ColumnFound, ...]
 
     def lines(self) -> Iterator[str]:
-        """See `Found`."""
         for label in self.labels[:_MOST_LABELS]:
             yield f"  label {clip_value(label.a)} -> {clip_value(label.b)}: {label.num_rows:,}"
         if self.rewards is not None and self.rewards.num:
@@ -94,7 +93,6 @@ class VectorsFound(Found):
                 yield from column.lines()
 
     def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
-        """See `Found`."""
         if "label_a" in row:
             shown = f"label {clip_value(row['label_a'])} -> {clip_value(row['label_b'])}"
         else:
@@ -115,7 +113,8 @@ def comparable_columns(a: JobOutput, b: JobOutput) -> list[str]:
         tokens = [(job.spec.get("logits") or {}).get("token_ids") for job in (a, b)]
         if shared and tokens[0] != tokens[1]:
             raise OutputError(
-                f"{a.folder} holds {shared[0]} of other tokens than {b.folder}: compare two with the same logits.tokens"
+                f"{a.folder} holds {shared[0]} of other tokens than {b.folder}: compare jobs with the same "
+                "logits.tokens"
             )
     if task == "classify":
         labels = [(job.spec.get("pooling") or {}).get("labels") for job in (a, b)]
@@ -140,8 +139,10 @@ def _width(type: pa.DataType) -> int | None:
 
 
 class VectorChanges(Changes):
-    """Tasks that store numbers. A row has changed if one of these differs: the likeliest token at a position (logits),
-    the label (classify), or any number (other tasks). It has also changed if only one job has values.
+    """Changes of tasks that store numbers.
+
+    A row has changed if one of these differs: the likeliest token at a position (logits), the label (classify), or any
+    number (other tasks). It has also changed if only one job has values.
     """
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
@@ -255,7 +256,7 @@ class _Vectors:
         """[num_vectors, 6]: of the finite differences the sum, the sum of absolute values, the number and the greatest
         absolute value; then the cosine, and 1 if the greatest number is at the same index.
         """
-        # Convert once: everything but a conversion is slow with half floats.
+        # Converted once, because numpy computes slowly with half floats.
         a, b = a.astype(np.float64), b.astype(np.float64)
         sums = np.zeros((len(a), 6))
         if self._has_cosine:
@@ -303,50 +304,45 @@ class _OfPrompt(Verification):
     has_direction = False
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
-        """See `Verification`."""
         for name in row.columns:
             yield StoredVectors(name, requests[0].prompt_token_ids, None, row.numbers(name), self.has_direction)
 
 
 class EmbedVerification(_OfPrompt):
-    """See `Verification`."""
+    """Compares the vectors of `embed`."""
 
     has_direction = True
     is_relative = True
     vector_columns = ("embedding",)
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
-        """See `Verification`."""
         from batchinf.tasks.vectors.reference import EmbedReference
 
         return EmbedReference(self.spec, wanted)
 
 
 class HiddenStatesVerification(Verification):
-    """See `Verification`."""
+    """Compares the states of `hidden_states`, layer by layer."""
 
     columns = ("positions",)
     is_relative = True
 
     @property
     def vector_columns(self) -> tuple[str, ...]:
-        """See `Verification`."""
         layers = pooling_of(self.spec).layers
         return ("hidden_states",) if layers is None else tuple(f"hidden_states_{layer}" for layer in layers)
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
-        """See `Verification`."""
         yield from vectors_at_positions(row, requests[0].prompt_token_ids, has_direction=True)
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
-        """See `Verification`."""
         from batchinf.tasks.vectors.reference import HiddenStatesReference
 
         return HiddenStatesReference(self.spec, wanted)
 
 
 class ClassifyVerification(_OfPrompt):
-    """See `Verification`."""
+    """Compares the scores of all labels."""
 
     @property
     def is_relative(self) -> bool:
@@ -355,23 +351,20 @@ class ClassifyVerification(_OfPrompt):
 
     @property
     def vector_columns(self) -> tuple[str, ...]:
-        """See `Verification`."""
         return ("probabilities" if self.is_relative else "logits",)
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
-        """See `Verification`."""
         from batchinf.tasks.vectors.reference import HeadReference
 
         return HeadReference(self.spec, wanted, is_active=self.is_relative)
 
 
 class RewardVerification(_OfPrompt):
-    """See `Verification`."""
+    """Compares the reward."""
 
     vector_columns = ("reward",)
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
-        """See `Verification`."""
         from batchinf.tasks.vectors.reference import HeadReference
 
         return HeadReference(self.spec, wanted, is_active=bool(pooling_of(self.spec).use_activation))

@@ -99,11 +99,9 @@ class HiddenStatesReference(_StatesReference):
     """See `_StatesReference`."""
 
     def needs_last_layer(self, depth: int) -> bool:
-        """See `_StatesReference`."""
         return not self._pooling.final_norm or depth in (self._pooling.layers or ())
 
     def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
-        """See `_StatesReference`."""
         assert positions is not None
         return states[torch.from_numpy(positions)]
 
@@ -131,7 +129,7 @@ class HeadReference(Reference):
         }
         for name, value in given.items():
             if value is not None:
-                raise UserError(f"{name} is {value}; transformers' head has a way of its own: it cannot be verified")
+                raise UserError(f"{name} is {value}, which transformers' head does not take: it cannot be verified")
         if is_active and any(model.config.get(name) for name in _OWN_ACTIVATIONS):
             raise UserError(
                 f"'{model.name}' names an activation of its own, which transformers does not apply; a job with "

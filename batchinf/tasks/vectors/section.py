@@ -195,7 +195,7 @@ def check_dimensions(config: ModelConfig, dimensions: int, width: int) -> None:
     if not (config.values.get("is_matryoshka") or allowed):
         raise SpecError(
             f"pooling.dimensions: got {dimensions}, but the model's config does not say that it was trained for fewer "
-            "(Matryoshka); leave it out, or, if it was, say engine.hf_overrides: {is_matryoshka: true}"
+            "(Matryoshka); leave it out, or, if it was, set engine.hf_overrides: {is_matryoshka: true}"
         )
     if dimensions > width or (isinstance(allowed, list) and dimensions not in allowed):
         which = ", ".join(map(str, allowed)) if isinstance(allowed, list) else f"at most {width}"

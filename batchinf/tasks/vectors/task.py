@@ -82,7 +82,6 @@ class Pooled(Task):
             raise SpecError(f"input.format: {OPENAI_LINES.format(task=self.name)}")
 
     def width_error(self, got: int) -> SpecError:
-        """See `Task`."""
         return SpecError(
             f"pooling.width: got {self.pooling.width} numbers in a vector{self._of_layers()}, but the model gives "
             f"{got}; name as many"
@@ -93,7 +92,6 @@ class Pooled(Task):
         return "" if layers is None or len(layers) == 1 else f" for {len(layers)} layers"
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
-        """See `Task`."""
         wanted = self.pooling
         num_positions = len(request.prompt_token_ids) if wanted.all_positions else 1
         return draw(num_positions * wanted.width).reshape(num_positions, wanted.width)
@@ -162,7 +160,6 @@ class Embed(Pooled):
     verification = EmbedVerification
 
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        """See `Pooled`."""
         pooling = self._pooling
         projected = None if pooling.width else model_config.projected_width(config.model, self.spec)
         width = pooling.width or model_config.width_of(config, projected)
@@ -171,17 +168,14 @@ class Embed(Pooled):
         return {"width": width}
 
     def describe(self) -> str:
-        """See `Task`."""
         length = "of length 1" if self._pooling.normalize else "as it is"
         return f"task embed: a vector of {self.width:,} {self._pooling.dtype} for each row, {length}"
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
-        """See `Task`."""
         return checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=False, is_embedded=True)
 
     @property
     def pooling(self) -> PoolingWanted:
-        """See `Task`."""
         return PoolingWanted(
             ("embed",),
             convert="embed",
@@ -192,7 +186,6 @@ class Embed(Pooled):
         )
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
-        """See `Task`."""
         values = super().scripted_values(request, draw)
         if not self._pooling.normalize:
             return values
@@ -200,11 +193,9 @@ class Embed(Pooled):
         return unit
 
     def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        """See `Task`."""
         return [("embedding", vector_of(self.dtype, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
-        """See `Pooled`."""
         return {"embedding": vector_array(values, self.dtype, self.width)}
 
 
@@ -232,20 +223,17 @@ class Classify(Pooled):
         self._column = "probabilities" if self._is_active else "logits"
 
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        """See `Pooled`."""
         labels = self._pooling.labels or model_config.labels_of(config)
         model_config.check_head(config, self.name)
         return {"labels": labels}
 
     def describe(self) -> str:
-        """See `Task`."""
         labels = self._pooling.labels or ()
         more = ", …" if len(labels) > 8 else ""
         return f"task classify: {self._column} of {self.width:,} labels: {', '.join(labels[:8])}{more}"
 
     @property
     def pooling(self) -> PoolingWanted:
-        """See `Task`."""
         return PoolingWanted(
             ("classify",),
             convert="classify",
@@ -255,11 +243,9 @@ class Classify(Pooled):
         )
 
     def width_error(self, got: int) -> SpecError:
-        """See `Task`."""
         return SpecError(f"pooling.labels: got {self.width} classes, but the model gives {got}; name as many")
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
-        """See `Task`."""
         values = super().scripted_values(request, draw)
         if not self._is_active:
             return values
@@ -267,11 +253,9 @@ class Classify(Pooled):
         return shares
 
     def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        """See `Task`."""
         return [("label", pa.string()), ("score", pa.float32()), (self._column, vector_of(_FLOAT, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
-        """See `Pooled`."""
         vectors = vector_array(values, _FLOAT, self.width)
         best = [None if value is None or np.isnan(value).all() else int(np.nanargmax(value)) for value in values]
         labels = [None if place is None else str(self._labels[place]) for place in best]
@@ -289,13 +273,11 @@ class Reward(Pooled):
     verification = RewardVerification
 
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        """See `Pooled`."""
         labels = model_config.labels_of(config)
         model_config.check_head(config, self.name)
         return {"width": self._pooling.width or len(labels)}
 
     def describe(self) -> str:
-        """See `Task`."""
         return f"task reward: {'a number' if self.width == 1 else f'{self.width:,} numbers'} for each row"
 
     @property
@@ -310,11 +292,9 @@ class Reward(Pooled):
         )
 
     def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        """See `Task`."""
         return [("reward", pa.float32() if self.width == 1 else vector_of(_FLOAT, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
-        """See `Pooled`."""
         if self.width > 1:
             return {"reward": vector_array(values, _FLOAT, self.width)}
         check_shapes(values, self.width)
@@ -337,13 +317,11 @@ class HiddenStates(Pooled):
         self._has_all = self._pooling.positions == "all"
 
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        """See `Pooled`."""
         width = self._pooling.width or model_config.width_of(config)
         model_config.check_layers(config, self.spec)
         return {"width": width}
 
     def describe(self) -> str:
-        """See `Task`."""
         pooling, which = self._pooling, "each token" if self._has_all else "the last token"
         if pooling.layers is not None:
             where = f"after {'layer' if len(pooling.layers) == 1 else 'layers'} {', '.join(map(str, pooling.layers))}"
@@ -367,7 +345,6 @@ class HiddenStates(Pooled):
         )
 
     def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        """See `Pooled`."""
         vectors = list_of(vector_of(self.dtype, self.width))
         return [("positions", list_of(pa.int32())), *((name, vectors) for name in self._names)]
 
