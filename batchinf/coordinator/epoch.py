@@ -26,7 +26,7 @@ from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
 from batchinf.job.open import Job
 from batchinf.manifest.lines import SPEED
-from batchinf.manifest.lock import JobLock, await_free
+from batchinf.manifest.lock import JobLock, await_free, has_dead_holder
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output.proof import changed_parts
 from batchinf.schedule.positions import RunOrder
@@ -61,6 +61,8 @@ def run_job(
         if is_finished:
             if extends:
                 display.say(NOTHING_NEW)
+            if has_dead_holder(folder):
+                _tidy_late(folder)
             return finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     try:
@@ -196,6 +198,15 @@ def _note_speed(begun: StartedJob, run_s: float) -> None:
         begun.manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))
     elif state.speed is not None:
         begun.manifest.event("forgotten", kept_as=SPEED)
+
+
+def _tidy_late(folder: Folder) -> None:
+    """Tidy up for a process that was killed when its job was done, if the folder can be written."""
+    with contextlib.suppress(OutputError, OSError), JobLock(folder).held(lambda: last_epoch(folder)):
+        state = read_state(folder)
+        if state is not None and state.is_done:  # no other process has begun a retry since
+            folder.sweep("")
+            _tidy(folder)
 
 
 def _tidy(folder: Folder) -> None:

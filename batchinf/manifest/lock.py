@@ -140,6 +140,14 @@ def live_holder(folder: Folder) -> Holder | None:
     return holder if holder is not None and judge(holder) != "dead" else None
 
 
+def has_dead_holder(folder: Folder) -> bool:
+    """Whether a killed process left its lock here. Takes no lock."""
+    with contextlib.suppress(OSError):
+        holder = Holder.decode(folder.read(LOCK))
+        return holder is not None and judge(holder) == "dead"
+    return False
+
+
 # A lock of another host is taken over after this time without a heartbeat.
 TAKEOVER_AFTER_S = 60.0
 
@@ -229,6 +237,9 @@ class JobLock:
         # A deleted folder is free too. A lock that stays on a failing disk names a dead process.
         with contextlib.suppress(OSError), _alone(self._folder):
             if self._is_mine(self._read()):
+                # A disk error may have left a lock that was taken over: see `_take_away`.
+                for leftover in self._folder.list("", _STALE):
+                    self._folder.delete(leftover)
                 self._folder.delete(LOCK)
         self._me = None
 
