@@ -35,6 +35,9 @@ PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 may_fork = False
 fork_servers: list[ForkServer] = []
 environment = dict(os.environ)  # of the servers, without variables of single tests
+# cv2, which vLLM imports, and lm_eval set these in the process that imports them. Processes that tests start do not
+# inherit them: a server forks no process whose libraries would read other variables than its own.
+SET_BY_IMPORTS = ("HF_XET_HIGH_PERFORMANCE", "LD_LIBRARY_PATH")
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -94,13 +97,19 @@ def start(
         # Processes inherit ignored signals, and a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    own = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
+    own = {**inherited(), "BATCHINF_FAULTS": faults, **quick_start(), **environment}
     command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
     options = {"cwd": ROOT, "env": own, "start_new_session": True, "text": True}
     if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(own):
         replicas = fork_server(has_vllm=True) if _is_of_vllm(*arguments) else fork_server()
         return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def inherited() -> dict[str, str]:
+    """The environment of this process, without changes that its imports have made."""
+    changed = {name: value for name, value in os.environ.items() if name not in SET_BY_IMPORTS}
+    return {**changed, **{name: environment[name] for name in SET_BY_IMPORTS if name in environment}}
 
 
 def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
