@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 import jobs
 
@@ -53,6 +54,24 @@ LONGEST_FIRST = """test_ray test_two_hosts
     test_vllm_engine test_remarks test_verify test_row_sampling test_formats test_vllm_logits test_spec
     test_non_finite test_model_identity test_ordering test_fork_server test_loss test_answers test_examples
     test_source test_install test_forecast test_elastic""".split()
+
+
+# These files share one process, and so one start of vLLM's engine and of the server that forks jobs on vLLM: 20 s each.
+WITH_VLLM = set("""test_answers test_batch_files test_chat test_end_to_end test_verify test_vllm_engine test_vllm_logits
+    test_vllm_pooling test_vllm_score test_vllm_scheduler test_vllm_worker""".split())
+
+
+class Scheduling(LoadFileScheduling):
+    """Gives whole files to processes, and the files of `WITH_VLLM` together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "vllm" if Path(file).stem in WITH_VLLM else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -46,7 +46,7 @@ def test_its_session_environment_folder_and_descriptors_are_its_own(tmp_path: pa
         links = {os.readlink(path) for path in pathlib.Path(f"/proc/{one.pid}/fd").iterdir()}
         assert not {link for link in links & servers if link.startswith(("pipe", "socket"))}
     jobs.kill(everyone)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert jobs.are_gone(everyone)
     process.communicate()
 
