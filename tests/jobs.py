@@ -35,9 +35,9 @@ PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 may_fork = False
 fork_servers: list[ForkServer] = []
 environment = dict(os.environ)  # of the servers, without variables of single tests
-# cv2, which vLLM imports, and lm_eval set these in the process that imports them. Processes that tests start do not
+# cv2, vLLM's engine, lm_eval and Ray set these in the process that uses them. Processes that tests start do not
 # inherit them: a server forks no process whose libraries would read other variables than its own.
-SET_BY_IMPORTS = ("HF_XET_HIGH_PERFORMANCE", "LD_LIBRARY_PATH")
+SET_BY_LIBRARIES = ("HF_XET_HIGH_PERFORMANCE", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONBREAKPOINT")
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -107,9 +107,9 @@ def start(
 
 
 def inherited() -> dict[str, str]:
-    """The environment of this process, without changes that its imports have made."""
-    changed = {name: value for name, value in os.environ.items() if name not in SET_BY_IMPORTS}
-    return {**changed, **{name: environment[name] for name in SET_BY_IMPORTS if name in environment}}
+    """The environment of this process, without changes that libraries have made."""
+    changed = {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES}
+    return {**changed, **{name: environment[name] for name in SET_BY_LIBRARIES if name in environment}}
 
 
 def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
