@@ -131,7 +131,7 @@ def fork_server(*, has_vllm: bool = False) -> ForkServer:
 def run(*arguments: str | pathlib.Path, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run `batchinf` to its end."""
     process = start(*arguments, is_unhurt=not options.get("faults"), **options)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=800)  # pytest's limit for a test is shorter, if the test has none of its own
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -185,7 +185,7 @@ def snapshot_of(out: pathlib.Path) -> dict[str, Any]:
     return {}
 
 
-def end(process: "subprocess.Popen[str]", wait_s: float = 120.0) -> tuple[int, str, str]:
+def end(process: "subprocess.Popen[str]", wait_s: float = 240.0) -> tuple[int, str, str]:
     """Wait for a process. Returns exit code, output and errors. None of its processes may survive."""
     everyone = family(process.pid)
     out, errors = process.communicate(timeout=wait_s)
@@ -232,7 +232,7 @@ def kill(processes: list[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], object], wait_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], wait_s: float = 120.0) -> None:
     """Wait for a condition to hold."""
     deadline = time.monotonic() + wait_s
     while not condition():
@@ -240,7 +240,7 @@ def wait_until(condition: Callable[[], object], wait_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def are_gone(processes: list[psutil.Process], wait_s: float = 15.0) -> bool:
+def are_gone(processes: list[psutil.Process], wait_s: float = 60.0) -> bool:
     """Whether all of these processes end within `wait_s` seconds."""
     _, alive = psutil.wait_procs(processes, timeout=wait_s)
     return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
