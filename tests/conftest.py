@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 import jobs
 
@@ -45,14 +46,34 @@ sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: i
 from batchinf.tasks.registry import task_of  # noqa: E402
 
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
-LONGEST_FIRST = """test_ray test_two_hosts
-    test_job_model test_start test_quarantine test_disk test_recovery test_end_to_end test_security test_cli
-    test_coordinator test_stop_signals test_fuzz test_nothing_is_lost test_check test_two_at_once test_not_begun
-    test_weekly test_choose test_extend test_error_rate test_vllm_pooling test_chat test_fresh test_early_shards
-    test_backend test_retry test_out_of_memory test_reasoning_job test_tasks_pooled test_vllm_score
-    test_vllm_engine test_remarks test_verify test_row_sampling test_formats test_vllm_logits test_spec
-    test_non_finite test_model_identity test_ordering test_fork_server test_loss test_answers test_examples
-    test_source test_install test_forecast test_elastic""".split()
+LONGEST_FIRST = """test_ray test_two_hosts test_job_model test_end_to_end test_weekly test_quarantine test_recovery test_start
+    test_disk test_slices test_nothing_is_lost test_pairs test_coordinator test_fuzz test_choose test_check
+    test_retry test_backend test_tasks_pooled test_fork_server test_changed_input test_ordering test_early_shards
+    test_out_of_memory test_security test_two_at_once test_extend test_stop_signals test_api test_seam test_page
+    test_examples test_memory test_inspect test_head test_tasks_score test_spec test_cli test_lock test_formats
+    test_json test_plan test_model_identity test_non_finite test_tasks_logits test_watching test_source test_lora
+    test_ending test_readme test_row_sampling test_fresh test_diff test_remarks test_reasoning_job test_elastic
+    test_error_rate test_not_begun test_cache_specs test_loss""".split()
+
+
+# These files share one process, and so one start of vLLM's engine and of the server that forks jobs on vLLM: 20 s each.
+WITH_VLLM = set(
+    """test_answers test_batch_files test_chat test_end_to_end test_verify test_vllm_engine test_vllm_logits
+    test_vllm_pooling test_vllm_score test_vllm_scheduler test_vllm_worker""".split()
+)
+
+
+class Scheduling(LoadFileScheduling):
+    """Gives whole files to processes, and the files of `WITH_VLLM` together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "vllm" if Path(file).stem in WITH_VLLM else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

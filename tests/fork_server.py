@@ -35,7 +35,7 @@ _VLLM = "batchinf.engines.vllm"
 _VLLM_MODULES = """vllm.model_executor.layers.quantization.online vllm.model_executor.models.llama vllm.renderers.hf
     vllm.v1.attention.backends.cpu_attn vllm.v1.worker.cpu_worker""".split()
 # Python or libraries read these when they start. A process cannot be forked if one of them differs.
-_READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
+READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
 _LONGEST_COMMAND = 4000
 _PAIR = struct.Struct("ii")
 
@@ -122,7 +122,7 @@ class ForkServer:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
 
 
 # The rest of the module runs in the server and in forked processes.

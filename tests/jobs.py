@@ -35,6 +35,9 @@ PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 may_fork = False
 fork_servers: list[ForkServer] = []
 environment = dict(os.environ)  # of the servers, without variables of single tests
+# cv2, vLLM's engine, lm_eval and Ray set these in the process that uses them. Processes that tests start do not
+# inherit them: a server forks no process whose libraries would read other variables than its own.
+SET_BY_LIBRARIES = ("HF_XET_HIGH_PERFORMANCE", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONBREAKPOINT")
 
 
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
@@ -94,13 +97,19 @@ def start(
         # Processes inherit ignored signals, and a test run in the background of a shell ignores SIGINT.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    own = {**os.environ, "BATCHINF_FAULTS": faults, **quick_start(), **environment}
+    own = {**inherited(), "BATCHINF_FAULTS": faults, **quick_start(), **environment}
     command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
     options = {"cwd": ROOT, "env": own, "start_new_session": True, "text": True}
     if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(own):
         replicas = fork_server(has_vllm=True) if _is_of_vllm(*arguments) else fork_server()
         return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def inherited() -> dict[str, str]:
+    """The environment of this process, without changes that libraries have made."""
+    changed = {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES}
+    return {**changed, **{name: environment[name] for name in SET_BY_LIBRARIES if name in environment}}
 
 
 def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
@@ -122,7 +131,7 @@ def fork_server(*, has_vllm: bool = False) -> ForkServer:
 def run(*arguments: str | pathlib.Path, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run `batchinf` to its end."""
     process = start(*arguments, is_unhurt=not options.get("faults"), **options)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=800)  # pytest's limit for a test is shorter, if the test has none of its own
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -176,7 +185,7 @@ def snapshot_of(out: pathlib.Path) -> dict[str, Any]:
     return {}
 
 
-def end(process: "subprocess.Popen[str]", wait_s: float = 120.0) -> tuple[int, str, str]:
+def end(process: "subprocess.Popen[str]", wait_s: float = 240.0) -> tuple[int, str, str]:
     """Wait for a process. Returns exit code, output and errors. None of its processes may survive."""
     everyone = family(process.pid)
     out, errors = process.communicate(timeout=wait_s)
@@ -223,7 +232,7 @@ def kill(processes: list[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], object], wait_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], wait_s: float = 120.0) -> None:
     """Wait for a condition to hold."""
     deadline = time.monotonic() + wait_s
     while not condition():
@@ -231,7 +240,7 @@ def wait_until(condition: Callable[[], object], wait_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def are_gone(processes: list[psutil.Process], wait_s: float = 15.0) -> bool:
+def are_gone(processes: list[psutil.Process], wait_s: float = 60.0) -> bool:
     """Whether all of these processes end within `wait_s` seconds."""
     _, alive = psutil.wait_procs(processes, timeout=wait_s)
     return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

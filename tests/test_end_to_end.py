@@ -16,6 +16,7 @@ import jobs
 from batchinf.commands.head import read_head
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.timeout(900)  # an engine core in a process of its own takes half a minute to start
 
 NUM_ROWS = 40
 STOPS = ["e.", "\n\n"]
@@ -128,7 +129,6 @@ def test_degrees_do_not_change_rows(alone: list[dict[str, Any]], rows_in: pathli
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # an engine core in a process of its own takes half a minute to start
 def test_a_signal_to_all_processes_engine_core_included(
     alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -143,7 +143,7 @@ def test_a_signal_to_all_processes_engine_core_included(
     assert any("EngineCore" in " ".join(one.cmdline()) for one in everyone)
     for one in everyone:
         one.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 75, errors
     assert "Traceback" not in errors
     assert jobs.are_gone(everyone)
@@ -186,11 +186,11 @@ def kill_once_a_part_is_there(spec: pathlib.Path) -> None:
     """Kill a job of two replicas amid its work."""
     out = spec.parent / "out"
     process = jobs.start("run", spec)
-    jobs.wait_until(lambda: list((out / "parts").glob("*.parquet")), wait_s=200)
+    jobs.wait_until(lambda: list((out / "parts").glob("*.parquet")), wait_s=540)
     everyone = jobs.family(process.pid)
     assert len(jobs.replicas_of(process.pid)) == 2
     jobs.kill(everyone)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == -9
     assert jobs.are_gone(everyone)
     assert not jobs.state_of(out).is_done

@@ -6,6 +6,7 @@ import signal
 import subprocess
 
 import pytest
+from fork_server import READ_AT_IMPORT, ForkedPopen
 
 import jobs
 
@@ -33,11 +34,11 @@ def test_a_job_has_the_rows_of_a_new_process_s(tmp_path: pathlib.Path) -> None:
 def test_its_session_environment_folder_and_descriptors_are_its_own(tmp_path: pathlib.Path) -> None:
     marker = tmp_path / "held"
     process = jobs.start("run", jobs.spec_of(tmp_path), faults=f"replica.start=hold {marker}", TMPDIR=str(tmp_path))
-    jobs.wait_until(marker.exists)
+    jobs.wait_until(lambda: len(jobs.family(process.pid)) == 3)  # two replicas
     everyone = jobs.family(process.pid)
-    assert len(everyone) == 3  # two replicas
+    jobs.wait_until(lambda: all(one.cwd() == str(jobs.ROOT) for one in everyone))
+    jobs.wait_until(marker.exists)
     assert {os.getsid(one.pid) for one in everyone} == {one.pid for one in everyone}
-    assert {one.cwd() for one in everyone} == {str(jobs.ROOT)}
     assert everyone[-1].cmdline()[1:4] == ["-m", "batchinf", "run"]
     # No end of a pipe or socket that another job or the server waits at.
     servers = {os.readlink(path) for path in pathlib.Path(f"/proc/{jobs.fork_server().process.pid}/fd").iterdir()}
@@ -45,7 +46,7 @@ def test_its_session_environment_folder_and_descriptors_are_its_own(tmp_path: pa
         links = {os.readlink(path) for path in pathlib.Path(f"/proc/{one.pid}/fd").iterdir()}
         assert not {link for link in links & servers if link.startswith(("pipe", "socket"))}
     jobs.kill(everyone)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert jobs.are_gone(everyone)
     process.communicate()
 
@@ -53,3 +54,14 @@ def test_its_session_environment_folder_and_descriptors_are_its_own(tmp_path: pa
 def test_a_process_whose_libraries_would_read_another_environment_is_new() -> None:
     assert not jobs.fork_server().can_fork({**jobs.environment, **jobs.quick_start(), "HF_HOME": "/elsewhere"})
     assert jobs.fork_server().can_fork({**jobs.environment, **jobs.quick_start(), "BATCHINF_FAULTS": "x=kill"})
+
+
+def test_jobs_are_forked_whatever_libraries_have_changed() -> None:
+    """Some change the environment when they are imported, and vLLM when an engine starts."""
+    for name in ("ray", "vllm.entrypoints.llm", "lm_eval.tasks"):
+        pytest.importorskip(name)
+    changed = {name for name, _ in jobs.inherited().items() ^ jobs.environment.items()}
+    assert not {name for name in changed if name.startswith(READ_AT_IMPORT)}
+    process = jobs.start("--help", is_unhurt=True)
+    process.communicate()
+    assert isinstance(process, ForkedPopen)

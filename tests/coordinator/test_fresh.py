@@ -96,7 +96,7 @@ def test_replicas_of_the_old_job_are_ended(slice_of: str, tmp_path: pathlib.Path
     process.communicate()
     try:
         jobs.finish(spec, "--fresh")
-        assert jobs.are_gone(replicas, 1.0)
+        assert jobs.are_gone(replicas)
     finally:
         jobs.kill(replicas)
     assert len(jobs.rows_of(tmp_path / "out")) == 20

@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import time
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -77,6 +78,7 @@ def read_all_the_while(process: "subprocess.Popen[str]", out: pathlib.Path, befo
         rows = rows_by_index(out)
         if rows != looks[-1]:
             looks.append(rows)
+        time.sleep(0.01)
     return looks
 
 

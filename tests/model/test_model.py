@@ -448,10 +448,10 @@ def test_offline_is_said(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_TIMEOUT_S", 1.0)
-    server.delay_s = 3.0
+    server.delay_s = 60.0
     started = time.monotonic()
     assert refusal(lambda: resolve(spec("org/tiny"))).endswith("`hf download org/tiny` where there is a network")
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 30
 
 
 def test_a_name_server_that_does_not_answer_is_not_waited_for() -> None:
@@ -459,7 +459,7 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for() -> None:
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         files._within(0.2, hanging.wait)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 30
     hanging.set()
 
 

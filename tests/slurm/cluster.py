@@ -43,7 +43,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
-KillWait=5
+KillWait=30
 MinJobAge=3600
 MpiDefault=none
 SwitchType=switch/none
@@ -127,11 +127,15 @@ class Cluster:
         shown = self.call("scontrol", "--oneliner", "show", "job", job)
         return dict(pair.split("=", 1) for pair in shown.split() if "=" in pair)[field]
 
+    def end_jobs(self) -> None:
+        """Cancel all jobs and wait for their ends."""
+        self.call("scancel", "--user", getpass.getuser())
+        self.wait_for_nodes()
+
     def close(self) -> None:
         """End all jobs, and then the daemons with their children."""
         with contextlib.suppress(subprocess.CalledProcessError):
-            self.call("scancel", "--user", getpass.getuser())
-            self.wait_for_nodes()
+            self.end_jobs()
         for daemon in reversed(self._daemons):
             family = psutil.Process(daemon.pid).children(recursive=True)
             daemon.send_signal(signal.SIGTERM)
@@ -145,7 +149,7 @@ class Cluster:
                     process.kill()
 
 
-def _wait_until(condition: Callable[[], object], message: Callable[[], str], wait_s: float = 60.0) -> None:
+def _wait_until(condition: Callable[[], object], message: Callable[[], str], wait_s: float = 180.0) -> None:
     deadline = time.monotonic() + wait_s
     while not condition():
         if time.monotonic() > deadline:

@@ -20,10 +20,11 @@ import yaml
 import jobs
 from batchinf.commands.status import job_status
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 FILES = sorted(path for path in (jobs.ROOT / "jobs" / "slurm").glob("*.sbatch") if path.stem != "two_nodes")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+WAIT_S = 300.0  # a job is up in seconds, but in minutes on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,8 @@ def slurm() -> Iterator[cluster.Cluster]:
 
 
 @pytest.fixture
-def submit(slurm: cluster.Cluster, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Submits a job with `batchinf slurm` and returns its id."""
+def submit(slurm: cluster.Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Submits a job with `batchinf slurm` and returns its id. No job outlives the test."""
     for name, value in {**jobs.quick_start(), "SLURM_CONF": slurm.environment["SLURM_CONF"]}.items():
         monkeypatch.setenv(name, value)
 
@@ -47,10 +48,11 @@ def submit(slurm: cluster.Cluster, monkeypatch: pytest.MonkeyPatch) -> Any:
         [job] = re.findall(r"submitted job (\d+)", done.stdout)
         return str(job)
 
-    return submitted
+    yield submitted
+    slurm.end_jobs()
 
 
-def wait_for(slurm: cluster.Cluster, job: str, wait_s: float = 240.0) -> str:
+def wait_for(slurm: cluster.Cluster, job: str, wait_s: float = WAIT_S) -> str:
     """The state in which a job ends."""
     jobs.wait_until(lambda: time.sleep(0.5) or slurm.state(job) in ENDED, wait_s)
     return slurm.state(job)
@@ -82,9 +84,9 @@ def test_a_job_is_signalled_before_its_limit_and_queued_again_until_it_is_done(
 def test_a_cancelled_job_stays_cancelled(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     job = submit(jobs.spec_of(tmp_path, scripted={"step_s": 0.1}))
-    jobs.wait_until(lambda: num_committed(out))
+    jobs.wait_until(lambda: num_committed(out), WAIT_S)
     slurm.call("scancel", job)
-    jobs.wait_until(lambda: "Exited with exit code 75" in log_of(tmp_path))
+    jobs.wait_until(lambda: "Exited with exit code 75" in log_of(tmp_path), WAIT_S)
     slurm.wait_for_nodes()
     assert (slurm.state(job), slurm.state(job, "Restarts")) == ("CANCELLED", "0")
     assert job_status(str(out)).jobs[0].activity == "stopped"
@@ -92,9 +94,11 @@ def test_a_cancelled_job_stays_cancelled(slurm: cluster.Cluster, submit: Any, tm
 
 def test_a_node_that_fails_costs_no_row(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
     job = submit(jobs.spec_of(tmp_path, scripted={"step_s": 0.03}))
-    jobs.wait_until(lambda: num_committed(tmp_path / "out"))
+    jobs.wait_until(lambda: num_committed(tmp_path / "out"), WAIT_S)
     node = slurm.state(job, "BatchHost")
     slurm.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    jobs.wait_until(lambda: slurm.state(job, "Restarts") == "1", WAIT_S)
+    slurm.call("scontrol", "update", f"nodename={node}", "state=resume")
     assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
     assert slurm.state(job, "Restarts") == "1"
     assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
@@ -104,7 +108,7 @@ def test_an_array_of_three_with_one_task_killed(slurm: cluster.Cluster, submit: 
     out = tmp_path / "out"
     spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.04}, parallel={"data_parallel_size": 1})
     job = submit(spec, "--array", "3")
-    jobs.wait_until(lambda: all(num_committed(out / f"slice-{index}") for index in range(3)), 120)
+    jobs.wait_until(lambda: all(num_committed(out / f"slice-{index}") for index in range(3)), WAIT_S)
     report = job_status(str(out))
     assert report.load is not None
     assert (report.load.num_replicas, report.load.hosts) == (3, (os.uname().nodename,))
@@ -128,7 +132,7 @@ def test_a_job_on_two_nodes_with_ray_is_signalled_and_queued_again(
     # A replica takes all cores of a node, so that each of the two has one.
     spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.05}, ray={"resources": {"CPU": 2}})
     job = submit(spec, "--nodes", "2")
-    jobs.wait_until(lambda: num_committed(out), 120)
+    jobs.wait_until(lambda: num_committed(out), WAIT_S)
     load = job_status(str(out)).load
     assert load is not None
     assert (load.num_replicas, load.hosts) == (2, (os.uname().nodename,))
@@ -174,8 +178,8 @@ def test_the_files_that_the_docs_show(file: pathlib.Path, slurm: cluster.Cluster
 def test_a_script_that_slurm_refuses_is_not_submitted(
     option: str, message: str, slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path
 ) -> None:
-    before = slurm.call("squeue", "--noheader")
+    before = slurm.call("squeue", "--noheader", "--format=%i")
     refused = jobs.run("slurm", jobs.spec_of(tmp_path), option, "--submit")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.fullmatch(rf"error: sbatch --test-only refuses \S+: .*{message}.*\n", refused.stderr)
-    assert slurm.call("squeue", "--noheader") == before
+    assert slurm.call("squeue", "--noheader", "--format=%i") == before
