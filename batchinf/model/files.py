@@ -316,9 +316,9 @@ def _why_not(name: str, revision: str | None, error: Exception) -> str:
     if status == 401:
         return f"the hub refuses this machine's token for '{name}'; run `hf auth login`"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{_nowhere(name)} or in the hub cache, and HF_HUB_OFFLINE is set; unset it, or run `{command}` first"
+        return f"{_nowhere(name)}, nor a model in the hub cache, and HF_HUB_OFFLINE is set; unset it, or run `{command}` first"
     answer = f"answered with status {status}" if status else f"cannot be reached ({_brief(error)})"
-    return f"{_nowhere(name)} or in the hub cache, and the hub {answer}; run `{command}` where there is a network"
+    return f"{_nowhere(name)}, nor a model in the hub cache, and the hub {answer}; run `{command}` where there is a network"
 
 
 def _nowhere(name: str) -> str:
