@@ -417,8 +417,8 @@ def test_a_commit_that_is_nowhere_any_more(server: Hub) -> None:
         ("org/mine", None, (401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
          "model.name: the hub refuses this machine's token for 'org/mine'; run `hf auth login`"),
         ("org/busy", "v1", (503, {}),
-         "model.name: there is no folder 'org/busy', nor a model in the hub cache, and the hub answered with status 503; "
-         "run `hf download org/busy --revision v1` where there is a network"),
+         "model.name: there is no folder 'org/busy', nor a model in the hub cache, and the hub answered with status "
+         "503; run `hf download org/busy --revision v1` where there is a network"),
     ],
 )  # fmt: skip
 def test_why_the_hub_gives_nothing(
@@ -480,8 +480,8 @@ def test_without_a_network_it_fails_in_seconds_and_imports_nothing_heavy(tmp_pat
         timeout=60, check=True,
     )  # fmt: skip
     assert run.stdout.splitlines() == [
-        "ModelError model.name: there is no folder 'org/tiny', nor a model in the hub cache, and the hub cannot be reached "
-        "([Errno 111] Connection refused); run `hf download org/tiny` where there is a network",
+        "ModelError model.name: there is no folder 'org/tiny', nor a model in the hub cache, and the hub cannot be "
+        "reached ([Errno 111] Connection refused); run `hf download org/tiny` where there is a network",
         "set()",
     ]
 
