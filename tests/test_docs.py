@@ -88,12 +88,16 @@ def texts_of_the_code() -> list[str]:
         return "…"
 
     files = [ast.parse(path.read_text(encoding="utf-8")) for path in (jobs.ROOT / "batchinf").rglob("*.py")]
-    return [text_of(node) for file in files for node in ast.walk(file) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    return [
+        text_of(node) for file in files for node in ast.walk(file) if isinstance(node, ast.Constant | ast.JoinedStr)
+    ]
 
 
 def messages_of(document: str) -> list[str]:
     """The first cells of the tables of messages."""
-    rows = re.findall(r"^\| `(.*?)`[^|`]* \|", (jobs.ROOT / "docs" / document).read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(.*?)`[^|`]* \|", (jobs.ROOT / "docs" / document).read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert rows
     return rows
 

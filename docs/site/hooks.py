@@ -34,6 +34,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make links that hold in the repository hold on the site."""
     source = _source(page.file)
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
 
     def link(match: re.Match[str]) -> str:
         target = _resolved(source, match[2])
@@ -72,9 +74,13 @@ def _command_line() -> str:
     from batchinf.cli import app
 
     group: Any = typer.main.get_command(app)
-    text = typer.cli.get_docs_for_click(obj=group, ctx=group.context_class(group, info_name="batchinf"), name="batchinf")
+    text = typer.cli.get_docs_for_click(
+        obj=group, ctx=group.context_class(group, info_name="batchinf"), name="batchinf"
+    )
     # The list of commands is cut off in the middle of its sentences, and the page has them all.
     text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+", "", text)
     text = re.sub(r"^Example: (.*)$", r"**Example**:\n\n```bash\n\1\n```", text, flags=re.MULTILINE)
     text = text.replace("```console\n$ ", "```text\n")
-    return text.replace("# `batchinf`\n", "# Command line\n\nAll commands and their options, as `--help` shows them.\n", 1)
+    return text.replace(
+        "# `batchinf`\n", "# Command line\n\nAll commands and their options, as `--help` shows them.\n", 1
+    )
