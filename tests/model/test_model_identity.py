@@ -76,8 +76,8 @@ def test_a_branch_that_moves_does_not_move_the_job(tmp_path: pathlib.Path, hub: 
     assert_refused(
         gone,
         "model.name: there is no folder 'org/tiny', nor a model in the hub cache, and HF_HUB_OFFLINE is set; unset it, "
-        f"or run `hf download org/tiny --revision {OLD}` first. The job began with this commit: get it back, or begin a "
-        "new job\n",
+        f"or run `hf download org/tiny --revision {OLD}` first. The job began with this commit: get it back, or begin "
+        "a new job\n",
     )
 
 
