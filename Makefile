@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check test-slow test-slurm browser soak model fuzz lint format lock
+.PHONY: help install quickstart test check test-slow test-slurm browser soak model fuzz lint format lock docs docs-serve
 
 VENV ?= .venv
 UV ?= uv
@@ -41,6 +41,7 @@ help:
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
 	@echo 'make lint         ruff, mypy, and the order of imports'
 	@echo 'make format       ruff formats and mends'
+	@echo 'make docs         the documents as a site, in build/site; make docs-serve shows it at http://127.0.0.1:8000'
 	@echo 'make install      the virtual environment alone'
 	@echo 'make lock         resolve both lock files anew, with uv'
 
@@ -147,6 +148,16 @@ format: install
 	$(VENV)/bin/python -m ruff check --fix-only --quiet
 	$(VENV)/bin/python -m ruff format
 
+# Strict: a warning, such as one of a link without a target, is an error. The tests build the site too.
+docs docs-serve: export NO_MKDOCS_2_WARNING = 1
+
+docs: install
+	$(VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo 'open build/site/index.html'
+
+docs-serve: install
+	$(VENV)/bin/python -m mkdocs serve
+
 
 # Locking. Resolved on Python 3.11; six is what vLLM asks for besides from Python 3.12 on.
 
@@ -160,7 +171,7 @@ define CUDA_HEADER
 # The whole set of BUILD=cuda for Python 3.11 and newer on Linux x86_64, written by `make lock`.
 endef
 
-COMPILE = echo six | $(UV) pip compile - pyproject.toml --extra dev --python-version 3.11 \
+COMPILE = echo six | $(UV) pip compile - pyproject.toml --extra dev --extra docs --python-version 3.11 \
     --python-platform x86_64-manylinux_2_28 --no-header --no-annotate --quiet
 ABSENT := torchvision torchaudio torchcodec triton
 

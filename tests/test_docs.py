@@ -8,7 +8,7 @@ import pytest
 
 import jobs
 
-DOCS = sorted([*(jobs.ROOT / "docs").glob("*.md"), jobs.ROOT / "README.md", jobs.ROOT / "CONTRIBUTING.md"])
+DOCS = sorted([*(jobs.ROOT / "docs").rglob("*.md"), jobs.ROOT / "README.md", jobs.ROOT / "CONTRIBUTING.md"])
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]*)\)")
@@ -71,3 +71,45 @@ def test_every_row_of_faults_has_its_test() -> None:
     ]
     assert len(rows) > 40
     assert [row for row in rows if not (TEST.search(row) or "`make soak`" in row or "to come:" in row)] == []
+
+
+# Messages of other programs that pages explain: ZeroMQ's, of sockets.
+OF_OTHERS = {"vLLM could not start: ZMQError: Cannot assign requested address"}
+
+
+def texts_of_the_code() -> list[str]:
+    """All texts in the package, with … for values that are put into them."""
+
+    def text_of(node: ast.AST) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text_of, node.values))
+        return "…"
+
+    files = [ast.parse(path.read_text(encoding="utf-8")) for path in (jobs.ROOT / "batchinf").rglob("*.py")]
+    return [
+        text_of(node) for file in files for node in ast.walk(file) if isinstance(node, ast.Constant | ast.JoinedStr)
+    ]
+
+
+def messages_of(document: str) -> list[str]:
+    """The first cells of the tables of messages."""
+    rows = re.findall(
+        r"^\| `(.*?)`[^|`]* \|", (jobs.ROOT / "docs" / document).read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert rows
+    return rows
+
+
+def test_every_message_is_one_of_the_code() -> None:
+    """A message's pieces between the … stand in one text of the code, in their order."""
+    texts = texts_of_the_code()
+    messages = set(messages_of("troubleshooting.md") + messages_of("cluster.md")) - OF_OTHERS
+    assert len(messages) > 50
+    absent = []
+    for message in messages:
+        pattern = re.compile(".*".join(re.escape(piece.strip()) for piece in message.split("…")), re.DOTALL)
+        if not any(pattern.search(text) for text in texts):
+            absent.append(message)
+    assert absent == []

@@ -1,4 +1,4 @@
-"""`batchinf slurm`: its scripts, run by bash with stand-ins for Slurm's commands; its refusals; the reading example.
+"""`batchinf slurm`: its scripts, run by bash with stand-ins for Slurm's commands; its refusals.
 
 `slurm/test_on_slurm.py` runs the scripts on a real Slurm.
 """
@@ -288,24 +288,3 @@ def test_without_slurm_nothing_is_submitted(tmp_path: pathlib.Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"there is no sbatch here; run `sbatch out/quickstart\.slurm/job\.sbatch` on"):
         command("batchinf slurm jobs/quickstart.yaml --submit", monkeypatch, tmp_path)
-
-
-@pytest.mark.slow
-def test_readers_read_all_slices(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "out/my-job"
-    spec = jobs.spec_of(
-        tmp_path, output={"path": str(out)}, parallel={"data_parallel_size": 1}, scripted={"step_s": 0.0}
-    )
-    for index in (1, 0):
-        jobs.finish(spec, "--slice", f"{index}/2")
-    page = (jobs.ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
-    [example] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    lines = example.strip().split("\n")
-    checks = ["print(rows['row_index'] == sorted(rows['row_index']), len(rows))", f"print({lines[-1]}.fetchall())"]
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    code = [sys.executable, "-c", "\n".join([*lines[:-1], *checks])]
-    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    num_rows = len(jobs.rows_of(out / "slice-0")) + len(jobs.rows_of(out / "slice-1"))
-    assert done.stdout.splitlines()[0] == f"True {num_rows}"
-    assert num_rows == len(jobs.unhurt())

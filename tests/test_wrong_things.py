@@ -101,8 +101,8 @@ WRONG = [
           "job.yaml:9:3: output.keep_columns: got 'a' for two columns; give each a name of its own"),
     # Scoring
     Wrong("nothing to score", {**SCORE},
-          "job.yaml:2:1: input: missing; must be text_column, or a context with continuation_column or "
-          "choices_column, for task score"),
+          "job.yaml:2:1: input: missing; must be text_column, or a context with continuation_column, "
+          "choices_column or choices, for task score"),
     Wrong("score without the task", {"input": {"text_column": "prompt"}},
           "job.yaml:4:3: input.text_column: got it with task generate; must be left out, or set task: score"),
     Wrong("score's section without the task", {"score": {"window_overlap": 5}},
@@ -119,8 +119,8 @@ WRONG = [
           "job.yaml:5:3: input.choices_column: the input has no column 'languag'; did you mean 'language'? it has: "
           "id, prompt, language"),
     Wrong("answer without choices", {**SCORE, "input": {"text_column": "prompt", "answer_column": "id"}},
-          "job.yaml:5:3: input.answer_column: got it without choices_column; it is the index of the right choice: "
-          "leave it out"),
+          "job.yaml:5:3: input.answer_column: got it without choices_column or choices; it is the index of the right "
+          "choice: leave it out"),
     Wrong("chat to score", {**SCORE, "input": {"text_column": "prompt", "system_prompt": "Be brief."}},
           "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation is scored as context: give "
           "its last words in continuation_column"),
@@ -373,7 +373,7 @@ WRONG = [
     Wrong("no input", {"input": None},
           "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, token_ids_column, text_column, "
-          "context_column, continuation_column, choices_column, answer_column, system_prompt, chat_template, "
+          "context_column, continuation_column, choices_column, choices, answer_column, system_prompt, chat_template, "
           "chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, adapter_column, "
           "id_column, where, sample, limit, exclude, order). Where the rows come from, which of them "
           "run, and how a row becomes a prompt."),

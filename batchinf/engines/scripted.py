@@ -4,6 +4,7 @@ import functools
 import hashlib
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,21 @@ from batchinf.tasks.base import Task
 
 
 class ScriptedEngine:
-    """Outputs depend only on prompt, seed and sampling, so any two runs agree, whatever their batches."""
+    """Outputs depend only on prompt, seed and sampling, so any two runs agree, whatever their batches.
+
+    choices: token ids of the texts of which each output is one, if the job has such a structure.
+    """
 
     output_room = 1  # tokens that must fit after a prompt
 
-    def __init__(self, script: ScriptedSpec, vocab_size: int, eos_token_id: int) -> None:
+    def __init__(
+        self, script: ScriptedSpec, vocab_size: int, eos_token_id: int, choices: Sequence[Sequence[int]] = ()
+    ) -> None:
         faults.point("engine.start")
         time.sleep(script.start_s)
         self._script = script
         self._eos_token_id = eos_token_id
+        self._choices = choices
         self._waiting: deque[Request] = deque()
         self._running: dict[int, list[Completion]] = {}
         self._begun: list[Request] = []
@@ -82,10 +89,15 @@ class ScriptedEngine:
         if self._script.vary_lengths:
             least = min(max(1, request.sampling.min_tokens), length)
             length = least + first % (length - least + 1)
-        stops = length < request.max_tokens
-        token_ids = self._draws.token_ids(second, length)
-        if stops:
-            token_ids[-1] = self._eos_token_id
+        if self._choices:
+            whole = [*self._choices[first % len(self._choices)], self._eos_token_id]
+            stops, length = len(whole) <= request.max_tokens, min(len(whole), request.max_tokens)
+            token_ids = np.array(whole[:length], np.int32)
+        else:
+            stops = length < request.max_tokens
+            token_ids = self._draws.token_ids(second, length)
+            if stops:
+                token_ids[-1] = self._eos_token_id
         chosen = request.logprob_token_ids
         logprobs = self._draws.logprobs(second, token_ids, len(chosen) if chosen else request.sampling.logprobs)
         if chosen and logprobs is not None:

@@ -315,10 +315,11 @@ def _why_not(name: str, revision: str | None, error: Exception) -> str:
         return f"{_nowhere(name)}, nor a model '{name}' on the hub; check the name; a private one needs `hf auth login`"
     if status == 401:
         return f"the hub refuses this machine's token for '{name}'; run `hf auth login`"
+    absent = f"{_nowhere(name)}, nor a model in the hub cache"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{_nowhere(name)} or in the hub cache, and HF_HUB_OFFLINE is set; unset it, or run `{command}` first"
+        return f"{absent}, and HF_HUB_OFFLINE is set; unset it, or run `{command}` first"
     answer = f"answered with status {status}" if status else f"cannot be reached ({_brief(error)})"
-    return f"{_nowhere(name)} or in the hub cache, and the hub {answer}; run `{command}` where there is a network"
+    return f"{absent}, and the hub {answer}; run `{command}` where there is a network"
 
 
 def _nowhere(name: str) -> str:

@@ -257,7 +257,7 @@ def _num_ready(max_num_seqs: int) -> int:
 def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None) -> Answers | NoAnswers:
     """The reader of completions. Imports vLLM only for reasoning parsers, regexes and grammars.
 
-    The scripted engine ignores structures. detokenizer: None for tasks without text.
+    The scripted engine ignores regexes and grammars. detokenizer: None for tasks without text.
     """
     if detokenizer is None:
         return NoAnswers()
@@ -346,14 +346,16 @@ class Incarnation:
                 engine.close()
         self._port.send(Stopped())
 
-    def _start_engine(self, tokenizer: object) -> Engine:
+    def _start_engine(self, tokenizer: Any) -> Engine:
         task, script, launch = self._task, self._spec.scripted, self._launch
         if script is not None:
-            size = len(tokenizer)  # type: ignore[arg-type]
+            size = len(tokenizer)
             script = script.model_copy(update={"max_model_len": _scripted_length(self._spec)})
             if task.pooling is not None:
                 return ScriptedPooling(task, script, size)
-            return ScriptedEngine(script, size, getattr(tokenizer, "eos_token_id", None) or 0)
+            texts = (self._spec.sampling.structured_outputs or {}).get("choice") or ()
+            choices = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            return ScriptedEngine(script, size, getattr(tokenizer, "eos_token_id", None) or 0, choices)
         given = task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters, launch.ray_group
         with importing(f"task {task.name}"):
             if task.pooling is not None:

@@ -96,6 +96,8 @@ class InputSpec(Section):
     """Task `score`: the column with the text that is scored after the context."""
     choices_column: Annotated[Text | None, IDENTITY] = None
     """Task `score`: the column with several texts to score after the context: a list, or JSON text of one."""
+    choices: Annotated[Annotated[tuple[Text, ...], Field(strict=False, min_length=2)] | None, IDENTITY] = None
+    """Task `score`: texts to score after the context of every row, such as labels, instead of `choices_column`."""
     answer_column: Annotated[Text | None, IDENTITY] = None
     """Task `score`: the column with the place of the right choice, from 0; null if it is unknown."""
     system_prompt: Annotated[Text | None, FROM_FILE] = None

@@ -86,7 +86,8 @@ def _label(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "sampling:",
         "  temperature: 0.0",
         "  max_tokens: 32",
-        "  logprobs: 5    # how sure the model is: the logprobs of the 5 most likely tokens",
+        "  logprobs: 0    # only the logprobs of the label's own tokens",
+        "  logprobs_mode: processed_logprobs    # among the labels: exp(cumulative_logprob) is how sure the model is",
         f"  structured_outputs: {{choice: [{labels}]}}    # the output is one of these, always",
     )
     return "Labels each row: the model chooses one of a few words.", ((), _asked(data, wanted, words), sampling)

@@ -113,6 +113,7 @@ def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -
     assert first.stdout.splitlines()[-1] == f"next: batchinf validate {path}"
     spec = yaml.safe_load(path.read_text())
     assert spec["sampling"]["structured_outputs"] == {"choice": ["prose", "verse"]}
+    assert (spec["sampling"]["logprobs"], spec["sampling"]["logprobs_mode"]) == (0, "processed_logprobs")
     assert spec["output"]["path"] == "out/mine"
     again = jobs.run(*given)
     assert again.returncode == 2

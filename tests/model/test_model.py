@@ -417,8 +417,8 @@ def test_a_commit_that_is_nowhere_any_more(server: Hub) -> None:
         ("org/mine", None, (401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
          "model.name: the hub refuses this machine's token for 'org/mine'; run `hf auth login`"),
         ("org/busy", "v1", (503, {}),
-         "model.name: there is no folder 'org/busy' or in the hub cache, and the hub answered with status 503; "
-         "run `hf download org/busy --revision v1` where there is a network"),
+         "model.name: there is no folder 'org/busy', nor a model in the hub cache, and the hub answered with status "
+         "503; run `hf download org/busy --revision v1` where there is a network"),
     ],
 )  # fmt: skip
 def test_why_the_hub_gives_nothing(
@@ -440,7 +440,7 @@ def test_a_gate_before_the_files_only(server: Hub) -> None:
 def test_offline_is_said(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert refusal(lambda: resolve(spec("org/tiny", revision="v1"))) == (
-        "model.name: there is no folder 'org/tiny' or in the hub cache, and HF_HUB_OFFLINE is set; unset it, "
+        "model.name: there is no folder 'org/tiny', nor a model in the hub cache, and HF_HUB_OFFLINE is set; unset it, "
         "or run `hf download org/tiny --revision v1` first"
     )
     assert server.asked == []
@@ -480,8 +480,8 @@ def test_without_a_network_it_fails_in_seconds_and_imports_nothing_heavy(tmp_pat
         timeout=60, check=True,
     )  # fmt: skip
     assert run.stdout.splitlines() == [
-        "ModelError model.name: there is no folder 'org/tiny' or in the hub cache, and the hub cannot be reached "
-        "([Errno 111] Connection refused); run `hf download org/tiny` where there is a network",
+        "ModelError model.name: there is no folder 'org/tiny', nor a model in the hub cache, and the hub cannot be "
+        "reached ([Errno 111] Connection refused); run `hf download org/tiny` where there is a network",
         "set()",
     ]
 

@@ -75,9 +75,9 @@ def test_a_branch_that_moves_does_not_move_the_job(tmp_path: pathlib.Path, hub: 
     gone = jobs.run("run", spec, **{**environment, "HF_HUB_OFFLINE": "1"})
     assert_refused(
         gone,
-        "model.name: there is no folder 'org/tiny' or in the hub cache, and HF_HUB_OFFLINE is set; unset it, or run "
-        f"`hf download org/tiny --revision {OLD}` first. The job began with this commit: restore it, or start a new "
-        "job\n",
+        "model.name: there is no folder 'org/tiny', nor a model in the hub cache, and HF_HUB_OFFLINE is set; unset it, "
+        f"or run `hf download org/tiny --revision {OLD}` first. The job began with this commit: restore it, or start a "
+        "new job\n",
     )
 
 

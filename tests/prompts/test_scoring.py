@@ -222,6 +222,18 @@ def test_choices_may_be_json_and_an_answer_unknown() -> None:
     assert listed.scoring is not None and listed.scoring.answer is None
 
 
+def test_choices_of_the_spec_are_those_of_every_row() -> None:
+    labels = ["good", "bad film"]
+    columns = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
+    rows = [{"c": "Q", "x": labels, "a": 1}, {"c": "The end", "x": labels, "a": None}]
+    given = build("llama", rows, {"context_column": "c", "choices": labels, "answer_column": "a"}, target_delimiter=" ")
+    from_column = build("llama", rows, columns, target_delimiter=" ")
+    assert [prompt.scoring for prompt in given] == [prompt.scoring for prompt in from_column]
+    assert [prompt.scoring is not None and prompt.scoring.answer for prompt in given] == [1, None]
+    [prompt] = build("llama", [{"c": "Q", "a": 2}], {"context_column": "c", "choices": labels, "answer_column": "a"})
+    assert prompt.error is not None and prompt.error.error_type == "invalid_answer"
+
+
 def test_rows_are_scored_with_the_adapter_that_they_name() -> None:
     lora = {"a": "adapters/a", "b": "adapters/b"}
     spec = JobSpec.model_validate(

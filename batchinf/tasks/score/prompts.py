@@ -15,8 +15,8 @@ from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec, TaskSection
 from batchinf.spec.sampling import SamplingSpec
 
-# A spec names one of the first three columns. The others go with them.
-SCORED_FORMS = ("text_column", "continuation_column", "choices_column")
+# A spec has one of the first four fields. The others go with them.
+SCORED_FORMS = ("text_column", "continuation_column", "choices_column", "choices")
 SCORE_COLUMNS = (*SCORED_FORMS, "context_column", "answer_column")
 
 
@@ -73,6 +73,11 @@ def _check(spec: JobSpec) -> None:
         raise wrong("got it with input.text_column, which has no context: leave it out", "score.target_delimiter")
 
 
+def has_choices(where: InputSpec) -> bool:
+    """Whether several texts are scored after each context."""
+    return where.choices_column is not None or where.choices is not None
+
+
 def scored_columns(where: InputSpec) -> list[tuple[str, str]]:
     """Pairs of a spec field and the column that it names, for all columns besides the context's."""
     fields = ("continuation_column", "choices_column", "answer_column")
@@ -83,8 +88,8 @@ def _check_input(where: InputSpec) -> None:
     given = [column for column in SCORED_FORMS if getattr(where, column) is not None]
     contexts = [form for form in PROMPT_FORMS if form != "text_column" and getattr(where, form) is not None]
     if not given:
-        raise wrong("missing; must be text_column, or a context with continuation_column or choices_column, for task "
-                    "score", "input")  # fmt: skip
+        raise wrong("missing; must be text_column, or a context with continuation_column, choices_column or choices, "
+                    "for task score", "input")  # fmt: skip
     if len(given) > 1:
         raise wrong(f"got {given[1]} beside {given[0]}; give one of them", f"input.{given[1]}")
     if where.text_column is not None:
@@ -95,8 +100,8 @@ def _check_input(where: InputSpec) -> None:
         raise wrong(f"got it without a context; name its column in context_column, or give another of "
                     f"{', '.join(form for form in PROMPT_FORMS if form not in ('text_column', 'context_column'))}",
                     f"input.{given[0]}")  # fmt: skip
-    if where.answer_column is not None and where.choices_column is None:
-        raise wrong("got it without choices_column; it is the index of the right choice: leave it out",
+    if where.answer_column is not None and not has_choices(where):
+        raise wrong("got it without choices_column or choices; it is the index of the right choice: leave it out",
                     "input.answer_column")  # fmt: skip
     if where.is_batch_file:
         raise wrong("got openai with task score; its lines have prompts and nothing to score", "input.format")
@@ -307,6 +312,8 @@ class ScorePrompts(PromptBuilder):
                 return value
             texts: list[Any] = [value]
             names = [f"column '{self._where.continuation_column}'"]
+        elif self._where.choices is not None:
+            return list(self._where.choices)
         else:
             column = self._where.choices_column or ""
             choices = _choices(row, column)
@@ -346,7 +353,7 @@ class ScorePrompts(PromptBuilder):
         is_cut = False
         most = None if max_model_len is None else max_model_len - NUM_RESERVED
         for place, num_bytes in enumerate(draft.num_bytes):
-            name = "the continuation" if self._where.choices_column is None else f"choice {place}"
+            name = f"choice {place}" if has_choices(self._where) else "the continuation"
             parts = self._pair(draft.context, ids, place)
             if isinstance(parts, RowError):
                 return parts

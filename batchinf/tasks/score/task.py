@@ -38,7 +38,7 @@ from batchinf.tasks.base import (
     without_requests,
 )
 from batchinf.tasks.score.compare import ScoreVerification, begin_changes
-from batchinf.tasks.score.prompts import NUM_RESERVED, SECTION, ScorePrompts, score_of, scored_columns
+from batchinf.tasks.score.prompts import NUM_RESERVED, SECTION, ScorePrompts, has_choices, score_of, scored_columns
 
 # The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
 _MOST_IN_ONE_PASS = 128
@@ -73,7 +73,7 @@ class Score(Task):
         super().__init__(spec)
         self._k = spec.sampling.prompt_logprobs or 0
         self._has_tokens = spec.output.include_token_logprobs
-        self._is_choice = spec.input.choices_column is not None
+        self._is_choice = has_choices(spec.input)
         self._stores_all = score_of(spec).store == "all"
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
         self._together = score_of(spec).one_pass and self._is_choice and self._k == 0

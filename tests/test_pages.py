@@ -1,0 +1,120 @@
+"""Every command and every snippet of the README and of the documents is run, as `pages.py` says."""
+
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import typer.main
+from pages import Block, blocks_of, check_spec, environment, lay_out, run_quickstart
+
+import jobs
+from batchinf.cli import app
+
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(jobs.ROOT)) for path in jobs.ROOT.glob("docs/**/*.md")),
+]
+# Blocks that are not run: page and first line, and the reason.
+NOT_RUN = {
+    ("README.md", "make quickstart "): "installs everything; starts these tests",
+    ("CONTRIBUTING.md", "make install"): "installs everything",
+    ("CONTRIBUTING.md", "python tests/pages.py"): "the test itself",
+    ("CONTRIBUTING.md", ".venv/bin/python benchmarks/run.py top20"): "reads benchmarks/ of a checkout with a .venv",
+    ("docs/cluster.md", "pip install 'batchinf[ray]'"): "starts Ray on this host: tests/fleet/test_ray.py does it",
+    ("docs/cluster.md", "ray job submit"): "needs the dashboard of Ray",
+    ("docs/cluster.md", "ray start --head --port=6400"): "starts Ray on this host: tests/fleet/test_ray.py does it",
+    ("docs/install.md", "python3 -m venv connected"): "downloads all; tests/test_install.py checks the options",
+    ("docs/install.md", "python3 -m venv venv"): "installs everything; tests/test_install.py checks the options",
+    ("docs/install.md", "hf download ORG/MODEL"): "downloads a model; tests/test_install.py checks the options",
+    ("docs/install.md", "HF_HOME=/shared/huggingface hf download"): "downloads a model; tests/test_install.py",
+    ("docs/install.md", "cp -r /shared/models/MODEL"): "a model of the reader's",
+    ("docs/install.md", "apptainer build"): "needs Apptainer",
+    ("docs/install.md", "python -m pip list"): "changes the environment; tests/test_install.py checks the options",
+    ("docs/install.md", "python -m pip install"): "changes the environment; tests/test_install.py checks the options",
+    ("docs/reliability.md", "python benchmarks/loss.py"): "minutes; measures, and tests nothing",
+    ("docs/slurm.md", "batchinf slurm jobs/quickstart.yaml"): "needs Slurm: tests/test_slurm.py and `make test-slurm`",
+    ("docs/how-to/slurm.md", "batchinf slurm jobs/quickstart.yaml --gpus a100:2 --time 12:00:00 --venv .venv --submit"):
+        "needs Slurm: tests/test_slurm.py and `make test-slurm`",
+    ("docs/tutorial.md", "make install"): "installs everything",
+}  # fmt: skip
+KNOWN = {"bash", "python", "yaml", "text", "json", "jsonl", "csv", "jinja", "mermaid"}
+
+
+def skipped(page: str) -> Iterator[Block]:
+    for block in blocks_of(page):
+        if any(page == name and block.first_line.startswith(first) for name, first in NOT_RUN):
+            yield block
+
+
+def has_steps(page: str) -> bool:
+    """Whether anything of a page is run."""
+    left_out = {block.line for block in skipped(page)}
+    return any(block.language in ("bash", "python") and block.line not in left_out for block in blocks_of(page))
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("quickstart")
+    lay_out(folder)
+    return run_quickstart(folder, environment(folder, jobs.quick_start()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if has_steps(page)])
+def test_the_commands_and_snippets_of_a_page_run(page: str, tmp_path: pathlib.Path, quickstart: pathlib.Path) -> None:
+    lay_out(tmp_path, quickstart)
+    command = [sys.executable, jobs.ROOT / "tests" / "pages.py", page, *(block.first_line for block in skipped(page))]
+    own = environment(tmp_path, jobs.quick_start())
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_a_language_that_says_whether_it_runs(page: str) -> None:
+    blocks = blocks_of(page)
+    fences = re.findall(r"^ *```", (jobs.ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    hidden = [block for block in blocks if block.is_hidden]
+    assert len(fences) == 2 * (len(blocks) - len(hidden))
+    assert [f"{page}:{block.line}" for block in blocks if block.language not in KNOWN] == []
+
+
+def test_every_exception_is_a_block() -> None:
+    found = {(page, first) for page, first in NOT_RUN if any(b.first_line.startswith(first) for b in blocks_of(page))}
+    assert found == set(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "yaml" for block in blocks_of(page))])
+def test_every_spec_of_a_page_is_right(page: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sample_data").symlink_to(jobs.ROOT / "sample_data")
+    monkeypatch.chdir(tmp_path)
+    for block in blocks_of(page):
+        if block.language == "yaml":
+            check_spec(block.text)
+
+
+def commands_of(page: str) -> Iterator[str]:
+    """Commands of batchinf in the prose and in the blocks of a page, one line each."""
+    text = (jobs.ROOT / page).read_text(encoding="utf-8")
+    for block in blocks_of(page):
+        if block.language == "bash":
+            yield from re.findall(r"^(batchinf .*)$", block.text, re.MULTILINE)
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"(?<!`)`(batchinf [^`]*)`(?!`)", prose):
+        yield " ".join(span.split())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_that_is_named_exists_with_its_options(page: str) -> None:
+    commands = typer.main.get_group(app).commands
+    for line in commands_of(page):
+        words = shlex.split(re.split(r" [|>#]", line)[0], comments=True)[1:]
+        if words[0] in ("COMMAND", "--version", "--install-completion"):
+            continue
+        assert words[0] in commands, line
+        known = {option for parameter in commands[words[0]].params for option in parameter.opts} | {"--help"}
+        assert {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} <= known, line
