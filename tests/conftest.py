@@ -46,7 +46,8 @@ sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: i
 from batchinf.tasks.registry import task_of  # noqa: E402
 
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
-LONGEST_FIRST = """test_ray test_two_hosts test_job_model test_end_to_end test_weekly test_quarantine test_recovery test_start
+LONGEST_FIRST = """test_ray test_two_hosts test_job_model test_end_to_end test_weekly test_quarantine test_recovery
+    test_start
     test_disk test_slices test_nothing_is_lost test_pairs test_coordinator test_fuzz test_choose test_check
     test_retry test_backend test_tasks_pooled test_fork_server test_changed_input test_ordering test_early_shards
     test_out_of_memory test_security test_two_at_once test_extend test_stop_signals test_api test_seam test_page
