@@ -229,6 +229,9 @@ class JobLock:
         # A deleted folder is free too. A lock that stays on a failing disk names a dead process.
         with contextlib.suppress(OSError), _alone(self._folder):
             if self._is_mine(self._read()):
+                # A disk error may have left a lock that was taken over: see `_take_away`.
+                for leftover in self._folder.list("", _STALE):
+                    self._folder.delete(leftover)
                 self._folder.delete(LOCK)
         self._me = None
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 
 import pytest
@@ -168,6 +168,30 @@ def test_a_killed_holder_is_followed_at_once(folder: Folder) -> None:
         lock.check()
         assert folder.list("") == [LOCK]
         lock.release()
+
+
+def test_a_disk_that_fails_while_the_lock_of_a_killed_holder_is_taken(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = Holder.this_process()
+    folder.write_atomic(LOCK, dataclasses.replace(me, pid=2**22 + 1).encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails_after_a_rename(folder))
+        with pytest.raises(OSError, match="Input/output error"):
+            JobLock(folder).acquire(no_epoch)
+    with JobLock(folder).held(no_epoch):
+        pass
+    assert folder.list("") == []
+
+
+def fails_after_a_rename(folder: Folder) -> Callable[[int], None]:
+    """An fsync that fails once the old lock has been renamed."""
+
+    def fsync(descriptor: int) -> None:
+        if folder.list("", "lock.stale-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    return fsync
 
 
 @pytest.mark.parametrize("change", [{"start_time": 1}, {"boot_id": "an earlier boot"}, {"pid": 2**22 + 1}])
