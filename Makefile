@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check test-slow test-slurm browser soak fuzz lint format lock
+.PHONY: help install quickstart test check test-slow test-slurm browser soak model fuzz lint format lock
 
 VENV ?= .venv
 UV ?= uv
@@ -37,6 +37,7 @@ help:
 	@echo 'make test-slurm   the tests on a real Slurm of two nodes on this host; as root, it installs Slurm with apt-get'
 	@echo 'make browser      chromium, which the slow tests open pages in, where apt-get is'
 	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
+	@echo 'make model        KILLS=10000 at steps of tiny jobs and at random times, each followed by a comparison of all rows'
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
 	@echo 'make lint         ruff, mypy, and the order of imports'
 	@echo 'make format       ruff formats and mends'
@@ -124,9 +125,15 @@ browser:
 
 MINUTES ?= 30
 CASES ?= 50000
+KILLS ?= 10000
 
 soak: install
 	$(VENV)/bin/python tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# A tenth of the kills hit real processes, beside the others.
+model: install
+	$(VENV)/bin/python tests/job_model.py --kills $$(($(KILLS) / 10)) --real --seed $(or $(SEED),1) & real=$$!; \
+	$(VENV)/bin/python tests/job_model.py --kills $(KILLS) --seed $(or $(SEED),1) $(ARGS) && wait $$real
 
 fuzz: install
 	PYTHONPATH=. $(VENV)/bin/python tests/fuzz.py --cases $(CASES) --seed $(or $(SEED),1) $(ARGS)

@@ -1,0 +1,806 @@
+"""A model of the job: commands, kills and other faults in random order, and after each the rows that must be there.
+
+    python tests/job_model.py --kills 10000 --seed 1 [--minutes M] [--real] [--folder KEPT]
+
+A hypothesis state machine runs, extends, retries, repairs and begins a tiny job anew on the scripted engine, and
+strikes while it does so. The fast form strikes at a step of a forked child (tests/crashes.py). The real form kills real
+processes at random times. The rows that must be there come from one unhurt run for each shape of job; row n of the
+input is always row n of the output. Parts are read with pyarrow, and the manifest as plain JSON.
+
+The first difference ends the run with exit 1 and keeps the folder. A seed repeats the choices, not the threads' order.
+"""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from crashes import SIGNALS, Ended, Strike, Warm
+
+import jobs
+
+NUM_ROWS, MOST_ROWS = 18, 36  # at the start, and with all that comes later
+KILLS = ("everything", "power cut", "replica", "engine", "coordinator")
+RETRY = {"sampling.max_tokens": 7}
+PREDICATES = ("errors", "true", "row_index % 3 = 0", "id < 'row-09'")
+# Shapes of jobs: what is merged over the spec, the kind of file, and the number of slices.
+SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
+    "plain": ({"parallel": {"data_parallel_size": 2}}, ".jsonl", 0),
+    "samples": ({"sampling": {"n": 2, "temperature": 0.8, "seed": 7}}, ".csv", 0),
+    "parquet": ({"output": {"rows_per_shard": 4}, "sampling": {"logprobs": 1}}, ".parquet", 0),
+    "ordered": ({"input": {"order": "prefix", "where": "language <> 'fr'"}}, ".jsonl", 0),
+    "slices": ({}, ".jsonl", 2),
+}
+Row = dict[str, Any]
+Key = tuple[int, int]
+
+
+class Difference(Exception):
+    """Something that must not happen."""
+
+
+class DifferenceAtOnce(BaseException):
+    """The same, for a program: hypothesis does not try to repeat it."""
+
+
+@dataclass
+class Figures:
+    """Counts over all machines of a run."""
+
+    strikes: Counter[str] = field(default_factory=Counter)
+    commands: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
+    steps: set[str] = field(default_factory=set)
+    rows: int = 0
+    cpu_s: float = 0.0
+
+    @property
+    def num_kills(self) -> int:
+        return sum(self.strikes[name] for name in KILLS)
+
+    def lines(self) -> list[str]:
+        named = lambda counts: ", ".join(f"{name} {count:,}" for name, count in counts.most_common())  # noqa: E731
+        return [
+            f"{self.num_kills:,} kills, {self.rows:,} rows compared, {self.cpu_s:.0f} s of processor time in commands",
+            f"struck: {named(self.strikes)}; at {len(self.steps):,} different steps",
+            f"commands: {named(self.commands)}",
+            f"files changed: {named(self.changes)}",
+        ]
+
+
+def all_rows() -> list[Row]:
+    """The input's rows, of which some have no valid prompt."""
+    prompts = ["" if n % 13 == 5 else f"Say {n * 7 % 31}." + " More." * (n % 4) for n in range(MOST_ROWS)]
+    return [
+        {"id": f"row-{n:02d}", "prompt": prompt, "language": ("en", "de", "fr")[n % 3]}
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def content_of(rows: Sequence[Row], kind: str) -> bytes:
+    """A file of the input."""
+    if kind == ".parquet":
+        sink = pa.BufferOutputStream()
+        # Pages of equal size for rows of equal lengths.
+        pq.write_table(pa.Table.from_pylist(list(rows)), sink, compression="none", use_dictionary=False)
+        return sink.getvalue().to_pybytes()
+    if kind == ".csv":
+        return "".join(["id,prompt,language\n", *(f"{r['id']},{r['prompt']},{r['language']}\n" for r in rows)]).encode()
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+class Runner(Protocol):
+    """Runs commands, and strikes them."""
+
+    kinds: Sequence[str]
+
+    def run(self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None) -> Ended:
+        """Run `batchinf`. folder: everything that it writes is below it."""
+
+    def close(self) -> None: ...
+
+
+class Fast:
+    """Forked children of a warm process, struck at a step."""
+
+    kinds = (
+        *["everything"] * 5, *["power cut"] * 5, "replica", "engine", *SIGNALS, "ENOSPC", "EIO", "EROFS", "clock",
+    )  # fmt: skip
+    # A whole run of the smallest job has more; if it has fewer, the strike does not come.
+    NUM_STEPS = 360
+
+    def __init__(self) -> None:
+        self._warm = Warm({**jobs.environment, **jobs.quick_start()})
+
+    def run(self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None) -> Ended:
+        return self._warm.run(folder, arguments, strike)
+
+    def close(self) -> None:
+        self._warm.close()
+
+
+class Real:
+    """Real processes, struck at a time: `at` is in 1/200 s."""
+
+    kinds = (*["everything"] * 3, *["coordinator"] * 3, *["replica"] * 2, *SIGNALS)
+    NUM_STEPS = 600
+
+    def run(self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None) -> Ended:
+        process = jobs.start(*arguments, is_unhurt=strike is None, TMPDIR=str(folder))
+        everyone, step = jobs.family(process.pid), ""
+        if strike is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(strike.at / 200)
+            step = self._hit(process, strike)
+            everyone += [one for one in jobs.family(process.pid) if one not in everyone]
+        try:
+            output, errors = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            jobs.kill(jobs.family(process.pid))
+            raise Difference(f"{arguments} does not end") from None
+        if not jobs.are_gone(everyone):
+            raise Difference(f"{arguments}: these processes live on: {everyone}")
+        return Ended(process.returncode, errors, output, 0, step, 0.0)
+
+    def _hit(self, process: "subprocess.Popen[str]", strike: Strike) -> str:
+        chance, everyone = random.Random(strike.seed), jobs.family(process.pid)
+        if process.poll() is not None or not everyone:
+            return ""
+        match strike.kind:
+            case "everything":
+                jobs.kill(chance.sample(everyone, len(everyone)))
+            case "coordinator":
+                jobs.kill(everyone[-1:])
+            case "replica":
+                replicas = jobs.replicas_of(process.pid)
+                jobs.kill(chance.sample(replicas, min(1, len(replicas))))
+                return strike.kind if replicas else ""
+            case name:
+                process.send_signal(signal.Signals[name])
+        return strike.kind
+
+    def close(self) -> None:
+        pass
+
+
+@functools.cache
+def unhurt(runner: Runner, shape: str, is_retried: bool) -> dict[Key, Row]:
+    """The rows of a run that nothing hurts, over all of the input, with the sampling of a retry or without."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        more, kind, _ = SHAPES[shape]
+        (folder / "jobs").mkdir()
+        path = folder / f"rows{kind}"
+        path.write_bytes(content_of(all_rows(), kind))
+        spec = spec_of(folder, folder / "jobs" / "out", path, more)
+        overrides = [f"{name}={value}" for name, value in RETRY.items()] if is_retried else []
+        ended = runner.run(folder, ["run", str(spec), *(f"--set={override}" for override in overrides)], None)
+        if ended.code != 0:
+            raise Difference(ended.errors)
+        rows = rows_in([folder / "jobs" / "out"])
+    return {(row["row_index"], row["sample_index"]): row for row in rows}
+
+
+def spec_of(folder: pathlib.Path, out: pathlib.Path, path: pathlib.Path, more: dict[str, Any]) -> pathlib.Path:
+    """A spec for a job with tiny parts and journal segments."""
+    base: dict[str, Any] = {
+        "input": {"path": str(path)},
+        "output": {"path": str(out), "rows_per_shard": 5},
+        "sampling": {"max_tokens": 4, "logprobs": None},
+        "parallel": {"data_parallel_size": 1},
+        "checkpoint_interval_s": 0.05,
+        "scripted": {"max_num_seqs": 4, "step_s": 0.002},
+        "max_error_rate": 1.0,
+        "max_restarts": 1000,
+        "drain_timeout_s": 0.5,
+    }
+    for name, section in more.items():
+        base[name] = {**base[name], **section}
+    return jobs.spec_of(folder, **base)
+
+
+def rows_in(folders: Iterable[pathlib.Path]) -> list[Row]:
+    """All rows of `parts/*.parquet`, as readers take them, without `attempts`."""
+    rows: list[Row] = []
+    for folder in folders:
+        for path in sorted((folder / "parts").glob("*.parquet")):
+            try:
+                table = pq.read_table(pa.BufferReader(path.read_bytes()))
+            except (OSError, pa.ArrowException) as error:
+                raise Difference(f"{path} cannot be read: {error}") from error
+            rows += table.drop_columns(["attempts"]).to_pylist()
+    return rows
+
+
+def lines_of(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The whole lines of a manifest, as plain JSON."""
+    lines = []
+    for log in sorted((folder / "manifest").glob("*.jsonl")):
+        for line in log.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+    return lines
+
+
+def strikes(kinds: Sequence[str], num_steps: int) -> st.SearchStrategy[Strike]:
+    return st.builds(
+        Strike,
+        st.sampled_from(kinds),
+        st.integers(1, num_steps),
+        st.integers(0, 2**16),
+        st.booleans(),
+        st.sampled_from([-4e8, -7200.0, -1.0, 60.0, 86400.0, 1e9]),
+    )
+
+
+# Hypothesis begins with the simplest example, which strikes at the first step again and again.
+working = precondition(lambda self: not self.is_idle)
+
+
+class JobModel(RuleBasedStateMachine):
+    """One job, from its first run on. Subclasses name the runner."""
+
+    runner: ClassVar[Any] = None
+    make_runner: ClassVar[type] = Fast
+    figures: ClassVar[Figures] = Figures()
+    base: ClassVar[pathlib.Path | None] = None
+    log: ClassVar[Any] = None
+    failure: ClassVar[type[BaseException]] = Difference
+
+    def __init__(self) -> None:
+        super().__init__()
+        machine = type(self)
+        if machine.runner is None:
+            machine.runner = self.make_runner()
+        self._has_failed = False
+
+    @classmethod
+    def close_runner(cls) -> None:
+        """End the runner's processes."""
+        if cls.runner is not None:
+            cls.runner.close()
+
+    @initialize(shape=st.sampled_from(sorted(SHAPES)), number=st.integers(0, 2**32))
+    def begin(self, shape: str, number: int) -> None:
+        self.is_idle = number == 0
+        if self.is_idle:
+            return
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="model-", dir=self.base))
+        self.out = self.folder / "jobs" / "out"
+        self.input = self.folder / "input"
+        for path in (self.input, self.out.parent):
+            path.mkdir()
+        self.shape = shape
+        more, self.kind, self.num_slices = SHAPES[shape]
+        self.spec = spec_of(self.folder, self.out, self.input, more)
+        self.num_files = 2
+        self.on_disk = NUM_ROWS  # rows in the input
+        # Numbers of rows of which one is what the job has taken in.
+        self.totals = {NUM_ROWS}
+        half = NUM_ROWS // 2
+        self._write("a", all_rows()[:half])
+        self._write("b", all_rows()[half:NUM_ROWS])
+        # Rows that a retry may have changed, until the job is done: the predicate and the rows.
+        self.retried: dict[str, set[int]] = {}
+        self.has_retried_sampling: dict[int, set[bool]] = {}
+        self.kept: set[Key] = set()
+        self.asides: list[tuple[pathlib.Path, str]] = []
+        self.num_deaths = 0
+        self.is_done = False
+        self._say(f"shape {shape} in {self.folder}")
+
+    def _say(self, line: str) -> None:
+        if JobModel.log is not None:
+            print(line, file=JobModel.log, flush=True)
+
+    def _write(self, name: str, rows: Sequence[Row]) -> None:
+        (self.input / f"{name}{self.kind}").write_bytes(content_of(rows, self.kind))
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def _command(self, *arguments: str, strike: Strike | None = None, may_refuse: bool = False) -> Ended:
+        """Run a command, check how it ends, and compare the rows. may_refuse: it may be an error of the user."""
+        if strike is not None and strike.kind in ("replica", "engine") and self.num_deaths:
+            # Rows that are in the engine at two deaths are suspects, and further deaths would count against them.
+            strike = None
+        self._say(f"  {' '.join(arguments)} {'' if strike is None else strike}")
+        ended = self.runner.run(self.folder, arguments, strike)
+        self._say(f"    {ended.code} {ended.step} {ended.errors.strip().splitlines()[-1:]}")
+        figures = self.figures
+        figures.commands[
+            next((a for a in arguments if a.startswith("--") and a not in ("--set", "--slice")), arguments[0])
+        ] += 1
+        figures.cpu_s += ended.cpu_s
+        kind = strike.kind if strike is not None and ended.step else ""
+        if kind:
+            figures.strikes[kind] += 1
+            figures.steps.add(ended.step)
+            self.num_deaths += kind in ("replica", "engine")
+        allowed = {0}
+        if kind in ("everything", "power cut", "coordinator"):
+            allowed = {-signal.SIGKILL}
+        elif kind in SIGNALS:
+            allowed = {0, 75} | ({-signal.Signals[kind], 1, 130} if self.make_runner is Real else set())
+        elif kind in ("ENOSPC", "EIO", "EROFS"):
+            allowed = {0, 2}
+        if may_refuse:
+            allowed |= {2}
+        errors = ended.errors
+        if ended.code not in allowed or ("Traceback" in errors and ended.code != -signal.SIGINT):
+            self._fail(f"{arguments} with {strike} at {ended.step!r} ends with {ended.code}:\n{errors}")
+        if ended.code == 2 and errors.count("error: ") != 1:
+            self._fail(f"{arguments} with {strike} at {ended.step!r} is not refused in one line:\n{errors}")
+        return ended
+
+    def _fail(self, what: str) -> None:
+        self._has_failed = True
+        self._say(f"DIFFERENCE: {what}")
+        raise self.failure(f"{what}\nshape {self.shape}, folder {self.folder}")
+
+    def _slices(self) -> list[list[str]]:
+        return [["--slice", f"{n}/{self.num_slices}"] for n in range(self.num_slices)] or [[]]
+
+    def _folders(self) -> list[pathlib.Path]:
+        return [self.out / f"slice-{n}" for n in range(self.num_slices)] or [self.out]
+
+    def _has_begun(self, folder: pathlib.Path) -> bool:
+        return any(line.get("kind") == "header" for line in lines_of(folder))
+
+    def _run(self, *arguments: str, strike: Strike | None = None, may_refuse: bool = False) -> Ended:
+        """`run` for the whole job or each slice, with the strike in one of them."""
+        before = self._num_begun()
+        if "--extend" in arguments:
+            self.totals |= {self.on_disk}
+        struck = 0 if strike is None else strike.seed % max(1, self.num_slices)
+        for number, words in enumerate(self._slices()):
+            ended = self._command(
+                "run", str(self.spec), *words, *arguments,
+                strike=strike if number == struck else None, may_refuse=may_refuse,
+            )  # fmt: skip
+            if ended.code != 0:
+                break
+        if before == 0:
+            self.totals = {self.on_disk}
+        self._observe()
+        if ended.code == 0:
+            self._check_done()
+        else:
+            self.is_done = False
+        return ended
+
+    def _num_begun(self) -> int:
+        return sum(self._has_begun(folder) for folder in self._folders())
+
+    @property
+    def _is_grown(self) -> bool:
+        """Whether the input surely has rows that the job has not taken in."""
+        return self.on_disk not in self.totals and self._num_begun() > 0
+
+    def _may_refuse(self) -> bool:
+        return self.totals != {self.on_disk} and self._num_begun() > 0
+
+    @precondition(lambda self: not self.is_done)
+    @working
+    @rule(data=st.data())
+    def run(self, data: st.DataObject) -> None:
+        for strike in data.draw(self._bursts()):
+            ended = self._run(strike=strike, may_refuse=self._may_refuse())
+            if ended.code == 2 and not ended.step and self._may_refuse():
+                self.totals -= {self.on_disk}
+            if ended.code == 0:
+                break
+
+    def _bursts(self) -> st.SearchStrategy[list[Strike]]:
+        return st.lists(strikes(self.runner.kinds, self.runner.NUM_STEPS), min_size=1, max_size=8)
+
+    def _strike(self, data: st.DataObject) -> Strike | None:
+        return data.draw(st.one_of(strikes(self.runner.kinds, self.runner.NUM_STEPS), st.none()))
+
+    @precondition(lambda self: not self.is_done)
+    @working
+    @rule()
+    def resume(self) -> None:
+        """Finish what there is; an input that has grown is taken in."""
+        ended = self._run(*(["--extend"] if self._may_refuse() else []))
+        if ended.code == 0:
+            self.totals &= {self.on_disk}
+            self._check_done()
+        else:
+            self._fail(f"a resume ends with {ended.code}: {ended.errors}")
+
+    @precondition(lambda self: self.on_disk + 3 <= MOST_ROWS and not self.num_slices)
+    @working
+    @rule(data=st.data(), is_appended=st.booleans(), num_rows=st.integers(1, 6))
+    def grow(self, data: st.DataObject, is_appended: bool, num_rows: int) -> None:
+        """Add rows to the input: without --extend they are named, and with it they are taken in, once."""
+        if self._may_refuse():
+            return
+        stop = min(MOST_ROWS, self.on_disk + num_rows)
+        rows = all_rows()[self.on_disk : stop]
+        if is_appended and self.kind != ".parquet":
+            content = content_of(rows, self.kind)
+            with self._last_file().open("ab") as file:
+                file.write(content.split(b"\n", 1)[1] if self.kind == ".csv" else content)
+            self.figures.changes["appended"] += 1
+        else:
+            self.num_files += 1
+            self._write(chr(ord("a") + self.num_files - 1), rows)
+            self.figures.changes["new file"] += 1
+        self.on_disk = stop
+        if self._is_grown:
+            ended = self._run(strike=None, may_refuse=True)
+            if ended.code != 2:
+                self._fail(f"rows that came were not refused: {ended.code}")
+        for strike in data.draw(self._bursts()):
+            if self._run("--extend", strike=strike).code == 0:
+                self.totals = {self.on_disk}
+                break
+
+    def _last_file(self) -> pathlib.Path:
+        return self.input / f"{chr(ord('a') + self.num_files - 1)}{self.kind}"
+
+    @precondition(lambda self: self.is_done and not self._may_refuse())
+    @working
+    @rule(data=st.data(), predicate=st.sampled_from(PREDICATES), has_sampling=st.booleans())
+    def retry(self, data: st.DataObject, predicate: str, has_sampling: bool) -> None:
+        """Run chosen rows again. Until the job is done, each of them may be the old or the new one."""
+        chosen = self._chosen(predicate)
+        for row in chosen:
+            self.has_retried_sampling.setdefault(row, {False}).add(has_sampling)
+        words = ["--set", *(f"{name}={value}" for name, value in RETRY.items())] if has_sampling else []
+        for strike in data.draw(self._bursts()):
+            if self._run("--retry", predicate, *words, strike=strike).code == 0:
+                for row in chosen:
+                    self.has_retried_sampling[row] = {has_sampling}
+                self._check_done()
+                break
+
+    def _chosen(self, predicate: str) -> set[int]:
+        rows = {key[0]: row for key, row in self._expected(False).items()}
+        tests = {
+            "errors": lambda n, row: row["error_type"] is not None,
+            "true": lambda n, row: True,
+            "row_index % 3 = 0": lambda n, row: n % 3 == 0,
+            "id < 'row-09'": lambda n, row: row["id"] < "row-09",
+        }
+        return {n for n, row in rows.items() if tests[predicate](n, row)}
+
+    @working
+    @rule(data=st.data())
+    def fresh(self, data: st.DataObject) -> None:
+        """Begin anew. The old job is whole under its new name, or still in its place."""
+        if not any(folder.exists() for folder in self._folders()):
+            return
+        for strike in data.draw(
+            st.lists(strikes(self.runner.kinds, self.runner.NUM_STEPS // 2), min_size=1, max_size=3)
+        ):
+            before, names = self._digest(self.out), self._moved()
+            had_job = self._num_begun() > 0
+            words = ["run", str(self.spec), "--fresh"]
+            if self.num_slices:
+                words += ["--slice", "0/2"] if strike.seed % 2 else []
+                if not strike.seed % 2:
+                    continue  # a whole job in place of slices is another job
+                before = self._digest(self.out / "slice-0")
+            ended = self._command(*words, strike=strike)
+            moved = [path for path in self._moved() if path not in names]
+            if len(moved) > 1:
+                self._fail(f"--fresh made {moved}")
+            if moved:
+                if self._digest(moved[0]) != before:
+                    self._fail(f"the old job in {moved[0]} is not what it was: {before}, {self._digest(moved[0])}")
+                self.asides.append((moved[0], before))
+                self._forget()
+            elif ended.code == 0 and had_job and (self.out / "parts").exists() and self.kept:
+                self._fail("--fresh has moved nothing")
+            self._observe()
+            if ended.code == 0 and not self.num_slices:
+                self.totals = {self.on_disk}
+                self._check_done()
+                return
+
+    def _moved(self) -> list[pathlib.Path]:
+        if self.num_slices:
+            return sorted(self.out.glob("old-slice-*"))
+        return sorted(self.out.parent.glob("out.*"))
+
+    def _forget(self) -> None:
+        """The job in the folder is a new one."""
+        if self.num_slices:
+            inside = {key for key in self.kept if key[0] >= self.on_disk // 2}
+            self.kept = inside
+        else:
+            self.kept = set()
+            self.totals = {self.on_disk}
+        self.has_retried_sampling, self.num_deaths, self.is_done = {}, 0, False
+
+    def _digest(self, folder: pathlib.Path) -> str:
+        """A digest of a job's parts, by name."""
+        paths = sorted((folder / "parts").glob("*.parquet")) + sorted(folder.glob("slice-*/parts/*.parquet"))
+        content = [(str(path.relative_to(folder)), hashlib.md5(path.read_bytes()).hexdigest()) for path in paths]
+        return json.dumps(content)
+
+    @precondition(lambda self: self._num_begun() > 0)
+    @working
+    @rule(data=st.data(), is_deep=st.booleans())
+    def repair(self, data: st.DataObject, is_deep: bool) -> None:
+        strike = self._strike(data)
+        words = ["--deep"] if is_deep else []
+        ended = self._command("check", str(self.out), "--repair", *words, strike=strike, may_refuse=True)
+        if ended.code == 2 and (strike is None or not ended.step) and self.is_done and not self.num_slices:
+            self._fail(f"a whole job is refused: {ended.errors}{ended.output}")
+        self._observe()
+
+    # -- changes of files ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self._num_begun() == max(1, self.num_slices) and not self._may_refuse())
+    @working
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["edited", "shuffled", "truncated", "replaced", "deleted", "swapped", "touched"]),
+        is_first=st.booleans(),
+        is_meanwhile=st.booleans(),
+    )
+    def change_input(self, data: st.DataObject, how: str, is_first: bool, is_meanwhile: bool) -> None:
+        """Change a file of the input, before a run or in it. It is refused, or all of it was read before."""
+        path = self.input / f"{'a' if is_first else 'b'}{self.kind}"
+        content, stamp = path.read_bytes(), path.stat()
+        changed = self._changed(content, how)
+        strike = None
+        if is_meanwhile and self.make_runner is Fast and how in ("edited", "shuffled", "truncated"):
+            at = data.draw(st.integers(1, self.runner.NUM_STEPS))
+            strike = Strike("edit", at, edits={str(path): changed.hex()})
+        elif how == "deleted":
+            path.unlink()
+        elif how == "replaced":
+            path.with_name(".other").write_bytes(changed)
+            path.with_name(".other").replace(path)
+        elif how == "touched":
+            os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 10**9))
+        elif how == "swapped":
+            other = self.input / f"{'b' if is_first else 'a'}{self.kind}"
+            os.rename(path, path.with_name(".between"))
+            os.rename(other, path)
+            os.rename(path.with_name(".between"), other)
+        else:
+            path.write_bytes(changed)
+        self.figures.changes[f"input {how}"] += 1
+        is_same = how in ("touched", "swapped")  # files are known by content
+        ended = self._run(strike=strike, may_refuse=not is_same)
+        if ended.code == 0 and not is_same and strike is None:
+            self._fail(f"an input that was {how} is not noticed")
+        if ended.code == 2 and path.name not in ended.errors and str(self.input) not in ended.errors:
+            self._fail(f"the error does not name {path}: {ended.errors}")
+        if how == "swapped":
+            os.rename(path, path.with_name(".between"))
+            os.rename(other, path)
+            os.rename(path.with_name(".between"), other)
+        else:
+            path.write_bytes(content)
+        self._run()
+
+    def _changed(self, content: bytes, how: str) -> bytes:
+        rows = pq.read_table(pa.BufferReader(content)).to_pylist() if self.kind == ".parquet" else None
+        if how == "truncated":
+            return content[: len(content) // 2]
+        if how == "shuffled":
+            if rows is not None:
+                return content_of(rows[::-1], self.kind)
+            lines = content.splitlines(keepends=True)
+            start = self.kind == ".csv"
+            return b"".join([*lines[:start], *lines[start:][::-1]])
+        if rows is not None:
+            return content_of([{**row, "prompt": row["prompt"].replace("Say", "Sag")} for row in rows], self.kind)
+        return content.replace(b"Say", b"Sag")
+
+    @precondition(lambda self: self._num_begun() == max(1, self.num_slices) and not self._may_refuse())
+    @working
+    @rule(
+        chosen=st.integers(0, 10**6),
+        how=st.sampled_from(["torn", "flipped", "deleted"]),
+        place=st.integers(0, 10**6),
+        data=st.data(),
+    )
+    def damage_output(self, chosen: int, how: str, place: int, data: st.DataObject) -> None:
+        """Damage one file of the output. After a repair, the next run has all rows again."""
+        files = sorted(path for path in self.out.rglob("*") if path.is_file() and path.stat().st_size)
+        files = [path for path in files if path.parent.name not in ("logs", "damaged") and "old-" not in str(path)]
+        if not files:
+            return
+        path = files[chosen % len(files)]
+        group = path.relative_to(self._folder_of(path)).parts[0]
+        if group == "manifest" and (self.has_retried_sampling or how == "deleted"):
+            return  # what a retry or an extension has chosen is in the manifest alone
+        content = path.read_bytes()
+        self._hurt(path, content, how, place)
+        self.figures.changes[f"{group} {how}"] += 1
+        self._say(f"  {path} {how}")
+        if group == "parts":
+            self.kept = set()
+        if group == "manifest":
+            self.kept = set()
+            self.totals |= {NUM_ROWS, *range(NUM_ROWS, self.on_disk + 1)} if self.on_disk > NUM_ROWS else set()
+        try:
+            self._mend(data, path, group)
+        except (Difference, DifferenceAtOnce) as error:
+            self._fail(f"{path} {how} at {place % len(content)} of {len(content)}: {error}")
+
+    def _folder_of(self, path: pathlib.Path) -> pathlib.Path:
+        return next((folder for folder in self._folders() if folder in path.parents), self.out)
+
+    def _hurt(self, path: pathlib.Path, content: bytes, how: str, place: int) -> None:
+        at = place % len(content)
+        if how == "deleted":
+            path.unlink()
+        elif how == "torn":
+            os.truncate(path, at)
+        else:
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([content[at] ^ (1 << place % 8)]))
+
+    def _mend(self, data: st.DataObject, path: pathlib.Path, group: str) -> None:
+        folder = self._folder_of(path)
+        if group in ("parts", "manifest"):
+            for strike in data.draw(st.lists(strikes(self.runner.kinds, self.runner.NUM_STEPS // 4), max_size=2)):
+                self._command("check", str(folder), "--deep", "--repair", strike=strike, may_refuse=True)
+            self._command("check", str(folder), "--deep", "--repair", may_refuse=True)
+        extend = ["--extend"] if self.on_disk > NUM_ROWS and not self.num_slices else []
+        ended = self._run(*extend)
+        if ended.code == 0:
+            self.totals = {self.on_disk}
+            self._check_done()
+
+    @precondition(lambda self: self.is_idle)
+    @rule()
+    def wait(self) -> None:
+        """Do nothing."""
+
+    # -- comparisons ---------------------------------------------------------------------------------------------------
+
+    def _expected(self, is_retried: bool, total: int | None = None) -> dict[Key, Row]:
+        total = self.on_disk if total is None else total
+        return {key: row for key, row in unhurt(self.runner, self.shape, is_retried).items() if key[0] < total}
+
+    def _observe(self) -> dict[Key, Row]:
+        """Compare all rows that readers find now. None is altered or doubled, and no committed one has gone."""
+        rows = rows_in(self._folders())
+        keys = Counter((row["row_index"], row["sample_index"]) for row in rows)
+        if doubled := [key for key, count in keys.items() if count > 1]:
+            self._fail(f"rows doubled: {doubled}")
+        expected = {retried: self._expected(retried) for retried in (False, True)}
+        for row in rows:
+            key = row["row_index"], row["sample_index"]
+            kinds = self.has_retried_sampling.get(key[0], {False})
+            if not any(row == expected[kind].get(key) for kind in kinds):
+                self._fail(f"row {key} is altered: {row}, not {[expected[kind].get(key) for kind in kinds]}")
+        self.figures.rows += len(rows)
+        found = {(row["row_index"], row["sample_index"]): row for row in rows}
+        if lost := self.kept - found.keys():
+            self._fail(f"committed rows are lost: {sorted(lost)}")
+        self.kept = self._committed(found)
+        return found
+
+    def _committed(self, found: dict[Key, Row]) -> set[Key]:
+        """The keys of rows in parts that the manifest names."""
+        kept: set[Key] = set()
+        for folder in self._folders():
+            named: set[int] = set()
+            for line in lines_of(folder):
+                if line.get("kind") == "part":
+                    named.add(line["shard"])
+                elif line.get("name") == "lost":
+                    named -= set(line["fields"]["shards"] if "fields" in line else line["shards"])
+            for shard in named:
+                path = folder / "parts" / f"part-{shard:06d}.parquet"
+                if not path.exists():
+                    self._fail(f"{path}, which the manifest names, is gone")
+                table = pq.read_table(pa.BufferReader(path.read_bytes()), columns=["row_index", "sample_index"])
+                kept |= set(zip(*(column.to_pylist() for column in table.columns), strict=True))
+        return kept
+
+    def _check_done(self) -> None:
+        """Compare a finished job: all rows, and nothing left behind."""
+        found = self._observe()
+        wanted = {total: set(self._expected(False, total)) for total in self.totals}
+        totals = {total for total, keys in wanted.items() if keys == found.keys()}
+        if not totals:
+            lost = set.intersection(*wanted.values()) - found.keys()
+            self._fail(f"rows lost: {sorted(lost)}; got {len(found)}, not {[len(keys) for keys in wanted.values()]}")
+        self.totals = totals
+        for row in self.has_retried_sampling:
+            keys = [key for key in found if key[0] == row]
+            plain, retried = ([unhurt(self.runner, self.shape, kind)[key] for key in keys] for kind in (False, True))
+            now = [found[key] for key in keys]
+            self.has_retried_sampling[row] = {kind for kind, rows in ((False, plain), (True, retried)) if rows == now}
+        # A finished job is not started again, so it is not swept either.
+        was_done, self.num_deaths, self.is_done = self.is_done, 0, True
+        for folder in [] if was_done else self._folders():
+            left = [
+                *folder.rglob(".tmp-*"), *(folder / "staging").iterdir(), *(folder / "journal").iterdir(),
+                *folder.glob("lock*"),
+            ]  # fmt: skip
+            if left:
+                self._fail(f"left behind: {left}")
+
+    def teardown(self) -> None:
+        """Finish the job without a strike, compare it and the jobs that were moved aside, and delete all."""
+        if hasattr(self, "folder") and not self._has_failed:
+            self.resume()
+            for path, digest in self.asides:
+                if self._digest(path) != digest:
+                    self._fail(f"the job in {path} has changed")
+            shutil.rmtree(self.folder)
+
+
+def main() -> None:
+    """Run machines until enough kills are done; exit 1 at the first difference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=None)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--real", action="store_true", help="real processes, killed at random times")
+    parser.add_argument("--folder", type=pathlib.Path, default=None)
+    args = parser.parse_args()
+    base = args.folder or pathlib.Path(tempfile.mkdtemp(prefix="job-model-"))
+    base.mkdir(parents=True, exist_ok=True)
+    tempfile.tempdir = str(base)
+    machine: Any = type(
+        "Machine", (JobModel,), {"make_runner": Real if args.real else Fast, "failure": DifferenceAtOnce}
+    )
+    JobModel.base = base
+    figures, began, last = JobModel.figures, time.monotonic(), 0.0
+    options = settings(
+        max_examples=6, stateful_step_count=30, deadline=None, database=None, derandomize=False, print_blob=False,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet,
+    )  # fmt: skip
+    print(f"seed {args.seed}, {args.kills:,} kills, in {base}", flush=True)
+    number, failure = 0, None
+    while figures.num_kills < args.kills and (args.minutes is None or time.monotonic() - began < 60 * args.minutes):
+        number += 1
+        with (base / "steps.log").open("w") as JobModel.log:
+            try:
+                run_state_machine_as_test(seed(f"{args.seed} {number}")(machine), settings=options)
+            except BaseException as error:
+                failure = error
+        if failure is not None:
+            break
+        if time.monotonic() - last > 60:
+            last = time.monotonic()
+            print(f"{(last - began) / 60:.1f} min, {number} jobs: {figures.lines()[0]}", flush=True)
+    minutes = (time.monotonic() - began) / 60
+    print(f"seed {args.seed}: {number} jobs in {minutes:.1f} minutes", *figures.lines(), sep="\n")
+    machine.close_runner()
+    if failure is not None:
+        print(f"DIFFERENCE in batch {number}: {failure!r}\nkept: {base}, steps.log has the steps", flush=True)
+        sys.exit(1)
+    print("rows lost 0, doubled 0, altered 0", flush=True)
+    shutil.rmtree(base)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    jobs.environment = dict(os.environ)
+    main()
