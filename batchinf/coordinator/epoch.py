@@ -23,7 +23,7 @@ from batchinf.fleet.launcher import work_of
 from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import Telemetry
 from batchinf.job.open import Job
-from batchinf.manifest.lock import JobLock, await_free
+from batchinf.manifest.lock import JobLock, await_free, has_dead_holder
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output.proof import changed_parts
 from batchinf.schedule.positions import RunOrder
@@ -58,6 +58,8 @@ def run_job(
         if is_finished:
             if extends:
                 display.say(NOTHING_NEW)
+            if has_dead_holder(folder):
+                _tidy_late(folder)
             return finished(file, state)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     try:
@@ -180,6 +182,15 @@ def _run_retries(begun: StartedJob, lock: JobLock, display: ProgressDisplay) -> 
             fleet.kill()
         state = read_state(job.folder)
         assert state is not None
+
+
+def _tidy_late(folder: Folder) -> None:
+    """Tidy up for a process that was killed when its job was done, if the folder can be written."""
+    with contextlib.suppress(OutputError, OSError), JobLock(folder).held(lambda: last_epoch(folder)):
+        state = read_state(folder)
+        if state is not None and state.is_done:  # no other process has begun a retry since
+            folder.sweep("")
+            _tidy(folder)
 
 
 def _tidy(folder: Folder) -> None:

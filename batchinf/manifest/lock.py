@@ -140,6 +140,14 @@ def live_holder(folder: Folder) -> Holder | None:
     return holder if holder is not None and judge(holder) != "dead" else None
 
 
+def has_dead_holder(folder: Folder) -> bool:
+    """Whether a killed process left its lock here. Takes no lock."""
+    with contextlib.suppress(OSError):
+        holder = Holder.decode(folder.read(LOCK))
+        return holder is not None and judge(holder) == "dead"
+    return False
+
+
 # A lock of another host is taken over after this time without a heartbeat.
 TAKEOVER_AFTER_S = 60.0
 

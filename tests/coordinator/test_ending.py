@@ -1,5 +1,6 @@
 """The end of a run: each kind of error with an example, the speed, and what a stop has kept."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -13,6 +14,7 @@ import batchinf
 import jobs
 from batchinf.base.stop_signals import StopRequests
 from batchinf.base.storage import Folder
+from batchinf.manifest.lock import Holder
 from batchinf.output import journal
 
 QUICK = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
@@ -96,3 +98,14 @@ def test_which_setting_would_have_kept_more(drain_s: float, heard: list[int], wo
     for number in heard:
         requests.note(number)
     assert requests.advice == words
+
+
+def test_a_job_killed_when_it_was_done_is_tidied_up_by_the_next_start(tmp_path: pathlib.Path) -> None:
+    spec, out = jobs.spec_of(tmp_path, input={"limit": 20}, **QUICK), tmp_path / "out"
+    jobs.finish(spec)
+    held = dataclasses.replace(Holder.this_process(), pid=2**22 + 1)
+    left = {"lock": held.encode(), "journal/000000-000001.0001-00001": b"left", ".tmp-1-status.json": b"{}"}
+    for name, content in left.items():
+        (out / name).write_bytes(content)
+    jobs.finish(spec)
+    assert not [name for name in left if (out / name).exists()]
