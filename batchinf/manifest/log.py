@@ -84,8 +84,8 @@ class Manifest:
         if last_epoch(self._folder) >= epoch or not self._folder.create_exclusive(name, data):
             raise OutputError(f"another process has begun epoch {epoch} of {self._folder.root}; run this again")
         if commits:
-            faults.point("manifest.compact.before_delete")
             for log in earlier:
+                faults.point("manifest.compact.before_delete")
                 self._folder.delete(log)
         return len(commits)
 

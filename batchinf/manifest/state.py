@@ -241,13 +241,25 @@ def list_logs(folder: Folder) -> list[tuple[int, str]]:
 
 def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State:
     state = State()
-    for _, name in logs:
+    for _, name in logs[_first_needed(folder, logs) :]:
         state = _read_log(folder, name, state)
     if state.has_header:
         state.last_epoch = logs[-1][0]
     elif not state.is_beginning:
         raise damage(folder, logs[0][1], "neither it nor a later log has the job's header")
     return state
+
+
+def _first_needed(folder: Folder, logs: list[tuple[int, str]]) -> int:
+    """The place of the last log with a whole snapshot, or 0.
+
+    A crash while earlier logs are deleted may leave any of them, and one without those before it cannot be read.
+    """
+    for place in range(len(logs) - 1, 0, -1):
+        kinds = (fields.get("kind") for _, fields in read_lines(folder, logs[place][1]))
+        if next(kinds, None) == "snapshot" and "snapshot_end" in kinds:
+            return place
+    return 0
 
 
 def _read_log(folder: Folder, name: str, before: State) -> State:

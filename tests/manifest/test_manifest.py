@@ -489,6 +489,7 @@ Manifest(Folder(sys.argv[1]), 3)
     [
         ("before_rename", ["000001.jsonl", "000002.jsonl"]),
         ("before_delete", ["000001.jsonl", "000002.jsonl", "000003.jsonl"]),
+        ("before_delete:2", ["000002.jsonl", "000003.jsonl"]),
     ],
 )
 def test_killed_while_compacting(folder: Folder, step: str, left: list[str]) -> None:
@@ -499,6 +500,19 @@ def test_killed_while_compacting(folder: Folder, step: str, left: list[str]) -> 
     assert (logs(folder), view(state_of(folder))) == (left, before)
     open_(folder, 4).close()
     assert (logs(folder), view(state_of(folder))) == (["000004.jsonl"], before)
+
+
+@pytest.mark.parametrize("left", [(), (1,), (2,), (1, 2)])
+def test_deletions_that_a_power_cut_undoes(folder: Folder, left: tuple[int, ...]) -> None:
+    before = fill(folder)
+    contents = {number: folder.path(f"manifest/{number:06d}.jsonl").read_bytes() for number in left}
+    open_(folder, 3).close()
+    for number, content in contents.items():
+        folder.path(f"manifest/{number:06d}.jsonl").write_bytes(content)
+    assert view(state_of(folder)) == before
+    open_(folder, 4).close()
+    assert view(state_of(folder)) == before
+    assert not {f"{number:06d}.jsonl" for number in left} & {*logs(folder)}
 
 
 @contextlib.contextmanager
