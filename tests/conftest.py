@@ -46,7 +46,7 @@ from batchinf.tasks.registry import task_of  # noqa: E402
 
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
 LONGEST_FIRST = """test_ray test_two_hosts
-    test_start test_quarantine test_disk test_recovery test_end_to_end test_security test_cli
+    test_job_model test_start test_quarantine test_disk test_recovery test_end_to_end test_security test_cli
     test_coordinator test_stop_signals test_fuzz test_nothing_is_lost test_check test_two_at_once test_not_begun
     test_weekly test_choose test_extend test_error_rate test_vllm_pooling test_chat test_fresh test_early_shards
     test_backend test_retry test_out_of_memory test_reasoning_job test_tasks_pooled test_vllm_score
