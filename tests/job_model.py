@@ -532,12 +532,13 @@ class JobModel(RuleBasedStateMachine):
     def _forget(self) -> None:
         """The job in the folder is a new one."""
         if self.num_slices:
-            inside = {key for key in self.kept if key[0] >= self.on_disk // 2}
-            self.kept = inside
+            self.kept = {key for key in self.kept if key[0] >= self.on_disk // 2}
         else:
             self.kept = set()
             self.totals = {self.on_disk}
-        self.has_retried_sampling, self.num_deaths, self.is_done = {}, 0, False
+        first = self.on_disk // 2 if self.num_slices else self.on_disk
+        self.has_retried_sampling = {row: kinds for row, kinds in self.has_retried_sampling.items() if row >= first}
+        self.num_deaths, self.is_done = 0, False
 
     def _digest(self, folder: pathlib.Path) -> str:
         """A digest of a job's parts, by name."""
@@ -711,7 +712,8 @@ class JobModel(RuleBasedStateMachine):
         expected = {retried: self._expected(retried) for retried in (False, True)}
         for row in rows:
             key = row["row_index"], row["sample_index"]
-            kinds = self.has_retried_sampling.get(key[0], {False})
+            # A part that was lost runs as at first, and then again as its retries say.
+            kinds = {False, True} if self.is_damaged else self.has_retried_sampling.get(key[0], {False})
             if not any(row == expected[kind].get(key) for kind in kinds):
                 self._fail(f"row {key} is altered: {row}, not {[expected[kind].get(key) for kind in kinds]}")
         self.figures.rows += len(rows)
@@ -743,6 +745,7 @@ class JobModel(RuleBasedStateMachine):
 
     def _check_done(self) -> None:
         """Compare a finished job: all rows, and nothing left behind."""
+        self.is_damaged = False
         found = self._observe()
         wanted = {total: set(self._expected(False, total)) for total in self.totals}
         totals = {total for total, keys in wanted.items() if keys == found.keys()}
@@ -756,7 +759,7 @@ class JobModel(RuleBasedStateMachine):
             now = [found[key] for key in keys]
             self.has_retried_sampling[row] = {kind for kind, rows in ((False, plain), (True, retried)) if rows == now}
         # A finished job is not started again, so it is not swept either.
-        was_done, self.num_deaths, self.is_done, self.is_damaged = self.is_done, 0, True, False
+        was_done, self.num_deaths, self.is_done = self.is_done, 0, True
         for folder in [] if was_done else self._folders():
             left = [
                 *folder.rglob(".tmp-*"), *(folder / "staging").iterdir(), *(folder / "journal").iterdir(),
