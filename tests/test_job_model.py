@@ -35,7 +35,7 @@ def test_jobs_struck_at_their_steps() -> None:
 
 @pytest.mark.slow
 def test_more_jobs_struck_at_their_steps() -> None:
-    figures = try_jobs(job_model.Fast, 12, 10)
+    figures = try_jobs(job_model.Fast, 8, 8)
     assert figures.strikes["everything"] and figures.strikes["power cut"]
 
 
