@@ -159,7 +159,7 @@ def _run(
         summary = api.run(
             spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_, display=display
         )
-    _print(wrapped(line, sys.stdout) for line in summary.lines())
+    _print(summary.lines())
 
 
 @contextlib.contextmanager
@@ -336,7 +336,7 @@ def _head(
     if not found.rows:
         print(plain(nothing_line(out, only_errors=only_errors)), file=sys.stderr if as_json else sys.stdout)
     elif as_json:
-        _print(json.dumps(row, ensure_ascii=False, default=str) for row in found.rows)
+        _print_json(json.dumps(row, ensure_ascii=False, default=str) for row in found.rows)
     else:
         from batchinf.commands.text.screen import console
 
@@ -430,7 +430,7 @@ def _diff(
     from batchinf.commands.text.compare import diff_lines
 
     report = diff_jobs(a, b, on, to, num_rows)
-    _show(report, (wrapped(line, sys.stdout) for line in diff_lines(report, to)), as_json)
+    _show(report, diff_lines(report, to), as_json)
 
 
 @app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
@@ -562,9 +562,17 @@ def main() -> NoReturn:
 
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
-    _print([to_json(report)] if as_json else lines)
+    if as_json:
+        _print_json([to_json(report)])
+    else:
+        _print(lines)
 
 
 def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(wrapped(plain(line), sys.stdout))
+
+
+def _print_json(lines: Iterable[str]) -> None:
     for line in lines:
         print(plain(line))

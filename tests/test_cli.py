@@ -16,6 +16,7 @@ import yaml
 import batchinf
 import jobs
 from batchinf import cli
+from batchinf.base.text import size_text
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_the_closing_lines_say_what_came_out_and_where(done: Any) -> None:
     rows, parts = jobs.rows_of(out), list((out / "parts").glob("*.parquet"))
     assert f"{len(rows):,} output rows, 0 of them errors" in closing
     assert f"{len(parts)} Parquet files" in closing
-    assert f"{sum(part.stat().st_size for part in parts) / 2**20:.1f} MiB" in closing
+    assert f"{size_text(sum(part.stat().st_size for part in parts))}, in" in closing
     assert f"{out}/parts" in closing
     device_s = sum(event["device_s"] for event in jobs.events_of(out, "replica_ended"))
     assert device_s > 0

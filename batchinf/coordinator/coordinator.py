@@ -370,7 +370,9 @@ class Coordinator:
         if self._is_measuring:
             self._rates.look(time.monotonic(), totals)
         prompt_per_s, output_per_s = self._rates.tokens_per_s or (None, None)
-        left_s = self._rates.left_s(self._num_rows - num_done, sum(m.progress.in_flight for m in replicas))
+        in_flight = sum(m.progress.in_flight for m in replicas)
+        # While all replicas start again, their old rates say nothing.
+        left_s = self._rates.left_s(self._num_rows - num_done, in_flight) if state == "running" else None
         return JobStatus(
             state=state,
             num_rows=self._num_rows,

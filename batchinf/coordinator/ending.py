@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from batchinf.base.errors import ErrorRateExceeded
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, duration, short_count
+from batchinf.base.text import clip, duration, short_count, size_text
 from batchinf.coordinator.progress import Failure, commonest, forecast
 from batchinf.fleet.status import read_status
 from batchinf.manifest.lines import EventLine
@@ -35,9 +35,8 @@ class Speed:
 
     def line(self) -> str:
         """The speed as text."""
-        prompt, output = short_count(self.prompt_tokens_per_s), short_count(self.output_tokens_per_s)
         times = f"this run took {duration(self.run_s)}, and its engines worked {duration(self.work_s)} of it"
-        return f"{times}: {prompt} prompt and {output} output tokens/s"
+        return f"{times}: {_tokens(self.prompt_tokens_per_s, self.output_tokens_per_s)}/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,19 @@ class Summary:
         files = "Parquet file" if self.num_parts == 1 else "Parquet files"
         return [
             f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
-            f"{short_count(self.num_prompt_tokens)} prompt and {short_count(self.num_output_tokens)} output tokens",
+            f"{_tokens(self.num_prompt_tokens, self.num_output_tokens)}",
             *([] if self.speed is None else [self.speed.line()]),
-            f"{self.num_parts:,} {files}, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
+            f"{self.num_parts:,} {files}, {size_text(self.num_bytes)}, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
             *self.remarks,
             *_error_lines(self.errors, self.num_errors),
             f"next: batchinf head {self.folder}{' --errors' if self.errors else ''}",
         ]
+
+
+def _tokens(prompt: float, output: float) -> str:
+    """Without output tokens if the task generates none."""
+    return f"{short_count(prompt)} prompt {f'and {short_count(output)} output ' if output else ''}tokens"
 
 
 def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from batchinf import __version__
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import job_folders
 from batchinf.base.storage import Folder, reason
-from batchinf.base.text import clip, duration, short_count, size_text
+from batchinf.base.text import clip, counted, duration, short_count, size_text
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
@@ -105,7 +105,7 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     if history is not None and work_s:
         name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")
         cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "over the whole time of work"))
-        cards.append(Card("time of work", duration(work_s), f"{totals.num_starts:,} start(s)"))
+        cards.append(Card("time of work", duration(work_s), counted(totals.num_starts, "start")))
     cards.append(Card("device time", f"{totals.device_s / 3600:.3f} h", "of replicas that have ended"))
     cards.append(
         Card("output", size_text(totals.num_bytes), f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts")
