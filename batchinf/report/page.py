@@ -99,14 +99,14 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     cards = [
         Card("output rows", f"{num_done:,}", f"of {totals.num_rows:,} ({num_done / max(1, totals.num_rows):.1%})"),
         Card("errors", f"{num_errors:,}", f"{num_errors / max(1, num_done):.2%} of these rows"),
-        Card("output tokens", short_count(output), f"{output:,} in parts"),
+        *([Card("output tokens", short_count(output), f"{output:,} in parts")] if output else []),
         Card("prompt tokens", short_count(totals.num_prompt_tokens), f"{totals.num_prompt_tokens:,} in parts"),
     ]
     if history is not None and work_s:
         name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")
         cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "over the whole time of work"))
         cards.append(Card("time of work", duration(work_s), counted(totals.num_starts, "start")))
-    cards.append(Card("device time", f"{totals.device_s / 3600:.3f} h", "of replicas that have ended"))
+    cards.append(Card("device time", duration(totals.device_s), "of replicas that have ended"))
     cards.append(
         Card("output", size_text(totals.num_bytes), f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts")
     )

@@ -80,7 +80,8 @@ def _table(report: PlanReport) -> Iterator[str]:
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
     if any(len(row) > 4 for row in rows[1:]):
-        yield f"least: GPUs that hold the model; weights: of one GPU; cache: tokens; seqs: of {report.model.context:,} each"
+        size = f"{report.model.context:,} tokens"
+        yield f"least: GPUs that hold the model; weights: of one GPU; cache: in tokens; seqs: sequences of {size} in it"
 
 
 def _row(plan: GpuPlan) -> tuple[str, ...]:
