@@ -39,9 +39,9 @@ class Speed:
         return f"{times}: {_tokens(self.prompt_tokens_per_s, self.output_tokens_per_s)}/s"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Summary:
-    """The totals of a finished job, which `batchinf.run` returns. `print` shows its closing lines.
+    """The totals of a finished job, which `batchinf.run` returns. `print`, and a notebook, show its closing lines.
 
     folder: the job's, or the slice's. num_rows, num_errors: output rows. num_prompt_tokens, num_output_tokens: of all
     rows. num_parts: Parquet files. device_s: device time over all attempts, in seconds. was_done: nothing was left to
@@ -67,7 +67,7 @@ class Summary:
         """The output, as of `batchinf.open`."""
         return Results(self.folder)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
