@@ -103,8 +103,7 @@ class _Bar:
     def show(self, status: JobStatus) -> None:
         self._bar.n = status.num_rows_done
         if self._below is None:
-            texts = fit([*beside_bar(status), *figures(status)])
-            self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{texts} [{{elapsed}}]"
+            self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{status_line(status)} [{{elapsed}}]"
         else:
             width, separator = terminal_width(self._stream), _separator(self._stream)
             # The state, the percentage and the time take the rest, and the bar has at least ten cells.
