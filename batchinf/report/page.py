@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinf import __version__
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import job_folders
+from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import Folder, reason
 from batchinf.base.text import clip, counted, duration, short_count, size_text
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
@@ -71,6 +71,7 @@ def report_page(out: str) -> str:
         cards=_cards(report, report.totals, history, rows),
         timeline=history,
         replicas=_replicas(history),
+        runs=[run for job, state in begun if (run := _run_speed(job, state)) is not None],
         phases=PHASES,
         phase_colors=charts.PHASE_COLORS,
         rows=rows,
@@ -116,6 +117,40 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         if progress.left_s is not None:
             cards.append(Card("time left", duration(progress.left_s), "when the report was made"))
     return cards
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpeed:
+    """What a run was predicted to do, and what it did. name: of the slice, if there are slices.
+
+    rows: each with its name and both values; a value is None if it is unknown. limit: what limited the run, in words.
+    """
+
+    name: str
+    rows: tuple[tuple[str, float | None, float | None], ...]
+    limit: str
+
+
+# In the events `expected_speed`, of a run that has begun, and `speed`, of one that has ended.
+_RATES = {
+    "prompt_tokens_per_s": "prompt tokens/s",
+    "output_tokens_per_s": "output tokens/s",
+    "work_s": "seconds of work",
+    "cache_tokens": "tokens of cache",
+}
+
+
+def _run_speed(job: JobFolder, state: State) -> RunSpeed | None:
+    """Of the last run that was predicted; None if none was."""
+    begun, ended = (state.kept.get(name) for name in ("expected_speed", "speed"))
+    measured = {} if ended is None or not state.is_done else ended.fields["speed"]
+    expected = measured.get("expected") or (None if begun is None or measured else begun.fields["speed"])
+    if expected is None:
+        return None
+    rows = tuple((name, expected.get(field), measured.get(field)) for field, name in _RATES.items())
+    found = measured.get("bottleneck")
+    limit = f"{found['reason']}; to try: {found['change']}" if found else expected["limited_by"]
+    return RunSpeed(str(job.slice or ""), rows, clip(limit, 400))
 
 
 def _replicas(history: Timeline | None) -> list[tuple[str, dict[Any, float], float]]:
