@@ -37,11 +37,26 @@ def _spec_file(context: typer.Context, path: str) -> str:
     raise UserError(f"{takes}: the spec of the job in this folder is {held}" if os.path.isfile(held) else takes)
 
 
+# Of a flag: typer would show <bool>, as if a value had to follow.
+_NO_VALUE = " "
+
 SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.", callback=_spec_file)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar=_NO_VALUE, help="Print one JSON object.")]
+
+
+def _plan_target(context: typer.Context, target: str) -> str:
+    """Return the argument, or raise UserError for a job's output folder. A folder may be a model's."""
+    return _spec_file(context, target) if os.path.isfile(os.path.join(target, "job.yaml")) else target
+
+
+def _new_spec_file(path: str) -> str:
+    """Return the argument, or raise UserError for a folder."""
+    if os.path.isdir(path):
+        raise UserError(f"{path} is a folder; batchinf init writes a job's spec, a YAML file: give the file's name")
+    return path
 
 
 def _job_folder(context: typer.Context, path: str) -> str:
@@ -79,7 +94,9 @@ _PURPOSES = "label, generate, score, logits or embed"
 
 @app.command("init", epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")
 def _init(
-    path: Annotated[str, typer.Argument(metavar="JOB.yaml", help="The file to write.")] = "job.yaml",
+    path: Annotated[
+        str, typer.Argument(metavar="JOB.yaml", help="The file to write.", callback=_new_spec_file)
+    ] = "job.yaml",
     purpose: Annotated[
         str | None, typer.Option("--for", metavar="WHAT", help=f"What the job is for: {_PURPOSES}.")
     ] = None,
@@ -133,18 +150,22 @@ def _run(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Rename the old output folder, if there is one, and start a new job.")
+        bool,
+        typer.Option(
+            "--fresh", metavar=_NO_VALUE, help="Rename the old output folder, if there is one, and start a new job."
+        ),
     ] = False,
     slice_: SliceText = None,
     extend: Annotated[
         bool,
         typer.Option(
             "--extend",
+            metavar=_NO_VALUE,
             help="Also run new files and rows of the input, and a raised input.limit.",
         ),
     ] = False,
     is_quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show only warnings, errors and the closing lines.")
+        bool, typer.Option("--quiet", "-q", metavar=_NO_VALUE, help="Show only warnings, errors and the closing lines.")
     ] = False,
     log_format: Annotated[
         LogFormat, typer.Option("--log-format", help="Format of what is shown on stderr while the job runs.")
@@ -159,7 +180,7 @@ def _run(
         summary = api.run(
             spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_, display=display
         )
-    _print(wrapped(line, sys.stdout) for line in summary.lines())
+    _print(summary.lines())
 
 
 @contextlib.contextmanager
@@ -189,7 +210,9 @@ def _validate(
             help="Show this row: its id or, without id_column, its position from 0. May be repeated.",
         ),
     ] = None,
-    is_random: Annotated[bool, typer.Option("--random", help="Show random rows, not the first ones.")] = False,
+    is_random: Annotated[
+        bool, typer.Option("--random", metavar=_NO_VALUE, help="Show random rows, not the first ones.")
+    ] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Show the rows of an earlier --random.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -213,7 +236,12 @@ def _validate(
 @app.command("plan", epilog="Example: batchinf plan job.yaml --gpu h100-80 --gpus 8")
 def _plan(
     target: Annotated[
-        str, typer.Argument(metavar="JOB.yaml|MODEL", help="A job spec; or a model: hub id, folder or config.json.")
+        str,
+        typer.Argument(
+            metavar="JOB.yaml|MODEL",
+            help="A job spec; or a model: hub id, folder or config.json.",
+            callback=_plan_target,
+        ),
     ],
     gpu: Annotated[
         list[str] | None,
@@ -297,7 +325,10 @@ def _seconds(text: str, option: str) -> float:
 def _status(
     out: Out,
     is_watched: Annotated[
-        bool, typer.Option("--watch", help="Refresh progress and replicas every second until the job ends.")
+        bool,
+        typer.Option(
+            "--watch", metavar=_NO_VALUE, help="Refresh progress and replicas every second until the job ends."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -322,9 +353,9 @@ def _head(
         list[str] | None,
         typer.Option("--columns", metavar="A,B", help="Show these columns. May be repeated."),
     ] = None,
-    only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
+    only_errors: Annotated[bool, typer.Option("--errors", metavar=_NO_VALUE, help="Show only error rows.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object for each row, with all columns.")
+        bool, typer.Option("--json", metavar=_NO_VALUE, help="Print one JSON object for each row, with all columns.")
     ] = False,
 ) -> None:
     """Show the first finished rows as a table, while the job runs or after."""
@@ -336,7 +367,7 @@ def _head(
     if not found.rows:
         print(plain(nothing_line(out, only_errors=only_errors)), file=sys.stderr if as_json else sys.stdout)
     elif as_json:
-        _print(json.dumps(row, ensure_ascii=False, default=str) for row in found.rows)
+        _print_json(json.dumps(row, ensure_ascii=False, default=str) for row in found.rows)
     else:
         from batchinf.commands.text.screen import console
 
@@ -388,9 +419,14 @@ def _report(
 @app.command("check", epilog="Example: batchinf check out/job --deep")
 def _check(
     out: Out,
-    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", metavar=_NO_VALUE, help="Read every byte, not only sizes and footers.")
+    ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Move damaged files aside. The next run makes their rows again.")
+        bool,
+        typer.Option(
+            "--repair", metavar=_NO_VALUE, help="Move damaged files aside. The next run makes their rows again."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -430,7 +466,7 @@ def _diff(
     from batchinf.commands.text.compare import diff_lines
 
     report = diff_jobs(a, b, on, to, num_rows)
-    _show(report, (wrapped(line, sys.stdout) for line in diff_lines(report, to)), as_json)
+    _show(report, diff_lines(report, to), as_json)
 
 
 @app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
@@ -475,8 +511,8 @@ def _slurm(
     ] = None,
     mem: Annotated[str | None, typer.Option("--mem", help="Memory of each node, such as 200G.")] = None,
     time: Annotated[str | None, typer.Option("--time", help="Time limit, such as 12:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition")] = None,
-    account: Annotated[str | None, typer.Option("--account")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Partition of the nodes.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Account that pays for the time.")] = None,
     constraint: Annotated[str | None, typer.Option("--constraint", help="Features of the nodes.")] = None,
     modules: Annotated[list[str] | None, typer.Option("--module", help="A module to load. May be repeated.")] = None,
     venv: Annotated[str | None, typer.Option("--venv", help="A virtual environment to activate.")] = None,
@@ -491,7 +527,7 @@ def _slurm(
         str | None, typer.Option("--script", metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
     ] = None,
     submits: Annotated[
-        bool, typer.Option("--submit", help="Submit the script, if `sbatch --test-only` accepts it.")
+        bool, typer.Option("--submit", metavar=_NO_VALUE, help="Submit the script, if `sbatch --test-only` accepts it.")
     ] = False,
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
@@ -527,7 +563,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, metavar=_NO_VALUE, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -562,9 +598,17 @@ def main() -> NoReturn:
 
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:
-    _print([to_json(report)] if as_json else lines)
+    if as_json:
+        _print_json([to_json(report)])
+    else:
+        _print(lines)
 
 
 def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(wrapped(plain(line), sys.stdout))
+
+
+def _print_json(lines: Iterable[str]) -> None:
     for line in lines:
         print(plain(line))

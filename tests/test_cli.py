@@ -12,10 +12,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from rich.cells import cell_len
 
 import batchinf
 import jobs
 from batchinf import cli
+from batchinf.base.text import size_text
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_the_closing_lines_say_what_came_out_and_where(done: Any) -> None:
     rows, parts = jobs.rows_of(out), list((out / "parts").glob("*.parquet"))
     assert f"{len(rows):,} output rows, 0 of them errors" in closing
     assert f"{len(parts)} Parquet files" in closing
-    assert f"{sum(part.stat().st_size for part in parts) / 2**20:.1f} MiB" in closing
+    assert f"{size_text(sum(part.stat().st_size for part in parts))}, in" in closing
     assert f"{out}/parts" in closing
     device_s = sum(event["device_s"] for event in jobs.events_of(out, "replica_ended"))
     assert device_s > 0
@@ -247,12 +249,13 @@ def test_status_of_a_finished_job(done: Any) -> None:
     assert f"{rows} of {rows} output rows" in shown.stdout
 
 
-@pytest.mark.parametrize("command", ["status", "head", "check"])
+@pytest.mark.parametrize("command", ["status", "head", "check", "inspect", "report", "diff"])
 def test_a_file_in_the_place_of_a_jobs_folder(command: str, tmp_path: pathlib.Path) -> None:
     spec, other = jobs.spec_of(tmp_path), tmp_path / "prompts.jsonl"
     other.write_text('{"prompt": "Once"}\n')
     for path, more in ((spec, f": the output.path of this spec is {tmp_path / 'out'}"), (other, "")):
-        refused = jobs.run(command, path)
+        more_arguments = {"inspect": ["--row", "0"], "diff": [path]}.get(command, [])
+        refused = jobs.run(command, path, *more_arguments)
         assert refused.returncode == 2
         assert refused.stderr == f"error: {path} is a file; batchinf {command} takes a job's output folder{more}\n"
 
@@ -343,17 +346,21 @@ COMMANDS = [str(command.name) for command in cli.app.registered_commands]
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str) -> None:
-    shown = jobs.run(command, "--help", COLUMNS="120")
+    shown = jobs.run(command, "--help", COLUMNS="80")
     assert f"Example: batchinf {command}" in shown.stdout
     assert "Usage: batchinf" in shown.stdout
+    lines = shown.stdout.splitlines()
+    assert all("--help" in line for line in lines if "<bool>" in line)  # a flag takes no value
+    assert max(map(cell_len, lines)) <= 80
 
 
-@pytest.mark.parametrize("command", ["run", "validate", "verify"])
+@pytest.mark.parametrize("command", ["run", "validate", "verify", "slurm", "plan"])
 def test_a_command_that_takes_a_spec_says_so_for_a_folder(command: str, done: Any, tmp_path: pathlib.Path) -> None:
     _, out, _ = done
     takes = f"error: {out} is a folder; batchinf {command} takes a job's spec, a YAML file"
     assert jobs.run(command, out).stderr == f"{takes}: the spec of the job in this folder is {out}/job.yaml\n"
-    assert jobs.run(command, tmp_path).stderr.endswith("a YAML file\n")
+    if command != "plan":  # a folder may be a model's
+        assert jobs.run(command, tmp_path).stderr.endswith("a YAML file\n")
 
 
 def test_the_shell_completes_commands_and_options() -> None:

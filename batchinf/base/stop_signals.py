@@ -158,7 +158,9 @@ def on_stop_signals(act: Callable[[int], None] | None = None) -> Iterator[None]:
 
 
 def _is_ours_to_replace(handler: object) -> bool:
-    return handler in (signal.SIG_DFL, signal.default_int_handler) or hasattr(handler, "is_batchinf")
+    # In a cell with `await`, the handler of a notebook's kernel only ends the next await, after the job.
+    is_notebook = str(getattr(handler, "__module__", "")).startswith("ipykernel.")
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or is_notebook or hasattr(handler, "is_batchinf")
 
 
 @contextlib.contextmanager

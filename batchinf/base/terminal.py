@@ -2,8 +2,10 @@
 
 import contextlib
 import os
-import textwrap
 from typing import TextIO
+
+# A line that begins with it is part of a text, such as a prompt, and is shown as it is.
+QUOTE = "│ "
 
 
 def terminal_width(stream: TextIO) -> int:
@@ -17,6 +19,21 @@ def wrapped(line: str, stream: TextIO) -> str:
     """The line, broken between words if the stream is a terminal, which would cut words. Elsewhere it stays whole."""
     if not stream.isatty():
         return line
-    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    from rich.cells import cell_len, chop_cells
+
     width = terminal_width(stream)
-    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    if cell_len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip(" "))]
+    if line.startswith(QUOTE, len(indent)):
+        start = indent + QUOTE
+        return "\n".join(start + piece for piece in chop_cells(line[len(start) :], max(1, width - len(start))))
+    lines, words = [], iter(line.strip(" ").split(" "))
+    now = indent + next(words)
+    for word in words:
+        if cell_len(now) + 1 + cell_len(word) > width:
+            lines.append(now.rstrip(" "))
+            now = f"{indent}  {word}"
+        else:
+            now += f" {word}"
+    return "\n".join([*lines, now])

@@ -103,6 +103,11 @@ def time_text(seconds: float) -> str:
     return f"{round(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def size_text(num_bytes: float) -> str:
     """`230.4 kB`, `2.1 MB`, `96.4 GB`."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

@@ -77,6 +77,7 @@ class Coordinator:
         self._is_measuring = False
         self._errors: Counter[str] = Counter()  # of committed parts, since the start
         self._next_status = 0.0
+        self._num_shown = 0  # output rows, as in the last status
         self.requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
         # Requests that were in engines when these were told to end.
         self.num_unfinished = 0
@@ -366,11 +367,17 @@ class Coordinator:
     def _status(self, state: str) -> JobStatus:
         replicas = self._fleet.replicas
         num_done, num_errors = self._num_finished()
+        if state == "stopped":
+            # Replicas that have ended report nothing, but the journal keeps what they finished.
+            num_done = max(num_done, self._num_shown)
+        self._num_shown = num_done
         totals = self._fleet.totals
         if self._is_measuring:
             self._rates.look(time.monotonic(), totals)
         prompt_per_s, output_per_s = self._rates.tokens_per_s or (None, None)
-        left_s = self._rates.left_s(self._num_rows - num_done, sum(m.progress.in_flight for m in replicas))
+        in_flight = sum(m.progress.in_flight for m in replicas)
+        # While all replicas start again, their old rates say nothing.
+        left_s = self._rates.left_s(self._num_rows - num_done, in_flight) if state == "running" else None
         return JobStatus(
             state=state,
             num_rows=self._num_rows,

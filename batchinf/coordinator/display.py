@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from batchinf.base.terminal import terminal_width, wrapped
-from batchinf.base.text import duration, short_count
+from batchinf.base.text import duration, plain, short_count
 from batchinf.fleet.status import JobStatus
 
 _LINE_EVERY_S = 30.0
@@ -40,7 +40,7 @@ class ProgressDisplay:
                 level = "warning" if is_warning else "info"
                 print(json_line(level, line.removeprefix(_WARNING)), file=self._stream, flush=True)
             else:
-                line = wrapped(line, self._stream)
+                line = wrapped(plain(line), self._stream)
                 if self._bar is None:
                     print(line, file=self._stream, flush=True)
                 else:
@@ -103,8 +103,7 @@ class _Bar:
     def show(self, status: JobStatus) -> None:
         self._bar.n = status.num_rows_done
         if self._below is None:
-            texts = fit([*beside_bar(status), *figures(status)])
-            self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{texts} [{{elapsed}}]"
+            self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{status_line(status)} [{{elapsed}}]"
         else:
             width, separator = terminal_width(self._stream), _separator(self._stream)
             # The state, the percentage and the time take the rest, and the bar has at least ten cells.
@@ -168,26 +167,31 @@ def figures(status: JobStatus) -> list[Figure]:
     up = sum(replica.state == "running" for replica in status.replicas)
     starts = _starts(status)
     if status.state == "starting" and starts:
-        return starts
+        return [*starts, *([_errors(status)] if status.num_errors else [])]
+    replicas = (f"{up}/{len(status.replicas)} replicas up",)
+    are_down = status.state == "running" and up < len(status.replicas)
     num_tokens = status.num_output_tokens
     return [
         (f"{sum(replica.in_flight for replica in status.replicas):,} in flight",),
+        *([replicas] if are_down else []),
         _rate("out", status.output_tokens_per_s if num_tokens else None),
         _errors(status),
         _waited(status),
-        _rate("in", status.prompt_tokens_per_s),
-        (f"{up}/{len(status.replicas)} replicas up", ""),
+        *(starts if are_down else []),
+        # Until the first row is finished, only this number grows.
         (f"{short_count(num_tokens)} tokens generated" if num_tokens else "", ""),
-        *starts,
+        _rate("in", status.prompt_tokens_per_s),
+        *([] if are_down else [(*replicas, "")]),
+        *([] if are_down else starts),
     ]
 
 
 def _rate(name: str, tokens_per_s: float | None) -> Figure:
-    return ("",) if tokens_per_s is None else (f"{name} {short_count(tokens_per_s)} tok/s", "")
+    return ("",) if not tokens_per_s else (f"{name} {short_count(tokens_per_s)} tok/s", "")
 
 
 def _left(status: JobStatus) -> Figure:
-    return ("",) if status.left_s is None or status.state == "done" else (f"{duration(status.left_s)} left", "")
+    return ("",) if status.left_s is None or status.state != "running" else (f"{duration(status.left_s)} left", "")
 
 
 def _waited(status: JobStatus) -> Figure:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from batchinf.base.errors import ErrorRateExceeded
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, duration, short_count
+from batchinf.base.text import clip, duration, size_text
 from batchinf.coordinator.progress import Failure, commonest, forecast
-from batchinf.fleet.speed import speed_lines
+from batchinf.fleet.speed import speed_lines, tokens_text
 from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.counts import remarks
@@ -20,9 +20,9 @@ from batchinf.spec.file import SpecFile
 _MESSAGE_CHARS = 200
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Summary:
-    """The totals of a finished job, which `batchinf.run` returns. `print` shows its closing lines.
+    """The totals of a finished job, which `batchinf.run` returns. `print`, and a notebook, show its closing lines.
 
     folder: the job's, or the slice's. num_rows, num_errors: output rows. num_prompt_tokens, num_output_tokens: of all
     rows. num_parts: Parquet files. device_s: device time over all attempts, in seconds. was_done: nothing was left to
@@ -48,7 +48,7 @@ class Summary:
         """The output, as of `batchinf.open`."""
         return Results(self.folder)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
@@ -57,9 +57,9 @@ class Summary:
         files = "Parquet file" if self.num_parts == 1 else "Parquet files"
         return [
             f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
-            f"{short_count(self.num_prompt_tokens)} prompt and {short_count(self.num_output_tokens)} output tokens",
+            f"{tokens_text(self.num_prompt_tokens, self.num_output_tokens)}",
             *(() if self.speed is None else speed_lines(self.speed)),
-            f"{self.num_parts:,} {files}, {self.num_bytes / 2**20:,.1f} MiB, in {self.folder}/parts; "
+            f"{self.num_parts:,} {files}, {size_text(self.num_bytes)}, in {self.folder}/parts; "
             f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
             *self.remarks,
             *_error_lines(self.errors, self.num_errors),

@@ -17,7 +17,7 @@ from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.slices import claim_whole
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
-from batchinf.base.text import describe_error
+from batchinf.base.text import counted, describe_error
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.extend import add_extent, check_extended, has_more, said
 from batchinf.coordinator.recovery import note_ended, recover
@@ -151,7 +151,7 @@ def start(
             manifest.event(BEGINNING, job_id=job_id)
             manifest.commit()
         if checked.has_rows:
-            display.say(f"starting {len(launcher.slots)} replica(s) while the input is read")
+            display.say(f"starting {counted(len(launcher.slots), 'replica')} while the input is read")
             with shielded():
                 note_started(manifest, backend, fleet.start_due())
             faults.point("start.replicas")
@@ -280,6 +280,6 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")
         + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of them done; "
-        + f"{len(slots)} replica(s) on "
+        + f"{counted(len(slots), 'replica')} on "
         + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else launcher.backend.processors)
     )

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from batchinf.base.text import counted
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
@@ -313,11 +314,12 @@ class Trials:
         elif case.is_on_trial:
             # The search makes progress with each death, until one row is left.
             self._fleet.excuse(end.replica)
-            said = f"{len(case.accused)} rows may have caused it, and run separately"
+            runs = "runs" if len(case.accused) == 1 else "run"
+            said = f"{counted(len(case.accused), 'row')} may have caused it, and {runs} separately"
         elif case.stage == "lost":
-            said = f"the {len(case.suspects)} rows that were in the engine count as not tried"
+            said = "the rows that were in the engine count as not tried"
         else:
-            said = f"the {len(case.suspects)} rows that were in the engine run again"
+            said = f"{counted(len(case.suspects), 'row')} of its engine will run again"
         self._hand_over()
         return said
 

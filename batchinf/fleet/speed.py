@@ -242,11 +242,11 @@ _NAMES = {"memory": "the cache", "sequences": "max_num_seqs", "input": "the inpu
 
 def speed_lines(speed: Speed) -> Iterator[str]:
     """The speed for people: measured, predicted, and what limited it."""
-    prompt, output = short_count(speed.prompt_tokens_per_s), short_count(speed.output_tokens_per_s)
+    tokens = tokens_text(speed.prompt_tokens_per_s, speed.output_tokens_per_s)
     each = "" if (rate := speed.tokens_per_s_per_gpu) is None else f", {short_count(rate)} tokens/s per GPU"
     yield (
         f"this run took {duration(speed.run_s)}, and its engines worked {duration(speed.work_s)} of it: "
-        f"{prompt} prompt and {output} output tokens/s{each}"
+        f"{tokens}/s{each}"
     )
     if (expected := speed.expected) is not None:
         share = speed.tokens_per_s / max(1e-9, expected.prompt_tokens_per_s + expected.output_tokens_per_s)
@@ -256,10 +256,15 @@ def speed_lines(speed: Speed) -> Iterator[str]:
         yield f"limited by {_NAMES[found.kind]}: {found.reason}; to try: {found.change}"
 
 
+def tokens_text(prompt: float, output: float) -> str:
+    """Numbers of tokens, without output tokens if the task generates none."""
+    return f"{short_count(prompt)} prompt {f'and {short_count(output)} output ' if output else ''}tokens"
+
+
 def expected_line(expected: ExpectedSpeed) -> str:
     """The prediction for people."""
-    prompt, output = short_count(expected.prompt_tokens_per_s), short_count(expected.output_tokens_per_s)
     return (
-        f"predicted: {prompt} prompt and {output} output tokens/s, {duration(expected.work_s)}, "
+        f"predicted: {tokens_text(expected.prompt_tokens_per_s, expected.output_tokens_per_s)}/s, "
+        f"{duration(expected.work_s)}, "
         f"{expected.cache_tokens:,} tokens of cache"
     )

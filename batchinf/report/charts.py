@@ -29,7 +29,7 @@ _AXIS = {
     "labelFontSize": 11,
     "titleFontSize": 11,
     "labelOverlap": "greedy",
-    "labelSeparation": 6,
+    "labelSeparation": 12,
 }
 _CONFIG = {
     "background": "transparent",
@@ -213,7 +213,9 @@ def _colors(field: str, colors: dict[str, str], legend: dict[str, Any] | None) -
 
 
 def _time_axis(unit: str, width: int) -> dict[str, Any]:
-    return {"title": f"{unit} of work", "tickCount": 5 if width < 400 else 10, "format": "~g"}
+    # With `format`, vega would write ten seconds as 1e+1.
+    ticks = {"tickCount": 5 if width < 400 else 10, "labelExpr": "format(datum.value, '~g')"}
+    return {"title": f"{unit} of work", **ticks}
 
 
 def _unit(work_s: float) -> tuple[float, str]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from batchinf import __version__
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import job_folders
+from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import Folder, reason
-from batchinf.base.text import clip, duration, short_count, size_text
+from batchinf.base.text import clip, counted, duration, short_count, size_text
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
@@ -71,6 +71,7 @@ def report_page(out: str) -> str:
         cards=_cards(report, report.totals, history, rows),
         timeline=history,
         replicas=_replicas(history),
+        runs=[run for job, state in begun if (run := _run_speed(job, state)) is not None],
         phases=PHASES,
         phase_colors=charts.PHASE_COLORS,
         rows=rows,
@@ -99,14 +100,14 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     cards = [
         Card("output rows", f"{num_done:,}", f"of {totals.num_rows:,} ({num_done / max(1, totals.num_rows):.1%})"),
         Card("errors", f"{num_errors:,}", f"{num_errors / max(1, num_done):.2%} of these rows"),
-        Card("output tokens", short_count(output), f"{output:,} in parts"),
+        *([Card("output tokens", short_count(output), f"{output:,} in parts")] if output else []),
         Card("prompt tokens", short_count(totals.num_prompt_tokens), f"{totals.num_prompt_tokens:,} in parts"),
     ]
     if history is not None and work_s:
         name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")
         cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "over the whole time of work"))
-        cards.append(Card("time of work", duration(work_s), f"{totals.num_starts:,} start(s)"))
-    cards.append(Card("device time", f"{totals.device_s / 3600:.3f} h", "of replicas that have ended"))
+        cards.append(Card("time of work", duration(work_s), counted(totals.num_starts, "start")))
+    cards.append(Card("device time", duration(totals.device_s), "of replicas that have ended"))
     cards.append(
         Card("output", size_text(totals.num_bytes), f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts")
     )
@@ -116,6 +117,42 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         if progress.left_s is not None:
             cards.append(Card("time left", duration(progress.left_s), "when the report was made"))
     return cards
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpeed:
+    """What a run was predicted to do, and what it did. name: of the slice, if there are slices.
+
+    rows: each with its name and both values; a value is None if it is unknown. limit: what limited the run, in words.
+    """
+
+    name: str
+    rows: tuple[tuple[str, float | None, float | None], ...]
+    limit: str
+
+
+# In the events `expected_speed`, of a run that has begun, and `speed`, of one that has ended.
+_RATES = {
+    "prompt_tokens_per_s": "prompt tokens/s",
+    "output_tokens_per_s": "output tokens/s",
+    "work_s": "seconds of work",
+    "cache_tokens": "tokens of cache",
+}
+
+
+def _run_speed(job: JobFolder, state: State) -> RunSpeed | None:
+    """Of the last run that was predicted; None if none was."""
+    measured = state.speed if state.is_done else None
+    expected = state.expected_speed if measured is None else measured.expected
+    if expected is None:
+        return None
+    rows = tuple(
+        (name, getattr(expected, field), None if measured is None else getattr(measured, field))
+        for field, name in _RATES.items()
+    )
+    found = None if measured is None else measured.bottleneck
+    limit = expected.limited_by if found is None else f"{found.reason}; to try: {found.change}"
+    return RunSpeed(str(job.slice or ""), rows, clip(limit, 400))
 
 
 def _replicas(history: Timeline | None) -> list[tuple[str, dict[Any, float], float]]:

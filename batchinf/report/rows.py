@@ -34,7 +34,7 @@ _MESSAGE_CHARS, _LABEL_CHARS = 300, 40
 _LEAST_LOGPROB = -12.0
 # Share of the logprobs, the lowest, that a histogram leaves out.
 _RARE = 0.005
-_QUANTILES = ("least", "5 %", "median", "95 %", "most")
+_QUANTILES = ("least", "5 % below", "median", "95 % below", "most")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +180,7 @@ class _Rows:
         errors, num_groups = self._errors()
         return RowFigures(
             num_rows,
-            tuple(
-                self._histogram(name, title, "tokens")
-                for name, title in (("num_prompt_tokens", "Prompt length"), ("num_output_tokens", "Output length"))
-                if name in self._types
-            ),
+            self._lengths(),
             tuple(self._histogram(name, name, "") for name in self._numbers),
             tokens,
             self._shares("finish_reason", _MOST_LABELS) if "finish_reason" in self._types else (),
@@ -195,6 +191,12 @@ class _Rows:
             num_groups,
             (*notes, *sampled),
         )
+
+    def _lengths(self) -> tuple[Histogram, ...]:
+        """Of prompts, and of outputs if any row has one."""
+        titles = {"num_prompt_tokens": "Prompt length", "num_output_tokens": "Output length"}
+        found = [self._histogram(name, title, "tokens") for name, title in titles.items() if name in self._types]
+        return tuple(one for number, one in enumerate(found) if not number or not one.quantiles or one.quantiles[-1][1])
 
     def _query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(sql, values).fetchall()

@@ -240,7 +240,7 @@ class _History:
 def _phase(first: dict[str, Any], second: dict[str, Any], passed_s: float) -> Phase:
     if first.get("incarnation") != second.get("incarnation"):
         return "down"
-    if second["steps"] == 0 and first.get("state") != "running":
+    if second["steps"] == 0 and first.get("state") not in ("running", "ended"):
         return "starting"
     if second["stalled_by_disk_s"] - first["stalled_by_disk_s"] > _DISK_SHARE * passed_s:
         return "waiting for the disk"

@@ -39,7 +39,7 @@ def test_slices_that_run_are_summed_up(tmp_path: pathlib.Path) -> None:
     assert report.load.output_tokens_per_s == round(
         sum(job.progress.output_tokens_per_s or 0 for job in report.jobs if job.progress is not None), 1
     )
-    assert f"now: 1 host(s): {HOST} · 4 of 4 replicas up · 1 restarts" in lines_of(report)
+    assert f"now: 1 host: {HOST} · 4 of 4 replicas up · 1 restart" in lines_of(report)
     assert "slice 2/3 has not begun" in lines_of(report)
     replicas = [replica for job in report.jobs for replica in job.replicas]
     assert [(replica.host, replica.device) for replica in replicas] == [(HOST, "A100")] * 4

@@ -301,7 +301,7 @@ def test_the_table_has_a_head_for_each_kind_of_line() -> None:
     }
     lines = [line.split() for line in table_lines(deviations)]
     assert [line[0] for line in lines] == ["tokens", "output", "prompt", "rows", "logits", "vectors", "embedding"]
-    assert lines[4] == ["logits", "2", "2,000", "0.00e+00", "0.00e+00", "-", "-"]
+    assert lines[4] == ["logits", "2", "2k", "0.00e+00", "0.00e+00", "-", "-"]
     assert lines[6][-1] == "1.0000000"
 
 

@@ -53,6 +53,18 @@ def test_a_table_of_replicas_and_devices(width: int) -> None:
     assert "\\x1b[31mjob" in plain
 
 
+def test_uuids_of_gpus_cut_no_other_word() -> None:
+    names = ("GPU-1b2c3d4e-1111-2222-3333-444444444444", "MIG-5f6a7b8c-1111-2222-3333-444444444444")
+    replicas = (dataclasses.replace(REPLICAS[0], devices=names),)
+    devices = tuple(DeviceLook(name, 71 * GIB, 141 * GIB, 100, 699.0) for name in names)
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(watch_view(report_with(replicas, devices), 80))
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert "replica state GPU memory load power running waiting cache hits restarts".split() in lines
+    [first] = [line for line in lines if line[2:3] and line[2].startswith("1b2c3d")]
+    assert first[3:] == ["71/141", "GiB", "100%", "699", "W", "1,024", "204", "87%", "41%", "0"]
+
+
 def test_names_in_the_snapshot_are_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
     report = report_with((dataclasses.replace(REPLICAS[0], devices=("[/x]", "[red]1")),), ())
     stream = io.StringIO()

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from tqdm.utils import disp_len
 
+import batchinf
 import jobs
+from batchinf.base.terminal import QUOTE, wrapped
 from batchinf.coordinator import display as shown
 from batchinf.coordinator.display import ProgressDisplay, figures, fit, status_line
 from batchinf.fleet.status import JobStatus, ReplicaStatus
@@ -120,12 +123,21 @@ def test_starting_engines_say_what_they_do(monkeypatch: pytest.MonkeyPatch) -> N
         replica(1, "starting the engine", "compiling"),
         replica(2, "starting the engine", "compiling"),
     )
-    _, below = lines_at(80, monkeypatch, state="starting", replicas=three)
+    _, below = lines_at(80, monkeypatch, state="starting", replicas=three, num_errors=0, errors={})
     assert below == "replica 0: loading weights 57/191 · replicas 1, 2: compiling"
     running = status_with(replicas=(replica(0), three[1]))
-    assert status_line(running).endswith("1/2 replicas up · 7k tokens generated · replica 1: compiling")
+    assert "· 3 errors: 2 empty_prompt, 1 refused · replica 1: compiling · 7k tokens" in status_line(running)
     many = tuple(replica(number, "starting") for number in range(8))
     assert "8 replicas: starting" in fit(figures(status_with(state="starting", replicas=many)))
+
+
+def test_a_dead_replica_is_seen_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_dead = (replica(0), replica(1, "given up"))
+    _, below = lines_at(80, monkeypatch, **{**LONG, "replicas": one_dead})
+    assert "· 1/2 replicas up ·" in below
+    bar, below = lines_at(80, monkeypatch, state="starting", replicas=(replica(0, "restarting"),))
+    assert below == "replica 0: restarting · 3 errors: 2 empty_prompt, 1 refused"
+    assert "left" not in bar
 
 
 def test_the_bar_stays_below_other_lines() -> None:
@@ -147,6 +159,12 @@ def test_long_lines_break_between_words() -> None:
     lines = terminal.getvalue().splitlines()
     assert len(lines) == 3
     assert {word for line in lines for word in line.split()} == {"word"}
+    terminal = Terminal()
+    ProgressDisplay(terminal).say("漢字 " * 20 + "\x1b[2J\u202e")
+    lines = terminal.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    assert lines[-1].endswith("\\u001b[2J\\u202e")
+    assert wrapped(f"  {QUOTE}" + "漢" * 50, Terminal()).splitlines() == ["  │ " + "漢" * 38, "  │ " + "漢" * 12]
 
 
 @pytest.mark.parametrize("make", [Terminal, io.StringIO])
@@ -177,7 +195,7 @@ def test_a_plain_line_for_each_state_and_each_half_minute() -> None:
     assert [line.partition(":")[0] for line in lines] == ["starting", "running", "done", "done"]
     assert lines[1] == (
         "running: 40/100 output rows · 1m15s left · 1,024 in flight · out 340 tok/s · "
-        "3 errors: 2 empty_prompt, 1 refused · in 120 tok/s · 1/1 replicas up · 7k tokens generated"
+        "3 errors: 2 empty_prompt, 1 refused · 7k tokens generated · in 120 tok/s · 1/1 replicas up"
     )
 
 
@@ -211,21 +229,29 @@ def test_json_lines(tmp_path: Any) -> None:
     assert "sampling.max_tokens" in error["message"]
 
 
-def test_errors_are_counted_by_kind_though_a_replica_dies(tmp_path: Any) -> None:
+def test_errors_are_counted_by_kind_though_a_replica_dies(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"id": str(i), "prompt": "" if i % 10 == 0 else "word " * (900 if i % 10 == 1 else 2)} for i in range(100)]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     sections = {
         "input": {"path": str(data)},
         "output": {"keep_columns": []},
-        "scripted": {"max_model_len": 512, "step_s": 0.005},
+        "scripted": {"max_model_len": 512, "step_s": 0.02},
         "parallel": {"data_parallel_size": 1},
         "max_error_rate": 1.0,
     }
     path = jobs.spec_of(tmp_path, **sections)
-    jobs.finish(path, faults="engine.step:150=kill", BATCHINF_FAULTS_ONCE=str(tmp_path))
+    for name, value in {"FAULTS": "engine.step:150=kill", "FAULTS_ONCE": str(tmp_path)}.items():
+        monkeypatch.setenv(f"BATCHINF_{name}", value)
+    shown: list[JobStatus] = []
+    batchinf.run(path, progress=shown.append)
     assert len(jobs.events_of(tmp_path / "out", "replica_started")) == 2
     errors = [row["error_type"] for row in jobs.rows_of(tmp_path / "out") if row["error_type"]]
-    status = jobs.snapshot_of(tmp_path / "out")
-    assert status["errors"] == {"empty_prompt": 10, "prompt_too_long": 10}
-    assert status["num_errors"] == len(errors) == 20
+    assert shown[-1].errors == {"empty_prompt": 10, "prompt_too_long": 10}
+    assert shown[-1].num_errors == len(errors) == 20
+    # While the job runs, an error counts once: as one of an open part, and then as one of a closed part.
+    running = [status for status in shown if status.state == "running"]
+    assert any(status.errors and 0 < status.num_shards_done < status.num_shards for status in running)
+    for status in shown:
+        assert sum(status.errors.values()) == status.num_errors
+        assert max(status.errors.values(), default=0) <= 10

@@ -120,7 +120,7 @@ def test_the_engine_and_the_input_in_either_order(
     reading.unlink()
     code, errors = held.go_on()
     assert code == 0, errors
-    assert "starting 1 replica(s) while the input is read" in errors
+    assert "starting 1 replica while the input is read" in errors
     assert jobs.rows_of(held.out) == plain_rows
     assert {row["attempts"] for row in jobs.table_of(held.out).select(["attempts"]).to_pylist()} == {1}
     assert len(jobs.events_of(held.out, "replica_started")) == len(jobs.events_of(held.out, "ready")) == 1

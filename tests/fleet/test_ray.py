@@ -62,7 +62,7 @@ def test_a_job_on_a_cluster_of_one_node(tmp_path: pathlib.Path) -> None:
         out = tmp_path / "out"
         assert jobs.rows_of(out) == list(jobs.unhurt())
         assert backends_of(out) == ["ray"]
-        assert "1 replica(s) on the cluster's processors" in errors
+        assert "1 replica on the cluster's processors" in errors
         assert "replica 0 incarnation 000001.0001" in (out / "logs" / "replica-0.log").read_text()
         assert not list(tmp_path.rglob(".batchinf-*")) and not list(jobs.MODEL.glob(".batchinf-*"))
 

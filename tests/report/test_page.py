@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 import jobs
+from batchinf.base.storage import Folder
+from batchinf.manifest.log import Manifest
+from batchinf.manifest.state import last_epoch, read_state
 from batchinf.report import charts
 from batchinf.report.rows import Share
 
@@ -120,6 +123,29 @@ def test_what_the_page_says(hostile: pathlib.Path) -> None:
     # Throughput and replicas in two widths, two lengths, three of numbers, finish reasons, texts that repeat.
     assert page.tags["svg"] == 2 * 2 + 2 + 3 + 2
     assert page.tags["title"] > 50
+
+
+def test_predicted_and_measured_stand_side_by_side(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    [out] = hostile.parent.glob("out *")
+    job = tmp_path / "out"
+    shutil.copytree(out, job)
+    folder = Folder(job)
+    rates = {"work_s": 100.0, "prompt_tokens_per_s": 5000.0, "output_tokens_per_s": 2000.0, "cache_tokens": 400_000}
+    measured = {**rates, "run_s": 150.0, "output_tokens_per_s": 1500.0, "cache_tokens": 400_100, "num_gpus": 1}
+    found = {"kind": "sequences", "share": 0.9, "reason": "all 256 ran", "change": "engine.max_num_seqs 512 <b>"}
+    speed = {**measured, "expected": {**rates, "limited_by": "memory"}, "bottleneck": found}
+    manifest = Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))
+    manifest.event("speed", kept_as="speed", speed=speed)
+    manifest.commit()
+    made = jobs.run("report", job, "-o", tmp_path / "page.html")
+    assert made.returncode == 0, made.stderr
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    text = re.sub(r"\s+", " ", page.text)
+    assert_harmless(page)
+    assert "output tokens/s2,0001,5000.75" in text
+    assert "tokens of cache400,000400,1001.00" in text
+    assert "all 256 ran; to try: engine.max_num_seqs 512 <b>" in text
+    assert "Predicted and measured" not in Page(hostile.read_text(encoding="utf-8")).text
 
 
 def test_labels_are_text_in_a_chart() -> None:

@@ -46,6 +46,10 @@ def test_phases_and_rates() -> None:
         Period("0", "waiting for the disk", 30.0, 40.0),
     )
     assert found.seconds("0") == {"busy": 10, "idle": 10, "waiting for the disk": 10, "starting": 10, "down": 0}
+    waits = [look(0, sample(0, first)), look(10, sample(0, first, "ended")), look(20, sample(0, first, "ended"))]
+    without_rows = timeline({"": (lambda: waits, ())})
+    assert without_rows is not None
+    assert without_rows.periods == (Period("0", "idle", 0.0, 20.0),)
     assert sum(one.output_tokens_per_s * (one.stop_s - one.start_s) for one in found.throughput) == pytest.approx(1000)
     assert [one.output_tokens_per_s for one in found.throughput if 11 < one.start_s < 18] == [pytest.approx(100)] * 6
 

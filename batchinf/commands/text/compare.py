@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from batchinf.base.errors import VerificationFailed
+from batchinf.base.text import short_count
 from batchinf.commands.diff import ComparedJob, DiffReport
 from batchinf.commands.verify import LogprobDeviations, VectorDeviations, VerifyReport
 from batchinf.tasks.compare import clip_value
@@ -41,13 +42,13 @@ def _change_lines(report: DiffReport) -> Iterator[str]:
 
 # The titles of a table's columns, with their widths.
 _Head = tuple[tuple[str, int], ...]
-_MEASURES: _Head = (("max |Δ|", 9), ("mean |Δ|", 9))
-_SHARES: _Head = (("top-1 agreement", 16), ("rank correlation", 16))
-_TOKEN_HEAD: _Head = (("tokens of", 9), ("positions", 10), *_MEASURES, ("max |Δ| of top k", 16), *_SHARES)
-_ROW_HEAD: _Head = (("rows of", 13), ("positions", 10), ("numbers", 13), *_MEASURES, *_SHARES)
+# All columns together fit a terminal of 80.
+_MEASURES: _Head = (("max |Δ|", 8), ("mean |Δ|", 8))
+_SHARES: _Head = (("top-1", 7), ("rank corr.", 10))
+_TOKEN_HEAD: _Head = (("tokens of", 9), ("positions", 9), *_MEASURES, ("max |Δ| of top k", 16), *_SHARES)
+_ROW_HEAD: _Head = (("rows of", 13), ("positions", 9), ("numbers", 7), *_MEASURES, *_SHARES)
 _VECTOR_HEAD: _Head = (
-    ("vectors of", 16), ("positions", 10), ("numbers", 13), *_MEASURES, ("max ‖Δ‖ / ‖reference‖", 21),
-    ("lowest cosine", 13),
+    ("vectors of", 16), ("positions", 9), ("numbers", 7), *_MEASURES, ("relative Δ", 10), ("min cosine", 10),
 )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _vector_cells(found: VectorDeviations) -> list[str]:
 
 def _deltas(found: VectorDeviations) -> list[str]:
     mean = found.sum_abs_delta / max(1, found.num_values - found.num_nan)
-    return [f"{found.num_values:,}", f"{found.max_abs_delta:.2e}", f"{mean:.2e}"]
+    return [short_count(found.num_values), f"{found.max_abs_delta:.2e}", f"{mean:.2e}"]
 
 
 def _shares(found: LogprobDeviations | VectorDeviations) -> list[str]:

@@ -14,7 +14,7 @@ from batchinf.commands.text.screen import cell
 # Columns that are left out unless they are asked for: bookkeeping, prompts, and what there is for each token.
 _LEFT_OUT = re.compile(
     "row_index|sample_index|prompt|prompt_.*|.*token_ids|.*logprobs|.*ranks|positions|stop_reason|cumulative_logprob"
-    "|num_prompt_tokens|num_bytes|num_context_tokens|attempts|error_.*|has_second_bos"
+    "|num_prompt_tokens|num_bytes|num_context_tokens|choice_num_.*|attempts|error_.*|has_second_bos"
 )
 _TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens"}
 # Widths in columns of the terminal. A column of longer values shares what the others leave.
@@ -27,12 +27,12 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
     titles = {name: cell(name if wanted else _TITLES.get(name, name)) for name in names}
     cells = {name: [cell(row.get(name)) for row in head.rows] for name in names}
     if not wanted:
-        place = "text" if "text" in names else names[-1]
+        place = _main(names)
         for number, row in enumerate(head.rows):
             if (error := row.get("error") or row.get("error_type")) is not None:
                 cells[place][number] = cell(f"{error}: {row.get('error_message') or ''}".rstrip(": "), "red")
     widths = {name: max(text.cell_len for text in (titles[name], *cells[name])) for name in names}
-    left_out = _fit(names, widths, [] if wanted else list(head.kept), width)
+    left_out = _fit(names, widths, [] if wanted else _dispensable(names, head.kept), width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names:
         values = [row[name] for row in head.rows if row.get(name) is not None]
@@ -67,6 +67,16 @@ def _fit(names: list[str], widths: dict[str, int], may_go: list[str], width: int
         widths[name] = max(1, min(widths[name], room // (len(long) - number)))
         room -= widths[name]
     return left_out
+
+
+def _main(names: Sequence[str]) -> str:
+    return "text" if "text" in names else names[-1]
+
+
+def _dispensable(names: Sequence[str], kept: Sequence[str]) -> list[str]:
+    """Columns that may be left out, the last one first: kept columns, then the task's own except the first."""
+    own = [name for name in names if name not in kept and name not in ("id", "row_index", "sample_index")]
+    return [*own[1:], *kept]
 
 
 def _chosen(head: Head) -> list[str]:

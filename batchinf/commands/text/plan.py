@@ -63,25 +63,29 @@ def _option_lines(plan: GpuPlan) -> Iterator[str]:
     yield f"  in all {duration(plan.seconds)} with the start, {plan.gpu_hours or 0:,.2f} GPU-hours{cost}"
 
 
-_HEADS = ("GPU", "memory", "least", "weights a GPU", "tokens of cache", "sequences")
-_JOB_HEADS = ("tokens/s", "time", "GPU-hours", "cost")
+# With short numbers they fit a terminal of 80.
+_HEADS = ("GPU", "GiB", "least", "weights", "cache", "seqs")
+_JOB_HEADS = ("tokens/s", "time", "GPU-h", "cost")
 
 
 def _table(report: PlanReport) -> Iterator[str]:
     heads = (
         _HEADS if report.job is None else (*_HEADS, *_JOB_HEADS[: 3 + any(it.cost is not None for it in report.gpus)])
     )
-    rows = [heads, *(_row(plan, report.model.context) for plan in report.gpus)]
+    rows = [heads, *map(_row, report.gpus)]
     # A reason takes the place of the last columns.
     widths = [
         max(len(row[column]) for row in rows if len(row) > column and len(row) > 4) for column in range(len(heads))
     ]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+    if any(len(row) > 4 for row in rows[1:]):
+        size = f"{report.model.context:,} tokens"
+        yield f"least: GPUs that hold the model; weights: of one GPU; cache: in tokens; seqs: sequences of {size} in it"
 
 
-def _row(plan: GpuPlan, context: int) -> tuple[str, ...]:
-    head = (plan.gpu.name, f"{plan.gpu.memory_bytes / GIB:.1f} GiB")
+def _row(plan: GpuPlan) -> tuple[str, ...]:
+    head = (plan.gpu.name, f"{plan.gpu.memory_bytes / GIB:.1f}")
     if plan.why_not is not None:
         return (*head, "no", plan.why_not)
     needs = plan.needs
@@ -91,8 +95,8 @@ def _row(plan: GpuPlan, context: int) -> tuple[str, ...]:
     shown = plan.chosen.degrees if plan.chosen is not None else needs
     if plan.chosen is None:
         return (*head, degree, f"not on {plan.num_gpus}: {gib(plan.missing_bytes)} a GPU are missing")
-    sequences = f"{shown.sequences:,.1f} of {context:,} tokens"
-    cells = (*head, degree, gib(shown.weight_bytes), f"{shown.cache_tokens:,}", sequences)
+    sequences = f"{shown.sequences:.1f}" if shown.sequences < 100 else short_count(shown.sequences)
+    cells = (*head, degree, gib(shown.weight_bytes), short_count(shown.cache_tokens), sequences)
     if plan.seconds is None or plan.gpu_hours is None:
         return cells
     cost = () if plan.cost is None else (f"{plan.cost:,.2f}",)

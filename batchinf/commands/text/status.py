@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from batchinf.base.errors import OutputError
-from batchinf.base.text import duration, list_names, short_count
+from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
 from batchinf.commands.status import JobState, JobTotals, Load, RetryProgress, StatusReport
 from batchinf.coordinator.display import status_line
@@ -69,15 +69,15 @@ def _load_lines(load: Load | None, *, has_rates: bool = False) -> Iterator[str]:
     if load is None:
         return
     parts = [
-        *([f"{len(load.hosts)} host(s): {list_names(load.hosts)}"] if load.hosts else []),
-        f"{load.num_up} of {load.num_replicas} replicas up",
-        *([f"{load.num_devices} GPUs"] if load.num_devices else []),
-        f"{load.num_restarts} restarts",
+        *([f"{counted(len(load.hosts), 'host')}: {list_names(load.hosts)}"] if load.hosts else []),
+        f"{load.num_up} of {counted(load.num_replicas, 'replica')} up",
+        *([counted(load.num_devices, "GPU")] if load.num_devices else []),
+        counted(load.num_restarts, "restart"),
     ]
     if has_rates:
         rates = (("in", load.prompt_tokens_per_s), ("out", load.output_tokens_per_s))
         parts += [f"{name} {short_count(rate)} tok/s" for name, rate in rates if rate is not None]
-        parts += [] if load.left_s is None else [f"left {duration(load.left_s)}"]
+        parts += [] if load.left_s is None else [f"{duration(load.left_s)} left"]
     yield "now: " + " · ".join(parts)
 
 
@@ -90,10 +90,10 @@ def _place(replica: ReplicaStatus) -> str:
 
 def _condition(replica: ReplicaStatus, job: JobState) -> str:
     if job.progress is None:
-        return f"{replica.restarts} restarts in the last run"
+        return f"{counted(replica.restarts, 'restart')} in the last run"
     return (
-        f"{replica.state}, {replica.in_flight} requests in the engine, {replica.num_running} running, "
-        f"KV cache {replica.kv_cache_usage:.0%}, {replica.restarts} restarts"
+        f"{replica.state}, {counted(replica.in_flight, 'request')} in the engine, {replica.num_running} running, "
+        f"KV cache {replica.kv_cache_usage:.0%}, {counted(replica.restarts, 'restart')}"
     )
 
 
@@ -111,13 +111,13 @@ def _retry_line(retry: RetryProgress) -> str:
 
 def _total_lines(totals: JobTotals) -> Iterator[str]:
     yield (
-        f"model {totals.model}, task {totals.task}, begun {totals.begun_at}, {totals.num_starts} start(s), "
+        f"model {totals.model}, task {totals.task}, begun {totals.begun_at}, {counted(totals.num_starts, 'start')}, "
         f"{duration(totals.device_s)} of device time in ended replicas"
     )
     yield (
         f"committed: {totals.num_rows_committed:,} of {totals.num_rows:,} output rows in "
         f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts, {totals.num_errors:,} errors, "
-        f"{totals.num_bytes / 2**20:,.1f} MiB, {short_count(totals.num_prompt_tokens)} prompt and "
+        f"{size_text(totals.num_bytes)}, {short_count(totals.num_prompt_tokens)} prompt and "
         f"{short_count(totals.num_output_tokens)} output tokens"
     )
     yield from accuracy_lines(totals.accuracy)

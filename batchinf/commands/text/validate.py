@@ -18,7 +18,7 @@ from batchinf.commands.validate import (
 from batchinf.model.memory import needs_lines
 from batchinf.prompts.builder import setting
 
-_COLUMNS, _BAR_COLUMNS = 100, 80
+_COLUMNS = 80
 _MOST_ERROR_CHARS = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MOST_IDS = 16
@@ -81,11 +81,11 @@ def _task_lines(task: TaskFound) -> Iterator[str]:
 
 
 def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:
-    """Words with commas between them, in lines of 100 columns. No word is split."""
+    """Words with commas between them, in lines of 80 columns. No word is split."""
     line = first
     for number, word in enumerate(words):
         end = "," if number < len(words) - 1 else ""
-        if len(line) + len(word) > _COLUMNS and line.strip():
+        if len(line) + len(word) + len(end) > _COLUMNS and line.strip():
             yield line.rstrip()
             line = "  "
         line += f"{word}{end} "
@@ -142,7 +142,7 @@ def bar_lines(ranges: Sequence[LengthRange]) -> Iterator[str]:
     labels = [f"{it.shortest:,}" if it.shortest == it.longest else f"{it.shortest:,} – {it.longest:,}" for it in ranges]
     most_rows = max(it.num_rows for it in ranges)
     label_width, count_width = max(map(len, labels)), len(f"{most_rows:,}")
-    most = _BAR_COLUMNS - label_width - count_width - 6
+    most = _COLUMNS - label_width - count_width - 6
     for label, it in zip(labels, ranges, strict=True):
         bar = _bar(it.num_rows / most_rows * most)
         yield f"  {label:>{label_width}}  {it.num_rows:>{count_width},}  {bar}".rstrip()

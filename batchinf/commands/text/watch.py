@@ -103,7 +103,8 @@ def _replicas(jobs: list[tuple[str | None, JobStatus]], width: int) -> Table:
         names[-2] = "hits"
     for name in names:
         is_text = name in ("replica", "state", "GPU")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+        # Only the name of a GPU is cut if the table does not fit.
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "GPU")
     for slice_, progress in jobs:
         looks = {look.device: look for look in progress.devices}
         for replica in progress.replicas:
@@ -132,7 +133,10 @@ def _add_rows(table: Table, slice_: str | None, replica: ReplicaStatus, looks: d
 
 
 def _device_cells(device: str, looks: dict[str, DeviceLook]) -> list[RenderableType]:
-    look, name = looks.get(device), Text(clip(device, 12))  # as a string it would be markup
+    look = looks.get(device)
+    # A UUID has a prefix, `GPU-` or `MIG-`. As a string, the name would be markup.
+    short = clip(device.partition("-")[2].partition("-")[0] or device, 8)
+    name = Text(short, no_wrap=True, overflow="ellipsis")
     if look is None:
         return [name, "–", "–", "–"]
     used, total = look.memory_used_bytes, look.memory_total_bytes

@@ -1,0 +1,75 @@
+"""Jobs in a notebook: a cell runs a job, is interrupted, and the next cells go on in the same kernel."""
+
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+
+import jobs
+
+pytestmark = pytest.mark.slow
+
+
+class Notebook:
+    """A notebook with a live kernel."""
+
+    def __init__(self, client: NotebookClient) -> None:
+        self._client = client
+        self.pid = int(self.run("import os, batchinf; print(os.getpid())"))
+
+    def run(self, source: str) -> str:
+        """Run a cell and return what it shows; an exception as `NAME: message`."""
+        cell = nbformat.v4.new_code_cell(source)
+        self._client.nb.cells.append(cell)
+        self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
+        return "".join(map(_text, cell.outputs))
+
+
+def _text(output: Any) -> str:
+    if output.output_type == "error":
+        return f"{output.ename}: {output.evalue}"
+    return str(output.text if output.output_type == "stream" else output.data["text/plain"])
+
+
+@pytest.fixture
+def notebook(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+    monkeypatch.setenv("PYTHONPATH", str(jobs.ROOT))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    client = NotebookClient(nbformat.v4.new_notebook(), timeout=240, allow_errors=True, kernel_name="python3")
+    with client.setup_kernel(cwd=str(tmp_path)):
+        yield Notebook(client)
+
+
+@pytest.mark.parametrize("call", ["batchinf.run(spec)", "import asyncio; await asyncio.sleep(0); batchinf.run(spec)"])
+def test_an_interrupted_cell_stops_its_job_and_the_next_one_goes_on(
+    call: str, notebook: Notebook, tmp_path: pathlib.Path
+) -> None:
+    path = jobs.spec_of(tmp_path, scripted={"step_s": 0.2, "max_num_seqs": 2}, input={"limit": 60}, drain_timeout_s=0.5)
+    notebook.run(f"import json; spec = json.load(open({str(path)!r}))")
+
+    def interrupt() -> None:
+        jobs.wait_until(lambda: jobs.snapshot_of(tmp_path / "out").get("state") == "running")
+        os.kill(notebook.pid, signal.SIGINT)  # as the button of the notebook does
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    shown = notebook.run(call)
+    thread.join()
+    assert "Interrupted: stopped on SIGINT" in shown
+    assert not jobs.replicas_of(notebook.pid)
+    assert "stopped" in notebook.run("batchinf.status('out').jobs[0].activity")
+    shown = notebook.run("spec['scripted']['step_s'] = 0.0; summary = batchinf.run(spec); summary")
+    assert "done: 60 output rows, 0 of them errors" in shown
+    assert notebook.run("print(len(summary.results.table(['text'])))").strip() == "60"
+    shown = notebook.run(
+        "seen = []; batchinf.run(spec, fresh=True, quiet=True, progress=lambda now: seen.append(now.state)); seen[-1]"
+    )
+    assert shown == "'done'"
+    assert psutil.pid_exists(notebook.pid)
