@@ -356,7 +356,8 @@ class JobModel(RuleBasedStateMachine):
         if kind in ("everything", "power cut", "coordinator"):
             allowed = {-signal.SIGKILL}
         elif kind in SIGNALS:
-            allowed = {0, 75}
+            # Only `run` stops in an orderly way.
+            allowed = {0, 75} if arguments[0] == "run" else {0, 130, -signal.SIGTERM}
         elif kind in ("ENOSPC", "EIO", "EROFS"):
             allowed = {0, 2}
         if may_refuse:
