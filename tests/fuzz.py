@@ -235,7 +235,7 @@ def some_edits(draw: Draw) -> list[tuple[str, int, Any]]:
 
 
 def edit(value: Any, edits: list[tuple[str, int, Any]]) -> Any:
-    """A copy of a JSON value with fields set, deleted, renamed or repeated at any depth. `alike` keeps a field's type."""
+    """A copy of a JSON value with fields set, deleted, renamed or repeated at any depth. `alike` keeps its type."""
     holder = [copy.deepcopy(value)]
     for kind, number, new in edits:
         places = list(_slots(holder))
