@@ -170,7 +170,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("limit", [24, *jobs.slowly(16, 32, 40, 48, 64)])
 def test_a_limit_on_open_files(limit: int, tmp_path: pathlib.Path) -> None:
     (tmp_path / "in").mkdir()
-    for number, line in enumerate(jobs.PROMPTS.read_text().splitlines()):
+    for number, line in enumerate(jobs.PROMPTS.read_text().rstrip("\n").split("\n")):
         (tmp_path / "in" / f"{number:03}.jsonl").write_text(line + "\n")
     spec, out = jobs.spec_of(tmp_path, input={"path": str(tmp_path / "in")}), tmp_path / "out"
     limited = f'ulimit -n {limit}; exec "$@"'
