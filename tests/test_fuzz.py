@@ -34,7 +34,7 @@ FOOTER = (
     "GRwmABwVDBklBgAZGAZwcm9tcHQVABYCFlAWUCYIPDYAKAFhGAFhEREAGRwVABUAFQIAPBYCGQYZJgACAAAAFlAWAiYIFlAAKCBwYXJxdWV0LWNw"
     "cC1hcnJvdyB2ZXJzaW9uIDI2LjAuMRkcHAAAAJgAAABQQVIx"
 )
-CASES = int(os.environ.get("CASES", "600"))
+CASES = int(os.environ.get("CASES", "2400"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 SHARES = fuzz.shares(list(fuzz.TARGETS), CASES)
 
@@ -50,18 +50,28 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
 @pytest.mark.timeout(max(300, CASES))
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_no_hurt_file_is_a_bug(name: str, job: pathlib.Path) -> None:
-    counts, failure = fuzz.fuzz(name, SHARES[name], SEED)
+    counts, failure = fuzz.fuzz(name, range(SHARES[name]), SEED)
     assert not failure, failure
-    assert counts["cases"] >= SHARES[name]
+    assert counts["cases"] == SHARES[name]
+    assert not fuzz.useless(name, counts)
 
 
 def test_a_bug_is_found(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(folder: pathlib.Path, made: object, case: object) -> None:
-        raise KeyError(case)
+    def run(folder: pathlib.Path, made: object, case: list[int]) -> bool:
+        if 7 in case:
+            raise KeyError(case)
+        return False
 
-    monkeypatch.setitem(fuzz.TARGETS, "spec", fuzz.Target(lambda made: fuzz.VALUES, run, lambda folder: None))
-    with pytest.raises(KeyError):
-        fuzz.run_target("spec", 5, 0, tmp_path)
+    monkeypatch.setitem(fuzz.TARGETS, "spec", fuzz.Target(lambda draw, made: [1, 7, 2], run, lambda folder: None))
+    with pytest.raises(KeyError) as caught:
+        fuzz.run_target("spec", range(5), 0, tmp_path)
+    assert caught.value.__notes__ == ["case 0 of spec, seed 0: [7]"]  # the smallest case that still fails
+
+
+@pytest.mark.parametrize(("noticed", "is_useless"), [(0, True), (40, True), (1, False), (39, False)])
+def test_a_target_that_tests_nothing_is_found(noticed: int, is_useless: bool) -> None:
+    assert bool(fuzz.useless("spec", {"cases": 40, "noticed": noticed})) is is_useless
+    assert bool(fuzz.useless("spec", {"cases": 40_000, "noticed": noticed})) is True
 
 
 # -- found by fuzzing --------------------------------------------------------------------------------------------------

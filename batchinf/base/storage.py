@@ -31,6 +31,7 @@ _REMEDIES = {
     errno.EDQUOT: "free space within the quota, or ask for a larger quota",
     errno.EROFS: "make it writable again",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EIO: "check the disk (the system's log says more)",
     errno.EACCES: "give this user permission for it",
     errno.EPERM: "give this user permission for it",
@@ -305,6 +306,7 @@ def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> st
     path: the file, if the error does not name one.
     """
     where = error.filename if error.filename is not None else path
+    where = os.fsdecode(where) if isinstance(where, bytes) else where
     words = reason(error) if where is None else f"{where}: {reason(error)}"
     if error.errno not in _REMEDIES:
         return words

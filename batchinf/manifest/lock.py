@@ -128,7 +128,20 @@ def judge(holder: Holder | None) -> Literal["dead", "alive", "unknown"]:
         return "dead"
     if holder.pid_namespace != me.pid_namespace:
         return "unknown"
-    return "alive" if process_start(holder.pid) == holder.start_time else "dead"
+    if process_start(holder.pid) == holder.start_time:
+        return "alive"
+    return "unknown" if _is_hidden(holder.pid) else "dead"
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process of another user exists that this one cannot see: /proc may be mounted with `hidepid`."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not os.access(f"/proc/{pid}/stat", os.R_OK)
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def live_holder(folder: Folder) -> Holder | None:

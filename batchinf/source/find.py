@@ -29,8 +29,8 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     """The files of a file, glob or folder, sorted by name, and their one format."""
     path = os.path.expanduser(input.path)
     is_plain = os.path.isfile(path) or os.path.isdir(path)
-    # The files in /proc and /dev/fd are others for each process.
-    if path.startswith(("/dev/", "/proc/")) or (os.path.exists(path) and not is_plain):
+    # The files in /proc and /dev/fd are others for each process. /dev/shm is a folder like any other.
+    if path.startswith(("/dev/fd/", "/dev/std", "/proc/")) or (os.path.exists(path) and not is_plain):
         raise InputError(
             f"{input.path} is a pipe or a device; a job reads its input more than once, so write the rows to a file"
         )

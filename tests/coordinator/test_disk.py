@@ -167,6 +167,22 @@ def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     finished_unhurt(spec, out)
 
 
+@pytest.mark.parametrize("limit", [24, *jobs.slowly(16, 32, 40, 48, 64)])
+def test_a_limit_on_open_files(limit: int, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number, line in enumerate(jobs.PROMPTS.read_text().rstrip("\n").split("\n")):
+        (tmp_path / "in" / f"{number:03}.jsonl").write_text(line + "\n")
+    spec, out = jobs.spec_of(tmp_path, input={"path": str(tmp_path / "in")}), tmp_path / "out"
+    limited = f'ulimit -n {limit}; exec "$@"'
+    done = jobs.run("run", spec, prefix=("bash", "-c", limited, "bash"))
+    if done.returncode != 0:
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert "too many open files; raise the limit on open files (ulimit -n)" in line
+    assert limit < 64 or done.returncode == 0, done.stderr
+    finished_unhurt(spec, out)
+
+
 # What is written, and by whom: each is refused once.
 REFUSALS = {
     "the lock": "storage.create.before_fsync",

@@ -134,3 +134,16 @@ def test_nothing_of_a_row_moves_the_cursor(tmp_path: pathlib.Path) -> None:
 )
 def test_half_is_hopeless(num_errors: int, num_begun: int, expected: bool) -> None:
     assert is_hopeless(num_errors, num_begun) == expected
+
+
+@pytest.mark.parametrize("num_bad", [0, 1])
+def test_a_rate_of_zero(num_bad: int, tmp_path: pathlib.Path) -> None:
+    """One error row is too many; none is not. The job runs to its end."""
+    spec = job_of(tmp_path, lambda index: None if index < num_bad else f"Say {index}.", 40, step_s=0.0)
+    done = jobs.run("run", spec, "--set", "max_error_rate=0")
+    assert done.returncode == (3 if num_bad else 0), done.stderr
+    assert jobs.table_of(tmp_path / "out").num_rows == 40
+    assert jobs.state_of(tmp_path / "out").is_done
+    assert f"40 output rows, {num_bad} of them errors" in done.stdout + done.stderr
+    if num_bad:
+        assert "error: 2.5% of the output rows are errors, more than max_error_rate 0.0%" in done.stderr

@@ -291,3 +291,33 @@ def test_rows_are_retried_with_all_of_their_samples(tmp_path: pathlib.Path) -> N
     for old, new in zip(before, after, strict=True):
         assert new["attempts"] == (2 if old["row_index"] in cut else 1)
         assert (new == old) == (old["row_index"] not in cut)
+
+
+def test_samples_of_which_some_fail(tmp_path: pathlib.Path) -> None:
+    """A sample that is cut short is an error row beside the other samples of its row. All of them run again."""
+    structure = {"regex": "a+"}  # the scripted engine ignores it: an output fails if it reaches `max_tokens`
+    sampling = {"n": 4, "temperature": 1.0, "max_tokens": 3, "structured_outputs": structure}
+    spec = jobs.spec_of(tmp_path, sampling=sampling, input={"limit": 40}, output={"rows_per_shard": 10})
+    assert jobs.run("run", spec, faults="coordinator.after_publish:2=kill").returncode == -9
+    done = jobs.run("run", spec)
+    assert done.returncode == 3, done.stderr
+    rows = jobs.table_of(tmp_path / "out").to_pylist()
+    keys = [(row["row_index"], row["sample_index"]) for row in rows]
+    assert keys == [(i, k) for i in range(40) for k in range(4)]
+    failed = {key for key, row in zip(keys, rows, strict=True) if row["error_type"] is not None}
+    assert {row["error_type"] for row in rows} == {None, "invalid_structure"}
+    assert [row["finish_reason"] for row in rows] == ["length" if key in failed else "stop" for key in keys]
+    assert all(row["text"] is not None for row in rows)
+    assert jobs.state_of(tmp_path / "out").counts.num_errors == len(failed)
+    chosen = {index for index, _ in failed}
+    partly = {index for index in chosen if sum((index, k) in failed for k in range(4)) < 4}
+    assert partly and len(chosen) < 40
+
+    again = jobs.run("run", spec, "--retry", "errors", "--set", "sampling.max_tokens=300")
+    assert again.returncode in (0, 3), again.stderr
+    after = jobs.table_of(tmp_path / "out").to_pylist()
+    assert [(row["row_index"], row["sample_index"]) for row in after] == keys
+    assert [row["attempts"] for row in after] == [2 if index in chosen else 1 for index, _ in keys]
+    for before, row in zip(rows, after, strict=True):
+        assert row["row_index"] in chosen or row == before
+    assert jobs.run("check", tmp_path / "out", "--deep").returncode == 0

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.synchronize import Barrier
 
 import pytest
+from users import ONE, OTHER, as_user, needs_users
 
 import jobs
 from batchinf.base.errors import OutputError
@@ -37,9 +38,10 @@ def folder(tmp_path: pathlib.Path) -> Folder:
 
 
 @contextlib.contextmanager
-def holder_process(folder: Folder) -> Iterator["subprocess.Popen[str]"]:
+def holder_process(folder: Folder, prefix: Sequence[str] = ()) -> Iterator["subprocess.Popen[str]"]:
     """Another process that holds the lock, in epoch 7."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, folder.root], stdout=subprocess.PIPE, text=True)
+    command = [*prefix, sys.executable, "-c", HOLD, str(folder.root)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "7\n"
@@ -410,3 +412,37 @@ def test_one_of_eight_wins(tmp_path: pathlib.Path, has_flock: bool) -> None:
         assert holders == 1 if has_flock else holders <= 1
         assert winners == 1 or not has_flock
         assert Folder(tmp_path / str(number)).list("") == []
+
+
+LOOK = """
+import sys
+from batchinf.base.storage import Folder
+from batchinf.manifest.lock import LOCK, Holder, judge
+print(judge(Holder.decode(Folder(sys.argv[1]).read(LOCK))))
+"""
+HIDES = (
+    "unshare",
+    "-m",
+    "--propagation",
+    "private",
+    "sh",
+    "-c",
+    'mount -t proc -o hidepid=2 proc /proc; exec "$@"',
+    "sh",
+)
+
+
+@needs_users()
+@pytest.mark.parametrize("hides", [False, True], ids=["seen", "hidden"])
+def test_the_holder_is_another_user(hides: bool, folder: Folder) -> None:
+    os.chown(folder.root, ONE, -1)
+    look = [*(HIDES if hides else ()), *as_user(OTHER), sys.executable, "-c", LOOK, str(folder.root)]
+    with holder_process(folder, as_user(ONE)) as process:
+        seen = subprocess.run(look, capture_output=True, text=True, check=False)
+        if hides and "mount:" in seen.stderr:
+            pytest.skip(f"needs a mount of its own: {seen.stderr}")
+        # A /proc that hides other users' processes does not make their locks free.
+        assert seen.stdout == ("unknown\n" if hides else "alive\n"), seen.stderr
+        process.kill()
+        process.wait()
+        assert subprocess.run(look, capture_output=True, text=True, check=False).stdout == "dead\n"

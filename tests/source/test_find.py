@@ -1,5 +1,6 @@
 import os
 import pathlib
+import tempfile
 
 import pytest
 from inputs import refusal
@@ -44,6 +45,14 @@ def test_a_named_pipe(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "x.jsonl")
     with pytest.raises(InputError, match=r"x\.jsonl is a pipe or a device; a job reads its input more than once"):
         open_source(InputLocation(str(tmp_path / "x.jsonl")), tmp_path / "cache")
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
+def test_a_file_in_shared_memory(tmp_path: pathlib.Path) -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".jsonl") as file:
+        file.write(b'{"prompt": "x"}\n')
+        file.flush()
+        assert open_source(InputLocation(file.name), tmp_path / "cache").num_rows == 1
 
 
 def test_a_folder_that_is_told_its_format(tmp_path: pathlib.Path) -> None:
