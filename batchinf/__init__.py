@@ -30,20 +30,25 @@ if TYPE_CHECKING:
     from batchinf.api import (
         JobSpec,
         JobStatus,
+        PlanReport,
         Results,
         StatusReport,
         Summary,
+        TuneReport,
         ValidateReport,
         open,
+        plan,
         run,
         status,
+        tune,
         validate,
     )
 
 __version__ = "0.1.0"
 
 _OF_API = (
-    "JobSpec", "JobStatus", "Results", "StatusReport", "Summary", "ValidateReport", "open", "run", "status", "validate",
+    "JobSpec", "JobStatus", "PlanReport", "Results", "StatusReport", "Summary", "TuneReport", "ValidateReport",
+    "open", "plan", "run", "status", "tune", "validate",
 )  # fmt: skip
 
 __all__ = [
@@ -58,16 +63,20 @@ __all__ = [
     "JobStatus",
     "ModelError",
     "OutputError",
+    "PlanReport",
     "Results",
     "SpecError",
     "StatusReport",
     "Summary",
+    "TuneReport",
     "UserError",
     "ValidateReport",
     "VerificationFailed",
     "open",
+    "plan",
     "run",
     "status",
+    "tune",
     "validate",
 ]
 

@@ -1,4 +1,4 @@
-"""Jobs from Python: `batchinf.run`, `validate`, `status` and `open`. The command line calls the same functions.
+"""Jobs from Python: `batchinf.run`, `validate`, `plan`, `tune`, `status` and `open`, as on the command line.
 
     try:
         summary = batchinf.run({"model": "my-model", "input": {"path": "rows.jsonl"}, "output": {"path": "out/rows"}})
@@ -21,6 +21,7 @@ from typing import Any
 from batchinf.base.errors import UserError
 from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
+from batchinf.commands.plan import PlanReport, PlanWanted, make_plan
 from batchinf.commands.status import StatusReport, job_status
 from batchinf.commands.validate import RowsToShow, ValidateFinding, ValidateReport, validate_job
 from batchinf.coordinator.display import ProgressDisplay
@@ -33,18 +34,20 @@ from batchinf.results import Results
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
-from batchinf.tune.text import TuneReport
-from batchinf.tune.tuning import TuneWanted, tune_job
+from batchinf.tuning.text import TuneReport
+from batchinf.tuning.tune import TuneWanted, tune_job
 
 __all__ = [
     "JobSpec",
     "JobStatus",
+    "PlanReport",
     "Results",
     "StatusReport",
     "Summary",
     "TuneReport",
     "ValidateReport",
     "open",
+    "plan",
     "run",
     "status",
     "tune",
@@ -128,6 +131,29 @@ def validate(
         if found is not None:
             found(finding)
     return ValidateReport.of(findings)
+
+
+def plan(
+    target: SpecSource,
+    *,
+    overrides: Overrides = (),
+    gpu: Sequence[str] = (),
+    gpus: int | None = None,
+    nodes: int = 1,
+    free_gib: float | None = None,
+    context: int | None = None,
+    price: float | None = None,
+    output_tokens: float | None = None,
+) -> PlanReport:
+    """What fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine.
+
+    target: a spec as in `run`, or a model: a hub id, a folder or a config.json. gpu: names such as `h100-80`; default:
+    all of the table. gpus: of each node. free_gib: memory of each GPU that other programs leave. context: tokens of the
+    longest sequence. price: of one GPU for an hour. output_tokens: of an output, on average; default: `max_tokens`.
+
+    Raises UserError or one of its subclasses.
+    """
+    return make_plan(target, overrides, PlanWanted(tuple(gpu), gpus, nodes, free_gib, context, price, output_tokens))
 
 
 def tune(

@@ -268,12 +268,19 @@ def _plan(
     as_json: AsJson = False,
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
-    import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
-    from batchinf.commands.plan import PlanWanted, make_plan
+    from batchinf import api
     from batchinf.commands.text.plan import plan_lines
 
-    report = make_plan(
-        target, set_ or (), PlanWanted(tuple(gpu or ()), gpus, nodes, free, context, price, output_tokens)
+    report = api.plan(
+        target,
+        overrides=set_ or (),
+        gpu=gpu or (),
+        gpus=gpus,
+        nodes=nodes,
+        free_gib=free,
+        context=context,
+        price=price,
+        output_tokens=output_tokens,
     )
     _show(report, plan_lines(report), as_json)
 
@@ -306,7 +313,7 @@ def _tune(
     budget_s = _seconds(budget, "--budget")
     with interruptible(ends_process=True):
         from batchinf import api
-        from batchinf.tune.text import tune_lines
+        from batchinf.tuning.text import tune_lines
 
         report = api.tune(
             spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes

@@ -27,10 +27,10 @@ from batchinf.fleet.launcher import choose_backend
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION as SHARE
 from batchinf.model.memory import Fit, fit_of
-from batchinf.plan.choose import Machine, Option, best, options, shape_text
-from batchinf.plan.degrees import Degrees, degrees_of
-from batchinf.plan.gpus import GPUS, Gpu, gpu_like
-from batchinf.plan.throughput import Workload, prediction_of, shape_of
+from batchinf.planning.choose import Machine, Option, best, options, shape_text
+from batchinf.planning.degrees import Degrees, degrees_of
+from batchinf.planning.gpus import GPUS, Gpu, gpu_like
+from batchinf.planning.throughput import Workload, prediction_of, shape_of
 from batchinf.spec.file import read_spec
 
 PROMPT, OUTPUT = LENGTHS["generate"]

@@ -25,9 +25,9 @@ import batchinf.tasks.registry  # it adds the tasks to the spec
 from batchinf.fleet.launcher import choose_backend
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, fit_of
-from batchinf.plan.degrees import degrees_of
-from batchinf.plan.gpus import GPUS, Gpu, gpu_like
-from batchinf.plan.throughput import Prediction, Workload, prediction_of, shape_of
+from batchinf.planning.degrees import degrees_of
+from batchinf.planning.gpus import GPUS, Gpu, gpu_like
+from batchinf.planning.throughput import Prediction, Workload, prediction_of, shape_of
 from batchinf.spec.file import read_spec
 
 LENGTHS = {"generate": (256, 128), "score": (1024, 1), "embed": (128, 0)}

@@ -3,13 +3,10 @@
 `text.plan` makes lines of the report.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
-import pathlib
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, UserError
@@ -19,12 +16,12 @@ from batchinf.job.model_len import rounded
 from batchinf.job.open import with_length
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of
-from batchinf.plan.choose import Machine, Option, best, options, reason_for
-from batchinf.plan.degrees import MOST_DEVICES, Degrees, degrees_of, that_fit
-from batchinf.plan.gpus import GPUS, Gpu, gpu_named, why_not
-from batchinf.plan.lengths import lengths_of, opened
-from batchinf.plan.throughput import Shape, Workload, shape_of
-from batchinf.spec.file import SpecFile, read_spec
+from batchinf.planning.choose import Machine, Option, best, options, reason_for
+from batchinf.planning.degrees import MOST_DEVICES, Degrees, degrees_of, that_fit
+from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
+from batchinf.planning.lengths import lengths_of, opened
+from batchinf.planning.throughput import Shape, Workload, shape_of
+from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -133,24 +130,24 @@ class PlanReport:
     choice: str
 
 
-def make_plan(target: str, overrides: Sequence[str], wanted: PlanWanted) -> PlanReport:
+def make_plan(target: SpecSource, overrides: Overrides, wanted: PlanWanted) -> PlanReport:
     """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError."""
     gpus = [gpu_named(name) for name in wanted.gpus] or list(GPUS.values())
-    with _spec_file(target, overrides) as (file, is_job):
-        notes: list[str] = []
-        found = _job(file, wanted, notes) if is_job else None
-        model = resolve(file.spec.model)
-        if found is not None and file.spec.has_auto_length:
-            file = with_length(file, found[0].max_model_len)
-            notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
-        base = fit_of(model, file.spec, None)
-        if base.needs.weights is None or base.needs.kv_cache is None:
-            raise UserError(f"the memory of '{model.name}' is not known by its config: {base.needs.unknown[0]}")
-        context = _context(wanted, file.spec, model)
-        shape, work = shape_of(base.needs), None if found is None else found[1]
-        plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, work) for gpu in gpus)
-        job = None if found is None else dataclasses.replace(found[0], host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
-        return PlanReport(_model_plan(model, base.needs, context), job, plans, tuple(notes), _choice(plans))
+    file, is_job = _spec_of(target, overrides)
+    notes: list[str] = []
+    found = _job(file, wanted, notes) if is_job else None
+    model = resolve(file.spec.model)
+    if found is not None and file.spec.has_auto_length:
+        file = with_length(file, found[0].max_model_len)
+        notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
+    base = fit_of(model, file.spec, None)
+    if base.needs.weights is None or base.needs.kv_cache is None:
+        raise UserError(f"the memory of '{model.name}' is not known by its config: {base.needs.unknown[0]}")
+    context = _context(wanted, file.spec, model)
+    shape, work = shape_of(base.needs), None if found is None else found[1]
+    plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, work) for gpu in gpus)
+    job = None if found is None else dataclasses.replace(found[0], host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
+    return PlanReport(_model_plan(model, base.needs, context), job, plans, tuple(notes), _choice(plans))
 
 
 def _job(file: SpecFile, wanted: PlanWanted, notes: list[str]) -> tuple[JobPlan, Workload] | None:
@@ -189,17 +186,13 @@ def _job(file: SpecFile, wanted: PlanWanted, notes: list[str]) -> tuple[JobPlan,
     ), work
 
 
-@contextlib.contextmanager
-def _spec_file(target: str, overrides: Sequence[str]) -> Iterator[tuple[SpecFile, bool]]:
+def _spec_of(target: SpecSource, overrides: Overrides) -> tuple[SpecFile, bool]:
     """The spec of a job, or one that is made for a model. Whether it is a job's."""
-    if target.endswith((".yaml", ".yml")):
-        yield read_spec(target, overrides), True
-        return
-    name = os.path.dirname(target) or "." if os.path.basename(target) == "config.json" else target
-    with tempfile.TemporaryDirectory() as scratch:
-        path = pathlib.Path(scratch, "plan.yaml")
-        path.write_text("input: {path: rows.jsonl}\noutput: {path: out}\nmodel: {name: x}\n")
-        yield read_spec(path, [f"model.name={name}", *overrides]), False
+    if not isinstance(target, str | os.PathLike) or (name := os.fspath(target)).endswith((".yaml", ".yml")):
+        return read_spec(target, overrides), True
+    name = os.path.dirname(name) or "." if os.path.basename(name) == "config.json" else name
+    spec = {"model": {"name": name}, "input": {"path": "rows.jsonl"}, "output": {"path": "out"}}
+    return read_spec(spec, overrides), False
 
 
 def _context(wanted: PlanWanted, spec: JobSpec, model: Model) -> int:

@@ -11,11 +11,11 @@ from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, gib
-from batchinf.plan.choose import Machine, Option, best, options, shape_text
-from batchinf.plan.degrees import MOST_DEVICES, that_fit
-from batchinf.plan.gpus import Gpu, gpu_like, why_not
-from batchinf.plan.lengths import lengths_of, opened
-from batchinf.plan.throughput import Workload, shape_of
+from batchinf.planning.choose import Machine, Option, best, options, shape_text
+from batchinf.planning.degrees import MOST_DEVICES, that_fit
+from batchinf.planning.gpus import Gpu, gpu_like, why_not
+from batchinf.planning.lengths import lengths_of, opened
+from batchinf.planning.throughput import Workload, shape_of
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, ParallelSpec
 from batchinf.tasks.registry import task_of

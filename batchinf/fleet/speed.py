@@ -19,10 +19,10 @@ from batchinf.job.open import Job
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.state import State, read_state
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
-from batchinf.plan.degrees import degrees_of
-from batchinf.plan.gpus import gpu_like
-from batchinf.plan.lengths import lengths_of_rows
-from batchinf.plan.throughput import prediction_of, shape_of
+from batchinf.planning.degrees import degrees_of
+from batchinf.planning.gpus import gpu_like
+from batchinf.planning.lengths import lengths_of_rows
+from batchinf.planning.throughput import prediction_of, shape_of
 from batchinf.records import Bottleneck, ExpectedSpeed, Speed
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import total_rows

@@ -346,10 +346,10 @@ def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> No
     ("rows", "samples", "words"),
     [
         ([5, 5, 6, 6], [0, 1, 0, 1], None),
-        ([5, 5, 5, 6], [0, 1, 1, 0], "has row 5, sample 1 where row 6, sample 0 was to come"),
-        ([5, 6, 5, 6], [0, 0, 1, 1], "has row 6, sample 0 where row 5, sample 1 was to come"),
+        ([5, 5, 5, 6], [0, 1, 1, 0], "has row 5, sample 1 in the place of row 6, sample 0"),
+        ([5, 6, 5, 6], [0, 0, 1, 1], "has row 6, sample 0 in the place of row 5, sample 1"),
         ([5, 5, 6], [0, 1, 0], "has 3 rows, but must have 4"),
-        ([5, 5, 6, 6, 7], [0, 1, 0, 1, 0], "has row 7, sample 0 where row 7, sample 0 was to come"),
+        ([5, 5, 6, 6, 7], [0, 1, 0, 1, 0], "has row 7, sample 0 in the place of row 7, sample 0"),
     ],
 )
 def test_each_key_stands_once(rows: list[int], samples: list[int], words: str | None, tmp_path: pathlib.Path) -> None:

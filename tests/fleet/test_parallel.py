@@ -14,8 +14,8 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.parallel import check_devices, choose_degrees, with_degrees
 from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of
-from batchinf.plan.gpus import gpu_named
-from batchinf.plan.throughput import Workload
+from batchinf.planning.gpus import gpu_named
+from batchinf.planning.throughput import Workload
 from batchinf.spec.file import SpecFile, read_spec
 from benchmarks.shapes import SHAPES
 

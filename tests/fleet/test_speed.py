@@ -15,7 +15,7 @@ from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed, spee
 from batchinf.job.open import open_job
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
-from batchinf.plan.gpus import gpu_named
+from batchinf.planning.gpus import gpu_named
 from batchinf.records import Bottleneck, ExpectedSpeed, Speed
 from batchinf.spec.file import read_spec
 

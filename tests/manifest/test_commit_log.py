@@ -126,7 +126,7 @@ def test_a_lost_line_end_takes_at_most_two_commits(folder: Folder) -> None:
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
 def test_a_commit_that_is_missing_is_damage(folder: Folder, cut: int) -> None:
     write(folder, encode_commits(COMMITS)[: ends()[cut]] + encode_commits(COMMITS)[ends()[cut + 1] :])
-    with pytest.raises(OutputError, match=f"ends commit {cut + 2}, but {cut + 1} was to come"):
+    with pytest.raises(OutputError, match=f"ends commit {cut + 2}, but commit {cut + 1} was expected"):
         read(folder)
 
 

@@ -11,10 +11,10 @@ from batchinf.model.cache import KvCache
 from batchinf.model.identity import Model
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, needs_of
 from batchinf.model.parameters import counted
-from batchinf.plan.choose import Machine, best, options
-from batchinf.plan.degrees import Degrees, that_fit
-from batchinf.plan.gpus import gpu_named, why_not
-from batchinf.plan.throughput import Workload, shape_of
+from batchinf.planning.choose import Machine, best, options
+from batchinf.planning.degrees import Degrees, that_fit
+from batchinf.planning.gpus import gpu_named, why_not
+from batchinf.planning.throughput import Workload, shape_of
 from batchinf.spec.job import ModelSpec
 from benchmarks.shapes import SHAPES
 

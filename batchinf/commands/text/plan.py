@@ -6,7 +6,7 @@ from batchinf.base.text import duration, short_count, size_text
 from batchinf.commands.plan import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.commands.text.validate import bar_lines
 from batchinf.model.memory import GIB, gib
-from batchinf.plan.choose import Option, shape_text
+from batchinf.planning.choose import Option, shape_text
 
 
 def plan_lines(report: PlanReport) -> Iterator[str]:

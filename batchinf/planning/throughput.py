@@ -13,8 +13,8 @@ from typing import Literal
 
 from batchinf.model.cache import head_dim_of, num_attention_heads
 from batchinf.model.memory import Fit, Needs
-from batchinf.plan.degrees import Degrees
-from batchinf.plan.gpus import Gpu
+from batchinf.planning.degrees import Degrees
+from batchinf.planning.gpus import Gpu
 
 # Shares of the peaks that vLLM reaches, and the engine's Python, measured on one H200 (benchmarks/RESULTS.md). They are
 # the same for all models and GPUs.

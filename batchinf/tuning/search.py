@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from batchinf.tune.settings import Candidate
-from batchinf.tune.trial import Trial
+from batchinf.tuning.settings import Candidate
+from batchinf.tuning.trial import Trial
 
 # Settings that gain less are not worth a longer spec: two trials alike differ by as much.
 LEAST_GAIN = 1.02

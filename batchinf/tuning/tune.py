@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from batchinf.base.errors import SpecError, UserError
 from batchinf.base.text import duration
 from batchinf.fleet.backend import Backend
-from batchinf.plan.lengths import lengths_of, opened
+from batchinf.planning.lengths import lengths_of, opened
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
-from batchinf.tune.search import search
-from batchinf.tune.settings import Candidate, candidates, left_open, named_by_user
-from batchinf.tune.spec_text import write_settings
-from batchinf.tune.text import TuneReport, chart, trial_line
-from batchinf.tune.trial import RunJob, Trial, TrialRecord, run_trial
+from batchinf.tuning.search import search
+from batchinf.tuning.settings import Candidate, candidates, left_open, named_by_user
+from batchinf.tuning.spec_text import write_settings
+from batchinf.tuning.text import TuneReport, chart, trial_line
+from batchinf.tuning.trial import RunJob, Trial, TrialRecord, run_trial
 
 # Rows for each request of the largest batch that is tried: with fewer, the end of the trial decides, where the batch
 # is no longer full.

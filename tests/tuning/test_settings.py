@@ -9,10 +9,10 @@ import pytest
 import jobs
 from batchinf.base.errors import SpecError, UserError
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.plan.gpus import gpu_named
+from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
-from batchinf.tune.settings import candidates, left_open, named_by_user
-from batchinf.tune.spec_text import write_settings
+from batchinf.tuning.settings import candidates, left_open, named_by_user
+from batchinf.tuning.spec_text import write_settings
 from benchmarks.shapes import SHAPES
 
 

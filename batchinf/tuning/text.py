@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import vl_convert
 
 from batchinf.base.text import clip, duration, short_count
-from batchinf.tune.search import Found
-from batchinf.tune.trial import Trial
+from batchinf.tuning.search import Found
+from batchinf.tuning.trial import Trial
 
 _VEGA_LITE = "5.21"
 

@@ -1,6 +1,6 @@
 """`batchinf tune`: runs samples of a job's own rows under several settings and finds the fastest.
 
-`tuning` joins the steps. `settings` makes the candidates, `search` decides which of them run on how many rows, `trial`
+`tune` joins the steps. `settings` makes the candidates, `search` decides which of them run on how many rows, `trial`
 runs one and keeps what it measured, `text` shows the result, and `spec_text` puts the winner into the spec. Only
 settings that leave the output as it is are tried. `api` gives the function that runs a job.
 """

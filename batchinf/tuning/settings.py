@@ -13,7 +13,7 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.settings import chosen_arguments
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
-from batchinf.plan.degrees import that_fit
+from batchinf.planning.degrees import that_fit
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec, fields
 from batchinf.tasks.registry import task_of

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from batchinf.tune.search import search
-from batchinf.tune.settings import Candidate, candidates
-from batchinf.tune.trial import Trial
+from batchinf.tuning.search import search
+from batchinf.tuning.settings import Candidate, candidates
+from batchinf.tuning.trial import Trial
 
 START_S = 10.0
 

@@ -10,7 +10,7 @@ import pytest
 import jobs
 from batchinf import api
 from batchinf.base.errors import Interrupted, OutputError, UserError
-from batchinf.tune.text import tune_lines
+from batchinf.tuning.text import tune_lines
 
 
 def spec_of(folder: pathlib.Path, **scripted: Any) -> pathlib.Path:

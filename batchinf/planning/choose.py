@@ -7,9 +7,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from batchinf.model.memory import Fit
-from batchinf.plan.degrees import Degrees, replicas, that_fit
-from batchinf.plan.gpus import Gpu
-from batchinf.plan.throughput import Prediction, Shape, Workload, prediction_of
+from batchinf.planning.degrees import Degrees, replicas, that_fit
+from batchinf.planning.gpus import Gpu
+from batchinf.planning.throughput import Prediction, Shape, Workload, prediction_of
 
 # A larger degree has to be better by this share, as the prediction is not exact.
 _CLEARLY = 0.05

@@ -14,7 +14,7 @@ from batchinf.base.storage import Folder
 from batchinf.job.choose import choose
 from batchinf.job.open import Job, location_of, max_model_len, open_job
 from batchinf.job.sample import RUN_ROWS, sample_rows
-from batchinf.plan.throughput import Workload
+from batchinf.planning.throughput import Workload
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.source.sample import is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile

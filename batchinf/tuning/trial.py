@@ -14,7 +14,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.coordinator.ending import Summary
 from batchinf.fleet.status import read_status
-from batchinf.tune.settings import Candidate
+from batchinf.tuning.settings import Candidate
 
 # Runs a job with these overrides of the spec, as `batchinf.run` does.
 RunJob = Callable[[Mapping[str, Any]], Summary]
