@@ -1,7 +1,6 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
 import contextlib
-import enum
 import io
 import json
 import os
@@ -16,7 +15,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from batchinf import __version__
-from batchinf.base.errors import BatchinfError, Interrupted, SpecError, UserError, memory_words
+from batchinf.arguments import (
+    NO_VALUE,
+    AsJson,
+    LogFormat,
+    Out,
+    Overrides,
+    SliceText,
+    SpecPath,
+    job_folder,
+    new_spec_file,
+    plan_target,
+)
+from batchinf.base.errors import BatchinfError, Interrupted, UserError, memory_words
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
 from batchinf.base.text import plain, to_json
@@ -28,74 +39,13 @@ app = typer.Typer(
 )
 
 
-def _spec_file(context: typer.Context, path: str) -> str:
-    """Return the argument. Raises UserError for a folder, because people give the job's output folder."""
-    if not os.path.isdir(path):
-        return path
-    takes = f"{path} is a folder; batchinf {context.info_name} takes a job's spec, a YAML file"
-    held = os.path.join(path, "job.yaml")
-    raise UserError(f"{takes}: the spec of the job in this folder is {held}" if os.path.isfile(held) else takes)
-
-
-# Of a flag: typer would show <bool>, as if a value had to follow.
-_NO_VALUE = " "
-
-SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.", callback=_spec_file)]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
-]
-AsJson = Annotated[bool, typer.Option("--json", metavar=_NO_VALUE, help="Print one JSON object.")]
-
-
-def _plan_target(context: typer.Context, target: str) -> str:
-    """Return the argument, or raise UserError for a job's output folder. A folder may be a model's."""
-    return _spec_file(context, target) if os.path.isfile(os.path.join(target, "job.yaml")) else target
-
-
-def _new_spec_file(path: str) -> str:
-    """Return the argument, or raise UserError for a folder."""
-    if os.path.isdir(path):
-        raise UserError(f"{path} is a folder; batchinf init writes a job's spec, a YAML file: give the file's name")
-    return path
-
-
-def _job_folder(context: typer.Context, path: str) -> str:
-    """Return the argument. Raises UserError for a file, because people give the spec in place of the folder."""
-    if not os.path.isfile(path):
-        return path
-    takes = f"{path} is a file; batchinf {context.info_name} takes a job's output folder"
-    try:
-        import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
-        from batchinf.spec.file import read_spec
-
-        raise UserError(f"{takes}: the output.path of this spec is {read_spec(path).spec.output.path}")
-    except SpecError:
-        raise UserError(takes) from None
-
-
-class LogFormat(enum.StrEnum):
-    """Of the lines on stderr."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.", callback=_job_folder)]
-
-
-SliceText = Annotated[
-    str | None,
-    typer.Option("--slice", metavar="i/N", help="Run only slice i of N, counted from 0, in OUT/slice-i."),
-]
-
-
 _PURPOSES = "label, generate, score, logits or embed"
 
 
 @app.command("init", epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")
 def _init(
     path: Annotated[
-        str, typer.Argument(metavar="JOB.yaml", help="The file to write.", callback=_new_spec_file)
+        str, typer.Argument(metavar="JOB.yaml", help="The file to write.", callback=new_spec_file)
     ] = "job.yaml",
     purpose: Annotated[
         str | None, typer.Option("--for", metavar="WHAT", help=f"What the job is for: {_PURPOSES}.")
@@ -152,7 +102,7 @@ def _run(
     fresh: Annotated[
         bool,
         typer.Option(
-            "--fresh", metavar=_NO_VALUE, help="Rename the old output folder, if there is one, and start a new job."
+            "--fresh", metavar=NO_VALUE, help="Rename the old output folder, if there is one, and start a new job."
         ),
     ] = False,
     slice_: SliceText = None,
@@ -160,12 +110,12 @@ def _run(
         bool,
         typer.Option(
             "--extend",
-            metavar=_NO_VALUE,
+            metavar=NO_VALUE,
             help="Also run new files and rows of the input, and a raised input.limit.",
         ),
     ] = False,
     is_quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", metavar=_NO_VALUE, help="Show only warnings, errors and the closing lines.")
+        bool, typer.Option("--quiet", "-q", metavar=NO_VALUE, help="Show only warnings, errors and the closing lines.")
     ] = False,
     log_format: Annotated[
         LogFormat, typer.Option("--log-format", help="Format of what is shown on stderr while the job runs.")
@@ -211,7 +161,7 @@ def _validate(
         ),
     ] = None,
     is_random: Annotated[
-        bool, typer.Option("--random", metavar=_NO_VALUE, help="Show random rows, not the first ones.")
+        bool, typer.Option("--random", metavar=NO_VALUE, help="Show random rows, not the first ones.")
     ] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Show the rows of an earlier --random.")] = None,
     as_json: AsJson = False,
@@ -240,7 +190,7 @@ def _plan(
         typer.Argument(
             metavar="JOB.yaml|MODEL",
             help="A job spec; or a model: hub id, folder or config.json.",
-            callback=_plan_target,
+            callback=plan_target,
         ),
     ],
     gpu: Annotated[
@@ -334,7 +284,7 @@ def _status(
     is_watched: Annotated[
         bool,
         typer.Option(
-            "--watch", metavar=_NO_VALUE, help="Refresh progress and replicas every second until the job ends."
+            "--watch", metavar=NO_VALUE, help="Refresh progress and replicas every second until the job ends."
         ),
     ] = False,
     as_json: AsJson = False,
@@ -360,9 +310,9 @@ def _head(
         list[str] | None,
         typer.Option("--columns", metavar="A,B", help="Show these columns. May be repeated."),
     ] = None,
-    only_errors: Annotated[bool, typer.Option("--errors", metavar=_NO_VALUE, help="Show only error rows.")] = False,
+    only_errors: Annotated[bool, typer.Option("--errors", metavar=NO_VALUE, help="Show only error rows.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", metavar=_NO_VALUE, help="Print one JSON object for each row, with all columns.")
+        bool, typer.Option("--json", metavar=NO_VALUE, help="Print one JSON object for each row, with all columns.")
     ] = False,
 ) -> None:
     """Show the first finished rows as a table, while the job runs or after."""
@@ -427,12 +377,12 @@ def _report(
 def _check(
     out: Out,
     deep: Annotated[
-        bool, typer.Option("--deep", metavar=_NO_VALUE, help="Read every byte, not only sizes and footers.")
+        bool, typer.Option("--deep", metavar=NO_VALUE, help="Read every byte, not only sizes and footers.")
     ] = False,
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", metavar=_NO_VALUE, help="Move damaged files aside. The next run makes their rows again."
+            "--repair", metavar=NO_VALUE, help="Move damaged files aside. The next run makes their rows again."
         ),
     ] = False,
     as_json: AsJson = False,
@@ -448,10 +398,10 @@ def _check(
 
 @app.command("diff", epilog="Example: batchinf diff out/base out/other --out changes.parquet")
 def _diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=_job_folder)],
+    a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=job_folder)],
     b: Annotated[
         str,
-        typer.Argument(metavar="B", help="The output folder of another job over the same rows.", callback=_job_folder),
+        typer.Argument(metavar="B", help="The output folder of another job over the same rows.", callback=job_folder),
     ],
     on: Annotated[
         str | None,
@@ -534,7 +484,7 @@ def _slurm(
         str | None, typer.Option("--script", metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
     ] = None,
     submits: Annotated[
-        bool, typer.Option("--submit", metavar=_NO_VALUE, help="Submit the script, if `sbatch --test-only` accepts it.")
+        bool, typer.Option("--submit", metavar=NO_VALUE, help="Submit the script, if `sbatch --test-only` accepts it.")
     ] = False,
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
@@ -570,7 +520,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, metavar=_NO_VALUE, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, metavar=NO_VALUE, help="Print the version.")
     ] = False,
 ) -> None:
     pass

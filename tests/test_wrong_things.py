@@ -176,7 +176,7 @@ WRONG = [
           "has: none"),
     Wrong("chat template argument elsewhere", {"input": {"chat_template_kwargs": {"add_generation_prompt": True}}},
           "job.yaml:5:5: input.chat_template_kwargs.add_generation_prompt: it is no variable of a chat "
-          "template; say input.add_generation_prompt instead"),
+          "template; use input.add_generation_prompt instead"),
     Wrong("a typo in a message", {"input": {"messages": [{"role": "user", "content": "{{ promt }}"}]}},
           "job.yaml:6:5: input.messages[0].content: the input has no column 'promt'; did you mean 'prompt'? it "
           "has: id, prompt, language"),

@@ -337,7 +337,7 @@ def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> No
     assert found == proof.Flaw("is whole, but not the committed file", is_plain=False)
     found = find_flaw(folder, job_id, place, replace(line, num_output_tokens=1), 1, order, is_deep=False)
     assert found is not None
-    assert "states num_output_tokens" in found.what
+    assert "its footer has num_output_tokens" in found.what
     found = find_flaw(folder, job_id, place, line, 2, order, is_deep=False)
     assert found == proof.Flaw("has 12 rows, but must have 24", is_plain=False)
 

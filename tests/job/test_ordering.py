@@ -229,7 +229,7 @@ def test_the_longest_run_first_where_lengths_are_known(tmp_path: pathlib.Path) -
     sampling = {"max_tokens": {"column": "budget"}}
     spec = make_spec(tmp_path, path, "auto", sampling=sampling, scripted={"vary_lengths": False})
     done = jobs.finish(spec)
-    assert "order: by max_tokens, the longer half first: of 240 rows' prompts" in done.stderr
+    assert "order: by max_tokens, the longer half first: sorting would take 0% more of 240 rows' prompts" in done.stderr
     out = tmp_path / "out"
     lengths = {row["row_index"]: row["num_output_tokens"] for row in jobs.rows_of(out)}
     order = RunOrder(Folder(out), jobs.state_of(out).extents)

@@ -1,5 +1,6 @@
 """The report of whole jobs, live, dead and done; and in a browser, where hostile contents must show harmlessly."""
 
+import contextlib
 import html.parser
 import json
 import pathlib
@@ -134,9 +135,9 @@ def test_predicted_and_measured_stand_side_by_side(hostile: pathlib.Path, tmp_pa
     measured = {**rates, "run_s": 150.0, "output_tokens_per_s": 1500.0, "cache_tokens": 400_100, "num_gpus": 1}
     found = {"kind": "sequences", "share": 0.9, "reason": "all 256 ran", "change": "engine.max_num_seqs 512 <b>"}
     speed = {**measured, "expected": {**rates, "limited_by": "memory"}, "bottleneck": found}
-    manifest = Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))
-    manifest.event("speed", kept_as="speed", speed=speed)
-    manifest.commit()
+    with contextlib.closing(Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))) as manifest:
+        manifest.event("speed", kept_as="speed", speed=speed)
+        manifest.commit()
     made = jobs.run("report", job, "-o", tmp_path / "page.html")
     assert made.returncode == 0, made.stderr
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
