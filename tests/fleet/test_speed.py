@@ -98,12 +98,13 @@ def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: path
 
 @pytest.mark.slow
 def test_a_long_run_says_what_limited_it(tmp_path: pathlib.Path) -> None:
-    script = {"max_num_seqs": 8, "step_s": 0.004}
+    # All outputs of a batch end in the same step, so that nearly every sample sees a full batch.
+    script = {"max_num_seqs": 64, "step_s": 0.02, "vary_lengths": False}
     summary = batchinf.run(jobs.spec_of(tmp_path, **{**QUICK, "scripted": script}), quiet=True)
     assert summary.speed is not None and summary.speed.bottleneck is not None
-    # All 8 sequences run, and the scripted engine has no cache to fill.
+    # All 64 sequences run, and the scripted engine has no cache to fill.
     assert summary.speed.bottleneck.kind == "sequences"
-    assert "engine.max_num_seqs 16" in "\n".join(summary.lines())
+    assert "engine.max_num_seqs 128" in "\n".join(summary.lines())
 
 
 def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> None:
