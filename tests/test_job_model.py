@@ -41,7 +41,7 @@ def test_more_jobs_struck_at_their_steps() -> None:
 
 @pytest.mark.slow
 def test_jobs_of_real_processes() -> None:
-    figures = try_jobs(job_model.Real, 1, 3)
+    figures = try_jobs(job_model.Real, 9, 6)
     assert figures.num_kills
 
 
