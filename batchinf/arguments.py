@@ -40,7 +40,7 @@ def new_spec_file(path: str) -> str:
     return path
 
 
-def job_folder(context: typer.Context, path: str) -> str:
+def output_folder(context: typer.Context, path: str) -> str:
     """Return the argument. Raises UserError for a file, because people give the spec in place of the folder."""
     if not os.path.isfile(path):
         return path
@@ -61,7 +61,7 @@ class LogFormat(enum.StrEnum):
     JSON = "json"
 
 
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.", callback=job_folder)]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a job.", callback=output_folder)]
 
 
 SliceText = Annotated[

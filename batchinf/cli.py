@@ -23,8 +23,8 @@ from batchinf.arguments import (
     Overrides,
     SliceText,
     SpecPath,
-    job_folder,
     new_spec_file,
+    output_folder,
     plan_target,
 )
 from batchinf.base.errors import BatchinfError, Interrupted, UserError, memory_words
@@ -398,10 +398,12 @@ def _check(
 
 @app.command("diff", epilog="Example: batchinf diff out/base out/other --out changes.parquet")
 def _diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=job_folder)],
+    a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=output_folder)],
     b: Annotated[
         str,
-        typer.Argument(metavar="B", help="The output folder of another job over the same rows.", callback=job_folder),
+        typer.Argument(
+            metavar="B", help="The output folder of another job over the same rows.", callback=output_folder
+        ),
     ],
     on: Annotated[
         str | None,

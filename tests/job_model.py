@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -820,6 +821,7 @@ def main() -> None:
                 run_state_machine_as_test(seed(f"{args.seed} {number}")(machine), settings=options)
             except BaseException as error:
                 failure = error
+                traceback.print_exc(file=JobModel.log)
         if failure is not None:
             break
         if time.monotonic() - last > 60:

@@ -110,7 +110,9 @@ def _part(name: str, is_linear: bool) -> Part:
     return "expert" if _EXPERTS.search(name) else "linear"
 
 
-def counted(config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: str | None = None) -> Described:
+def count_parameters(
+    config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: str | None = None
+) -> Described:
     """Build the model without memory and count. Imports torch and transformers, and raises what these raise.
 
     folder: with the model's own code, for `trust_remote_code`.
@@ -161,7 +163,7 @@ def _is_fused_expert(name: str, shape: Any) -> bool:
 
 
 def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: str | None = None) -> Described:
-    """`counted`, in a process of its own, or from the cache. Takes about 5 s the first time. Raises ModelError."""
+    """`count_parameters`, in a process of its own, or from the cache. Takes about 5 s the first time. Raises ModelError."""
     if {"torch", "transformers"} <= sys.modules.keys():
         return _counted(config, trust_remote_code, folder)
     question = {"config": config, "trust_remote_code": trust_remote_code, "folder": folder}
@@ -202,7 +204,7 @@ def _decoded(answer: Mapping[str, Any]) -> Described:
 
 def _counted(config: Mapping[str, Any], trust_remote_code: bool, folder: str | None) -> Described:
     try:
-        return counted(config, trust_remote_code=trust_remote_code, folder=folder)
+        return count_parameters(config, trust_remote_code=trust_remote_code, folder=folder)
     except Exception as error:  # transformers raises what its models raise
         family = config.get("model_type")
         raise ModelError(

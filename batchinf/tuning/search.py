@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchinf.tuning.settings import Candidate
-from batchinf.tuning.trial import Trial
+from batchinf.tuning.trial import TuneTrial
 
 # Settings that gain less are not worth a longer spec: two trials alike differ by as much.
 LEAST_GAIN = 1.02
@@ -18,15 +18,15 @@ _KEPT = 3  # one of so many goes on
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """All trials, and the best settings. best, base: on the same rows; equal if no settings gain 2 %.
 
     num_left_out: candidates for which the budget has no time. is_cut: the budget ended before the last comparison.
     """
 
-    trials: tuple[Trial, ...]
-    best: Trial
-    base: Trial
+    trials: tuple[TuneTrial, ...]
+    best: TuneTrial
+    base: TuneTrial
     num_left_out: int
     is_cut: bool
 
@@ -41,8 +41,8 @@ def search(
     num_rows: int,
     most_rows: int,
     left_s: Callable[[], float],
-    measure: Callable[[Candidate, int, str], Trial],
-) -> Found:
+    measure: Callable[[Candidate, int, str], TuneTrial],
+) -> SearchResult:
     """The fastest of the candidates, of which the first is the spec as it is.
 
     num_rows: of the first round. most_rows: that the input has. left_s: of the budget. measure: runs a candidate on so
@@ -76,14 +76,14 @@ def search(
     best = max(last, key=lambda trial: trial.rows_per_s)
     if best.rows_per_s < LEAST_GAIN * last[0].rows_per_s:
         best = last[0]
-    return Found(tuple(trials), best, last[0], num_left_out, is_cut)
+    return SearchResult(tuple(trials), best, last[0], num_left_out, is_cut)
 
 
-def _expected_s(base: Trial, num_rows: int) -> float:
+def _expected_s(base: TuneTrial, num_rows: int) -> float:
     return base.start_s + base.work_s * num_rows / base.num_rows
 
 
-def _affordable(base: Trial, most: int, most_rows: int, left_s: float) -> int:
+def _affordable(base: TuneTrial, most: int, most_rows: int, left_s: float) -> int:
     """The most candidates whose rounds take no longer than `left_s`, at the speed of the spec as it is."""
     for number in range(most, 0, -1):
         total, field, num_rows = 0.0, number, base.num_rows

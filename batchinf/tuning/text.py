@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import vl_convert
 
 from batchinf.base.text import clip, duration, short_count
-from batchinf.tuning.search import Found
-from batchinf.tuning.trial import Trial
+from batchinf.tuning.search import SearchResult
+from batchinf.tuning.trial import TuneTrial
 
 _VEGA_LITE = "5.21"
 
@@ -18,19 +18,19 @@ class TuneReport:
 
     spec: str
     folder: str
-    found: Found
+    found: SearchResult
     spent_s: float
     written: bool
 
 
-def trial_line(trial: Trial) -> str:
+def trial_line(trial: TuneTrial) -> str:
     """One trial in a line."""
     if trial.error:
         return f"{trial.candidate.name}: {clip(trial.error, 200)}"
     return f"{trial.candidate.name}: {_rates(trial)}"
 
 
-def _rates(trial: Trial) -> str:
+def _rates(trial: TuneTrial) -> str:
     each = f", {short_count(trial.tokens_per_s / trial.num_devices)} a GPU" if trial.num_devices > 1 else ""
     return f"{short_count(trial.tokens_per_s)} tokens/s{each}"
 
@@ -67,7 +67,7 @@ def tune_lines(report: TuneReport) -> Iterator[str]:
         yield f"next: batchinf run {report.spec} {words}, or put them into the spec with batchinf tune --write"
 
 
-def chart(found: Found) -> str:
+def chart(found: SearchResult) -> str:
     """The trials as SVG: a bar for each candidate, a panel for each number of rows."""
     values = [
         {"settings": clip(trial.candidate.name, 90), "rows": f"{trial.num_rows:,} rows", "tokens/s": trial.tokens_per_s}

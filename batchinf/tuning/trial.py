@@ -21,7 +21,7 @@ RunJob = Callable[[Mapping[str, Any]], Summary]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TuneTrial:
     """What a candidate did on a sample of `num_rows` rows. error: why it could not run; its rates are 0 then.
 
     Rates are those while the engines worked. rows_per_s: output rows. start_s: the rest of the time: engine starts,
@@ -51,7 +51,7 @@ class TrialRecord:
         """Raises OutputError if the folder holds trials of another spec."""
         self.folder = folder
         self._path = folder / "trials.jsonl"
-        self._found: dict[tuple[str, int], Trial] = {}
+        self._found: dict[tuple[str, int], TuneTrial] = {}
         if self._path.exists():
             self._read(fingerprint)
         else:
@@ -65,7 +65,7 @@ class TrialRecord:
         if not values or values[0].get("fingerprint") != fingerprint:
             raise OutputError(f"{self.folder} holds trials of another spec or input; delete it, or give another --out")
         for value in values[1:]:
-            trial = Trial(**{**value, "candidate": Candidate(value["candidate"]["settings"])})
+            trial = TuneTrial(**{**value, "candidate": Candidate(value["candidate"]["settings"])})
             self._found[trial.candidate.key, trial.num_rows] = trial
         os.truncate(self._path, sum(len(line) + 1 for line in lines))
 
@@ -74,11 +74,11 @@ class TrialRecord:
         """The time of all trials."""
         return sum(trial.start_s + trial.work_s for trial in self._found.values())
 
-    def find(self, candidate: Candidate, num_rows: int) -> Trial | None:
+    def find(self, candidate: Candidate, num_rows: int) -> TuneTrial | None:
         """The trial of an earlier run of the program."""
         return self._found.get((candidate.key, num_rows))
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: TuneTrial) -> None:
         """Keep a trial, durably."""
         self._found[trial.candidate.key, trial.num_rows] = trial
         self._append(asdict(trial))
@@ -90,7 +90,7 @@ class TrialRecord:
             os.fsync(file.fileno())
 
 
-def run_trial(candidate: Candidate, num_rows: int, share: float | None, folder: pathlib.Path, run: RunJob) -> Trial:
+def run_trial(candidate: Candidate, num_rows: int, share: float | None, folder: pathlib.Path, run: RunJob) -> TuneTrial:
     """Run a sample as a job of its own below `folder`; its output is deleted.
 
     share: of the rows that the sample is drawn from; None: the first rows. A candidate that cannot run is a trial with
@@ -107,12 +107,12 @@ def run_trial(candidate: Candidate, num_rows: int, share: float | None, folder: 
     except Interrupted:
         raise
     except BatchinfError as error:
-        return Trial(candidate, num_rows, 0.0, 0.0, 0.0, time.monotonic() - began, 0.0, 0, one_line(error, 300))
+        return TuneTrial(candidate, num_rows, 0.0, 0.0, 0.0, time.monotonic() - began, 0.0, 0, one_line(error, 300))
     finally:
         shutil.rmtree(place, ignore_errors=True)
     speed = summary.speed
     assert speed is not None and last is not None
-    return Trial(
+    return TuneTrial(
         candidate,
         num_rows,
         summary.num_rows / speed.work_s,

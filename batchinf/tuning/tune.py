@@ -15,7 +15,7 @@ from batchinf.tuning.search import search
 from batchinf.tuning.settings import Candidate, candidates, left_open, named_by_user
 from batchinf.tuning.spec_text import write_settings
 from batchinf.tuning.text import TuneReport, chart, trial_line
-from batchinf.tuning.trial import RunJob, Trial, TrialRecord, run_trial
+from batchinf.tuning.trial import RunJob, TrialRecord, TuneTrial, run_trial
 
 # Rows for each request of the largest batch that is tried: with fewer, the end of the trial decides, where the batch
 # is no longer full.
@@ -63,7 +63,7 @@ def tune_job(
     def left_s() -> float:
         return wanted.budget_s - record.spent_s
 
-    def measure(candidate: Candidate, num_rows: int, place: str) -> Trial:
+    def measure(candidate: Candidate, num_rows: int, place: str) -> TuneTrial:
         if (trial := record.find(candidate, num_rows)) is None:
             say(f"{place}: {candidate.name}, {num_rows:,} rows")
             share = min(1.0, _SEVERAL * num_rows / most_rows)

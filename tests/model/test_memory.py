@@ -24,7 +24,7 @@ from batchinf.model.memory import (
     on_cpu,
 )
 from batchinf.model.memory import needs_of as needs_of_model
-from batchinf.model.parameters import counted
+from batchinf.model.parameters import count_parameters
 from batchinf.model.weights import Weights
 from batchinf.spec.job import JobSpec, ModelSpec
 from benchmarks.shapes import SHAPES
@@ -69,7 +69,7 @@ def needs_of(config: dict[str, Any], path: str = "org/name", kv_cache_dtype: str
     ],
 )
 def test_parameters_of_models_as_published(config: dict[str, Any], num_parameters: int) -> None:
-    assert sum(tensor.num_parameters for tensor in counted(config).tensors) == num_parameters
+    assert sum(tensor.num_parameters for tensor in count_parameters(config).tensors) == num_parameters
     assert needs_of(config).weight_bytes == 2 * num_parameters
     assert needs_of(config, dtype="float32").weight_bytes == 4 * num_parameters
 

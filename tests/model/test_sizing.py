@@ -10,7 +10,7 @@ import transformers  # noqa: F401
 from batchinf.model.cache import KvCache
 from batchinf.model.identity import Model
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, needs_of
-from batchinf.model.parameters import counted
+from batchinf.model.parameters import count_parameters
 from batchinf.planning.choose import Machine, best, options
 from batchinf.planning.degrees import Degrees, that_fit
 from batchinf.planning.gpus import gpu_named, why_not
@@ -82,7 +82,7 @@ def cache_of(config: dict[str, Any]) -> KvCache:
 def test_weights_of_llama(
     config: dict[str, Any], published: tuple[int, int, int], exact: float, exact_fp8: float
 ) -> None:
-    num_parameters = sum(tensor.num_parameters for tensor in counted(config).tensors)
+    num_parameters = sum(tensor.num_parameters for tensor in count_parameters(config).tensors)
     # What is published is the number of parameters times the bits of the layers' matrices.
     for bits, figure in zip((16, 8, 4), published, strict=True):
         assert num_parameters * bits / 8 / GB == pytest.approx(figure, rel=0.015)

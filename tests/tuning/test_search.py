@@ -6,7 +6,7 @@ import pytest
 
 from batchinf.tuning.search import search
 from batchinf.tuning.settings import Candidate, candidates
-from batchinf.tuning.trial import Trial
+from batchinf.tuning.trial import TuneTrial
 
 START_S = 10.0
 
@@ -18,12 +18,12 @@ class Clock:
         self.left_s = budget_s
         self.ran: list[tuple[float, int]] = []
 
-    def measure(self, candidate: Candidate, num_rows: int, place: str) -> Trial:
+    def measure(self, candidate: Candidate, num_rows: int, place: str) -> TuneTrial:
         speed = candidate.settings.get("speed", 100.0)
         self.ran.append((speed, num_rows))
         self.left_s -= START_S + (num_rows / speed if speed else 0)
         error = "" if speed else "does not start"
-        return Trial(candidate, num_rows, speed, speed, speed, START_S, num_rows / (speed or 1), 1, error)
+        return TuneTrial(candidate, num_rows, speed, speed, speed, START_S, num_rows / (speed or 1), 1, error)
 
     def search(self, speeds: list[float], num_rows: int = 1000, most_rows: int = 10**9):  # type: ignore[no-untyped-def]
         field = [Candidate(), *(Candidate({"speed": speed}) for speed in speeds)]
