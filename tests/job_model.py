@@ -776,7 +776,7 @@ class JobModel(RuleBasedStateMachine):
         was_done, self.num_deaths, self.is_done = self.is_done, 0, True
         for folder in [] if was_done else self._folders():
             left = [
-                *folder.rglob(".tmp-*"), *(folder / "staging").iterdir(), *(folder / "journal").iterdir(),
+                *folder.rglob(".tmp-*"), *folder.glob("staging/*"), *folder.glob("journal/*"),
                 *folder.glob("lock*"),
             ]  # fmt: skip
             if left:
