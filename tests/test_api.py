@@ -1,6 +1,7 @@
 """Jobs from Python: `batchinf.run`, `validate`, `status` and `open`, on the main thread and on others."""
 
 import gc
+import json
 import os
 import pathlib
 import signal
@@ -47,6 +48,9 @@ def test_a_job_of_another_thread_is_done(done: Any) -> None:
     assert summary.results.table().num_rows == 657
     assert batchinf.status(given["output"]["path"]).jobs[0].activity == "done"
     assert str(summary).startswith("done: 657 output rows")
+    state = str(batchinf.status(given["output"]["path"])).splitlines()
+    assert state[0] == f"{given['output']['path']}: done"
+    assert state[2].startswith("committed: 657 of 657 output rows")
 
 
 def test_calls_leave_no_open_file(done: Any) -> None:
@@ -81,6 +85,14 @@ def test_the_callers_mapping_stays_as_it_is(done: Any, tmp_path: pathlib.Path) -
     assert report.prompt_lengths.num_rows == 5
     assert [row.id for row in report.rows] == ["en-0041"]
     assert {it.name: it.value for it in report.task.sampling or ()}["max_tokens"] == 3
+
+
+def test_a_report_of_validate_shows_the_lines_of_the_command(done: Any, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps({**done[0], "model": str(jobs.MODEL), "output": {"path": str(tmp_path / "new")}}))
+    drawn = ("--set", "input.limit=5", "--random", "--seed", "3")
+    report = batchinf.validate(path, overrides={"input.limit": 5}, random=True, seed=3)
+    assert jobs.run("validate", path, *drawn).stdout.splitlines() == repr(report).splitlines()
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class StopRequests:
         """Which setting, or which other way to stop, leaves running requests more time."""
         leaves = f"drain_timeout_s leaves them {self._drain_timeout_s:g} s"
         if self.is_at_once:
-            return f"a second Ctrl-C loses them, and what has finished since the last checkpoint; after one, {leaves}"
+            return f"a second Ctrl-C loses them, and the results since the last checkpoint; after one Ctrl-C, {leaves}"
         number = min(self._heard, key=lambda heard: heard[1] + self._drain_s(heard[0]))[0]
         if self._drain_s(number) == self._drain_timeout_s:
             return f"{leaves}: a larger value keeps more"

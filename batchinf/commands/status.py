@@ -115,11 +115,12 @@ class Load:
     left_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StatusReport:
-    """The report of `status`. jobs: one, or all slices in the order of their rows. totals: of those that have begun.
+    """The report of `status`. `print`, and a notebook, show its lines.
 
-    load: of those that run; None if none runs.
+    jobs: one, or all slices in the order of their rows. totals: of those that have begun. load: of those
+    that run; None if none runs.
     """
 
     folder: str
@@ -127,6 +128,11 @@ class StatusReport:
     totals: JobTotals | None
     load: Load | None
     jobs: tuple[JobState, ...]
+
+    def __repr__(self) -> str:
+        from batchinf.commands.text.status import status_lines  # it imports this module
+
+        return "\n".join(status_lines(self))
 
 
 def job_status(out: str) -> StatusReport:

@@ -156,9 +156,12 @@ ValidateFinding = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ValidateReport:
-    """All findings. chosen: None if all rows run. seed: of rows drawn at random."""
+    """All findings. `print`, and a notebook, show their lines.
+
+    chosen: None if all rows run. seed: of rows drawn at random.
+    """
 
     spec: SpecFound
     model: ModelFound
@@ -191,6 +194,14 @@ class ValidateReport:
             rows=tuple(by_type.get(ShownRow, ())),
             output=by_type[OutputFound][0],
         )
+
+    def __repr__(self) -> str:
+        from batchinf.commands.text.validate import finding_lines  # it imports this module
+
+        drawn = () if self.seed is None else (RowsDrawn(self.seed),)
+        chosen = () if self.chosen is None else (self.chosen,)
+        first = (self.spec, self.model, self.input, *chosen, self.task, *self.remarks, self.prompt_lengths)
+        return "\n".join(line for it in (*first, *drawn, *self.rows, self.output) for line in finding_lines(it))
 
 
 def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding]:

@@ -14,6 +14,8 @@ from batchinf.base.text import duration, plain, short_count
 from batchinf.fleet.status import JobStatus
 
 _LINE_EVERY_S = 30.0
+_ECHO_CELLS = 4  # of two Ctrl-C
+_ERASE_RIGHT = "\x1b[K"
 _WARNING = "warning: "
 
 
@@ -105,17 +107,18 @@ class _Bar:
         if self._below is None:
             self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{status_line(status)} [{{elapsed}}]"
         else:
-            width, separator = terminal_width(self._stream), _separator(self._stream)
+            # The terminal prints ^C behind the bar. In a full line it would wrap, and the bar would stay there twice.
+            width, separator = terminal_width(self._stream) - _ECHO_CELLS, _separator(self._stream)
             # The state, the percentage and the time take the rest, and the bar has at least ten cells.
             right = fit(beside_bar(status), width - len(status.state) - 30, separator)
             self._bar.ncols = self._below.ncols = width
-            self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%|{{bar}}| {right} [{{elapsed}}]"
+            self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%|{{bar}}| {right} [{{elapsed}}]{_ERASE_RIGHT}"
             self._below.set_description_str(fit(figures(status), width, separator), refresh=False)
             self._below.refresh()
         self._bar.refresh()
 
     def say(self, line: str) -> None:
-        self._bar.write(line, file=self._stream)
+        self._bar.write(line if self._below is None else _ERASE_RIGHT + line, file=self._stream)
 
     def close(self) -> None:
         if self._below is not None:

@@ -166,6 +166,9 @@ def start(
             fleet = launcher.fleet(job_id, num_before=fleet.num_incarnations)
         request = None if state is None else take_request(job, state, checked.retry, checked.overrides)
         if job.spec.scripted is None and (state is None or request is not None):
+            if job.spec.sampling.structured_outputs is not None:
+                # On two busy cores the check took 41 s, and nothing else was shown.
+                display.say("checking the structured outputs with vLLM, whose import takes 10 s or more")
             for line in check_structures(file, job.model.tokenizer):
                 display.say(line)
         choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)

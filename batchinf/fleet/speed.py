@@ -244,10 +244,8 @@ def speed_lines(speed: Speed) -> Iterator[str]:
     """The speed for people: measured, predicted, and what limited it."""
     tokens = tokens_text(speed.prompt_tokens_per_s, speed.output_tokens_per_s)
     each = "" if (rate := speed.tokens_per_s_per_gpu) is None else f", {short_count(rate)} tokens/s per GPU"
-    yield (
-        f"this run took {duration(speed.run_s)}, and its engines worked {duration(speed.work_s)} of it: "
-        f"{tokens}/s{each}"
-    )
+    work = duration(speed.work_s) if speed.work_s >= 1 else "less than 1s"
+    yield f"this run took {duration(speed.run_s)}, and its engines worked {work} of it: {tokens}/s{each}"
     if (expected := speed.expected) is not None:
         share = speed.tokens_per_s / max(1e-9, expected.prompt_tokens_per_s + expected.output_tokens_per_s)
         cache = "" if speed.cache_tokens is None else f", and {speed.cache_tokens:,} tokens of cache"

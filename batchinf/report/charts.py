@@ -45,8 +45,8 @@ _CONFIG = {
     },
 }
 PHASE_COLORS = dict(zip(PHASES, ("--busy", "--idle", "--disk", "--starting", "--down"), strict=True))
-# Without labelExpr the zero of an axis in thousands is `0k`.
-_COUNT_AXIS = {"title": None, "tickCount": 4, "labelExpr": "format(datum.value, '~s')"}
+# Without labelExpr the zero of an axis in thousands is `0k`. With `~s` a half is `500m`.
+_RATE_AXIS = {"tickCount": 4, "labelExpr": "format(datum.value, datum.value < 1 ? '~g' : '~s')"}
 # Widths of the plot for charts over time: on a screen, and on a phone.
 WIDTHS = {"wide": 860, "narrow": 270}
 _UNITS = ((2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -90,7 +90,7 @@ def _panel(
         "encoding": {
             "x": {"field": "start", "type": "quantitative", "scale": scale},
             "x2": {"field": "stop"},
-            "y": {"field": "rate", "type": "quantitative", "axis": {**_COUNT_AXIS, "title": title}},
+            "y": {"field": "rate", "type": "quantitative", "axis": {**_RATE_AXIS, "title": title}},
             "y2": {"datum": 0},
             "description": {"field": "words"},
         },
@@ -170,15 +170,18 @@ def histogram_chart(histogram: Histogram) -> str:
         }
         for one in histogram.bins
     ]
+    num_ticks = 6
+    if histogram.unit == "tokens" and values:  # no tick between whole numbers
+        num_ticks = max(1, min(num_ticks, round(histogram.bins[-1].stop - histogram.bins[0].start)))
     encoding = {
         "x": {
             "field": "start",
             "type": "quantitative",
             "bin": {"binned": True},
-            "axis": {"title": histogram.unit or None, "tickCount": 6, "grid": False},
+            "axis": {"title": histogram.unit or None, "tickCount": num_ticks, "grid": False},
         },
         "x2": {"field": "stop"},
-        "y": {"field": "num", "type": "quantitative", "axis": _COUNT_AXIS},
+        "y": {"field": "num", "type": "quantitative", "axis": _count_axis([one.num for one in histogram.bins], None)},
         "description": {"field": "words"},
     }
     return _svg(
@@ -197,14 +200,19 @@ def shares_chart(shares: Sequence[Share], title: str) -> str:
             "field": "name",
             "type": "nominal",
             "sort": [value["name"] for value in values],
-            "axis": {"title": None, "labelLimit": 130},
+            "axis": {"title": None, "labelLimit": 130, "labelOverlap": False},
         },
-        "x": {"field": "num", "type": "quantitative", "axis": {**_COUNT_AXIS, "title": "rows"}},
+        "x": {"field": "num", "type": "quantitative", "axis": _count_axis([one.num_rows for one in shares], "rows")},
         "description": {"field": "words"},
     }
     return _svg(
         {"width": 200, "height": {"step": 20}, "data": {"values": values}, "mark": "bar", "encoding": encoding}, title
     )
+
+
+def _count_axis(counts: Sequence[int], title: str | None) -> dict[str, Any]:
+    """An axis of whole numbers: no tick is between two of them."""
+    return {**_RATE_AXIS, "title": title, "tickCount": max(1, min(4, max(counts, default=1)))}
 
 
 def _colors(field: str, colors: dict[str, str], legend: dict[str, Any] | None) -> dict[str, Any]:

@@ -95,13 +95,14 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     live = [job.progress for job in report.jobs if job.progress is not None]
     num_done = max(rows.num_rows, totals.num_rows_committed)
     num_errors = max(totals.num_errors, sum(group.num_rows for group in rows.errors))
-    output = max(totals.num_output_tokens, 0)
+    # Before the first part is committed, both are 0 and not shown.
+    output, prompt = totals.num_output_tokens, totals.num_prompt_tokens
     work_s = history.work_s if history is not None else 0.0
     cards = [
         Card("output rows", f"{num_done:,}", f"of {totals.num_rows:,} ({num_done / max(1, totals.num_rows):.1%})"),
         Card("errors", f"{num_errors:,}", f"{num_errors / max(1, num_done):.2%} of these rows"),
         *([Card("output tokens", short_count(output), f"{output:,} in parts")] if output else []),
-        Card("prompt tokens", short_count(totals.num_prompt_tokens), f"{totals.num_prompt_tokens:,} in parts"),
+        *([Card("prompt tokens", short_count(prompt), f"{prompt:,} in parts")] if prompt else []),
     ]
     if history is not None and work_s:
         name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")

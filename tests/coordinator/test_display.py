@@ -99,6 +99,18 @@ def test_a_bar_of_ten_cells_and_no_word_cut(width: int, fields: Any, monkeypatch
     assert "in flight" in below
 
 
+def test_the_echo_of_ctrl_c_fits_behind_the_bar_and_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar, _ = lines_at(80, monkeypatch, **LONG)
+    assert disp_len(bar) + len("^C^C") <= 80
+    assert "]\x1b[K" in bar
+    terminal = Terminal()
+    display = ProgressDisplay(terminal)
+    display.show(status_with())
+    display.say("SIGINT: finishing")
+    display.close()
+    assert "\x1b[KSIGINT: finishing\n" in terminal.getvalue()
+
+
 def test_more_is_shown_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     _, narrow = lines_at(80, monkeypatch, **LONG)
     bar, wide = lines_at(160, monkeypatch, **LONG)

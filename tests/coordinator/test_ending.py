@@ -89,8 +89,8 @@ def test_a_stop_says_what_is_kept(drain_s: float, is_long: bool, tmp_path: pathl
         (600, [signal.SIGTERM], "SIGTERM leaves them 20 s; after SIGINT or SIGUSR1, drain_timeout_s leaves them 600 s"),
         (5, [signal.SIGTERM], "drain_timeout_s leaves them 5 s: a larger value keeps more"),
         (99, [signal.SIGALRM], "stop_before_s is 90 s, and drain_timeout_s leaves them 99 s: larger values keep more"),
-        (20, [signal.SIGTERM, signal.SIGINT], "a second Ctrl-C loses them, and what has finished since the last "
-         "checkpoint; after one, drain_timeout_s leaves them 20 s"),
+        (20, [signal.SIGTERM, signal.SIGINT], "a second Ctrl-C loses them, and the results since the last "
+         "checkpoint; after one Ctrl-C, drain_timeout_s leaves them 20 s"),
     ],
 )  # fmt: skip
 def test_which_setting_would_have_kept_more(drain_s: float, heard: list[int], words: str) -> None:

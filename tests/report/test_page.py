@@ -18,7 +18,7 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.report import charts
-from batchinf.report.rows import Share
+from batchinf.report.rows import Bin, Histogram, Share
 
 HOSTILE = (
     "<script>document.title='ran'</script>",
@@ -197,6 +197,16 @@ def browsed(path: pathlib.Path, profile: pathlib.Path, *options: str) -> tuple[s
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={profile}", *options, "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_each_label_has_its_name_and_counts_have_whole_ticks() -> None:
+    names = ("negative", "neutral", "positive", "mixed")
+    drawn = charts.shares_chart([Share(name, 4 - number) for number, name in enumerate(names)], "labels")
+    shown = [text for text in re.findall("<text.*?</text>", drawn) if 'opacity="0"' not in text]
+    assert [name for name in names if any(f">{name}<" in text for text in shown)] == list(names)
+    bins = (Bin(6, 7, 2), Bin(7, 8, 1), Bin(8, 9, 0), Bin(9, 10, 1))
+    ticks = re.findall("<text[^>]*>([^<]*)</text>", charts.histogram_chart(Histogram("lengths", "tokens", bins)))
+    assert set(ticks) <= {*map(str, range(11)), "tokens"}
 
 
 @pytest.mark.slow
