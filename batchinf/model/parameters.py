@@ -163,7 +163,7 @@ def _is_fused_expert(name: str, shape: Any) -> bool:
 
 
 def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: str | None = None) -> Described:
-    """`count_parameters`, in a process of its own, or from the cache. Takes about 5 s the first time. Raises ModelError."""
+    """`count_parameters` in a process of its own (about 5 s), or from the cache. Raises ModelError."""
     if {"torch", "transformers"} <= sys.modules.keys():
         return _counted(config, trust_remote_code, folder)
     question = {"config": config, "trust_remote_code": trust_remote_code, "folder": folder}
