@@ -256,7 +256,9 @@ def _tune(
     out: Annotated[
         str | None, typer.Option("--out", metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")
     ] = None,
-    writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
+    writes: Annotated[
+        bool, typer.Option("--write", metavar=NO_VALUE, help="Put the fastest settings into the spec.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run samples of the rows under several settings, and find those that make the job fastest."""
