@@ -1,4 +1,4 @@
-"""Two hosts made of network namespaces, joined by one cable, with a Ray cluster over both. For tests, as root.
+"""Two hosts made of network and process namespaces, joined by one cable, with a Ray cluster over both. As root.
 
 They share the file system, except what a test mounts on one of them. The loopback address of one host is not that of
 the other, so a forgotten 127.0.0.1 shows.
@@ -24,6 +24,7 @@ import jobs
 
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 6399
+_OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def why_not() -> str:
@@ -73,7 +74,8 @@ class TwoHosts:
     @contextlib.contextmanager
     def mounted(self, path: pathlib.Path, *what: str) -> Iterator[None]:
         """Let host 1 alone see another folder or file at a path. what: arguments of mount."""
-        inside = ["nsenter", "--target", str(self.processes[1].pid), "--mount"]
+        [first] = psutil.Process(self.processes[1].pid).children()
+        inside = ["nsenter", "--target", str(first.pid), "--mount", "--pid"]
         subprocess.run([*inside, "mount", *what, str(path)], check=True, capture_output=True)
         yield
         subprocess.run([*inside, "umount", str(path)], check=True, capture_output=True)
@@ -86,7 +88,8 @@ class TwoHosts:
         with (self.folder / f"host-{host}.log").open("wb") as log:
             self.processes.append(
                 subprocess.Popen(
-                    [*self.prefix(host), "sh", "-c", script],
+                    # Ray takes a node manager that it sees among the processes for its own host's.
+                    [*self.prefix(host), *_OWN_PROCESSES, "sh", "-c", script],
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **ray_cluster.SETTINGS, "PYTHONPATH": ""},
