@@ -56,7 +56,7 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
     degree = math.prod(spec.parallel.sizes)
     if spec.backend == "ray":
         if wanted not in ("auto", 1):
-            raise SpecError(f"parallel.replicas_per_device: got {wanted} with backend ray, which takes 1")
+            raise SpecError(f"parallel.replicas_per_device: got {wanted} with backend ray; must be 1: leave it out")
         return 1
     if wanted == "auto":
         data = spec.parallel.data_parallel_size
@@ -70,12 +70,13 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
         raise SpecError(
             f"parallel.replicas_per_device: got {wanted} with tensor_parallel_size "
             f"{spec.parallel.tensor_parallel_size} x pipeline_parallel_size {spec.parallel.pipeline_parallel_size}; "
-            "only replicas on one device each can share it"
+            "replicas can share a device only if each has one device: leave out this field or the degrees"
         )
     if wanted > 1 and share is not None and wanted * float(share) > 1:
         raise SpecError(
-            f"engine.gpu_memory_utilization: got {share} for each of {wanted} replicas on a device, more than all of "
-            f"it; give at most {int(_SHARED_UTILIZATION / wanted * 100) / 100}, or leave it out"
+            f"engine.gpu_memory_utilization: got {share}, but {wanted} replicas share a device and would take "
+            f"{wanted * float(share):g} of it together; give at most "
+            f"{int(_SHARED_UTILIZATION / wanted * 100) / 100}, or leave it out"
         )
     return wanted
 

@@ -151,7 +151,7 @@ class Predicate:
             opening, allowed, example = "--retry: ", f"`{ERRORS_WORD}` or ", "finish_reason = 'length'"
         return PredicateError(
             f"{opening}got {self.text!r}: {said}; must be {allowed}an expression in SQL over the "
-            f'{self._table}\'s columns, such as "{example}"; there are {", ".join(self._names)}'
+            f'{self._table}\'s columns, such as "{example}"; columns: {", ".join(self._names)}'
         )
 
 
