@@ -24,14 +24,14 @@ _LARGE_MAX_NUM_SEQS = 1024
 _SIZES_OF_CACHE = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"})
 # With one of these in the spec, the graphs are the user's choice.
 _GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"})
-# Of all engines on one device together. The rest is for CUDA contexts and graphs.
+# Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
 # Computed from two runs: two engines make 1.1 to 1.2 times the tokens of one with graphs for its whole batch.
 _REPLICAS_OF_SMALL = 2
 # Each engine keeps two cores busy: its own process, and the replica's threads.
 _CORES_PER_REPLICA = 4
-# The second engine starts 50 s late. It pays if the input keeps one engine busy for about 10 minutes. One engine reads
-# as many bytes of prompts in that time; while it generates, it reads fewer.
+# The second engine starts 50 s late. It pays if the input keeps one engine busy for about 10 minutes. In that time, one
+# engine reads the first number of bytes of prompts, or the second number if it also generates.
 _LEAST_PROMPT_BYTES = 800 << 20
 _LEAST_INPUT_BYTES = 128 << 20
 _SMALL_MAX_NUM_SEQS = 2048
