@@ -47,6 +47,12 @@ def test_every_link_to_a_heading_finds_it(document: pathlib.Path) -> None:
     assert [anchor for file, anchor in links if anchor not in anchors_of(files[file])] == []
 
 
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+def test_no_character_was_decoded_wrongly(document: pathlib.Path) -> None:
+    """UTF-8 that is read as Latin-1 has control characters: Δ becomes Î and U+0094."""
+    assert re.findall("\\S*[\x80-\x9f]\\S*", document.read_text(encoding="utf-8")) == []
+
+
 def slow_tests_of(path: pathlib.Path) -> set[str]:
     """Names of a file's test functions that are marked slow."""
     body = ast.parse(path.read_text(encoding="utf-8")).body

@@ -182,7 +182,7 @@ def test_options_become_directives(tmp_path: pathlib.Path) -> None:
         ({"time": "0:01:59"}, {}, "which is 119 s"),
         ({"time": "1:30"}, {}, "which is 90 s"),
         ({"directives": ("qos=high",)}, {}, "--sbatch: got 'qos=high'; must be an option of sbatch"),
-        ({"command": "batchinf slurm 'a\nb'"}, {}, "a line of an sbatch script cannot hold such characters"),
+        ({"command": "batchinf slurm 'a\nb'"}, {}, "an sbatch script cannot hold its control characters"),
         ({}, {"output": {"path": "out\\job"}}, "output.path: got out\\job; Slurm's logs allow no backslash"),
         ({}, {"stop_before_s": 0}, "stop_before_s: got 0; under Slurm it must be from 1 to 65535"),
         ({}, {"drain_timeout_s": 200}, "drain_timeout_s: got 200, but Slurm kills the job stop_before_s = 120 s"),

@@ -122,8 +122,8 @@ WRONG = [
           "job.yaml:5:3: input.answer_column: got it without choices_column or choices; it is the index of the right "
           "choice: leave it out"),
     Wrong("chat to score", {**SCORE, "input": {"text_column": "prompt", "system_prompt": "Be brief."}},
-          "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation is scored as context: give "
-          "its last words in continuation_column"),
+          "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation can only be a context: "
+          "name the column of the text after it in continuation_column"),
     Wrong("batch file to score", {**SCORE, "input": {"text_column": "prompt", "format": "openai"}},
           "job.yaml:5:3: input.format: got openai with task score; its lines have prompts and nothing to score"),
     Wrong("cut in a score", {**SCORE, "input": {"text_column": "prompt", "on_overlong": "truncate_left"}},
@@ -142,8 +142,8 @@ WRONG = [
           "job.yaml:12:3: score.window_overlap: got 5 without input.text_column; only a text is scored in windows: "
           "leave it out"),
     Wrong("all of a text", {**SCORE, "input": {"text_column": "prompt"}, "score": {"store": "all"}},
-          "job.yaml:11:3: score.store: got all without input.continuation_column; of a text all is stored anyway, "
-          "and choices would each have the context once more: leave it out"),
+          "job.yaml:11:3: score.store: got all without input.continuation_column; all tokens of a text are stored "
+          "anyway, and choices would store their context again and again: leave it out"),
     Wrong("delimiter of a text", {**SCORE, "input": {"text_column": "prompt"}, "score": {"target_delimiter": " "}},
           "job.yaml:11:3: score.target_delimiter: got it with input.text_column, which has no context: leave it out"),
     Wrong("top of sums alone", {**SCORE, "input": {"text_column": "prompt"},
@@ -204,7 +204,8 @@ WRONG = [
           "write $$ for a plain $"),
     Wrong("no room for a prompt",
           {"input": {"on_overlong": "truncate_left"}, "engine": {"max_model_len": 16}},
-          "job.yaml:4:3: input.on_overlong: max_tokens 16 leaves no room for a prompt in max_model_len=16"),
+          "job.yaml:4:3: input.on_overlong: max_tokens 16 leaves no room for a prompt in max_model_len=16; "
+          "lower sampling.max_tokens"),
     Wrong("truncate_tokens", {"input": {"prompt_template": "{{ prompt | truncate_tokens(side='left') }}"}},
           "job.yaml:4:3: input.prompt_template, line 1: truncate_tokens: call it as truncate_tokens(n), or "
           "truncate_tokens(n, side='left')"),
@@ -390,25 +391,25 @@ WRONG = [
     # Rows that cannot be chosen
     Wrong("where, unknown column", {"input": {"where": "langage = 'en'"}},
           "job.yaml:4:3: input.where: got \"langage = 'en'\": there is no column 'langage'; must be an "
-          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, prompt, language"),
     Wrong("where, text in double quotes", {"input": {"where": 'language = "en"'}},
           "job.yaml:4:3: input.where: got 'language = \"en\"': there is no column 'en'; a text is in single quotes, "
-          "'en'; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, "
+          "'en'; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, "
           "prompt, language"),
     Wrong("where, no expression", {"input": {"where": "id = 1; drop table input"}},
           "job.yaml:4:3: input.where: got 'id = 1; drop table input': syntax error at or near \";\"; must be an "
-          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, prompt, language"),
     Wrong("where, no truth value", {"input": {"where": "id + 1"}},
           "job.yaml:4:3: input.where: got 'id + 1': it must be true or false, but is BIGINT; must be an "
-          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, prompt, language"),
     Wrong("where, a query", {"input": {"where": "id in (select 1)"}},
           "job.yaml:4:3: input.where: got 'id in (select 1)': it must use the columns of one row only, but it has "
-          "a query; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, "
+          "a query; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, "
           "prompt, language"),
     Wrong("where, a value that does not fit", {"input": {"where": "prompt::int = 1"}},
           "job.yaml:4:3: input.where: got 'prompt::int = 1': Conversion Error: Could not convert string 'Once upon a "
           "time' to INT32 when casting from source column prompt; must be an "
-          "expression in SQL over the input's columns, such as \"language = 'en'\"; there are id, prompt, language"),
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, prompt, language"),
     Wrong("nothing chosen", {"input": {"where": "id > 2"}},
           "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 input rows; there is nothing to run"),
     Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
@@ -435,7 +436,7 @@ WRONG = [
     Wrong("positions of what is cut",
           {"task": "logits", "sampling": None, "logits": {"positions": {"column": "id"}},
            "input": {"on_overlong": "truncate_left"}},
-          "job.yaml:4:3: input.on_overlong: the positions would mean other tokens of a cut prompt; leave it out"),
+          "job.yaml:4:3: input.on_overlong: positions in a column count the tokens of the uncut prompt; leave it out"),
     Wrong("logprobs of logits", {"task": "logits", "sampling": {"logprobs": 3}},
           "job.yaml:7:3: sampling.logprobs: has no meaning with task logits; logits.values says which numbers"
           " are stored; leave it out"),
@@ -496,7 +497,7 @@ WRONG = [
           "job.yaml:10:3: pooling.final_norm: got false beside layers; must be left out, as no layer has the "
           "final norm"),
     Wrong("a layer too many", {"task": "hidden_states", "sampling": None, "pooling": {"layers": [4, 5]}},
-          "job.yaml:8:3: pooling.layers: got 5; the model has 4: must be from 0, the embedding, to that"),
+          "job.yaml:8:3: pooling.layers: got 5; must be from 0, the embedding, to 4, the model's last layer"),
     Wrong("layers of a pipeline",
           {"task": "hidden_states", "sampling": None, "pooling": {"layers": [1]},
            "parallel": {"pipeline_parallel_size": 2}},

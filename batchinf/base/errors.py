@@ -3,7 +3,7 @@
     BatchinfError              1  a bug, unless a subclass says otherwise
     ├── UserError              2  the user can fix it; shown as one line without a traceback
     │   ├── SpecError             the job spec
-    │   ├── InputError            the prompts dataset
+    │   ├── InputError            the input
     │   ├── ModelError            the model's folder or hub id
     │   ├── DriftError            a resume with another spec, input or model
     │   ├── OutputError           the output folder: foreign, damaged, full or held by another process
@@ -39,7 +39,7 @@ class SpecError(UserError):
 
 
 class InputError(UserError):
-    """The prompts dataset cannot be read as asked."""
+    """The input cannot be read as the spec says."""
 
 
 class ModelError(UserError):

@@ -156,7 +156,9 @@ def _prompt_ids(results: Results, row: Mapping[str, Any], tokenizer: Any) -> Seq
         span = prompt.scoring.spans[0]
         return span.token_ids[: span.start]
     if prompt.error is None and prompt_hash(_int32(prompt.token_ids)) != row["prompt_hash"]:
-        raise UserError("the input has changed, and the prompt was another; output.include_prompt stores prompts")
+        raise UserError(
+            "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
+        )
     return prompt.token_ids
 
 

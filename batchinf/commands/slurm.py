@@ -103,7 +103,9 @@ def _check(file: SpecFile, wishes: Wishes) -> None:
         raise SpecError("got --venv with --container; give only the one that has batchinf")
     for text in (wishes.command, file.spec.output.path):
         if not text.isprintable():
-            raise SpecError(f"got {clip(text, 200)}; a line of an sbatch script cannot hold such characters")
+            raise SpecError(
+                f"got {clip(text, 200)}; an sbatch script cannot hold its control characters: leave them out"
+            )
     if "\\" in file.spec.output.path:  # in the name of a log it switches off Slurm's fields such as %j
         raise file.error("output.path", f"got {clip(file.spec.output.path, 200)}; Slurm's logs allow no backslash")
     for line in wishes.directives:

@@ -62,7 +62,7 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
     for shard in journal.list_shards(folder):
         if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard]):
-            # Segments of a retry that the shard has yet to pass are kept.
+            # Keeps the segments of a retry whose new part has not replaced the shard's part yet.
             journal.drop(folder, shard, state.parts[shard].retry if shard in state.parts else None)
     return RecoveredJob(tuple(adopted), tuple(lost))
 
@@ -103,7 +103,7 @@ def _digest(folder: Folder, name: str) -> str | None:
 
 
 def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index: int) -> Part | None:
-    """The record of a part without a manifest line, if it is whole and the next one for its shard."""
+    """The record of a part without a manifest line, if it is whole and newer than the shard's committed part."""
     if index >= total_shards(extents):
         return None
     shard = shard_at(extents, index)

@@ -187,7 +187,7 @@ def _matching(job: Job, shard: int, predicate: Predicate) -> Iterable[npt.NDArra
                 yield predicate.matches(pa.Table.from_batches([batch]))
     except (pa.ArrowException, OSError) as error:
         raise OutputError(
-            f"{path} cannot be read: {error}; move it away and run the same command again, which makes it again"
+            f"{path} cannot be read: {error}; move it away and run the same command again to make a new one"
         ) from error
 
 

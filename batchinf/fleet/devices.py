@@ -75,15 +75,15 @@ class Platforms:
             if self._is_one_wanted and not _DECIDING.isdisjoint(changed):
                 shown = _show(before, now, [name for name in changed if name in _DECIDING])
                 raise DriftError(
-                    f"same_device is true, but replica {replica} is on another device or version than rows of this job "
-                    f"before it: {shown}; run the job where it began, or set same_device to false"
+                    f"same_device is true, but replica {replica} is on another device or version than earlier rows of "
+                    f"this job: {shown}; run the job where it began, or set same_device to false"
                 )
             if changed and now not in self._told:
                 self._told.append(now)
                 hint = "" if _DECIDING.isdisjoint(changed) else "; `same_device: true` would refuse that"
                 return (
-                    f"warning: replica {replica} runs on another device or with other versions than rows of this job "
-                    f"before it: {_show(before, now, changed)}{hint}"
+                    f"warning: replica {replica} runs on another device or with other versions than earlier rows of "
+                    f"this job: {_show(before, now, changed)}{hint}"
                 )
         if now not in self._known:
             self._known.append(now)

@@ -1,4 +1,4 @@
-"""Makes what a job's replicas are started with, their messages about its rows, and their events in the manifest."""
+"""Prepares the start of a job's replicas: backend, devices, engine arguments, messages. Records starts and ends."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def choose_backend(spec: JobSpec) -> Backend:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Backend, model, devices and engine arguments of one epoch of a job. spec: resolved, except maybe its `input`."""
+    """Backend, model, devices and engine arguments of one epoch of a job. spec: resolved; its `input` may not be."""
 
     backend: Backend
     spec: JobSpec

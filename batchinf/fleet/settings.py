@@ -24,14 +24,14 @@ _LARGE_MAX_NUM_SEQS = 1024
 _SIZES_OF_CACHE = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"})
 # With one of these in the spec, the graphs are the user's choice.
 _GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"})
-# Of all engines on one device together. The rest is for CUDA contexts and graphs.
+# Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
 # Computed from two runs: two engines make 1.1 to 1.2 times the tokens of one with graphs for its whole batch.
 _REPLICAS_OF_SMALL = 2
 # Each engine keeps two cores busy: its own process, and the replica's threads.
 _CORES_PER_REPLICA = 4
-# The second engine starts 50 s late. It pays if the input keeps one engine busy for about 10 minutes. One engine reads
-# as many bytes of prompts in that time; while it generates, it reads fewer.
+# The second engine starts 50 s late. It pays if the input keeps one engine busy for about 10 minutes. In that time, one
+# engine reads the first number of bytes of prompts, or the second number if it also generates.
 _LEAST_PROMPT_BYTES = 800 << 20
 _LEAST_INPUT_BYTES = 128 << 20
 _SMALL_MAX_NUM_SEQS = 2048
@@ -56,7 +56,7 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
     degree = math.prod(spec.parallel.sizes)
     if spec.backend == "ray":
         if wanted not in ("auto", 1):
-            raise SpecError(f"parallel.replicas_per_device: got {wanted} with backend ray, which takes 1")
+            raise SpecError(f"parallel.replicas_per_device: got {wanted} with backend ray; must be 1: leave it out")
         return 1
     if wanted == "auto":
         data = spec.parallel.data_parallel_size
@@ -70,12 +70,13 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
         raise SpecError(
             f"parallel.replicas_per_device: got {wanted} with tensor_parallel_size "
             f"{spec.parallel.tensor_parallel_size} x pipeline_parallel_size {spec.parallel.pipeline_parallel_size}; "
-            "only replicas on one device each can share it"
+            "replicas can share a device only if each has one device: leave out this field or the degrees"
         )
     if wanted > 1 and share is not None and wanted * float(share) > 1:
         raise SpecError(
-            f"engine.gpu_memory_utilization: got {share} for each of {wanted} replicas on a device, more than all of "
-            f"it; give at most {int(_SHARED_UTILIZATION / wanted * 100) / 100}, or leave it out"
+            f"engine.gpu_memory_utilization: got {share}, but {wanted} replicas share a device and would take "
+            f"{wanted * float(share):g} of it together; give at most "
+            f"{int(_SHARED_UTILIZATION / wanted * 100) / 100}, or leave it out"
         )
     return wanted
 

@@ -76,7 +76,7 @@ class State:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether there is nothing but a beginning, or nothing at all."""
+        """Whether the logs are empty, or have only events of starts that did not finish."""
         is_empty = not (self._header or self.extents or self.parts)
         names = {event.name for event in self.events}
         return is_empty and names <= _BEFORE_HEADER and (self.job_id is not None or not names)
@@ -276,7 +276,7 @@ def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State:
 def _first_needed(folder: Folder, logs: list[tuple[int, str]]) -> int:
     """The place of the last log with a whole snapshot, or 0.
 
-    A crash while earlier logs are deleted may leave any of them, and one without those before it cannot be read.
+    A crash while earlier logs are deleted may leave any of them. Without a snapshot, a log needs all logs before it.
     """
     for place in range(len(logs) - 1, 0, -1):
         kinds = (fields.get("kind") for _, fields in read_lines(folder, logs[place][1]))

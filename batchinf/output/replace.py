@@ -82,7 +82,7 @@ class OldPart:
         if not is_whole:
             raise OutputError(
                 f"{self._path} is damaged, and its other rows cannot be kept: move it away and run the same command "
-                "again, which makes it again"
+                "again to make a new one"
             )
         self.seal = stored[_SEAL_KEY]
         self.num_second_bos = int(stored.get(_SECOND_BOS_KEY, 0))

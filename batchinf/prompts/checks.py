@@ -29,7 +29,8 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
         _check_chat(spec.input, model)
     most, length = spec.sampling.max_tokens, model_len_limit(spec, model)
     if spec.input.on_overlong != "error" and length is not None and (most or 1) >= length:
-        raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}")
+        raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}; "
+                        "lower sampling.max_tokens")  # fmt: skip
 
 
 def model_len_limit(spec: JobSpec, model: Model) -> int | None:
@@ -104,14 +105,14 @@ def prompt_warnings(
         )
     if where.order == "prefix" and reads_prompt_logits:
         yield (
-            "warning: input.order is prefix, but prompts whose logprobs are asked for are computed whole, whatever the "
-            "prefix cache holds"
+            "warning: input.order: prefix saves nothing here, because vLLM does not use its prefix cache for prompts "
+            "whose logprobs are asked for; leave it out"
         )
     says_how = where.continue_final_message is not None or where.add_generation_prompt is not None
     if where.messages is not None and where.messages[-1].role == "assistant" and not says_how:
         yield (
-            "warning: input.messages end with what the assistant says, and a new turn begins after it; "
-            "input.continue_final_message: true lets the model go on with it"
+            "warning: the last of input.messages is the assistant's, and the model begins a new turn after it; "
+            "input.continue_final_message: true lets the model continue that message"
         )
     if where.system_prompt is not None and any(mark in where.system_prompt for mark in ("{{", "{%")):
         yield (

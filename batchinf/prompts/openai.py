@@ -188,7 +188,7 @@ class BatchReader:
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body.pop("max_completion_tokens")
             if body.pop("max_tokens", sampling["max_tokens"]) != sampling["max_tokens"]:
-                raise _Refused("body.max_tokens: says other than body.max_completion_tokens; give one of them")
+                raise _Refused("body.max_tokens: differs from body.max_completion_tokens; give one of them")
         self._check_logprobs(body, is_chat=is_chat)
         if (structure := _structure(body.pop("response_format", None))) is not None:
             sampling["structured_outputs"] = structure
@@ -198,7 +198,7 @@ class BatchReader:
             elif name in _OF_THE_JOB:
                 own = getattr(self._sampling, name)
                 if value != own or type(value) is not type(own):
-                    raise _Refused(f"body.{name}: got {_show(value)}, but a job has one: sampling.{name} is {own}")
+                    raise _Refused(f"body.{name}: got {_show(value)}, but all rows have sampling.{name} {own}")
             elif name not in _WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
                 raise _Refused(f"body.{name}: got {_show(value)}, which is not supported")
         return sampling

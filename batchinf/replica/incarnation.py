@@ -1,6 +1,6 @@
 """One incarnation of a replica: starts the engine and the pipeline around it, and obeys the coordinator.
 
-The pipeline is the feeder, the writer and their queues. All but the writer is made before the engine is up, so that
+The pipeline is the feeder, the writer and their queues. All but the writer is made before the engine is ready, so that
 prompts are tokenised while it starts. A backend runs an incarnation: it gives it a port to the coordinator and memory
 for the record of requests in flight. The local backend runs it in `fleet/local/process.py`.
 
@@ -122,7 +122,7 @@ def forks_engine_core() -> bool:
 
 
 def after_first_fork(call: Callable[[], object]) -> None:
-    """Call this once, after the first fork of this process since `guard_forks`; at once if that has happened."""
+    """Run `call` once, after the first fork of this process since `guard_forks`; at once if that has happened."""
     with UNFORKED:
         if not _Forks.have_been:
             _Forks.waiting.append(call)
@@ -169,7 +169,7 @@ class Pipeline:
         order: RunOrder | None = None,
         begun_at: str | None = None,
     ) -> None:
-        """order: None if places are positions."""
+        """order: None if rows run in the order of their positions."""
         self._spec, self._task, self._source, self._tokenizer = task.spec, task, source, tokenizer
         self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
         self._order, self._begun_at = order, begun_at
@@ -291,7 +291,7 @@ class Port(Protocol):
 
 
 class Incarnation:
-    """All between the port and the engine. `run` starts the engine and works; `listen` runs on its own thread."""
+    """The part between the port and the engine. `run` starts the engine and works; `listen` runs on its own thread."""
 
     def __init__(self, launch: Launch, port: Port, in_flight: InFlightRecord, abandon: Callable[[], object]) -> None:
         """abandon: end this incarnation at once, with all that it started; called when the coordinator is gone."""
@@ -300,7 +300,7 @@ class Incarnation:
         self._port = port
         self._abandon = abandon
         self._spec = JobSpec.model_validate_json(launch.spec)
-        self._task = task_of(self._spec)  # of its input not all is known yet
+        self._task = task_of(self._spec)  # its input is not fully known yet
         self._folder = Folder(launch.folder)
         self._tokenizer: Any = None
         self._work: Work | None = None
@@ -399,7 +399,7 @@ class Incarnation:
                 self._obey(message)
             self._listen()
         except BaseException:
-            # Without this thread it would never receive the command to end.
+            # Without this thread, the process would never receive the command to end.
             try:
                 traceback.print_exc()
                 sys.stderr.flush()
@@ -432,11 +432,11 @@ class Incarnation:
                         self._worker.stop(message.drain_s)
                     self._may_run.set()
                 case Begin():
-                    assert self._worker is not None, "who is told to begin is ready"
+                    assert self._worker is not None, "`Begin` comes after `Ready`"
                     self._worker.begin()
                     self._may_run.set()
                 case _:
-                    assert self._feeder is not None, "shards come to who said that it takes them"
+                    assert self._feeder is not None, "shards come after `TakesShards`"
                     _give(self._feeder, message)
 
 

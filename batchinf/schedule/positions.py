@@ -201,7 +201,7 @@ def stored_positions(folder: Folder, number: int, digest: str | None = None, whe
     """The stored positions. Raises OutputError if the file is gone or altered, or has another digest."""
     if (found := read_positions(folder, number, digest, where)) is None:
         name = folder.path(positions_name(number, where))
-        raise OutputError(f"{name} is gone or altered; run the same command again, which makes it again")
+        raise OutputError(f"{name} is gone or altered; run the same command again to make a new one")
     return found
 
 

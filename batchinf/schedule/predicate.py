@@ -65,7 +65,7 @@ class Predicate:
         self._check_type()
 
     def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
-        """The `key` of the rows for which the expression is true, not null. table: has the columns `columns`."""
+        """The `key` of the rows for which the expression is true, not null. table: with the columns `self.columns`."""
         key = self._named[self.key]
         query = f'SELECT "{key}" FROM {self._table} WHERE ({self._expression}\n)'
         rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[key], np.int64)
@@ -87,7 +87,7 @@ class Predicate:
                 self._connection.register(self._table, named)
                 return self._connection.execute(query).fetchnumpy()
         finally:
-            # A query that a stop has interrupted still belongs to the connection. The stop is the error that counts.
+            # After a stop, the interrupted query still holds the connection, so this fails. Only the stop is raised.
             with contextlib.suppress(duckdb.Error):
                 self._connection.unregister(self._table)
 
@@ -151,7 +151,7 @@ class Predicate:
             opening, allowed, example = "--retry: ", f"`{ERRORS_WORD}` or ", "finish_reason = 'length'"
         return PredicateError(
             f"{opening}got {self.text!r}: {said}; must be {allowed}an expression in SQL over the "
-            f'{self._table}\'s columns, such as "{example}"; there are {", ".join(self._names)}'
+            f'{self._table}\'s columns, such as "{example}"; columns: {", ".join(self._names)}'
         )
 
 

@@ -106,16 +106,16 @@ class ParallelSpec(Section):
     tensor_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = 1
     """Devices over which each layer is split; `auto`: the fewest that hold the model, or more where that is faster."""
     pipeline_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = 1
-    """Devices over which the layers are distributed; `auto`: 1 unless the heads do not divide. Only for CUDA devices:
-    vLLM has no pipelines on a CPU."""
+    """Devices over which the layers are distributed; `auto`: 1, unless no tensor-parallel size fits. Only for CUDA
+    devices: vLLM has no pipelines on a CPU."""
     replicas_per_device: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
     """Replicas that share a CUDA device; `auto`: 2 for a small model with a large input, otherwise 1."""
     devices: Annotated[Devices | None, RUNTIME] = None
     """The CUDA devices of this job, named as in `nvidia-smi` and `CUDA_VISIBLE_DEVICES`, such as `[0, 1]`; default: all
     that `CUDA_VISIBLE_DEVICES` lets it see. Jobs on other devices can run beside it."""
     data_parallel_size: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
-    """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU. With `backend: ray`: as many as
-    the cluster has room for at the start, or without GPUs one on each node."""
+    """Number of replicas; `auto`: as many as the visible devices hold, or 2 on a CPU. With `backend: ray`, `auto`
+    is as many as the cluster has room for at the start; without GPUs, one on each node."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -171,7 +171,7 @@ class OutputSpec(Section):
     path: Annotated[Path, RUNTIME]
     """The job's output folder."""
     rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
-    """Rows in one Parquet part. The last eighth of the rows is cut into parts of a quarter of that. `auto`: parts of
+    """Rows in one Parquet part. Parts of the last eighth of the rows have a quarter of this number. `auto`: parts of
     about 64 MiB with at most 50,000 rows; a small job has smaller parts."""
     logprobs_dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
     """Stored type of logprobs."""
@@ -263,7 +263,7 @@ class JobSpec(Section):
     checkpoint_interval_s: Annotated[float, Field(gt=0, le=10**9), RUNTIME] = 10.0
     """A crash costs at most this many seconds of finished requests."""
     drain_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 20.0
-    """Seconds that running requests have to finish after a request to stop; at most 20 s after SIGTERM."""
+    """Seconds that running requests get to finish after a signal to stop the job; at most 20 s after SIGTERM."""
     stop_before_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 120.0
     """In a Slurm job: stop this many seconds before its time limit, with exit code 75."""
     stall_timeout_s: Annotated[float, Field(ge=2, le=10**9), RUNTIME] = 900.0

@@ -62,7 +62,7 @@ class SamplingSpec(Section):
         Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"], IDENTITY
     ] = "raw_logprobs"
     """Values in the logprob columns. Raw: from the model's distribution. Processed: from the distribution after
-    temperature, penalties and cuts; for the prompt the same as raw. Logits are before the softmax."""
+    temperature, penalties, top k, top p and min p; for the prompt the same as raw. Logits are before the softmax."""
     structured_outputs: Annotated[dict[str, Any] | None, IDENTITY] = None
     """Restrict the text to one of `json` (a JSON schema), `regex`, `choice` (a list of texts) and `grammar`. Each may
     be `{file: path}`."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from batchinf.tuning.settings import Candidate
 from batchinf.tuning.trial import TuneTrial
 
-# Settings that gain less are not worth a longer spec: two trials alike differ by as much.
+# Settings that gain less are not worth a longer spec: two equal trials differ by as much.
 LEAST_GAIN = 1.02
-_KEPT = 3  # one of so many goes on
+_KEPT = 3  # one candidate in three goes on to the next round
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ def search(
 ) -> SearchResult:
     """The fastest of the candidates, of which the first is the spec as it is.
 
-    num_rows: of the first round. most_rows: that the input has. left_s: of the budget. measure: runs a candidate on so
-    many rows; its last argument says which trial of how many this is.
+    num_rows: rows in the first round. most_rows: rows of the input. left_s: gives the seconds left of the budget.
+    measure: runs a candidate on a number of rows; its last argument tells the user which trial this is.
     """
     base = measure(candidates[0], num_rows, "round 1")
     field = [*candidates[1 : 1 + _affordable(base, len(candidates) - 1, most_rows, left_s())]]
@@ -84,7 +84,7 @@ def _expected_s(base: TuneTrial, num_rows: int) -> float:
 
 
 def _affordable(base: TuneTrial, most: int, most_rows: int, left_s: float) -> int:
-    """The most candidates whose rounds take no longer than `left_s`, at the speed of the spec as it is."""
+    """The largest number of candidates whose rounds fit into `left_s`, at the speed of the spec as it is."""
     for number in range(most, 0, -1):
         total, field, num_rows = 0.0, number, base.num_rows
         is_first = True

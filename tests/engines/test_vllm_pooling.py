@@ -218,7 +218,10 @@ def test_rewards_are_raw(prompts: list[list[int]], tmp_path: pathlib.Path) -> No
         found = rows(engine, spec, prompts)
         engine._task = task_of(resolved(folder, "reward", pooling={"width": 2}))
         engine._wanted = wanted_of(engine._task)
-        with pytest.raises(SpecError, match=r"^pooling\.width: got 2 numbers in a vector, but the model gives 1; name"):
+        with pytest.raises(
+            SpecError,
+            match=r"^pooling\.width: got 2 numbers in a vector, but the model gives 1; set pooling\.width to 1$",
+        ):
             engine.warm_up(task_of(spec).warm_up_request())
     assert off(spec, prompts, found, tmp_path)["reward"] < 1e-4
     np.testing.assert_allclose([row["reward"] for row in found], logits_of(folder, prompts)[:, 0], atol=1e-3)

@@ -16,8 +16,8 @@ from batchinf.records import EngineInfo
 
 VERSIONS = {"batchinf": "0.1.0", "python": "3.11.7", "vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.1.0",
             "cuda": "13.0", "driver": "580.1"}  # fmt: skip
-TOLD = "warning: replica 1 runs on another device or with other versions than rows of this job before it: "
-REFUSED = "same_device is true, but replica 1 is on another device or version than rows of this job before it: "
+TOLD = "warning: replica 1 runs on another device or with other versions than earlier rows of this job: "
+REFUSED = "same_device is true, but replica 1 is on another device or version than earlier rows of this job: "
 
 
 def engine(device: str = "NVIDIA H100 80GB HBM3", **versions: str) -> EngineInfo:
@@ -117,7 +117,7 @@ def test_a_resume_on_another_device(tmp_path: pathlib.Path) -> None:
     refused = jobs.run("run", spec, *elsewhere)
     assert refused.returncode == 2
     errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    said = "replica {} is on another device or version than rows of this job before it: device old -> new; "
+    said = "replica {} is on another device or version than earlier rows of this job: device old -> new; "
     assert [line.replace("replica 1", "replica 0") for line in errors] == [
         f"error: same_device is true, but {said.format(0)}run the job where it began, or set same_device to false"
     ]

@@ -87,7 +87,7 @@ def test_a_distributed_model_cannot_share() -> None:
 
 def test_more_memory_than_the_device_has_is_refused() -> None:
     spec = spec_of(parallel={"replicas_per_device": 3}, engine={"gpu_memory_utilization": 0.5})
-    with pytest.raises(SpecError, match=r"got 0.5 for each of 3 replicas on a device, .* give at most 0.29"):
+    with pytest.raises(SpecError, match=r"got 0.5, but 3 replicas share a device .* give at most 0.29"):
         number(spec)
 
 

@@ -437,7 +437,7 @@ def test_a_length_that_the_engine_finds_for_itself_is_the_models_here(tmp_path: 
         (
             {"where": "langauge = 'de'"},
             "input.where: got \"langauge = 'de'\": there is no column 'langauge'; must be an expression in SQL over "
-            "the input's columns, such as \"language = 'en'\"; there are id, prompt, language, score, meta",
+            "the input's columns, such as \"language = 'en'\"; columns: id, prompt, language, score, meta",
         ),
         ({"where": "id = 3; select 1"}, "input.where: got 'id = 3; select 1': syntax error"),
         ({"where": "prompt::int = 3"}, "input.where: got 'prompt::int = 3': Conversion Error"),

@@ -92,13 +92,13 @@ def test_completions() -> None:
         (chat(stream=True), "body.stream: got True, which is not supported"),
         (chat(logit_bias={"5": 1}), "body.logit_bias: got a mapping, which is not supported"),
         (chat(reasoning_effort="low"), "body.reasoning_effort: got 'low', which is not supported"),
-        (chat(n=2), "body.n: got 2, but a job has one: sampling.n is 1"),
-        (chat(ignore_eos=True), "body.ignore_eos: got True, but a job has one: sampling.ignore_eos is False"),
+        (chat(n=2), "body.n: got 2, but all rows have sampling.n 1"),
+        (chat(ignore_eos=True), "body.ignore_eos: got True, but all rows have sampling.ignore_eos False"),
         (chat(logprobs=True, top_logprobs=6), "body.top_logprobs: asks for 6, but the job stores other columns: set "
          "sampling.logprobs"),
         (chat(top_logprobs=2), "body.top_logprobs: given without logprobs: true"),
         (chat(logprobs=3), "body.logprobs: got 3; must be true or false"),
-        (chat(max_tokens=4, max_completion_tokens=5), "body.max_tokens: says other than body.max_completion_tokens; "
+        (chat(max_tokens=4, max_completion_tokens=5), "body.max_tokens: differs from body.max_completion_tokens; "
          "give one of them"),
         (chat(response_format={"type": "xml"}), "body.response_format: got 'xml'; must be text, json_object, or "
          "json_schema with its schema"),

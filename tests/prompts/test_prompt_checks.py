@@ -41,8 +41,8 @@ def warned(folder: pathlib.Path, texts: list[str], **input: Any) -> list[str]:
         (
             {"messages": TURNS},
             [
-                "warning: input.messages end with what the assistant says, and a new turn begins after it; "
-                "input.continue_final_message: true lets the model go on with it"
+                "warning: the last of input.messages is the assistant's, and the model begins a new turn after it; "
+                "input.continue_final_message: true lets the model continue that message"
             ],
         ),
         (
@@ -107,8 +107,6 @@ def test_a_bos_that_is_scored_too(add_bos_token: bool | None, tmp_path: pathlib.
     job = open_job(read_spec(spec))
     with contextlib.closing(job.source):
         warnings = list(job.task.prompt_warnings(job.model, job.source))
-    assert [line.partition(", which is scored too")[0] for line in warnings] == (
-        [f"warning: each text is scored behind {BOS}, and the tokenizer puts another before it"]
-        if add_bos_token is None
-        else []
+    assert [line.partition(", from the tokenizer,")[0] for line in warnings] == (
+        [f"warning: each text begins with two {BOS}, and the second one"] if add_bos_token is None else []
     )

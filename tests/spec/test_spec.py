@@ -533,7 +533,7 @@ def reference() -> str:
         lines += ["| field | type | default | kind | meaning |", "|---|---|---|---|---|"]
         lines += [row(doc) for doc in field_docs().values() if doc.name.rpartition(".")[0] == section]
     runtime = ", ".join(f"`{name}`" for name in sorted(RUNTIME_ENGINE_ARGUMENTS))
-    elsewhere = ", ".join(f"`{name}` (say `{field}`)" for name, field in ENGINE_ARGUMENTS_ELSEWHERE.items())
+    elsewhere = ", ".join(f"`{name}` (use `{field}`)" for name, field in ENGINE_ARGUMENTS_ELSEWHERE.items())
     lines += ["", f"Under `engine`, these are *runtime*: {runtime}.", "", f"And these are refused: {elsewhere}.", ""]
     return "\n".join(lines)
 

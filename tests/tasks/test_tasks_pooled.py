@@ -209,7 +209,7 @@ def test_sizes_are_estimated() -> None:
     ("task", "sections", "error"),
     [
         ("reward", {}, "model.name: LlamaForCausalLM of '{model}' has no classification head, which task reward needs"),
-        ("hidden_states", {"pooling": {"layers": [2, 5]}}, "pooling.layers: got 5; the model has 4: must be from 0"),
+        ("hidden_states", {"pooling": {"layers": [2, 5]}}, "pooling.layers: got 5; must be from 0, the embedding,"),
         ("embed", {"pooling": {"dimensions": 64}}, "pooling.dimensions: got 64, but the model's config does not say"),
         (
             "embed",

@@ -47,7 +47,8 @@ class VllmPooling(VllmEngine):
         wanted, tasks = self._wanted, self._engine.get_supported_tasks()
         task = next((name for name in wanted.tasks if name in tasks), None)
         if task is None:
-            raise SpecError(f"task: got {self._task.name}, but vLLM gives {', '.join(sorted(tasks))} of this model")
+            words = f"with this model vLLM can only do {', '.join(sorted(tasks))}; give another task or model"
+            raise SpecError(f"task: got {self._task.name}, but {words}")
         pooler = self._engine.vllm_config.model_config.pooler_config
         if task == "token_classify" and getattr(pooler, "tok_pooling_type", None) == "STEP":
             name = self._task.name

@@ -300,7 +300,9 @@ class Logits(Task):
             spec = spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"max_tokens": None})})
         check_token_ids("logits.token_ids", logits.token_ids, model)
         if not isinstance(logits.positions, str) and spec.input.on_overlong != "error":
-            raise SpecError("input.on_overlong: the positions would mean other tokens of a cut prompt; leave it out")
+            raise SpecError(
+                "input.on_overlong: positions in a column count the tokens of the uncut prompt; leave it out"
+            )
         return spec.model_copy(update={SECTION.name: self._with_ids(model) or self._with_vocabulary(model)})
 
     def _with_ids(self, model: Model) -> LogitsSpec | None:

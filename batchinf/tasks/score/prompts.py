@@ -62,8 +62,8 @@ def _check(spec: JobSpec) -> None:
                     "sampling.prompt_logprobs")  # fmt: skip
     if score.store == "all":
         if where.continuation_column is None:
-            raise wrong("got all without input.continuation_column; of a text all is stored anyway, and choices would "
-                        "each have the context once more: leave it out", "score.store")  # fmt: skip
+            raise wrong("got all without input.continuation_column; all tokens of a text are stored anyway, and "
+                        "choices would store their context again and again: leave it out", "score.store")  # fmt: skip
         if not include_token_logprobs:
             raise wrong("got all with output.include_token_logprobs false; leave out one of them", "score.store")
     if score.window_overlap and where.text_column is None:
@@ -94,8 +94,8 @@ def _check_input(where: InputSpec) -> None:
         raise wrong(f"got {given[1]} beside {given[0]}; give one of them", f"input.{given[1]}")
     if where.text_column is not None:
         if where.is_chat:
-            raise wrong("got it with a field of chat; a conversation is scored as context: give its last words in "
-                        "continuation_column", "input.text_column")  # fmt: skip
+            raise wrong("got it with a field of chat; a conversation can only be a context: name the column of the "
+                        "text after it in continuation_column", "input.text_column")  # fmt: skip
     elif not contexts:
         raise wrong(f"got it without a context; name its column in context_column, or give another of "
                     f"{', '.join(form for form in PROMPT_FORMS if form not in ('text_column', 'context_column'))}",

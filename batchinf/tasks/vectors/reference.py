@@ -111,7 +111,7 @@ def _last_layer(model: Any, depth: int) -> Any:
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == depth]
     if not lists:
         name = type(model).__name__
-        raise UserError(f"transformers' {name} has no list of {depth} layers; what its last one gives is not verified")
+        raise UserError(f"transformers' {name} has no list of {depth} layers; its last layer cannot be verified")
     return lists[0][-1]
 
 

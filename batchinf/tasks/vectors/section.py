@@ -146,7 +146,7 @@ def width_of(config: ModelConfig, projected: int | None = None) -> int:
     width = projected or config.number(_WIDTH_KEYS)
     if width is None:
         raise SpecError(
-            "pooling.width: missing; must be the numbers in one of the model's vectors, as its config does not say it"
+            "pooling.width: missing; the model's config does not say how many numbers a vector has: give that number"
         )
     return width
 
@@ -208,7 +208,7 @@ def check_layers(config: ModelConfig, spec: JobSpec) -> None:
     layers, depth = pooling.layers, config.number(_DEPTH_KEYS)
     if layers is not None and depth is not None and layers[-1] > depth:
         raise SpecError(
-            f"pooling.layers: got {layers[-1]}; the model has {depth}: must be from 0, the embedding, to that"
+            f"pooling.layers: got {layers[-1]}; must be from 0, the embedding, to {depth}, the model's last layer"
         )
     if (layers is not None or not pooling.final_norm) and spec.parallel.pipeline_parallel_size != 1:
         name = "layers" if layers is not None else "final_norm"

@@ -82,14 +82,12 @@ class Pooled(Task):
             raise SpecError(f"input.format: {OPENAI_LINES.format(task=self.name)}")
 
     def width_error(self, got: int) -> SpecError:
+        num_layers = len(self._pooling.layers or (0,))
+        of_layers = f" for {num_layers} layers" if num_layers > 1 else ""
         return SpecError(
-            f"pooling.width: got {self.pooling.width} numbers in a vector{self._of_layers()}, but the model gives "
-            f"{got}; name as many"
+            f"pooling.width: got {self.pooling.width} numbers in a vector{of_layers}, but the model gives {got}; set "
+            f"pooling.width to {got // num_layers}"
         )
-
-    def _of_layers(self) -> str:
-        layers = self._pooling.layers
-        return "" if layers is None or len(layers) == 1 else f" for {len(layers)} layers"
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
         wanted = self.pooling
@@ -243,7 +241,7 @@ class Classify(Pooled):
         )
 
     def width_error(self, got: int) -> SpecError:
-        return SpecError(f"pooling.labels: got {self.width} classes, but the model gives {got}; name as many")
+        return SpecError(f"pooling.labels: got {self.width} classes, but the model has {got}; name each of them")
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
         values = super().scripted_values(request, draw)
