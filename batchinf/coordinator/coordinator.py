@@ -181,6 +181,7 @@ class Coordinator:
                     self._trials.survived(replica, rows)
                 case Stopped():
                     self._sample()  # its last figures; a short job has no others
+                    self._look_at_rates()
                 case _:
                     pass
         if parts:
@@ -369,6 +370,10 @@ class Coordinator:
         if self._telemetry.is_due:
             self._sample()
 
+    def _look_at_rates(self) -> None:
+        if self._is_measuring:
+            self._rates.look(time.monotonic(), self._fleet.totals)
+
     def _sample(self) -> None:
         live = [(m, m.handle.incarnation) for m in self._fleet.replicas if m.handle is not None]
         self._telemetry.look([ReplicaLook.of(m.number, name, m.state, m.progress) for m, name in live])
@@ -377,8 +382,8 @@ class Coordinator:
         replicas = self._fleet.replicas
         num_done, num_errors = self._num_finished()
         totals = self._fleet.totals
-        if self._is_measuring and state != "ending":  # the rates would fall while nothing runs
-            self._rates.look(time.monotonic(), totals)
+        if state in ("starting", "running", "stopping"):  # later the rates would fall, as nothing runs
+            self._look_at_rates()
         prompt_per_s, output_per_s = self._rates.tokens_per_s or (None, None)
         # While all replicas start again, their old rates say nothing.
         is_running = state == "running"

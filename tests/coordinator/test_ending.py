@@ -26,7 +26,10 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
     sections = {"input": where, "output": {"keep_columns": []}, "max_error_rate": 0.5, **QUICK}
     spec = yaml.safe_load(jobs.spec_of(tmp_path, **sections).read_text())
-    summary = batchinf.run(spec, quiet=True)
+    seen: list[batchinf.JobStatus] = []
+    summary = batchinf.run(spec, quiet=True, progress=seen.append)
+    # The rate counts the last rows, also of a job of less than a second.
+    assert (seen[-1].state, (seen[-1].output_tokens_per_s or 0) > 0) == ("done", True)
     assert [(one.error_type, one.num_rows, one.row_index) for one in summary.errors] == [
         ("prompt_too_long", 2, 2),
         ("empty_prompt", 1, 1),
