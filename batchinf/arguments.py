@@ -2,9 +2,11 @@
 
 import enum
 import os
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import typer
+import typer.core
 
 from batchinf.base.errors import SpecError, UserError
 
@@ -18,14 +20,51 @@ def _spec_file(context: typer.Context, path: str) -> str:
     raise UserError(f"{takes}: the spec of the job in this folder is {held}" if os.path.isfile(held) else takes)
 
 
-# Of a flag: typer would show <bool>, as if a value had to follow.
-NO_VALUE = " "
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _Plain:
+    """Help without types that say nothing: a flag has no value, and any number is N."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from typer import rich_utils
+
+        rich_utils.RANGE_STRING = ""  # the message for a wrong number has the range
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = " "
+            elif param.metavar is None and (getattr(param, "min", None), getattr(param, "max", None)) != (None, None):
+                param.metavar = "N"
+        return params
+
+
+class _Command(_Plain, typer.core.TyperCommand):
+    pass
+
+
+class _Group(_Plain, typer.core.TyperGroup):
+    pass
+
+
+class App(typer.Typer):
+    """An app whose commands have plain help."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=_Group, **options)
+
+    def command(self, *names: Any, **options: Any) -> Callable[[_F], _F]:
+        return super().command(*names, cls=_Command, **options)
+
 
 SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.", callback=_spec_file)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", metavar=NO_VALUE, help="Print one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def plan_target(context: typer.Context, target: str) -> str:

@@ -16,7 +16,7 @@ import typer
 
 from batchinf import __version__
 from batchinf.arguments import (
-    NO_VALUE,
+    App,
     AsJson,
     LogFormat,
     Out,
@@ -32,7 +32,7 @@ from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
 from batchinf.base.text import plain, to_json
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Offline batch inference with vLLM: a job spec in, Parquet with logprobs out. Jobs can be resumed.",
@@ -101,21 +101,18 @@ def _run(
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option(
-            "--fresh", metavar=NO_VALUE, help="Rename the old output folder, if there is one, and start a new job."
-        ),
+        typer.Option("--fresh", help="Rename the old output folder, if there is one, and start a new job."),
     ] = False,
     slice_: SliceText = None,
     extend: Annotated[
         bool,
         typer.Option(
             "--extend",
-            metavar=NO_VALUE,
             help="Also run new files and rows of the input, and a raised input.limit.",
         ),
     ] = False,
     is_quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", metavar=NO_VALUE, help="Show only warnings, errors and the closing lines.")
+        bool, typer.Option("--quiet", "-q", help="Show only warnings, errors and the closing lines.")
     ] = False,
     log_format: Annotated[
         LogFormat, typer.Option("--log-format", help="Format of what is shown on stderr while the job runs.")
@@ -160,9 +157,7 @@ def _validate(
             help="Show this row: its id or, without id_column, its position from 0. May be repeated.",
         ),
     ] = None,
-    is_random: Annotated[
-        bool, typer.Option("--random", metavar=NO_VALUE, help="Show random rows, not the first ones.")
-    ] = False,
+    is_random: Annotated[bool, typer.Option("--random", help="Show random rows, not the first ones.")] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Show the rows of an earlier --random.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -256,9 +251,7 @@ def _tune(
     out: Annotated[
         str | None, typer.Option("--out", metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")
     ] = None,
-    writes: Annotated[
-        bool, typer.Option("--write", metavar=NO_VALUE, help="Put the fastest settings into the spec.")
-    ] = False,
+    writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run samples of the rows under several settings, and find those that make the job fastest."""
@@ -285,9 +278,7 @@ def _status(
     out: Out,
     is_watched: Annotated[
         bool,
-        typer.Option(
-            "--watch", metavar=NO_VALUE, help="Refresh progress and replicas every second until the job ends."
-        ),
+        typer.Option("--watch", help="Refresh progress and replicas every second until the job ends."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -312,9 +303,9 @@ def _head(
         list[str] | None,
         typer.Option("--columns", metavar="A,B", help="Show these columns. May be repeated."),
     ] = None,
-    only_errors: Annotated[bool, typer.Option("--errors", metavar=NO_VALUE, help="Show only error rows.")] = False,
+    only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", metavar=NO_VALUE, help="Print one JSON object for each row, with all columns.")
+        bool, typer.Option("--json", help="Print one JSON object for each row, with all columns.")
     ] = False,
 ) -> None:
     """Show the first finished rows as a table, while the job runs or after."""
@@ -378,14 +369,10 @@ def _report(
 @app.command("check", epilog="Example: batchinf check out/job --deep")
 def _check(
     out: Out,
-    deep: Annotated[
-        bool, typer.Option("--deep", metavar=NO_VALUE, help="Read every byte, not only sizes and footers.")
-    ] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,
     repair: Annotated[
         bool,
-        typer.Option(
-            "--repair", metavar=NO_VALUE, help="Move damaged files aside. The next run makes their rows again."
-        ),
+        typer.Option("--repair", help="Move damaged files aside. The next run makes their rows again."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -488,7 +475,7 @@ def _slurm(
         str | None, typer.Option("--script", metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
     ] = None,
     submits: Annotated[
-        bool, typer.Option("--submit", metavar=NO_VALUE, help="Submit the script, if `sbatch --test-only` accepts it.")
+        bool, typer.Option("--submit", help="Submit the script, if `sbatch --test-only` accepts it.")
     ] = False,
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
@@ -524,7 +511,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, metavar=NO_VALUE, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

@@ -12,6 +12,7 @@ import tempfile
 import tracemalloc
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -487,7 +488,7 @@ def test_words_of_strangers_do_not_reach_the_terminal_raw(tmp_path: pathlib.Path
 def test_process_groups_that_were_never_replicas_are_not_ended(pgid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group of 0 would be the reader's own."""
     signals: list[Any] = []
-    monkeypatch.setattr(os, "killpg", lambda *arguments: signals.append(arguments))
+    monkeypatch.setattr(psutil.Process, "kill", signals.append)
     # A live group with its leader. The tests' own group may have lost its leader, and so its start time.
     sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
     own = GroupIdentity.of(sleeper.pid).model_dump()

@@ -341,13 +341,15 @@ WRONG = [
           "job.yaml:10:3: engine.tensor_parallel_size: say parallel.tensor_parallel_size instead"),
     # The input
     Wrong("no such file", {"input": {"path": "row.jsonl"}},
-          "row.jsonl does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id"),
+          "job.yaml:3:3: input.path: row.jsonl does not exist; give a file, a glob, a folder, or a Hugging Face "
+          "dataset's id; did you mean rows.jsonl?"),
     Wrong("a device", {"input": {"path": "/dev/stdin"}},
           "/dev/stdin is a pipe or a device; a job reads its input more than once, so write the rows to a file"),
     Wrong("UTF-16", {"input": {"path": "wide.jsonl"}}, "wide.jsonl is UTF-16; save it as UTF-8",
           files={"wide.jsonl": "\x00{\x00\"\x00p"}),
     Wrong("no file matches", {"input": {"path": "rows/*.jsonl"}},
-          "no file matches rows/*.jsonl; correct the glob, or put it in quotes if a shell expanded it"),
+          "job.yaml:3:3: input.path: no file matches rows/*.jsonl; correct the glob, or put it in quotes if a shell "
+          "expanded it"),
     Wrong("unknown ending", {"input": {"path": "rows.xls"}},
           "the ending of rows.xls is not known; the formats are jsonl, parquet, csv, text, arrow and hf, by the "
           "endings .jsonl, .ndjson, .parquet, .pq, .csv, .txt, .text, .arrow, .feather, .ipc; name it so, or set "

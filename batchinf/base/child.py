@@ -5,36 +5,71 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 
 class NoAnswerError(Exception):
     """The process gave no answer; the message says why."""
 
 
-def ask(module: str, question: object, timeout_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Run `python -m module` with the question as JSON on stdin. Returns the last line of its output, read as JSON.
+class Question:
+    """A question under way. Leaving its `with` block ends the process."""
 
-    environment: added to the variables of this process. Raises NoAnswerError.
-    """
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    try:
-        done = subprocess.run(
-            # -P: a module in the user's folder must not replace one of Python.
-            [sys.executable, "-P", "-m", module],
-            input=json.dumps(question),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-        )
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"it took more than {timeout_s:.0f} s") from None
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    except ValueError:
-        raise NoAnswerError((done.stderr.strip() or "it said nothing").splitlines()[-1][:300]) from None
-    return answer
+    def __init__(self, module: str, question: object, timeout_s: float, environment: Mapping[str, str]) -> None:
+        """Start `python -m module` with the question as JSON on stdin. environment: added to this process's."""
+        self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
+        root = str(pathlib.Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        # Files, and not pipes: nothing has to be read while the process runs.
+        self._said, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        with tempfile.TemporaryFile() as asked:
+            asked.write(json.dumps(question).encode())
+            asked.seek(0)
+            self._process = subprocess.Popen(
+                # -P: a module in the user's folder must not replace one of Python.
+                [sys.executable, "-P", "-m", module],
+                stdin=asked,
+                stdout=self._said,
+                stderr=self._errors,
+                env={**os.environ, "PYTHONPATH": path, **environment},
+            )
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether `answer` returns at once."""
+        return self._process.poll() is not None or time.monotonic() >= self._until
+
+    def answer(self) -> dict[str, Any]:
+        """The last line of the process's output, read as JSON. Raises NoAnswerError."""
+        try:
+            self._process.wait(max(0.0, self._until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise NoAnswerError(f"it took more than {self._timeout_s:.0f} s") from None
+        try:
+            answer: dict[str, Any] = json.loads(_text(self._said).rpartition("\n")[2])
+        except ValueError:
+            raise NoAnswerError((_text(self._errors) or "it said nothing").splitlines()[-1][:300]) from None
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._said.close()
+        self._errors.close()
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    return str(file.read().decode(errors="replace")).strip()
+
+
+def ask(module: str, question: object, timeout_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Ask a `Question` and wait for its answer. Raises NoAnswerError."""
+    with Question(module, question, timeout_s, environment) as asked:
+        return asked.answer()

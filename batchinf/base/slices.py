@@ -102,7 +102,9 @@ def source_folder(folder: Folder, slice_: Slice | None) -> pathlib.Path:
 
 
 def no_job_message(out: object) -> str:
-    """The error message for an output folder without a manifest."""
+    """The error message for an output folder without a job's manifest."""
+    if Folder(str(out)).exists("manifest"):
+        return f"{out} holds no job yet: its first run ended before the job had begun; run the spec again"
     return f"{out} holds no job: it has no manifest; give the output.path of a job"
 
 

@@ -31,11 +31,15 @@ class Head:
     """The first finished rows: those of the first parts, in input order within a part.
 
     columns: names of all columns; empty if no row is finished. kept: those that come from the input, without the id.
+    choices: the texts that `best` counts, if all rows have the same. num_rows: all rows, or error rows if only these
+    were asked for; None if the job is not done.
     """
 
     rows: tuple[dict[str, Any], ...]
     columns: tuple[str, ...]
     kept: tuple[str, ...]
+    choices: tuple[str, ...]
+    num_rows: int | None
 
 
 def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_errors: bool = False) -> Head:
@@ -55,8 +59,11 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
                 rows.extend(values or {"error": error} for values, error in python_rows(chosen))
                 if len(rows) >= num_rows:
                     break
-    kept = stored_spec(states[0][1].header.spec).output.keep_columns.values() if states else ()
-    return Head(tuple(rows), names, tuple(kept))
+    spec = stored_spec(states[0][1].header.spec) if states else None
+    kept, choices = ((), ()) if spec is None else (spec.output.keep_columns.values(), spec.input.choices or ())
+    counts = [state.counts.num_errors if only_errors else state.counts.num_rows for _, state in states]
+    is_done = len(states) == len(jobs) and all(state.is_done for _, state in states)
+    return Head(tuple(rows), names, tuple(kept), choices, sum(counts) if is_done else None)
 
 
 def _finished_tables(folder: Folder, state: State, num_rows: int, only_errors: bool) -> Generator[pa.Table, None, None]:

@@ -111,6 +111,10 @@ def _find(results: Results, wanted: str) -> list[dict[str, Any]]:
         for path in results.parts if values is not None else ():
             if rows := list(_rows_in(path, key, values)):
                 return rows
+    if "id" not in keys and _candidates(pa.field("row_index", pa.int64()), wanted) is None:
+        raise UserError(
+            f"--row {wanted}: the job has no input.id_column, so a row is named by its position in the input, from 0"
+        )
     named = "an id or a position" if "id" in keys else "a position, from 0"
     state = "" if results.is_done else "; the job is not done, and the row may come"
     raise UserError(f"--row {wanted}: none of {results.num_rows:,} committed rows has this as {named}{state}")

@@ -13,13 +13,14 @@ from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.state import State, read_state
 from batchinf.output.counts import accuracy_of, rules_out_tokens
+from batchinf.output.journal import num_results
 from batchinf.records import ExpectedSpeed, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 from batchinf.tasks.score.compare import Accuracy
 
-Activity = Literal["not begun", "starting", "running", "stopping", "stopped", "done"]
+Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,9 @@ class JobState:
 
     slice: such as `3/8`; None: a whole job. process: None unless a live process seems to run it. totals: None before it
     has begun. extents: numbers of input rows that were added at the beginning and by each `--extend`. progress: a live
-    job's `status.json`, which is `progress_age_s` seconds old. replicas: of a live job, or of the last run of one that
-    is not done. expected_speed: of a live job. speed: of the last run of a job that is done.
+    job's `status.json`, which is `progress_age_s` seconds old. replicas: of a live job, or of one whose process died.
+    num_journalled: finished requests that a stopped job keeps beside its parts. expected_speed: of a live job.
+    speed: of the last run of a job that is done.
     """
 
     folder: str
@@ -93,6 +95,7 @@ class JobState:
     progress: JobStatus | None = None
     progress_age_s: float | None = None
     replicas: tuple[ReplicaStatus, ...] = ()
+    num_journalled: int = 0
     expected_speed: ExpectedSpeed | None = None
     speed: Speed | None = None
 
@@ -186,18 +189,21 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
     holder, last = None if state.is_done else live_holder(job.folder), read_status(job.folder)
     # Without a holder, or before this one has written its first, the snapshot is from an earlier run.
     snapshot = last if holder is not None and last is not None and last.updated_at >= _since(holder) else None
+    is_stopped = holder is None and not state.is_done
     num_rows = total_rows(state.extents) * task_of(stored_spec(state.header.spec)).num_rows_per_input
     return JobState(
         folder=str(job.folder.root),
         slice=name,
-        activity="done" if state.is_done else "stopped" if holder is None else _activity(snapshot),
+        activity="done" if state.is_done else "stopped" if is_stopped else _activity(snapshot),
         process=None if holder is None else RunningProcess(holder.pid, holder.host, holder.since),
         totals=_totals([(job.folder, state)], num_rows, total_shards(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         retry=_retry(state),
         progress=snapshot,
         progress_age_s=None if snapshot is None else time.time() - snapshot.updated_at,
-        replicas=() if last is None or state.is_done else last.replicas,
+        # "stopped" is the last word of a process that has ended its replicas.
+        replicas=() if last is None or state.is_done or (is_stopped and last.state == "stopped") else last.replicas,
+        num_journalled=num_results(job.folder, state.parts) if is_stopped else 0,
         expected_speed=None if holder is None else state.expected_speed,
         speed=state.speed if state.is_done else None,
     )
@@ -213,9 +219,11 @@ def _since(holder: Holder) -> float:
 
 def _activity(snapshot: JobStatus | None) -> Activity:
     # A snapshot of an ended job is from an earlier run.
-    if snapshot is not None and snapshot.state == "running":
-        return "running"
-    return "stopping" if snapshot is not None and snapshot.state == "stopping" else "starting"
+    match None if snapshot is None else snapshot.state:
+        case "running" | "stopping" | "ending" as activity:
+            return activity
+        case _:
+            return "starting"
 
 
 def _totals(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_parts: int) -> JobTotals:

@@ -77,7 +77,8 @@ class Coordinator:
         self._is_measuring = False
         self._errors: Counter[str] = Counter()  # of committed parts, since the start
         self._next_status = 0.0
-        self._num_shown = 0  # output rows, as in the last status
+        # Finished output rows of open shards that stopped replicas had: the journal keeps them.
+        self.num_kept_rows = 0
         self.requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
         # Requests that were in engines when these were told to end.
         self.num_unfinished = 0
@@ -150,6 +151,11 @@ class Coordinator:
         self._assignment.assign()
         self._show(self._state())
 
+    @property
+    def _num_in_flight(self) -> int:
+        """Requests in the engines."""
+        return sum(replica.progress.in_flight for replica in self._fleet.replicas)
+
     def _state(self) -> str:
         return "running" if any(replica.is_running for replica in self._fleet.replicas) else "starting"
 
@@ -175,6 +181,7 @@ class Coordinator:
                     self._trials.survived(replica, rows)
                 case Stopped():
                     self._sample()  # its last figures; a short job has no others
+                    self._look_at_rates()
                 case _:
                     pass
         if parts:
@@ -264,8 +271,10 @@ class Coordinator:
 
     def _note_ended(self, ended: list[Ended]) -> None:
         for end in ended:
-            closed = self._close_last(end)
-            self.num_unfinished += end.num_unfinished if end.was_asked else 0
+            closed, closed_rows = self._close_last(end)
+            if end.was_asked:
+                self.num_unfinished += end.num_unfinished
+                self.num_kept_rows += max(0, end.num_open_rows - closed_rows)
             note_end(self._manifest, end)
             suspicion = self._trials.note_death(end)
             self._assignment.note_ended(end, self._trials.shards | closed)
@@ -284,15 +293,16 @@ class Coordinator:
         if ended:
             self._manifest.commit()
 
-    def _close_last(self, end: Ended) -> set[int]:
-        """Commit the parts in an incarnation's last events. Returns their shards."""
+    def _close_last(self, end: Ended) -> tuple[set[int], int]:
+        """Commit the parts in an incarnation's last events. Returns their shards, and the number of their new rows."""
         held = {shard.index for shard in end.shards}
         closed = [event for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
         if closed:
             self._commit([(end.replica.number, end.incarnation, event.part) for event in closed])
         for event in closed:
             self._errors.update(event.errors)
-        return {event.part.shard for event in closed}
+        num_rows = sum(event.part.num_rows - event.part.num_kept for event in closed)
+        return {event.part.shard for event in closed}, num_rows
 
     def _give_up(self) -> None:
         causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
@@ -319,7 +329,7 @@ class Coordinator:
     def _num_finished(self) -> tuple[int, int]:
         """Numbers of finished output rows and of errors among them, from commits and from replicas' progress."""
         replicas = self._fleet.replicas
-        rows = sum(max(0, replica.progress.num_rows - replica.closed_rows) for replica in replicas)
+        rows = self.num_kept_rows + sum(replica.num_open_rows for replica in replicas)
         num_errors = self._committed.num_errors + self._open_errors().total()
         return min(self._num_rows, self._committed.num_rows + rows), num_errors
 
@@ -342,7 +352,7 @@ class Coordinator:
                 break
             self._handle(self._fleet.poll(_POLL_S))
             self._note_ended(self._fleet.reap())
-            self._show("stopping")
+            self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.
         self._handle(self._fleet.poll(0))
 
@@ -360,6 +370,10 @@ class Coordinator:
         if self._telemetry.is_due:
             self._sample()
 
+    def _look_at_rates(self) -> None:
+        if self._is_measuring:
+            self._rates.look(time.monotonic(), self._fleet.totals)
+
     def _sample(self) -> None:
         live = [(m, m.handle.incarnation) for m in self._fleet.replicas if m.handle is not None]
         self._telemetry.look([ReplicaLook.of(m.number, name, m.state, m.progress) for m, name in live])
@@ -367,17 +381,13 @@ class Coordinator:
     def _status(self, state: str) -> JobStatus:
         replicas = self._fleet.replicas
         num_done, num_errors = self._num_finished()
-        if state == "stopped":
-            # Replicas that have ended report nothing, but the journal keeps what they finished.
-            num_done = max(num_done, self._num_shown)
-        self._num_shown = num_done
         totals = self._fleet.totals
-        if self._is_measuring:
-            self._rates.look(time.monotonic(), totals)
+        if state in ("starting", "running", "stopping"):  # later the rates would fall, as nothing runs
+            self._look_at_rates()
         prompt_per_s, output_per_s = self._rates.tokens_per_s or (None, None)
-        in_flight = sum(m.progress.in_flight for m in replicas)
         # While all replicas start again, their old rates say nothing.
-        left_s = self._rates.left_s(self._num_rows - num_done, in_flight) if state == "running" else None
+        is_running = state == "running"
+        left_s = self._rates.left_s(self._num_rows - num_done, self._num_in_flight) if is_running else None
         return JobStatus(
             state=state,
             num_rows=self._num_rows,

@@ -103,7 +103,7 @@ class _Bar:
             self._below = tqdm(file=stream, total=0, position=1, bar_format="{desc}", leave=False)
 
     def show(self, status: JobStatus) -> None:
-        self._bar.n = status.num_rows_done
+        self._bar.n, self._bar.total = status.num_rows_done, status.num_rows
         if self._below is None:
             self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{status_line(status)} [{{elapsed}}]"
         else:
@@ -171,6 +171,9 @@ def figures(status: JobStatus) -> list[Figure]:
     starts = _starts(status)
     if status.state == "starting" and starts:
         return [*starts, *([_errors(status)] if status.num_errors else [])]
+    if status.state == "ending":
+        rest = "" if status.num_rows_done == status.num_rows else "writing the last rows and "
+        return [(f"{rest}ending the engines",), _errors(status), _waited(status)]
     replicas = (f"{up}/{len(status.replicas)} replicas up",)
     are_down = status.state == "running" and up < len(status.replicas)
     num_tokens = status.num_output_tokens

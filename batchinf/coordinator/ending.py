@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from batchinf.base.errors import ErrorRateExceeded
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, duration, size_text
+from batchinf.base.text import clip, counted, duration, size_text
 from batchinf.coordinator.progress import Failure, commonest, forecast
 from batchinf.fleet.speed import speed_lines, tokens_text
 from batchinf.manifest.state import State
@@ -115,16 +115,20 @@ def _by_type(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return tuple(sorted(found.values(), key=lambda failure: -failure.num_rows))
 
 
-def stopped_lines(folder: Folder, state: State, num_rows: int, num_unfinished: int, advice: str) -> Iterator[str]:
-    """What a stop has kept, what runs again, and what would have kept more.
+def stopped_lines(
+    folder: Folder, state: State, num_rows: int, num_kept_rows: int, num_unfinished: int, advice: str
+) -> Iterator[str]:
+    """What a stop has kept, what runs again, what would have kept more, and what is left.
 
-    num_rows: output rows of the job. num_unfinished: requests that were in the engines at the end.
+    num_rows: output rows of the job. num_kept_rows: finished ones that are in no part; some may not be in the journal.
+    num_unfinished: requests that were in the engines at the end.
     """
-    open_shards = [shard for shard in journal.list_shards(folder) if shard not in state.parts]
-    num_kept = journal.num_results(folder, open_shards)
-    parts = f"{state.counts.num_rows:,} of {num_rows:,} output rows in {len(state.parts):,} parts"
-    yield f"  kept: {parts}, and {num_kept:,} finished requests in the journal"
+    num_kept = journal.num_results(folder, state.parts)
+    parts = f"{state.counts.num_rows:,} of {num_rows:,} output rows in {counted(len(state.parts), 'part')}"
+    yield f"  kept: {parts}, and {counted(num_kept, 'finished request')} in the journal"
     if num_unfinished:
-        yield f"  runs again: {num_unfinished:,} requests that the engines had begun; {advice}"
+        yield f"  runs again: {counted(num_unfinished, 'request')} that the engines had begun; {advice}"
     else:
         yield "  runs again: nothing; all requests that the engines had begun are finished"
+    num_left = max(0, num_rows - state.counts.num_rows - min(num_kept_rows, num_kept))
+    yield f"  still to run: {counted(num_left, 'output row')}"

@@ -156,7 +156,8 @@ def _run_shards(
     except Interrupted as error:
         found = read_state(job.folder)
         assert found is not None
-        kept = stopped_lines(job.folder, found, num_rows, coordinator.num_unfinished, coordinator.requests.advice)
+        more = coordinator.num_kept_rows, coordinator.num_unfinished, coordinator.requests.advice
+        kept = stopped_lines(job.folder, found, num_rows, *more)
         raise Interrupted("\n".join([str(error), *kept])) from None
     except HopelessJob as error:
         found = read_state(job.folder)

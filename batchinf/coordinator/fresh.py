@@ -13,8 +13,8 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, check_place, is_slice_folder, job_folder
 from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.start import CheckedJob, check_first, with_known_degrees
-from batchinf.engines.installed import check_structures
+from batchinf.coordinator.start import CHECKING, CheckedJob, check_first, with_known_degrees
+from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import Launcher
 from batchinf.job.choose import choose
@@ -108,7 +108,10 @@ def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int
         if job.slice is not None:
             check_cut(job)
         if job.spec.scripted is None:
-            list(check_structures(file, job.model.tokenizer))
+            with StructuresCheck(file, job.model.tokenizer) as check:
+                if not check.is_done:
+                    display.say(CHECKING)
+                list(check.lines())
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.root) as scratch:
             num_rows = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch)).num_rows
         check_size(file, job, num_rows if job.slice is None else len(job.slice.rows(num_rows)))

@@ -6,6 +6,7 @@ and tells the replicas about the rows. If anything on the way is refused, it end
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,13 +23,13 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.extend import add_extent, check_extended, has_more, said
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.retry import RetryRequest, as_begun, take_request
-from batchinf.engines.installed import check_structures
+from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
 from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.speed import expected_line, expected_speed
-from batchinf.fleet.status import read_status
+from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import with_known_length
@@ -46,6 +47,8 @@ from batchinf.source.rows import first_rows
 from batchinf.spec.file import SpecFile, dump_spec
 
 _LOST_TO_NAME = 20
+_POLL_S, _LOOK_EVERY_S = 0.2, 1.0
+CHECKING = "checking the structured outputs with vLLM, whose import takes 10 s or more"
 NOTHING_NEW = "--extend: the input has no new files and no new rows"
 
 
@@ -88,7 +91,8 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
     overrides: dict[str, Any] = {}
     has_rows = state is None or not state.committed.all()
     if state is None:
-        rows, where = first_rows(location_of(file.spec)), file.spec.input.where
+        with placing(file):
+            rows, where = first_rows(location_of(file.spec)), file.spec.input.where
         try:
             prepared = prepared if rows is None else prepared.over(rows)
             if rows is not None and where is not None:
@@ -150,6 +154,9 @@ def start(
             # Replicas make files outside the job's folder with the id in their names. So the id is stored first.
             manifest.event(BEGINNING, job_id=job_id)
             manifest.commit()
+        check = None
+        if prepared.spec.scripted is None and (state is None or checked.retry is not None):
+            check = opened.enter_context(StructuresCheck(file, prepared.model.tokenizer))
         if checked.has_rows:
             display.say(f"starting {counted(len(launcher.slots), 'replica')} while the input is read")
             with shielded():
@@ -165,14 +172,11 @@ def start(
             launcher = replace(launcher, spec=job.spec)
             fleet = launcher.fleet(job_id, num_before=fleet.num_incarnations)
         request = None if state is None else take_request(job, state, checked.retry, checked.overrides)
-        if job.spec.scripted is None and (state is None or request is not None):
-            if job.spec.sampling.structured_outputs is not None:
-                # On two busy cores the check took 41 s, and nothing else was shown.
-                display.say("checking the structured outputs with vLLM, whose import takes 10 s or more")
-            for line in check_structures(file, job.model.tokenizer):
-                display.say(line)
         choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
         check_size(file, job, None if choice is None else choice.num_rows)
+        if check is not None:
+            num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
+            _await(check, fleet, num_rows, display)
         if state is None:
             state = _begin(job, manifest, len(launcher.slots), choice, job_id)
         elif checked.extends:
@@ -199,6 +203,23 @@ def start(
         fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call
         opened.close()
         manifest.close()
+
+
+def _await(check: StructuresCheck, fleet: Fleet, num_rows: int, display: ProgressDisplay) -> None:
+    """Show how the engines start until the check is done. num_rows: of the job's output; 0 for a retry."""
+    with check:
+        if not check.is_done:
+            display.say(CHECKING)
+        next_look = 0.0
+        while not check.is_done:
+            # Replicas without work say only what they do, or that they have failed: the coordinator looks for that.
+            fleet.poll(_POLL_S)
+            if num_rows and time.monotonic() >= next_look:
+                next_look = time.monotonic() + _LOOK_EVERY_S
+                fleet.look_at_starts()
+                display.show(JobStatus.starting(num_rows, [replica.status() for replica in fleet.replicas]))
+        for line in check.lines():
+            display.say(line)
 
 
 def _note_expected(job: Job, state: State, launcher: Launcher, manifest: Manifest, display: ProgressDisplay) -> None:

@@ -9,10 +9,12 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterator
+from typing import Self
 
-from batchinf.base.child import NoAnswerError, ask
+from batchinf.base.child import NoAnswerError, Question
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
 from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec
 
 
 @contextlib.contextmanager
@@ -82,29 +84,75 @@ def cuda_of_build(torch_folder: pathlib.Path | None = None) -> tuple[int, int] |
 
 # The process imports vLLM, which takes 10 s, and far longer from a cold or shared disk.
 _WAIT_S = 600.0
+_MODULE = "batchinf.engines.vllm.structures"
 _PARSER = "model.reasoning_parser"
 
 
-def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
-    """Lines for people about structured outputs and reasoning. Raises SpecError with a line for each thing refused.
+class StructuresCheck:
+    """The check of a spec's structured outputs and reasoning parser, under way. Use it in a `with` block."""
 
-    tokenizer: the resolved one, a folder or a hub id.
-    """
-    spec = file.spec
-    name, structure = spec.model.reasoning_parser, spec.sampling.structured_outputs
-    if name is None and structure is None:
-        return
-    known = reasoning_parser_names()
-    if name is not None and known is not None and name not in known and not spec.engine.get("reasoning_parser_plugin"):
-        raise file.error(_PARSER, f"got '{name}'; the installed vLLM has {', '.join(known)}")
-    is_here = importlib.util.find_spec("vllm") is not None
-    backend = _ask(file, tokenizer) if is_here else ""
-    unknown = "not looked at, as vLLM is not installed here"
-    if structure is not None:
-        obeys = "" if spec.scripted is None else "; the scripted engine does not obey them"
-        yield f"structured outputs: {', '.join(structure)}, {f'compiled by {backend}' if is_here else unknown}{obeys}"
-    if name is not None:
-        yield f"reasoning parser: {name}, {'which goes with the tokenizer' if is_here else unknown}"
+    def __init__(self, file: SpecFile, tokenizer: str) -> None:
+        """tokenizer: the resolved one, a folder or a hub id. Raises SpecError for an unknown parser."""
+        self._file, self._question, spec = file, None, file.spec
+        name, structure = spec.model.reasoning_parser, spec.sampling.structured_outputs
+        if name is None and structure is None:
+            return
+        known = reasoning_parser_names()
+        has_more = spec.engine.get("reasoning_parser_plugin")
+        if name is not None and known is not None and name not in known and not has_more:
+            raise file.error(_PARSER, f"got '{name}'; the installed vLLM has {', '.join(known)}")
+        if importlib.util.find_spec("vllm") is not None and (name is not None or not _is_sure(spec)):
+            question = {"spec": spec.model_dump_json(), "tokenizer": tokenizer}
+            self._question = Question(_MODULE, question, _WAIT_S, {"VLLM_LOGGING_LEVEL": "ERROR"})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._question is not None:
+            self._question.__exit__(*error)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `lines` returns at once."""
+        return self._question is None or self._question.is_answered
+
+    def lines(self) -> Iterator[str]:
+        """Lines for people. Waits for the check. Raises SpecError with a line for each thing refused."""
+        spec, is_here = self._file.spec, self._question is not None
+        structure, name = spec.sampling.structured_outputs, spec.model.reasoning_parser
+        backend = self._backend() if is_here else ""
+        unknown = "not looked at, as vLLM is not installed here"
+        if structure is not None:
+            obeys = "" if spec.scripted is None else "; the scripted engine does not obey them"
+            compiled = f"compiled by {backend}" if is_here else "always compiled" if _is_sure(spec) else unknown
+            yield f"structured outputs: {', '.join(structure)}, {compiled}{obeys}"
+        if name is not None:
+            yield f"reasoning parser: {name}, {'which goes with the tokenizer' if is_here else unknown}"
+
+    def _backend(self) -> str:
+        """The name of vLLM's backend that compiles the structure. Raises SpecError."""
+        assert self._question is not None
+        try:
+            answer = self._question.answer()
+        except NoAnswerError as error:
+            raise BatchinfError(f"vLLM could not look at structured outputs and reasoning: {error}") from None
+        if answer["problems"]:
+            raise SpecError("\n".join(self._file.line(field, message) for field, message in answer["problems"]))
+        return str(answer["backend"])
+
+
+def _is_sure(spec: JobSpec) -> bool:
+    """Whether the structure is one that vLLM always compiles, so that nothing has to import vLLM to know."""
+    texts = (spec.sampling.structured_outputs or {}).get("choice")
+    backend = (spec.engine.get("structured_outputs_config") or {}).get("backend", "auto")
+    return texts is not None and backend == "auto" and all(text.isprintable() for text in texts)
+
+
+def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
+    """The lines of a `StructuresCheck`. Raises SpecError."""
+    with StructuresCheck(file, tokenizer) as check:
+        yield from check.lines()
 
 
 @functools.cache
@@ -123,15 +171,3 @@ def reasoning_parser_names() -> tuple[str, ...] | None:
             keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
             return tuple(sorted(str(key) for key in keys))
     return None
-
-
-def _ask(file: SpecFile, tokenizer: str) -> str:
-    """The name of vLLM's backend that compiles the structure. Raises SpecError."""
-    question = {"spec": file.spec.model_dump_json(), "tokenizer": tokenizer}
-    try:
-        answer = ask("batchinf.engines.vllm.structures", question, _WAIT_S, {"VLLM_LOGGING_LEVEL": "ERROR"})
-    except NoAnswerError as error:
-        raise BatchinfError(f"vLLM could not look at structured outputs and reasoning: {error}") from None
-    if answer["problems"]:
-        raise SpecError("\n".join(file.line(field, message) for field, message in answer["problems"]))
-    return str(answer["backend"])

@@ -49,7 +49,8 @@ class JobStatus:
     """A snapshot of a job. num_rows, num_rows_done, num_errors: output rows. updated_at: seconds since 1970.
 
     errors: those since the coordinator started, by the error's type, the most frequent first. devices: of the job.
-    state: starting, running, stopping, done, stopped or failed. num_prompt_tokens, num_output_tokens: tokens that the
+    state: starting, running, stopping, ending, done, stopped or failed. A stopping job finishes running requests; in an
+    ending one no request runs, and its engines end. num_prompt_tokens, num_output_tokens: tokens that the
     engines have run and generated since the coordinator started. Rates are over the last minute. Rates and `left_s` are
     None until there is enough data for them.
     """
@@ -70,6 +71,12 @@ class JobStatus:
     replicas: tuple[ReplicaStatus, ...]
     devices: tuple[DeviceLook, ...]
     updated_at: float
+
+    @classmethod
+    def starting(cls, num_rows: int, replicas: Sequence[ReplicaStatus]) -> "JobStatus":
+        """That of a job without shards yet."""
+        now = round(time.time(), 3)
+        return cls("starting", num_rows, 0, 0, {}, 0, 0, 0, 0, None, None, None, 0.0, tuple(replicas), (), now)
 
 
 _STATUS = TypeAdapter(JobStatus)

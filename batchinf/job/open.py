@@ -32,6 +32,7 @@ from batchinf.records import Extent, Prompt
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.source.files import InputLocation
+from batchinf.source.find import NoInputError
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
@@ -198,9 +199,11 @@ def open_job(
 
 @contextlib.contextmanager
 def placing(file: SpecFile) -> Iterator[None]:
-    """If a SpecError begins with a field's name, add the field's line and column."""
+    """If a SpecError begins with a field's name, add the field's line and column. So for a path that names nothing."""
     try:
         yield
+    except NoInputError as error:
+        raise NoInputError(file.line("input.path", str(error))) from error
     except SpecError as error:
         field = re.match(r"[a-z_]+(\.[a-z_]+|\[[0-9]+\])+(?=[:,])", str(error))
         if field is None:

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -186,11 +186,11 @@ def drop(folder: Folder, shard: int, retry: int | None = None) -> None:
             folder.delete(f"{_FOLDER}/{name}")
 
 
-def num_results(folder: Folder, shards: Iterable[int]) -> int:
-    """Number of results in the segments of these shards, from their headers alone."""
+def num_results(folder: Folder, closed: Container[int]) -> int:
+    """Number of results in the segments of all shards but the `closed` ones, from their headers alone."""
     total = 0
-    for shard in shards:
-        for name in _names(folder, shard):
+    for shard in list_shards(folder):
+        for name in _names(folder, shard) if shard not in closed else ():
             # This only informs: a segment that has just gone, or is damaged, does not count.
             with contextlib.suppress(OSError), folder.path(f"{_FOLDER}/{name}").open("rb") as file:
                 header = FileHeader.decode(file.read(HEADER_BYTES))

@@ -341,10 +341,11 @@ class Incarnation:
             self._may_run.wait()
             worker.run()
             self._port.send(worker.progress())
+            # Before the engine ends, which may take seconds: nothing of the job depends on it any more.
+            self._port.send(Stopped())
         finally:
             with contextlib.suppress(Exception):
                 engine.close()
-        self._port.send(Stopped())
 
     def _start_engine(self, tokenizer: Any) -> Engine:
         task, script, launch = self._task, self._spec.scripted, self._launch

@@ -13,6 +13,7 @@ from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import Folder, reason
 from batchinf.base.text import clip, counted, duration, short_count, size_text
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
+from batchinf.fleet.speed import time_of_work
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
 from batchinf.report import charts
@@ -104,9 +105,17 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         *([Card("output tokens", short_count(output), f"{output:,} in parts")] if output else []),
         *([Card("prompt tokens", short_count(prompt), f"{prompt:,} in parts")] if prompt else []),
     ]
+    # As in the closing lines of the run.
+    for speed in (job.speed for job in report.jobs if job.speed is not None and len(report.jobs) == 1):
+        name, rate = "output", speed.output_tokens_per_s
+        if not rate:
+            name, rate = "prompt", speed.prompt_tokens_per_s
+        cards.append(
+            Card(f"{name} tokens/s", short_count(rate), f"while the engines worked ({time_of_work(speed.work_s)})")
+        )
     if history is not None and work_s:
         name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")
-        cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "over the whole time of work"))
+        cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "with the start of the engines"))
         cards.append(Card("time of work", duration(work_s), counted(totals.num_starts, "start")))
     cards.append(Card("device time", duration(totals.device_s), "of replicas that have ended"))
     cards.append(

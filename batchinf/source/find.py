@@ -3,6 +3,8 @@
 `remote` finds the files of URLs.
 """
 
+import contextlib
+import difflib
 import glob
 import os
 import re
@@ -13,6 +15,10 @@ from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
 from batchinf.source.formats.registry import ALLOWED, file_format, format_by_ending
+
+
+class NoInputError(InputError):
+    """The path of the input names nothing."""
 
 
 def is_dataset(input: InputLocation) -> bool:
@@ -41,15 +47,26 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     elif glob.has_magic(path):
         files = _by_glob(path)
     else:
-        raise InputError(f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id")
+        raise NoInputError(
+            f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id{_near(path)}"
+        )
     return one_format(files, input), files
+
+
+def _near(path: str) -> str:
+    """The file or folder whose name is most like that of a path that does not exist."""
+    folder, name = os.path.split(path.rstrip("/"))
+    with contextlib.suppress(OSError):
+        if close := difflib.get_close_matches(name, os.listdir(folder or "."), n=1):
+            return f"; did you mean {os.path.join(folder, close[0])}?"
+    return ""
 
 
 def _by_glob(path: str) -> list[InputFile]:
     root = os.path.dirname(re.split(r"[*?[]", path)[0])
     found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
     if not found:
-        raise InputError(f"no file matches {path}; correct the glob, or put it in quotes if a shell expanded it")
+        raise NoInputError(f"no file matches {path}; correct the glob, or put it in quotes if a shell expanded it")
     return [InputFile(os.path.relpath(name, root or "."), os.path.abspath(name)) for name in found]
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 
 import jobs
+from batchinf.commands.head import Head
+from batchinf.commands.text.head import head_table
 
 _SCRIPT = "<script>alert(1)</script>"
 HOSTILE = [
@@ -60,6 +63,17 @@ def test_the_table_fits_the_terminal_and_nothing_in_it_is_obeyed(columns: int, o
         assert "\\u001b[31mred" in rows[0] and "<script>alert" in rows[0]
         assert "Once upon a time↵there was" in rows[1]
     assert any("no room for" in line for line in lines) == (columns < 160)
+    assert lines[-1] == "6 of 34 rows; -n shows more"
+
+
+def test_the_number_of_a_choice_has_its_text() -> None:
+    found = Head(({"id": "a", "best": 1}, {"id": "b", "best": None}), ("id", "best"), (), ("prose", "verse"), None)
+    screen = Console(width=80)
+    with screen.capture() as captured:
+        for item in head_table(found, (), screen.width):
+            screen.print(item)
+    assert captured.get().splitlines()[2].split() == ["a", "1", "verse"]
+    assert captured.get().splitlines()[-1] == "2 rows shown; the job is not done"
 
 
 def test_json_has_all_columns_and_the_first_rows(out: pathlib.Path) -> None:

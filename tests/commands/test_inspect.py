@@ -54,9 +54,11 @@ def test_tokens_are_decoded_by_the_jobs_own_tokenizer(out: pathlib.Path) -> None
 def test_a_changed_model_does_not_decode(tmp_path: pathlib.Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(jobs.MODEL, model)
-    few = {"input": {"limit": 3}, "parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
-    jobs.finish(jobs.spec_of(tmp_path, model=str(model), **few))
+    few = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
+    jobs.finish(jobs.spec_of(tmp_path, model=str(model), input={"limit": 3, "id_column": None}, **few))
     assert len(batchinf.open(tmp_path / "out").tokens()) == 3
+    with pytest.raises(batchinf.UserError, match=r"the job has no input\.id_column"):
+        inspect_row(str(tmp_path / "out"), "en-1")
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "extra": 1}))
     with pytest.raises(batchinf.DriftError, match="is not the one that the job began with"):

@@ -20,12 +20,12 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.head import read_head
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import Fleet, last_error, told_cause
+from batchinf.fleet.fleet import Fleet, last_error, told_cause, update
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.output.journal import Journal
 from batchinf.records import Part
-from batchinf.replica.messages import Failed, Launch, ShardClosed
+from batchinf.replica.messages import Failed, Launch, ShardClosed, Stopped
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -354,6 +354,26 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
     assert ended.cause == "the cause"
     assert replica.handle is None
     assert not (tmp_path / "sockets").exists()
+
+
+def test_an_engine_that_does_not_end_is_ended_once_its_rows_are_stored(fleet: Fleet, tmp_path: pathlib.Path) -> None:
+    [replica] = fleet.replicas
+    ours, _theirs = socket.socketpair()
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (tmp_path / "sockets").mkdir()
+    channel = Channel(ours, "000001.0001")
+    replica.handle = LocalReplica(
+        "000001.0001", process, channel, SharedMemory.create(), tmp_path / "log", 0, tmp_path / "sockets", None, None
+    )
+    replica.is_stopping = True
+    with _theirs:
+        update(replica, Stopped())
+        replica.stopped_at = time.monotonic() + 60
+        assert fleet.reap() == []
+        replica.stopped_at = time.monotonic() - 60
+        [ended] = fleet.reap()
+    assert (process.returncode, ended.was_asked, ended.in_flight) == (-signal.SIGKILL, True, ())
+    assert replica.state == "ended"
 
 
 def test_restarts_leave_no_open_file_and_no_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def lines_at(width: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tupl
     display.show(status_with(**fields))
     texts = [text.strip("\r") for text in terminal.getvalue().replace("\x1b[A", "\n").split("\n")]
     display.close()
-    below = [text for text in texts if "in flight" in text or "replica" in text]
+    below = [text for text in texts if "in flight" in text or "replica" in text or "the engines" in text]
     return next(text for text in reversed(texts) if "%|" in text), below[-1]
 
 
@@ -141,6 +141,14 @@ def test_starting_engines_say_what_they_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert "· 3 errors: 2 empty_prompt, 1 refused · replica 1: compiling · 7k tokens" in status_line(running)
     many = tuple(replica(number, "starting") for number in range(8))
     assert "8 replicas: starting" in fit(figures(status_with(state="starting", replicas=many)))
+
+
+def test_engines_that_end_have_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar, below = lines_at(80, monkeypatch, state="ending", num_rows_done=100)
+    assert bar.startswith("ending: 100%|")
+    assert below == "ending the engines · 3 errors: 2 empty_prompt, 1 refused"
+    stopped = fit(figures(status_with(state="ending")))
+    assert stopped.startswith("writing the last rows and ending the engines · 3 errors")
 
 
 def test_a_dead_replica_is_seen_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""The environment of local replicas: ports that no other replica of the host has, and threads."""
+"""Local replicas: ports that no other replica of the host has, threads, and the end of a process group."""
 
 import itertools
 import pathlib
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -11,7 +13,7 @@ import test_placement
 
 import jobs
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.local.backend import LocalBackend, LocalReplica, engine_environment
+from batchinf.fleet.local.backend import LocalBackend, LocalReplica, end_process_group, engine_environment, members
 from batchinf.replica.messages import Launch
 
 NUM_PORTS = 40
@@ -77,6 +79,25 @@ def test_jobs_on_disjoint_devices_run_side_by_side(
     replicas = [start(number, slot) for number, slot in enumerate(slots)]
     assert [environment_of(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas] == ["4,5", "7,6"]
     assert port_of(replicas[0]) != port_of(replicas[1])
+
+
+def test_the_shared_memory_of_a_killed_group_is_deleted() -> None:
+    shares = (
+        "from multiprocessing.shared_memory import SharedMemory as M; print(M(create=True, size=1).name, flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{shares}; import time; time.sleep(600)"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        shared = pathlib.Path("/dev/shm", process.stdout.readline().decode().strip())
+        assert shared.exists()
+        assert len(members(process.pid)) == 2  # and Python's resource tracker
+        end_process_group(process.pid)
+    assert process.returncode == -signal.SIGKILL
+    assert members(process.pid) == []
+    assert not shared.exists()
 
 
 @pytest.mark.parametrize(("version", "expected"), [("0.26.0", "1"), ("0.32.0", None), ("0.33.1.dev2", None)])

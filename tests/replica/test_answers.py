@@ -10,7 +10,7 @@ from conftest import MODEL
 from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import SpecError
-from batchinf.engines.installed import check_structures, reasoning_parser_names
+from batchinf.engines.installed import StructuresCheck, check_structures, reasoning_parser_names
 from batchinf.prompts.builder import RowSampling
 from batchinf.records import Completion, Prompt, Request, Result
 from batchinf.replica.text import Answer, Answers, Detokenizer
@@ -290,6 +290,20 @@ def test_what_vllm_would_refuse_is_a_line_each() -> None:
 
 
 @pytest.mark.parametrize(
+    ("choices", "config", "is_sure"),
+    [(["a", '"b"'], {}, True), (["a\nb"], {}, False), (["a"], {"backend": "guidance"}, False)],
+)
+def test_choices_need_no_import_of_vllm(choices: list[str], config: dict[str, str], is_sure: bool) -> None:
+    pytest.importorskip("vllm")
+    spec = make_spec({"choice": choices})
+    spec = spec.model_copy(update={"engine": {"structured_outputs_config": config}, "scripted": None})
+    with StructuresCheck(SpecFile(spec, {"": "job.yaml"}, "job.yaml"), str(MODEL)) as check:
+        assert check.is_done == is_sure
+        if is_sure:
+            assert list(check.lines()) == ["structured outputs: choice, always compiled"]
+
+
+@pytest.mark.parametrize(
     ("structure", "backend", "words"),
     [
         ({"regex": "("}, "auto", "xgrammar: Failed to transform regex into a grammar: Regex parsing error at"),
@@ -316,7 +330,7 @@ def test_structures_that_compile_say_by_what() -> None:
 
     for structure in (
         {"regex": "a+"},
-        {"choice": ["a", "b"]},
+        {"choice": ["a", '"b"', "\\", "日本", "a|b ) ::= x"]},
         {"grammar": 'root ::= "a"'},
         {"json": '{"type": "object"}'},
     ):

@@ -145,6 +145,8 @@ def test_predicted_and_measured_stand_side_by_side(hostile: pathlib.Path, tmp_pa
     assert_harmless(page)
     assert "output tokens/s2,0001,5000.75" in text
     assert "tokens of cache400,000400,1001.00" in text
+    # The rate of the closing lines has its own tile.
+    assert re.search(r"output tokens/s ?1\.5k ?while the engines worked \(1m40s\)", text), text[:800]
     assert "all 256 ran; to try: engine.max_num_seqs 512 <b>" in text
     assert "Predicted and measured" not in Page(hostile.read_text(encoding="utf-8")).text
 

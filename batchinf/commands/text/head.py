@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from batchinf.base.text import list_names
+from batchinf.base.text import counted, list_names
 from batchinf.commands.head import Head
 from batchinf.commands.status import job_status
 from batchinf.commands.text.screen import cell
@@ -22,10 +23,13 @@ _SHORT, _LEAST, _GAP = 20, 24, 2
 
 
 def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table | str]:
-    """A row for each row, and a line for columns that do not fit. wanted: columns; empty: those that say most."""
+    """A row for each row, a line for columns that do not fit, and one if there are more rows.
+
+    wanted: columns; empty: those that say most.
+    """
     names = list(wanted) or _chosen(head)
     titles = {name: cell(name if wanted else _TITLES.get(name, name)) for name in names}
-    cells = {name: [cell(row.get(name)) for row in head.rows] for name in names}
+    cells = {name: [cell(_named(head, name, row.get(name))) for row in head.rows] for name in names}
     if not wanted:
         place = _main(names)
         for number, row in enumerate(head.rows):
@@ -35,7 +39,7 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
     left_out = _fit(names, widths, [] if wanted else _dispensable(names, head.kept), width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names:
-        values = [row[name] for row in head.rows if row.get(name) is not None]
+        values = [value for row in head.rows if (value := _named(head, name, row.get(name))) is not None]
         is_number = bool(values) and all(isinstance(value, int | float) for value in values)
         table.add_column(
             titles[name],
@@ -49,6 +53,17 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
     yield table
     if left_out:
         yield f"no room for {list_names(left_out)}: see --columns and --json"
+    if head.num_rows is None:
+        yield f"{counted(len(head.rows), 'row')} shown; the job is not done"
+    elif len(head.rows) < head.num_rows:
+        yield f"{len(head.rows):,} of {head.num_rows:,} rows; -n shows more"
+
+
+def _named(head: Head, column: str, value: Any) -> Any:
+    """The value of a cell. The number of a choice has the choice's text behind it."""
+    if column.startswith("best") and isinstance(value, int) and value < len(head.choices):
+        return f"{value} {head.choices[value]}"
+    return value
 
 
 def _fit(names: list[str], widths: dict[str, int], may_go: list[str], width: int) -> list[str]:

@@ -23,7 +23,7 @@ def status_lines(report: StatusReport) -> Iterator[str]:
     [job] = report.jobs
     assert job.totals is not None
     yield f"{report.folder}: {_activity(job)}"
-    yield from _total_lines(job.totals)
+    yield from _total_lines(job.totals, job.num_journalled)
     if len(job.extents) > 1:
         yield f"input rows came in {len(job.extents)} times: {', '.join(f'{num_rows:,}' for num_rows in job.extents)}"
     if job.retry is not None:
@@ -42,7 +42,7 @@ def _slices_lines(report: StatusReport, num_slices: int) -> Iterator[str]:
     numbers = Counter(job.activity for job in report.jobs)
     yield f"{report.folder}: {num_slices} slices: " + ", ".join(f"{number} {name}" for name, number in numbers.items())
     if report.totals is not None:
-        yield from _total_lines(report.totals)
+        yield from _total_lines(report.totals, sum(job.num_journalled for job in report.jobs))
     yield from _load_lines(report.load, has_rates=True)
     for job in report.jobs:
         if job.totals is None:
@@ -109,7 +109,8 @@ def _retry_line(retry: RetryProgress) -> str:
     return f"retry {retry.number} ({retry.predicate}{changes}): {replaced}"
 
 
-def _total_lines(totals: JobTotals) -> Iterator[str]:
+def _total_lines(totals: JobTotals, num_journalled: int) -> Iterator[str]:
+    journalled = f", and {counted(num_journalled, 'finished request')} in the journal" if num_journalled else ""
     yield (
         f"model {totals.model}, task {totals.task}, begun {totals.begun_at}, {counted(totals.num_starts, 'start')}, "
         f"{duration(totals.device_s)} of device time in ended replicas"
@@ -118,7 +119,7 @@ def _total_lines(totals: JobTotals) -> Iterator[str]:
         f"committed: {totals.num_rows_committed:,} of {totals.num_rows:,} output rows in "
         f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts, {totals.num_errors:,} errors, "
         f"{size_text(totals.num_bytes)}, {short_count(totals.num_prompt_tokens)} prompt and "
-        f"{short_count(totals.num_output_tokens)} output tokens"
+        f"{short_count(totals.num_output_tokens)} output tokens{journalled}"
     )
     yield from accuracy_lines(totals.accuracy)
     yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows, expects_inf=totals.rules_out_tokens)

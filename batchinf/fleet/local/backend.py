@@ -81,27 +81,42 @@ def end_leftover(identity: dict[str, Any]) -> None:
         end_process_group(group.pgid)
 
 
+_TRACKERS_END_S = 1.0
+
+
 def end_process_group(group: int) -> None:
-    """Send SIGKILL to a process group until it has no live process."""
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline and members(group):
+    """Send SIGKILL to a process group until it has no live process.
+
+    Python's resource trackers come last: once all others have ended, they delete the shared memory of the ranks of an
+    engine, and end by themselves. Killed with them, each engine would leave some of it until the host reboots.
+    """
+    began, last = time.monotonic(), 0.0
+    while (passed := time.monotonic() - began) < 10.0 and (found := members(group)):
+        others = [process for process in found if not _is_tracker(process)]
+        last = passed if others else last
         try:
-            os.killpg(group, signal.SIGKILL)
-        except PermissionError:
+            for process in others or (found if passed - last > _TRACKERS_END_S else ()):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        except psutil.AccessDenied:
             return
-        except ProcessLookupError:
-            pass
         time.sleep(0.02)
 
 
-def members(group: int) -> list[int]:
-    """Process ids of the live members of a process group; zombies do not count."""
+def members(group: int) -> list[psutil.Process]:
+    """The live members of a process group; zombies do not count."""
     found = []
     for process in psutil.process_iter(["pid", "status"]):
         with contextlib.suppress(ProcessLookupError, psutil.Error):
             if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
-                found.append(process.pid)
+                found.append(process)
     return found
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    return False
 
 
 _PORTS_A_REPLICA = 40
