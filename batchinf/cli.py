@@ -1,6 +1,7 @@
 """The command line: each command is one function, each error one clear line and an exit code (see `errors`)."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -65,16 +66,26 @@ def _init(
     model = _asked(model, "--model", "Which model (a Hugging Face id or a folder)?")
     from batchinf.commands.init import StarterWanted, has_chat_template, look_at, write
 
-    found = look_at(data, [label.strip() for label in labels.split(",") if label.strip()] if labels else ())
     has_template = has_chat_template(model)
+    found = look_at(data, _words(labels or ""))
+    if purpose == "label" and not labels and sys.stdin.isatty():
+        of_column = ", ".join(found.labels) if found.labelled is not None else None
+        said = str(typer.prompt("Which labels (with commas between them)?", of_column))
+        if said != of_column:
+            found = dataclasses.replace(found, labels=_words(said) or found.labels, labelled=None)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
     write(path, purpose, found, StarterWanted(model, has_template is not False, where))
     _print([f"{path}: rows from {data} ({found.num_rows:,}), text from the column {found.text!r}"])
     if purpose == "label":
-        _print([f"labels: {', '.join(found.labels)}; change them in {path} if they are not yours"])
+        source = "" if found.labelled is None else f", the words of the column {found.labelled!r}"
+        _print([f"labels: {', '.join(found.labels)}{source}; change them in {path} if they are not yours"])
     if has_template is None:
         _print([f"the model {model} is not here yet; the spec assumes that it has a chat template"])
     _print([f"next: batchinf validate {path}"])
+
+
+def _words(labels: str) -> tuple[str, ...]:
+    return tuple(word for label in labels.split(",") if (word := label.strip()))
 
 
 def _asked(value: str | None, option: str, question: str) -> str:

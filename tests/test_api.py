@@ -87,12 +87,14 @@ def test_the_callers_mapping_stays_as_it_is(done: Any, tmp_path: pathlib.Path) -
     assert {it.name: it.value for it in report.task.sampling or ()}["max_tokens"] == 3
 
 
-def test_a_report_of_validate_shows_the_lines_of_the_command(done: Any, tmp_path: pathlib.Path) -> None:
+def test_a_report_shows_the_lines_of_its_command(done: Any, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(json.dumps({**done[0], "model": str(jobs.MODEL), "output": {"path": str(tmp_path / "new")}}))
     drawn = ("--set", "input.limit=5", "--random", "--seed", "3")
     report = batchinf.validate(path, overrides={"input.limit": 5}, random=True, seed=3)
     assert jobs.run("validate", path, *drawn).stdout.splitlines() == repr(report).splitlines()
+    plan = batchinf.plan(jobs.MODEL, gpu=["h200"])
+    assert jobs.run("plan", jobs.MODEL, "--gpu", "h200").stdout.splitlines() == str(plan).splitlines()
 
 
 @pytest.mark.parametrize(

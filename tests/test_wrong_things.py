@@ -119,8 +119,12 @@ WRONG = [
           "job.yaml:5:3: input.choices_column: the input has no column 'languag'; did you mean 'language'? it has: "
           "id, prompt, language"),
     Wrong("answer without choices", {**SCORE, "input": {"text_column": "prompt", "answer_column": "id"}},
-          "job.yaml:5:3: input.answer_column: got it without choices_column or choices; it is the index of the right "
-          "choice: leave it out"),
+          "job.yaml:5:3: input.answer_column: got it without choices_column or choices; it is the right one of them: "
+          "leave it out"),
+    Wrong("answers that are no choices",
+          {**SCORE, "input": {"context_column": "prompt", "choices": ["fr", "de"], "answer_column": "language"}},
+          "all 2 rows would be error rows; correct the spec or the input. Row 0: invalid_answer: got 'en' in column "
+          "'language'; expected the text of a choice, or its place from 0"),
     Wrong("chat to score", {**SCORE, "input": {"text_column": "prompt", "system_prompt": "Be brief."}},
           "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation can only be a context: "
           "name the column of the text after it in continuation_column"),

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import ModelError, UserError
 from batchinf.base.storage import reason
+from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Source, open_source
@@ -28,8 +29,10 @@ _MESSAGES = "messages conversation conversations"
 _CHOICES = "choices options answers endings"
 _ANSWERS = "answer answer_index answerKey label target gold"
 _CONTINUATIONS = "continuation completion response target output answer"
+_OF_A_ROW = {*f"{_TEXTS} {_LABELS} {_ANSWERS} {_CONTINUATIONS}".lower().split()}  # never an id
 _LOOKED_AT = 1000
 _MOST_LABELS, _MOST_LABEL_CHARS = 12, 40
+_MOST_ID_CHARS = 40
 _MOST_KEPT = 4
 _DEFAULT_LABELS = ("positive", "negative", "neutral")
 
@@ -47,8 +50,8 @@ def look_at(path: str, labels: Sequence[str] = ()) -> Data:
 
 def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     names = tuple(field.name for field in source.schema)
-    rows = source.read(0, min(_LOOKED_AT, source.num_rows))
-    values = {name: [row.values.get(name) for row in rows if row.error is None] for name in names}
+    rows = [row for row in source.read(0, min(_LOOKED_AT, source.num_rows)) if row.error is None]
+    values = {name: [row.values.get(name) for row in rows] for name in names}
     values = {name: [value for value in column if value is not None] for name, column in values.items()}
     texts = [field.name for field in source.schema if _is_text(field.type) and values[field.name]]
     lists = [field.name for field in source.schema if pa.types.is_list(field.type)]
@@ -59,9 +62,11 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     text = _first(free, _TEXTS) or max(free, key=lambda name: _mean_length(values[name]), default=messages)
     if text is None:
         raise UserError(f"{path} has no column of text; it has {', '.join(names)}")
-    of_labels = _first([name for name in free if name != text and _are_labels(values[name])], _LABELS)
-    found = tuple(sorted(map(str, set(values[of_labels])))) if of_labels is not None else _DEFAULT_LABELS
+    of_labels = [name for name in free if name != text and _are_labels(values[name])]
+    labelled = _first(of_labels, _LABELS) or next(iter(of_labels), None)
     integers = [field.name for field in source.schema if pa.types.is_integer(field.type)]
+    others = [name for name in [*texts, *integers] if name != text and name.lower() not in _OF_A_ROW]
+    ids += [name for name in names if name in others and not ids and _are_ids(values[name], len(rows))]
     choices = next((name for name in lists if name in _CHOICES.split() and _are_texts(values[name])), None)
     short = [name for name in names if name not in {text, *ids, *lists} and _mean_length(values[name]) <= 60]
     return Data(
@@ -71,7 +76,8 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         text=text,
         id=ids[0] if ids else None,
         messages=messages,
-        labels=tuple(labels) or found,
+        labels=tuple(labels) or (_DEFAULT_LABELS if labelled is None else tuple(sorted(map(str, {*values[labelled]})))),
+        labelled=None if labels else labelled,
         choices=choices,
         answer=None if choices is None else _first(integers, _ANSWERS),
         continuation=_first([name for name in free if name != text], _CONTINUATIONS),
@@ -104,12 +110,22 @@ def _are_labels(values: Sequence[Any]) -> bool:
     )
 
 
+def _are_ids(values: Sequence[Any], num_rows: int) -> bool:
+    """Whether each row has a short value of its own, in one word."""
+    words = {str(value) for value in values}
+    return 1 < len(words) == num_rows and all(len(word) <= _MOST_ID_CHARS and len(word.split()) == 1 for word in words)
+
+
 def _are_texts(values: Sequence[Any]) -> bool:
     return all(isinstance(value, list) and all(isinstance(item, str) for item in value) for value in values)
 
 
 def has_chat_template(model: str) -> bool | None:
-    """Whether the model has a chat template; None if the model is not here."""
+    """Whether the model has a chat template; None if the model is not here.
+
+    Raises ModelError if the name is neither that of a folder nor an id of the hub.
+    """
+    check_name("--model", model)
     try:
         return resolve(ModelSpec(name=model)).has_chat_template
     except ModelError:

@@ -119,15 +119,23 @@ class GpuPlan:
     cost: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PlanReport:
-    """The whole plan. job: None for a model. notes: what could not be looked at. choice: empty if nothing fits."""
+    """The whole plan. `print`, and a notebook, show its lines.
+
+    job: None for a model. notes: what could not be looked at. choice: empty if nothing fits.
+    """
 
     model: ModelPlan
     job: JobPlan | None
     gpus: tuple[GpuPlan, ...]
     notes: tuple[str, ...]
     choice: str
+
+    def __repr__(self) -> str:
+        from batchinf.commands.text.plan import plan_lines  # it imports this module
+
+        return "\n".join(plan_lines(self))
 
 
 def make_plan(target: SpecSource, overrides: Overrides, wanted: PlanWanted) -> PlanReport:
@@ -267,6 +275,6 @@ def _choice(plans: Sequence[GpuPlan]) -> str:
     able = [it for it in plans if it.chosen is not None]
     if not able:
         return ""
-    # Of a table of GPUs, the least memory in all that holds the model.
     first = min(able, key=lambda it: it.num_gpus * it.gpu.memory_bytes)
-    return f"{first.num_gpus} × {first.gpu.title}: {first.reason}"
+    why = f", the least memory of {len(able)} kinds that hold the model" if len(able) > 1 else ""
+    return f"{first.num_gpus} × {first.gpu.title}{why}: {first.reason}"

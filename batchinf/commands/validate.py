@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from batchinf.base.errors import DriftError
+from batchinf.base.errors import DriftError, UserError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
 from batchinf.commands.shown_rows import (
@@ -205,7 +205,10 @@ class ValidateReport:
 
 
 def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding]:
-    """Yield the finding of each check that passes. Raises UserError at the first check that fails."""
+    """Yield the finding of each check that passes. Raises UserError at the first check that fails.
+
+    The last check is that not all rows of the sample would be error rows.
+    """
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
     remarks: list[str] = []
@@ -238,8 +241,12 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
             yield from (Remark("warning", text) for text in job.task.prompt_warnings(job.model, job.source))
             yield from (Remark("structure", text) for text in check_structures(file, job.model.tokenizer))
             order = None if chosen is None else chosen.order(Folder(scratch))
-            yield from _prompts(job, wanted, state, order or _positions(job, state))
+            lengths = None
+            for finding in _prompts(job, wanted, state, order or _positions(job, state)):
+                lengths = finding if isinstance(finding, PromptLengths) else lengths
+                yield finding
             yield _output(job, folder, state, chosen)
+            _refuse_hopeless(lengths)
 
 
 def _model(job: Job) -> ModelFound:
@@ -248,8 +255,9 @@ def _model(job: Job) -> ModelFound:
     # All devices are assumed to be alike.
     backend = _local(job.spec)
     device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
-    runs_on_cpu = device_bytes is None and is_cpu_build()
-    spec = job.spec.model_copy(update={"model": on_cpu(job.spec.model)}) if runs_on_cpu else job.spec
+    spec = job.spec
+    if device_bytes is None and is_cpu_build():
+        spec, device_name = spec.model_copy(update={"model": on_cpu(spec.model)}), "this machine's processor"
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     return ModelFound(
         name=model.name,
@@ -342,6 +350,18 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
         is_run = position in positions
         row_id = row.values.get(id_column) if id_column else None
         yield shown_row(prompt, row_id, first, tokenizer, sampling, length, is_run=is_run, is_named=bool(named))
+
+
+def _refuse_hopeless(lengths: PromptLengths | None) -> None:
+    """Raise UserError if no row of the sample has a prompt: `run` would end early."""
+    if lengths is None or lengths.histogram or not lengths.errors:
+        return
+    first = lengths.errors[0]
+    which = "" if lengths.num_sampled == lengths.num_rows else " of the sample"
+    raise UserError(
+        f"all {lengths.num_sampled:,} rows{which} would be error rows; correct the spec or the input. Row "
+        f"{first.first_row:,}: {first.error_type}: {first.first_message}"
+    )
 
 
 def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None) -> OutputFound:

@@ -319,7 +319,7 @@ def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Heade
         raise DriftError(
             f"{folder.root} holds another job: task {theirs['task']} with {theirs['model']['name']} over "
             f"{theirs['input']['path']}, begun {header.created_at}; give this job another output.path, or run it with "
-            "--fresh, which keeps the old folder under another name"
+            "--fresh (in Python fresh=True), which keeps the old folder under another name"
         )
 
 
@@ -464,7 +464,7 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
         + "\n".join(lines)
         + (
             "\nset these back to continue the job, or give the new job another output.path; or start a new job with "
-            "--fresh, which keeps the old folder under another name"
+            "--fresh (in Python fresh=True), which keeps the old folder under another name"
         )
     )
 

@@ -216,6 +216,22 @@ def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
     return None
 
 
+def check_name(field: str, name: str) -> None:
+    """Raise ModelError for a name that is neither that of a folder nor an id that the hub allows. Asks no server."""
+    if local_folder(field, name, "config.json") is None:
+        _check_id(field, name)
+
+
+def _check_id(field: str, name: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ModelError(f"{field}: '{name}' is neither a folder here nor a Hugging Face id (org/name)") from error
+
+
 def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathlib.Path], bool]) -> Snapshot:
     """The commit of `revision` by the hub's answer or, if the hub does not answer, by the cache.
 
@@ -224,10 +240,8 @@ def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathli
     """
     from huggingface_hub import errors
 
-    try:
-        cached = _cached(name, revision)
-    except errors.HFValidationError as error:
-        raise ModelError(f"{field}: '{name}' is neither a folder here nor a Hugging Face id (org/name)") from error
+    _check_id(field, name)
+    cached = _cached(name, revision)
     if cached is not None and cached.name == revision and is_whole(cached):
         return Snapshot(cached, is_online=False)
     try:

@@ -383,7 +383,8 @@ def needs_lines(fit: Fit, gpu_memory_utilization: float) -> list[str]:
         parts.append(f"weights {gib(needs.weight_bytes)}")
     if needs.kv_cache is not None:
         each = needs.kv_cache.bytes_per_token()
-        parts.append(f"KV cache {each * 1000 / 2**20:,.1f} MiB for 1,000 tokens in {needs.kv_cache.dtype}")
+        where = f" ({fit.device_name})" if fit.device_bytes is None and fit.device_name else ""
+        parts.append(f"KV cache {each * 1000 / 2**20:,.1f} MiB for 1,000 tokens in {needs.kv_cache.dtype}{where}")
     parts += [f"unknown: {why}" for why in needs.unknown]
     degree = fit.tensor_parallel_size * fit.pipeline_parallel_size
     shared = f", over {degree} devices" if degree > 1 else ""

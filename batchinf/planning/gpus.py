@@ -137,5 +137,5 @@ def why_not(gpu: Gpu, dtype: str) -> str | None:
     if gpu.capability < (7, 5):
         return f"compute capability {capability}: a CUDA 13 build needs 7.5"
     if dtype == "bfloat16" and gpu.capability < (8, 0):
-        return f"compute capability {capability}: bfloat16 needs 8.0; use model.dtype float16"
+        return "no bfloat16; set model.dtype float16"
     return None

@@ -20,8 +20,8 @@ class Data:
     """What `init` has found in the input. Columns are None if there is none that fits.
 
     path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
-    row. labels: words to choose from. choices, answer: texts to choose from in each row, and the place of the right
-    one. continuation: what follows the text. kept: short columns.
+    row. labels: words to choose from. labelled: the column that has them. choices, answer: texts to choose from in each
+    row, and the place of the right one. continuation: what follows the text. kept: short columns.
     """
 
     path: str
@@ -31,6 +31,7 @@ class Data:
     id: str | None
     messages: str | None
     labels: tuple[str, ...]
+    labelled: str | None
     choices: str | None
     answer: str | None
     continuation: str | None
@@ -62,7 +63,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             "input:",
             f"  path: {_path(data.path)}",
             f"  # {data.num_rows:,} rows with the columns {shown}",
-            *([f"  id_column: {_yaml(data.id)}"] if data.id else ["  # id_column: NAME    copies a column as `id`"]),
+            f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}",
             *sections[1],
             "  # limit: 100    try the first rows only; a larger limit and `run --extend` go on from there",
             "",
@@ -74,6 +75,8 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
         ]
     )
 
+
+_ID = "# names the row in the output, for merges and `inspect --row`"
 
 # For each part of the file: fields after `model`, fields of `input`, and the sections between `input` and `output`.
 _Sections = tuple[Sequence[str], Sequence[str], Sequence[str]]
@@ -87,7 +90,7 @@ def _label(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "  temperature: 0.0",
         "  max_tokens: 32",
         "  logprobs: 0    # only the logprobs of the label's own tokens",
-        "  logprobs_mode: processed_logprobs    # among the labels: exp(cumulative_logprob) is how sure the model is",
+        "  logprobs_mode: processed_logprobs    # exp(cumulative_logprob): probability of the label, as spelled",
         f"  structured_outputs: {{choice: [{labels}]}}    # the output is one of these, always",
     )
     return "Labels each row: the model chooses one of a few words.", ((), _asked(data, wanted, words), sampling)

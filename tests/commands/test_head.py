@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 
 import jobs
 from batchinf.commands.head import Head
@@ -96,6 +97,24 @@ def test_columns_are_those_that_are_named(out: pathlib.Path) -> None:
     refused = jobs.run("head", out, "--columns", "id,nothing")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: --columns: no column nothing; the output has id, row_index")
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [
+        (200, "row_index gold asked logprob_sum logprob_mean perplexity"),
+        (78, "gold asked logprob_sum logprob_mean perplexity"),
+        (50, "gold logprob_sum logprob_mean perplexity"),
+        (30, "gold logprob_sum"),
+    ],
+)
+def test_what_a_narrow_table_leaves_out(width: int, titles: str) -> None:
+    """First row_index, then long kept columns, then what the task computes; short kept columns last."""
+    row = {"row_index": 0, "gold": "bug", "asked": "why? " * 20, "logprob_sum": -1.0, "logprob_mean": -0.5,
+           "perplexity": 2.0}  # fmt: skip
+    table, *_ = head_table(Head((row,), tuple(row), ("gold", "asked")), (), width)
+    assert isinstance(table, Table)
+    assert " ".join(str(column.header) for column in table.columns) == titles
 
 
 @pytest.mark.slow

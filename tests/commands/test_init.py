@@ -67,6 +67,17 @@ def test_a_model_without_a_chat_template(purpose: str, tmp_path: pathlib.Path) -
     assert [remark.text for remark in report.remarks if remark.kind == "warning"] == []
 
 
+def test_an_id_is_a_column_of_unique_short_words_if_no_name_says_so(tmp_path: pathlib.Path) -> None:
+    rows = [
+        {"price": n / 2, "topic": f"t{n}", "said": f"word {n}" * 9, "title": f"The {n}", "twice": n // 2, "ticket": n}
+        for n in range(8)
+    ]
+    assert look_at(str(rows_file(tmp_path, rows))).id == "ticket"
+    assert look_at(str(rows_file(tmp_path, [*rows, {**rows[0], "ticket": None}]))).id is None
+    assert look_at(str(rows_file(tmp_path, [*rows, rows[0]]))).id is None
+    assert look_at(str(rows_file(tmp_path, [{**row, "key": f"k{row['ticket']}"} for row in rows]))).id == "key"
+
+
 def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
     rows = [
         {"uid": f"r{n}", "Kind": "x", "verdict": "ab"[n % 2], "sentiment": ["no", "yes"][n % 2], "answer": 1}
@@ -77,6 +88,9 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
     assert (found.text, found.id, found.labels, found.num_rows) == ("said", "uid", ("no", "yes"), 8)
     assert look_at(str(QUESTIONS)).choices == "choices"
     assert look_at(str(QUESTIONS)).answer == "answer"
+    assert found.labelled == "sentiment"
+    other = look_at(str(rows_file(tmp_path, [{**row, "sentiment": "one"} for row in rows])))
+    assert (other.labels, other.labelled) == (("a", "b"), "verdict")
     assert look_at(str(rows_file(tmp_path, rows)), ["a", "b"]).labels == ("a", "b")
     for purpose in PURPOSES:
         spec = yaml.safe_load(written(purpose, tmp_path / "rows.jsonl", tmp_path).read_text())
@@ -120,15 +134,28 @@ def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -
     assert again.stderr == f"error: {path} is there already; give another name, or delete it yourself\n"
     refused = jobs.run("init", tmp_path / "new.yaml", "--for", "lables", "--model", "m", "--data", jobs.PROMPTS)
     assert refused.stderr == "error: --for: got 'lables'; must be one of label, generate, score, logits, embed\n"
+    refused = jobs.run("init", tmp_path / "new.yaml", "--for", "label", "--model", "a,b", "--data", jobs.PROMPTS)
+    assert refused.returncode == 2
+    assert refused.stderr == "error: --model: 'a,b' is neither a folder here nor a Hugging Face id (org/name)\n"
     assert jobs.run("init", tmp_path / "new.yaml").stderr.startswith("error: --for: missing. What is the job for")
 
 
-def test_what_no_option_gives_is_asked_on_a_terminal(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "words"), [("", ["bug", "other", "question"]), ("good, bad", ["good", "bad"]), (None, None)]
+)
+def test_what_no_option_gives_is_asked_on_a_terminal(
+    said: str | None, words: list[str] | None, tmp_path: pathlib.Path
+) -> None:
+    rows = [{"body": f"It says {n}.", "gold": ["other", "bug", "question"][n % 3]} for n in range(9)]
+    answers = ["score" if said is None else "label", str(rows_file(tmp_path, rows)), *([] if said is None else [said])]
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "batchinf", "init", str(tmp_path / "job.yaml"), "--model", str(jobs.MODEL)]
     environment = {**os.environ, **jobs.quick_start()}
-    os.write(ours, f"score\n{jobs.PROMPTS}\n".encode())
+    os.write(ours, "".join(f"{answer}\n" for answer in answers).encode())
     done = subprocess.run(command, stdin=theirs, env=environment, capture_output=True, text=True, check=False)
     os.close(ours), os.close(theirs)
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load((tmp_path / "job.yaml").read_text())["task"] == "score"
+    spec = yaml.safe_load((tmp_path / "job.yaml").read_text())
+    assert spec.get("task", "label") == answers[0]
+    assert words is None or spec["sampling"]["structured_outputs"] == {"choice": words}
+    assert ("the words of the column 'gold'" in done.stdout) == (said == "")

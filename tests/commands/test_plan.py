@@ -16,6 +16,8 @@ import pytest
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.commands.plan import PlanWanted, make_plan
+from batchinf.commands.text.plan import plan_lines
+from batchinf.model.memory import GIB
 from batchinf.source.files import InputLocation
 from batchinf.source.sample import sample_input
 
@@ -50,6 +52,22 @@ def test_a_job_without_its_input_and_a_model_by_its_config(tmp_path: pathlib.Pat
     of_model = planned(str(jobs.MODEL / "config.json"), "--gpu", "a100", "--set", "model.quantization=fp8")
     assert of_model["model"]["weight_bytes"] < report["model"]["weight_bytes"]
     assert len(planned(str(jobs.MODEL))["gpus"]) > 12
+
+
+def test_the_table_is_straight_and_fits_80_columns(tmp_path: pathlib.Path) -> None:
+    path = jobs.spec_of(tmp_path)
+    report = make_plan(str(path), (), PlanWanted(price=2.0))
+    lines = list(plan_lines(report))
+    [start] = [number for number, line in enumerate(lines) if line.startswith("GPU ")]
+    table = lines[start : start + 1 + len(report.gpus)]
+    assert [line.split()[0] for line in table] == ["GPU", *(plan.gpu.name for plan in report.gpus)]
+    assert max(map(len, table)) <= 80
+    places = {line.index("GiB" if number == 0 else f"{report.gpus[number - 1].gpu.memory_bytes / GIB:.1f}")
+              for number, line in enumerate(table)}  # fmt: skip
+    assert len(places) == 1
+    assert "657 rows read" not in "".join(lines)
+    assert lines[lines.index("prompt lengths in tokens:") - 1].startswith("input ")
+    assert ", the least memory of 15 kinds that hold the model: " in report.choice
 
 
 @pytest.mark.parametrize(

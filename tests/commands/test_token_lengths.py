@@ -112,7 +112,6 @@ def test_of_broken_rows_alone() -> None:
     lengths = LengthCounts(1, None, None)
     lengths.add(broken(0, "null_prompt", "column 'prompt' is null"))
     assert list(length_lines(lengths.summary())) == [
-        "prompt lengths in tokens (all 1 rows):",
         "  1 of 1 rows will be error rows:",
         "    1 null_prompt, first row 0: column 'prompt' is null",
     ]

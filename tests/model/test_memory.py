@@ -259,11 +259,11 @@ def test_validate_says_what_the_model_needs(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("memory: ")]
     config = json.loads((jobs.MODEL / "config.json").read_text())
-    dtype = "float32" if is_cpu_build() else "bfloat16"
+    dtype, where = ("float32", " (this machine's processor)") if is_cpu_build() else ("bfloat16", "")
     needs = needs_of(config, str(jobs.MODEL), dtype=dtype)
     assert needs.weight_bytes is not None
     assert f"weights {needs.weight_bytes / 2**20:,.1f} MiB; KV cache" in line
-    assert line.endswith(f" in {dtype}")
+    assert line.endswith(f" in {dtype}{where}")
 
 
 def test_a_cache_on_a_processor_is_float32() -> None:

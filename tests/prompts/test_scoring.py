@@ -202,8 +202,12 @@ ERRORS = [
      "choice 1 of column 'x' is not valid Unicode: lone surrogate U+D800 at character 0"),
     ({"x": ["a", "b"], "a": 2}, "invalid_answer", "got 2 in column 'a'; the row's choices are 0 to 1"),
     ({"x": ["a", "b"], "a": -1}, "invalid_answer", "got -1 in column 'a'; the row's choices are 0 to 1"),
-    ({"x": ["a", "b"], "a": True}, "wrong_type", "got true or false in column 'a'; expected a choice's place, from 0"),
-    ({"x": ["a", "b"], "a": "B"}, "wrong_type", "got 'B' in column 'a'; expected a choice's place, from 0"),
+    ({"x": ["a", "b"], "a": True}, "wrong_type",
+     "got true or false in column 'a'; expected the text of a choice, or its place from 0"),
+    ({"x": ["a", "b"], "a": "B"}, "invalid_answer",
+     "got 'B' in column 'a'; expected the text of a choice, or its place from 0"),
+    ({"x": ["1", "0"], "a": "1"}, "invalid_answer",
+     "got '1' in column 'a', the text of a choice and the place of another one; give places as numbers, not as text"),
 ]  # fmt: skip
 
 
@@ -220,6 +224,14 @@ def test_choices_may_be_json_and_an_answer_unknown() -> None:
     listed, text = build("llama", [{"c": "Q", "a": None, "x": x} for x in (["a", "b c"], '["a", "b c"]')], input)
     assert spans_of(listed) == spans_of(text)
     assert listed.scoring is not None and listed.scoring.answer is None
+
+
+@pytest.mark.parametrize(("answer", "place"), [("b c", 1), (1, 1), (" 2", 2), ("7", 2), (3, 3), ("3", 3)])
+def test_an_answer_is_the_text_of_a_choice_or_its_place(answer: str | int, place: int) -> None:
+    """A number is always a place: `3` is not the choice "3" unless that stands there."""
+    input = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
+    [prompt] = build("llama", [{"c": "Q", "x": ["a", "b c", "7", "3"], "a": answer}], input)
+    assert prompt.scoring is not None and prompt.scoring.answer == place
 
 
 def test_choices_of_the_spec_are_those_of_every_row() -> None:

@@ -1,7 +1,7 @@
 """The rows of `head` as a table."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -36,7 +36,7 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
             if (error := row.get("error") or row.get("error_type")) is not None:
                 cells[place][number] = cell(f"{error}: {row.get('error_message') or ''}".rstrip(": "), "red")
     widths = {name: max(text.cell_len for text in (titles[name], *cells[name])) for name in names}
-    left_out = _fit(names, widths, [] if wanted else _dispensable(names, head.kept), width)
+    left_out = _fit(names, widths, [] if wanted else _dispensable(names, head.kept, widths), width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names:
         values = [value for row in head.rows if (value := _named(head, name, row.get(name))) is not None]
@@ -88,10 +88,15 @@ def _main(names: Sequence[str]) -> str:
     return "text" if "text" in names else names[-1]
 
 
-def _dispensable(names: Sequence[str], kept: Sequence[str]) -> list[str]:
-    """Columns that may be left out, the last one first: kept columns, then the task's own except the first."""
+def _dispensable(names: Sequence[str], kept: Sequence[str], widths: Mapping[str, int]) -> list[str]:
+    """Columns that may be left out, the last one first.
+
+    row_index goes first, then long kept columns, then the task's own except the first, then short kept columns.
+    """
     own = [name for name in names if name not in kept and name not in ("id", "row_index", "sample_index")]
-    return [*own[1:], *kept]
+    by_length = sorted(kept, key=lambda name: widths[name] > _SHORT)
+    num_short = sum(widths[name] <= _SHORT for name in kept)
+    return [*by_length[:num_short], *own[1:], *by_length[num_short:], *(name for name in names if name == "row_index")]
 
 
 def _chosen(head: Head) -> list[str]:

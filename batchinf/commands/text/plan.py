@@ -46,7 +46,9 @@ def _model_lines(model: ModelPlan) -> Iterator[str]:
 def _job_lines(job: JobPlan) -> Iterator[str]:
     about = "about " if job.is_estimated else ""
     more = "" if job.num_requests == job.num_rows else f", {about}{job.num_requests:,} requests"
-    yield f"input {job.path}: {about}{job.num_rows:,} rows{more}; {job.num_sampled:,} rows read"
+    read = "" if job.num_sampled == job.num_rows and not job.is_estimated else f"; {job.num_sampled:,} rows read"
+    yield f"input {job.path}: {about}{job.num_rows:,} rows{more}{read}"
+    yield "prompt lengths in tokens:"
     yield from bar_lines(job.histogram)
     error = f" ± {job.prompt_error:.1%}" if job.prompt_error else ""
     yield f"  prompts of {job.prompt:,.0f} tokens{error} on average; prompt and output at most {job.longest:,}"
@@ -75,7 +77,7 @@ def _table(report: PlanReport) -> Iterator[str]:
     rows = [heads, *map(_row, report.gpus)]
     # A reason takes the place of the last columns.
     widths = [
-        max(len(row[column]) for row in rows if len(row) > column and len(row) > 4) for column in range(len(heads))
+        max(len(row[column]) for row in rows if len(row) > max(column, 4) or column < 3) for column in range(len(heads))
     ]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()

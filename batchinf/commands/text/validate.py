@@ -114,8 +114,8 @@ def length_lines(found: PromptLengths) -> Iterator[str]:
     """A histogram, and the errors and cuts of rows."""
     is_all = found.num_sampled == found.num_rows
     which = f"all {found.num_rows:,}" if is_all else f"{found.num_sampled:,} of {found.num_rows:,}"
-    yield f"prompt lengths in tokens ({which} rows):"
     if found.histogram:
+        yield f"prompt lengths in tokens ({which} rows):"
         yield from bar_lines(found.histogram)
         yield (
             f"  p50 {found.p50:,} · p95 {found.p95:,} · max {found.longest:,} · "

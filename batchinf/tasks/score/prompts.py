@@ -18,6 +18,7 @@ from batchinf.spec.sampling import SamplingSpec
 # A spec has one of the first four fields. The others go with them.
 SCORED_FORMS = ("text_column", "continuation_column", "choices_column", "choices")
 SCORE_COLUMNS = (*SCORED_FORMS, "context_column", "answer_column")
+_ANSWERS = "expected the text of a choice, or its place from 0"
 
 
 class ScoreSpec(Section):
@@ -101,7 +102,7 @@ def _check_input(where: InputSpec) -> None:
                     f"{', '.join(form for form in PROMPT_FORMS if form not in ('text_column', 'context_column'))}",
                     f"input.{given[0]}")  # fmt: skip
     if where.answer_column is not None and not has_choices(where):
-        raise wrong("got it without choices_column or choices; it is the index of the right choice: leave it out",
+        raise wrong("got it without choices_column or choices; it is the right one of them: leave it out",
                     "input.answer_column")  # fmt: skip
     if where.is_batch_file:
         raise wrong("got openai with task score; its lines have prompts and nothing to score", "input.format")
@@ -279,7 +280,7 @@ class ScorePrompts(PromptBuilder):
         targets = self._targets(row)
         if isinstance(targets, RowError):
             return targets
-        answer = self._answer(row, len(targets))
+        answer = self._answer(row, targets)
         if isinstance(answer, RowError):
             return answer
         num_bytes = [len(target.encode()) for target in targets]
@@ -325,22 +326,31 @@ class ScorePrompts(PromptBuilder):
                 return wrong
         return texts
 
-    def _answer(self, row: Row, num_choices: int) -> int | RowError | None:
+    def _answer(self, row: Row, choices: list[str]) -> int | RowError | None:
+        """The place of the right choice. A number is a place; a text is a choice's, or a place in digits."""
         column = self._where.answer_column
         if column is None or (column in row.values and row.values[column] is None):
             return None
         value = take(row.values, column, "")
         if isinstance(value, RowError):
             return value
-        if isinstance(value, str) and value.strip().isdecimal() and value.isascii() and len(value) < 10:
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            got = f"'{value[:40]}'" if isinstance(value, str) else name_type(value)
-            return RowError("wrong_type", f"got {got} in column '{column}'; expected a choice's place, from 0")
-        if not 0 <= value < num_choices:
-            return RowError("invalid_answer", f"got {value} in column '{column}'; the row's choices are 0 to "
-                            f"{num_choices - 1}")  # fmt: skip
-        return value
+        place = value
+        if isinstance(value, str):
+            is_digits = value.strip().isdecimal() and value.isascii() and len(value) < 10
+            place = int(value) if is_digits else None
+            if value in choices:
+                if place is not None and choices[place : place + 1] not in ([], [value]):
+                    return RowError("invalid_answer", f"got '{value}' in column '{column}', the text of a choice and "
+                                    "the place of another one; give places as numbers, not as text")  # fmt: skip
+                return choices.index(value)
+            if place is None:
+                return RowError("invalid_answer", f"got '{value[:40]}' in column '{column}'; {_ANSWERS}")
+        if isinstance(place, bool) or not isinstance(place, int):
+            return RowError("wrong_type", f"got {name_type(value)} in column '{column}'; {_ANSWERS}")
+        if not 0 <= place < len(choices):
+            return RowError("invalid_answer", f"got {place} in column '{column}'; the row's choices are 0 to "
+                            f"{len(choices) - 1}")  # fmt: skip
+        return place
 
     # -- tokens of a row -----------------------------------------------------------------------------------------------
 
