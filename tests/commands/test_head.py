@@ -112,7 +112,7 @@ def test_what_a_narrow_table_leaves_out(width: int, titles: str) -> None:
     """First row_index, then long kept columns, then what the task computes; short kept columns last."""
     row = {"row_index": 0, "gold": "bug", "asked": "why? " * 20, "logprob_sum": -1.0, "logprob_mean": -0.5,
            "perplexity": 2.0}  # fmt: skip
-    table, *_ = head_table(Head((row,), tuple(row), ("gold", "asked")), (), width)
+    table, *_ = head_table(Head((row,), tuple(row), ("gold", "asked"), (), 1), (), width)
     assert isinstance(table, Table)
     assert " ".join(str(column.header) for column in table.columns) == titles
 
