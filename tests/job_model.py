@@ -44,6 +44,7 @@ from crashes import SIGNALS, Ended, Strike, Warm
 import jobs
 
 NUM_ROWS, MOST_ROWS = 18, 36  # at the start, and with all that comes later
+DISK_FAULTS = ("ENOSPC", "EIO", "EROFS")
 KILLS = ("everything", "power cut", "replica", "engine", "coordinator")
 RETRY = {"sampling.max_tokens": 7}
 PREDICATES = ("errors", "true", "row_index % 3 = 0", "id < 'row-09'")
@@ -130,7 +131,7 @@ class Fast:
     """Forked children of a warm process, struck at a step."""
 
     kinds = (
-        *["everything"] * 5, *["power cut"] * 5, "replica", "engine", *SIGNALS, "ENOSPC", "EIO", "EROFS", "clock",
+        *["everything"] * 5, *["power cut"] * 5, "replica", "engine", *SIGNALS, *DISK_FAULTS, "clock",
     )  # fmt: skip
     # A whole run of the smallest job has more; if it has fewer, the strike does not come.
     NUM_STEPS = 360
@@ -323,7 +324,7 @@ class JobModel(RuleBasedStateMachine):
         self.kept: set[Key] = set()
         self.asides: list[tuple[pathlib.Path, str]] = []
         self.num_deaths = 0
-        self.is_done = self.is_damaged = False
+        self.is_done = self.is_damaged = self.has_failing_disk = False
         self._say(f"shape {shape} in {self.folder}")
 
     def _say(self, line: str) -> None:
@@ -349,6 +350,7 @@ class JobModel(RuleBasedStateMachine):
         ] += 1
         figures.cpu_s += ended.cpu_s
         kind = strike.kind if strike is not None and ended.step else ""
+        self.has_failing_disk = kind in DISK_FAULTS
         if kind:
             figures.strikes[kind] += 1
             figures.steps.add(ended.step)
@@ -359,7 +361,7 @@ class JobModel(RuleBasedStateMachine):
         elif kind in SIGNALS:
             # Only `run` stops in an orderly way.
             allowed = {0, 75} if arguments[0] == "run" else {0, 130, -signal.SIGTERM}
-        elif kind in ("ENOSPC", "EIO", "EROFS"):
+        elif kind in DISK_FAULTS:
             allowed = {0, 2}
         if may_refuse:
             allowed |= {2}
@@ -772,9 +774,9 @@ class JobModel(RuleBasedStateMachine):
             plain, retried = ([unhurt(self.runner, self.shape, kind)[key] for key in keys] for kind in (False, True))
             now = [found[key] for key in keys]
             self.has_retried_sampling[row] = {kind for kind, rows in ((False, plain), (True, retried)) if rows == now}
-        # A finished job is not started again, so it is not swept either.
         was_done, self.num_deaths, self.is_done = self.is_done, 0, True
-        for folder in [] if was_done else self._folders():
+        # A disk that failed while a finished job was tidied up leaves that to the next run.
+        for folder in [] if was_done and self.has_failing_disk else self._folders():
             left = [
                 *folder.rglob(".tmp-*"), *folder.glob("staging/*"), *folder.glob("journal/*"),
                 *folder.glob("lock*"),
