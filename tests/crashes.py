@@ -481,6 +481,7 @@ def _wait(pid: int) -> tuple[int, float]:
 def _make_cheap() -> None:
     """Do once what each child would do again."""
     import typer
+
     from batchinf.source.formats import parquet
 
     command = typer.main.get_command(sys.modules["batchinf.cli"].app)  # type: ignore[attr-defined]
