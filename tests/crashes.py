@@ -2,7 +2,8 @@
 
 Steps are the moments before and after each write, rename, link, deletion, creation and fsync in a folder, each message
 between coordinator and replicas, and each fault point. The replicas are threads of the child. A strike kills the child,
-cuts the power, ends a replica or its engine, sends a signal, fails the disk, moves the clock, or changes an input file.
+cuts the power, ends a replica or its engine, sends a signal, fails the disk, moves the clock, changes an input file, or
+takes a file of the output away.
 
 A power cut loses what was not fsynced: the end of a file's data, and the last changes of a folder's names. Nothing is
 fsynced in truth, because only such cuts need it.
@@ -48,7 +49,8 @@ SIGNALS = ("SIGINT", "SIGTERM")
 class Strike:
     """at: number of the step. seed: of what is left to chance. lasts: a disk goes on failing.
 
-    shift_s: of a moved clock. edits: files of the input by path, with their new content in hexadecimal digits.
+    shift_s: of a moved clock. edits: files of the input by path, with their new content in hexadecimal digits; for
+    `deleted` and `replaced`, the folder and the pattern of the file's name in it.
     """
 
     kind: str
@@ -147,6 +149,8 @@ class Hooks:
                 return
             if kind in _DISK and not can_fail:
                 return
+            if kind in ("deleted", "replaced") and not _victims(strike):
+                return
             self._strike = None
             self._write_note(True, name.encode()[:100])
             self._strike_now(strike, replica, can_fail, tear)
@@ -186,6 +190,8 @@ class Hooks:
                     with _open(name, "r+b") as file:
                         file.write(bytes.fromhex(content))
                         file.truncate()
+            case "deleted" | "replaced":
+                _take_away(_victims(strike)[0], is_replaced=strike.kind == "replaced")
             case "SIGINT" | "SIGTERM":
                 os.kill(os.getpid(), signal.Signals[strike.kind])
             case kind:
@@ -255,6 +261,26 @@ class Hooks:
             if self._disk is not None:
                 with self._lock:
                     self._disk.created(path)
+
+
+def _victims(strike: Strike) -> list[pathlib.Path]:
+    [(folder, pattern)] = strike.edits.items()
+    if pattern == ".":
+        return [pathlib.Path(folder)] if os.path.exists(folder) else []
+    return sorted(path for path in pathlib.Path(folder).glob(pattern) if not path.name.startswith(".tmp-"))
+
+
+def _take_away(path: pathlib.Path, *, is_replaced: bool) -> None:
+    """Delete a file or folder, or put another file of its size, or an empty folder, in its place."""
+    is_folder, size = path.is_dir(), path.stat().st_size
+    _real["rename"](path, path.parent.parent / f"taken-{path.name}" if is_folder else path.with_name(".taken"))
+    if is_replaced and is_folder:
+        _real["mkdir"](path)
+    elif is_replaced:
+        with _open(path, "wb") as file:
+            file.write(b"x" * size)
+    if not is_folder:
+        _real["unlink"](path.with_name(".taken"))
 
 
 def _path_of(name: Any, folder: int | None) -> str:
