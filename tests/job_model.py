@@ -658,8 +658,8 @@ class JobModel(RuleBasedStateMachine):
             return
         path = files[chosen % len(files)]
         group = path.relative_to(self._folder_of(path)).parts[0]
-        if group == "lock" and self.is_done:
-            return  # its holder may live elsewhere, and a run with no rows left does not wait for it
+        if group == "lock":
+            return  # its holder may live elsewhere: a run waits 60 s for it, and one with no rows left leaves it
         if group == "manifest" and (self.has_retried_sampling or how == "deleted"):
             return  # what a retry or an extension has chosen is in the manifest alone
         content = path.read_bytes()
