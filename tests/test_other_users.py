@@ -1,4 +1,4 @@
-"""A job in a folder that several users share, and a full folder for temporary files."""
+"""A job in a folder that several users share."""
 
 import os
 import pathlib
