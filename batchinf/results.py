@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinf.base.errors import DriftError, OutputError
+from batchinf.base.part_file import open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.slices import job_folders, no_job_message
 from batchinf.manifest.names import part_name
@@ -69,7 +69,8 @@ class Results:
         """The columns. Raises OutputError if nothing is committed yet."""
         if not self.parts:
             raise OutputError(f"{self.folder}: nothing is committed yet; look again once a part is")
-        return pq.read_schema(self.parts[0]).remove_metadata()
+        with open_part(self.parts[0]) as file:
+            return file.schema_arrow.remove_metadata()
 
     def batches(self, columns: Sequence[str] | None = None, num_rows: int = 4096) -> Iterator[pa.RecordBatch]:
         """All rows, at most `num_rows` at a time, in bounded memory.
@@ -79,7 +80,7 @@ class Results:
         names = self._names(columns)
         for path in self.parts:
             # With pre_buffer, Parquet would read all wanted columns of a part at once.
-            with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            with open_part(path, pre_buffer=False, buffer_size=1 << 20) as file:
                 yield from file.iter_batches(num_rows, columns=names)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
@@ -195,7 +196,7 @@ class Results:
 
 def _read_part(path: pathlib.Path, columns: Sequence[str]) -> pa.Table:
     # One descriptor: a retry may put another file in the part's place between two.
-    with pq.ParquetFile(path) as file:
+    with open_part(path) as file:
         return file.read(columns=columns)
 
 

@@ -2,7 +2,8 @@
 
 Steps are the moments before and after each write, rename, link, deletion, creation and fsync in a folder, each message
 between coordinator and replicas, and each fault point. The replicas are threads of the child. A strike kills the child,
-cuts the power, ends a replica or its engine, sends a signal, fails the disk, moves the clock, or changes an input file.
+cuts the power, ends a replica or its engine, sends a signal, fails the disk, moves the clock, changes an input file, or
+takes a file of the output away.
 
 A power cut loses what was not fsynced: the end of a file's data, and the last changes of a folder's names. Nothing is
 fsynced in truth, because only such cuts need it.
@@ -32,6 +33,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
@@ -47,7 +49,8 @@ SIGNALS = ("SIGINT", "SIGTERM")
 class Strike:
     """at: number of the step. seed: of what is left to chance. lasts: a disk goes on failing.
 
-    shift_s: of a moved clock. edits: files of the input by path, with their new content in hexadecimal digits.
+    shift_s: of a moved clock. edits: files of the input by path, with their new content in hexadecimal digits; for
+    `deleted` and `replaced`, the folder and the pattern of the file's name in it.
     """
 
     kind: str
@@ -146,6 +149,8 @@ class Hooks:
                 return
             if kind in _DISK and not can_fail:
                 return
+            if kind in ("deleted", "replaced") and not _victims(strike):
+                return
             self._strike = None
             self._write_note(True, name.encode()[:100])
             self._strike_now(strike, replica, can_fail, tear)
@@ -185,6 +190,8 @@ class Hooks:
                     with _open(name, "r+b") as file:
                         file.write(bytes.fromhex(content))
                         file.truncate()
+            case "deleted" | "replaced":
+                _take_away(_victims(strike)[0], is_replaced=strike.kind == "replaced")
             case "SIGINT" | "SIGTERM":
                 os.kill(os.getpid(), signal.Signals[strike.kind])
             case kind:
@@ -254,6 +261,26 @@ class Hooks:
             if self._disk is not None:
                 with self._lock:
                     self._disk.created(path)
+
+
+def _victims(strike: Strike) -> list[pathlib.Path]:
+    [(folder, pattern)] = strike.edits.items()
+    if pattern == ".":
+        return [pathlib.Path(folder)] if os.path.exists(folder) else []
+    return sorted(path for path in pathlib.Path(folder).glob(pattern) if not path.name.startswith(".tmp-"))
+
+
+def _take_away(path: pathlib.Path, *, is_replaced: bool) -> None:
+    """Delete a file or folder, or put another file of its size, or an empty folder, in its place."""
+    is_folder, size = path.is_dir(), path.stat().st_size
+    _real["rename"](path, path.parent.parent / f"taken-{path.name}" if is_folder else path.with_name(".taken"))
+    if is_replaced and is_folder:
+        _real["mkdir"](path)
+    elif is_replaced:
+        with _open(path, "wb") as file:
+            file.write(b"x" * size)
+    if not is_folder:
+        _real["unlink"](path.with_name(".taken"))
 
 
 def _path_of(name: Any, folder: int | None) -> str:
@@ -477,6 +504,19 @@ def _wait(pid: int) -> tuple[int, float]:
         time.sleep(0.001)
 
 
+def _make_cheap() -> None:
+    """Do once what each child would do again."""
+    import typer
+
+    from batchinf.source.formats import parquet
+
+    command = typer.main.get_command(sys.modules["batchinf.cli"].app)  # type: ignore[attr-defined]
+    typer.main.get_command = lambda app: command
+    # Another process reads Parquet footers first. No file of the model has one that crashes it.
+    all_read = lambda command, input, **_: subprocess.CompletedProcess(command, 0, "\n" * len(json.loads(input)), "")  # noqa: E731
+    parquet.subprocess = types.SimpleNamespace(run=all_read)  # type: ignore[attr-defined]
+
+
 def main() -> None:
     """Import everything that jobs need, then serve requests until standard input ends."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "fleet")]
@@ -487,6 +527,7 @@ def main() -> None:
             importlib.import_module(name)
     for name in [*fork_server._MODULES, "in_process", "batchinf.cli"]:
         importlib.import_module(name)
+    _make_cheap()
     gc.collect()
     gc.freeze()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")

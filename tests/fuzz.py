@@ -74,7 +74,9 @@ from batchinf.tasks.registry import task_of
 
 CASE_S = 30  # a case that takes longer counts as hanging
 MEMORY_BYTES = 8 << 30  # of address space; only a damaged size can ask for more
-BATCH = 20_000  # cases of one process
+# Cases of one process. pyarrow 26 keeps up to 1 MiB of addresses for each compressed file that it cannot read. So
+# 14,000 cases of jsonl.gz reached the limit, while 290 MiB of memory were used.
+BATCH = 5_000
 MAX_ROWS = 2_000  # to read of an input, as a damaged file may claim to have more
 
 
@@ -1071,9 +1073,15 @@ def _smaller(case: Any) -> Iterator[Any]:
 
 
 def useless(name: str, counts: dict[str, int]) -> str:
-    """Why the cases of a target test nothing, or ''."""
+    """Why the cases of a target test nothing, or ''.
+
+    The checksums of compressed files notice nearly all damage.
+    """
     cases, noticed = counts["cases"], counts["noticed"]
-    if cases < 40 or (0 < noticed < cases and (cases < 400 or 0.01 < noticed / cases < 0.99)):
+    least, most = (1, cases - 1) if cases < 400 else (0.01 * cases, 0.99 * cases)
+    if name.endswith((".gz", ".zst")):
+        most = cases
+    if cases < 40 or least <= noticed <= most:
         return ""
     return f"{name}: the damage was noticed in {noticed:,} of {cases:,} cases, so they test nothing"
 

@@ -159,6 +159,28 @@ def test_a_signal_to_all_processes_engine_core_included(
 
 
 @pytest.mark.slow
+def test_an_engine_core_that_alone_stands_still(
+    alone: list[dict[str, Any]], rows_in: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """SIGSTOP to the core: the replica lives and waits for it. The stall timeout ends both, also the stopped one."""
+    out, output = tmp_path / "out", {"include_prompt": True, "rows_per_shard": 4}
+    engine = {**ENGINE, "max_num_seqs": 4}
+    # A step takes a small part of that, also on a busy machine.
+    spec = real_job(tmp_path, rows_in, engine=engine, output=output, stall_timeout_s=20)
+    process = jobs.start("run", spec, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    jobs.wait_until(lambda: list((out / "parts").glob("*.parquet")) or process.poll() is not None, wait_s=540)
+    cores = [one for one in jobs.family(process.pid) if "EngineCore" in one.name() + " ".join(one.cmdline())]
+    assert len(cores) == 1
+    cores[0].suspend()
+    _, errors = process.communicate(timeout=540)
+    assert process.returncode == 0, errors
+    assert jobs.are_gone(cores)
+    causes = [event["cause"] for event in jobs.events_of(out, "replica_ended") if event["cause"]]
+    assert len(causes) == 1 and "no step" in causes[0], causes
+    assert_close(jobs.rows_of(out), alone)
+
+
+@pytest.mark.slow
 def test_seeded_samples_repeat_on_two_replicas_killed_and_resumed_on_one(
     rows_in: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

@@ -8,7 +8,7 @@ import pathlib
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import fuzz
 import numpy as np
@@ -16,10 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import batchinf
 import jobs
 from batchinf.base.errors import InputError, OutputError
 from batchinf.base.storage import Folder
+from batchinf.commands.diff import _row_bytes as row_bytes
 from batchinf.commands.head import read_head
+from batchinf.commands.inspect import inspect_row
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest import commit_log
@@ -66,6 +69,12 @@ def test_a_bug_is_found(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyError) as caught:
         fuzz.run_target("spec", range(5), 0, tmp_path)
     assert caught.value.__notes__ == ["case 0 of spec, seed 0: [7]"]  # the smallest case that still fails
+
+
+def test_checksums_may_notice_all_damage() -> None:
+    assert not fuzz.useless("jsonl.zst", {"cases": 40_000, "noticed": 39_990})
+    assert fuzz.useless("jsonl.zst", {"cases": 40_000, "noticed": 0})
+    assert fuzz.useless("jsonl", {"cases": 40_000, "noticed": 39_990})
 
 
 @pytest.mark.parametrize(("noticed", "is_useless"), [(0, True), (40, True), (1, False), (39, False)])
@@ -197,6 +206,55 @@ def test_a_footer_that_ends_the_process_ends_another_one(tmp_path: pathlib.Path)
         open_source(InputLocation(str(tmp_path / "a.parquet")), tmp_path / "cache").close()
 
 
+def _chunk_names(data: bytes, name: bytes) -> Iterator[bytes]:
+    """Parquet files of which one place in the footer has another name, which is not UTF-8."""
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    while (start := data.find(name, start) + 1) > 0:
+        yield data[:start] + b"\xe7" + data[start + 1 :]
+
+
+def test_a_parquet_column_whose_name_is_not_utf8(tmp_path: pathlib.Path) -> None:
+    pq.write_table(pa.table({"prompt": ["some text"] * 3}), tmp_path / "whole")
+    num_refused = 0
+    for number, data in enumerate(_chunk_names((tmp_path / "whole").read_bytes(), b"prompt")):
+        path = tmp_path / f"{number}.parquet"
+        path.write_bytes(data)
+        try:
+            source = open_source(InputLocation(str(path)), tmp_path / f"cache {number}")
+            source.read(0, 3)
+            source.close()
+        except InputError as error:
+            num_refused += 1
+            assert path.name in str(error)  # noqa: PT017
+    assert num_refused
+
+
+def test_readers_name_a_damaged_part(job: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Wherever a part is damaged, readers get rows or an OutputError that names it."""
+    out = tmp_path / "out"
+    fuzz._link(job, out, "parts")
+    part = min((out / "parts").iterdir())
+    data = part.read_bytes()
+    in_pages = [data[:at] + bytes(30) + data[at + 30 :] for at in range(4, len(data) // 2, 400)]
+    readers: list[Callable[[], object]] = [
+        lambda: batchinf.open(out).table(),
+        lambda: list(batchinf.open(out).batches()),
+        lambda: read_head(str(out), 5),
+        lambda: inspect_row(str(out), "0"),
+        lambda: row_bytes(batchinf.open(out).parts[0], ["row_index"]),
+    ]
+    num_refused = [0] * len(readers)
+    for damaged in [*_chunk_names(data, b"row_index"), *in_pages]:
+        part.write_bytes(damaged)
+        for number, read in enumerate(readers):
+            try:
+                read()
+            except OutputError as error:
+                num_refused[number] += 1
+                assert part.name in str(error)  # noqa: PT017
+    assert all(num_refused)
+
+
 def test_a_list_whose_items_have_no_name_in_utf8(tmp_path: pathlib.Path) -> None:
     table = pa.table({"prompt": ["a"], "tags": pa.array([["x"]], pa.list_(pa.field("iteM", pa.string())))})
     with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
@@ -214,7 +272,7 @@ def test_head_names_a_damaged_part(job: pathlib.Path, tmp_path: pathlib.Path) ->
     fuzz._link(job, out, "parts")
     part = min((out / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(OutputError, match=r"part-000000\.parquet is damaged"):
+    with pytest.raises(OutputError, match=r"part-000000\.parquet cannot be read"):
         read_head(str(out), 5)
     assert LOCK in {path.name for path in out.iterdir()}
 

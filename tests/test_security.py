@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import batchinf
 import jobs
 from batchinf.base.errors import InputError, ModelError, RowError, SpecError
 from batchinf.fleet.local.backend import GroupIdentity, LocalBackend, engine_environment
@@ -349,7 +350,7 @@ def test_secrets_of_the_environment_stand_nowhere(tmp_path: pathlib.Path) -> Non
     spec = jobs.spec_of(tmp_path, **FEW, max_restarts=1)
     stopped = jobs.run("run", spec, faults="replica.start=kill", **SECRETS)
     done = jobs.run("run", spec, **SECRETS)
-    seen = [jobs.run(command, tmp_path / "out", **SECRETS) for command in ("status", "head")]
+    seen = [jobs.run(command, tmp_path / "out", **SECRETS) for command in ("status", "head", "report", "check")]
     assert done.returncode == 0, done.stderr
     files = everything(tmp_path / "out")
     assert {"job.yaml", "status.json"} <= {path.name for path in files}
@@ -360,6 +361,22 @@ def test_secrets_of_the_environment_stand_nowhere(tmp_path: pathlib.Path) -> Non
         assert b"SENTINEL" not in str(metadata).encode()
     for run in (stopped, done, *seen):
         assert "SENTINEL" not in run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["https://me:SENTINEL@host/a.jsonl", "https://host/a.jsonl?X-Amz-Signature=SENTINEL", "$SITE/a.jsonl"]
+)
+def test_a_url_with_a_secret_is_refused_and_shown_nowhere(
+    url: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SITE", "https://me:SENTINEL@host")
+    spec = jobs.spec_of(tmp_path)
+    for run in (lambda: batchinf.run(spec, overrides=[f"input.path={url}"], quiet=True),
+                lambda: batchinf.validate(spec, overrides=[f"input.path={url}"])):  # fmt: skip
+        with pytest.raises(SpecError, match="recorded") as caught:
+            run()
+        assert "SENTINEL" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("mask", "bits"), [(0o077, 0o077), (0o022, 0o022)])

@@ -94,14 +94,20 @@ class EngineDeadError(BatchinfError):
 def memory_words(error: BaseException) -> str | None:
     """A line for the user if a process has no memory left, or none under `ulimit -v`; None for other errors."""
     is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    limit = address_limit()
+    if not limit:
+        return "no memory is left on this machine; free some and run the same command again" if is_memory else None
+    return f"no memory is left: {limit}" if is_memory or "can't start new thread" in str(error) else None
+
+
+def address_limit() -> str:
+    """What `ulimit -v` means for engines, and what to do; "" without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
-        return "no memory is left on this machine; free some and run the same command again" if is_memory else None
-    if not is_memory and "can't start new thread" not in str(error):
-        return None
+        return ""
     return (
-        f"no memory is left: `ulimit -v` allows each process {limit / 2**30:.1f} GiB of addresses, and engines need "
-        "far more than they fill; set `ulimit -v unlimited` and run the same command again"
+        f"`ulimit -v` allows each process {limit / 2**30:.1f} GiB of addresses, and engines need far more than they "
+        "fill; set `ulimit -v unlimited` and run the same command again"
     )
 
 

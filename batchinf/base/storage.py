@@ -180,16 +180,19 @@ class Folder:
         except FileNotFoundError:
             return {}
 
+    def half_written(self, folder: str) -> tuple[pathlib.Path, ...]:
+        """Half-written files, and folders of that kind, in `folder`."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path(folder)) as entries:
+            return tuple(pathlib.Path(entry.path) for entry in entries if entry.name.startswith(_TEMPORARY))
+        return ()
+
     def sweep(self, folder: str) -> None:
         """Delete half-written files, and folders of that kind, in `folder`."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.path(folder)) as entries:
-            for entry in entries:
-                if not entry.name.startswith(_TEMPORARY):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                else:
-                    pathlib.Path(entry.path).unlink(missing_ok=True)
+        for path in self.half_written(folder):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
         return self.path(name).read_bytes()

@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import glob
+import pathlib
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError, UserError
+from batchinf.base.part_file import open_part
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
@@ -131,7 +133,7 @@ class _WideColumns:
 
     def __init__(self, job: Results, columns: Sequence[str], path: str) -> None:
         # The part with the largest rows decides. Rows of one part are assumed to be alike.
-        most = max([1.0, *(row_bytes_in(pq.read_metadata(part), columns) for part in job.parts)])
+        most = max([1.0, *(_row_bytes(part, columns) for part in job.parts)])
         self.rows_at_once = max(1, min(_ROWS_AT_ONCE, int(_WIDE_BYTES / most)))
         self._job, self._columns, self._path = job, columns, path
         self._batches = job.batches(columns, self.rows_at_once)
@@ -237,6 +239,11 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
     return DiffReport(*jobs, _identity_changes(first, second), task.name, key, only_a, only_b, found, written_to)
 
 
+def _row_bytes(part: pathlib.Path, columns: Sequence[str]) -> float:
+    with open_part(part) as file:
+        return row_bytes_in(file.metadata, columns)
+
+
 def _common_task(a: Results, b: Results) -> type[Task]:
     task, other = stored_task(a.spec), stored_task(b.spec)
     if task is not other:
@@ -247,7 +254,8 @@ def _common_task(a: Results, b: Results) -> type[Task]:
 
 
 def _job(job: Results) -> ComparedJob:
-    stored = pq.read_metadata(job.parts[0]).metadata or {}
+    with open_part(job.parts[0]) as file:
+        stored = file.metadata.metadata or {}
     said = {key.decode().removeprefix("batchinf."): value.decode() for key, value in stored.items()}
     names = ("model", "version.vllm", "version.torch", "device")
     return ComparedJob(job.folder, len(job), job.is_done, *(said.get(name) for name in names))

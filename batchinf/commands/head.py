@@ -7,12 +7,12 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from batchinf.base.errors import OutputError, UserError
+from batchinf.base.errors import UserError
+from batchinf.base.part_file import open_part
 from batchinf.base.slices import Slice, job_folders, source_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import list_names, one_line
+from batchinf.base.text import list_names
 from batchinf.commands.status import open_state, read_job, stored_spec
 from batchinf.job.open import carried_columns, open_job_input
 from batchinf.manifest.names import part_name
@@ -84,13 +84,10 @@ def _finished_tables(folder: Folder, state: State, num_rows: int, only_errors: b
 
 
 def _part_tables(folder: Folder, name: str, only_errors: bool) -> Generator[pa.Table, None, None]:
-    try:
-        with pq.ParquetFile(folder.path(name)) as file:
-            for index in range(file.num_row_groups):
-                table = file.read_row_group(index)
-                yield _errors(table) if only_errors else table
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise OutputError(f"{folder.path(name)} is damaged: {one_line(error, 300)}") from error
+    with open_part(folder.path(name)) as file:
+        for index in range(file.num_row_groups):
+            table = file.read_row_group(index)
+            yield _errors(table) if only_errors else table
 
 
 def _errors(table: pa.Table) -> pa.Table:

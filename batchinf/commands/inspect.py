@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from batchinf.base.errors import BatchinfError, OutputError, UserError
+from batchinf.base.errors import BatchinfError, UserError
+from batchinf.base.part_file import open_part
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
 from batchinf.base.text import one_line
 from batchinf.commands.status import stored_spec
@@ -129,14 +129,11 @@ def _candidates(field: pa.Field, wanted: str) -> pa.Array | None:
 
 
 def _rows_in(path: pathlib.Path, key: str, values: pa.Array) -> Iterator[dict[str, Any]]:
-    try:
-        with pq.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                is_wanted = pc.is_in(file.read_row_group(group, [key]).column(0), values)
-                if pc.any(is_wanted).as_py():
-                    yield from file.read_row_group(group).filter(is_wanted).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise OutputError(f"{path} is damaged: {one_line(error, 300)}") from error
+    with open_part(path) as file:
+        for group in range(file.num_row_groups):
+            is_wanted = pc.is_in(file.read_row_group(group, [key]).column(0), values)
+            if pc.any(is_wanted).as_py():
+                yield from file.read_row_group(group).filter(is_wanted).to_pylist()
 
 
 def _prompt_ids(results: Results, row: Mapping[str, Any], tokenizer: Any) -> Sequence[int]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.parquet as pq
 
 from batchinf.base.errors import DriftError, UserError
+from batchinf.base.part_file import open_part
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job
 from batchinf.manifest.state import State, read_state
@@ -343,7 +343,7 @@ def read_rows(
     found: list[StoredRow] = []
     start, left = 0, list(places)
     for path in results.parts:
-        with pq.ParquetFile(path) as part:
+        with open_part(path) as part:
             for group in range(part.num_row_groups):
                 stop = start + part.metadata.row_group(group).num_rows
                 here = [place - start for place in left if place < stop]

@@ -18,6 +18,7 @@ from batchinf.base.errors import (
     Interrupted,
     OutputError,
     UserError,
+    address_limit,
 )
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.coordinator.display import ProgressDisplay
@@ -306,6 +307,9 @@ class Coordinator:
 
     def _give_up(self) -> None:
         causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
+        # A process without addresses may be aborted by a library that says nothing of it.
+        if (limit := address_limit()) and not any(limit in cause for cause in causes):
+            causes.append(limit)
         raise EngineStartError(
             f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); correct the cause and "
             "run the same command again"

@@ -1,7 +1,6 @@
 """Runs a job: takes the lock, starts the job, runs its rows and its retries, and makes the summary."""
 
 import contextlib
-import shutil
 import time
 from dataclasses import asdict
 
@@ -15,6 +14,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary, finished, stopped_lines
 from batchinf.coordinator.extend import has_more
 from batchinf.coordinator.fresh import move_job_aside
+from batchinf.coordinator.recovery import has_leftovers, tidy
 from batchinf.coordinator.retry import RetryPhase, begin_retry, next_phase
 from batchinf.coordinator.start import NOTHING_NEW, CheckedJob, StartedJob, check_first, start
 from batchinf.fleet.backend import Backend
@@ -26,7 +26,7 @@ from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
 from batchinf.job.open import Job
 from batchinf.manifest.lines import SPEED
-from batchinf.manifest.lock import JobLock, await_free, has_dead_holder
+from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output.proof import changed_parts
 from batchinf.schedule.positions import RunOrder
@@ -61,7 +61,7 @@ def run_job(
         if is_finished:
             if extends:
                 display.say(NOTHING_NEW)
-            if has_dead_holder(folder):
+            if has_leftovers(folder):
                 _tidy_late(folder)
             return finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
@@ -108,7 +108,7 @@ def _hold_and_run(checked: CheckedJob, backend: Backend, display: ProgressDispla
             _note_speed(begun, time.monotonic() - began)
             begun.manifest.done()
             begun.manifest.commit()
-        _tidy(folder)
+        tidy(folder)
 
 
 def _run_shards(
@@ -202,16 +202,8 @@ def _note_speed(begun: StartedJob, run_s: float) -> None:
 
 
 def _tidy_late(folder: Folder) -> None:
-    """Tidy up for a process that was killed when its job was done, if the folder can be written."""
+    """Tidy up for processes that were killed when the job was done, if the folder can be written."""
     with contextlib.suppress(OutputError, OSError), JobLock(folder).held(lambda: last_epoch(folder)):
         state = read_state(folder)
         if state is not None and state.is_done:  # no other process has begun a retry since
-            folder.sweep("")
-            _tidy(folder)
-
-
-def _tidy(folder: Folder) -> None:
-    """Empty the folders for work in progress."""
-    for name in ("staging", "journal"):
-        shutil.rmtree(folder.path(name), ignore_errors=True)
-        folder.make(name)
+            tidy(folder)

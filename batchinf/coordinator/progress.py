@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from batchinf.base.errors import BatchinfError, RowError
+from batchinf.base.errors import BatchinfError, OutputError, RowError
+from batchinf.base.part_file import open_part
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, size_text, time_text
 from batchinf.job.open import Job, begun_at
@@ -79,8 +79,8 @@ def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Gene
     for shard in with_errors[:_MOST_PARTS]:
         # This is only a report. A part that is missing must not change the job's result.
         with (
-            contextlib.suppress(OSError, pa.ArrowException),
-            pq.ParquetFile(folder.path(f"parts/{part_name(shard)}")) as file,
+            contextlib.suppress(OutputError),
+            open_part(folder.path(f"parts/{part_name(shard)}")) as file,
         ):
             for index in range(file.num_row_groups):
                 yield _errors(file.read_row_group(index, columns=_COLUMNS))

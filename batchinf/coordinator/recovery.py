@@ -4,11 +4,13 @@ Only files with names of our own pattern are touched. No row can be lost here: a
 """
 
 import datetime
+import shutil
 from dataclasses import dataclass
 
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus
 from batchinf.job.open import Job
+from batchinf.manifest.lock import LOCK, is_free
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name
 from batchinf.manifest.state import State
@@ -19,6 +21,9 @@ from batchinf.output.replace import replaces, with_retry
 from batchinf.records import Extent, Part
 from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
+
+_IN_PROGRESS = ("staging", "journal")  # empty when the job is done
+_OWN = ("", "parts", *_IN_PROGRESS, "manifest", "source", "source/versions", RETRY_FOLDER, RUN_FOLDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,7 @@ def _seconds(at: str) -> float:
 def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> RecoveredJob:
     """Make folder and manifest consistent. The caller commits the new lines of the manifest."""
     folder = job.folder
-    own = ("parts", "staging", "journal", "manifest", "source", "source/versions")
-    for name in ("", *own, RETRY_FOLDER, RUN_FOLDER):
-        folder.sweep(name)
+    _sweep(folder)
     _settle(folder, state, manifest)
     lost = _check_parts(job, state, manifest)
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
@@ -65,6 +68,30 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
             # Keeps the segments of a retry whose new part has not replaced the shard's part yet.
             journal.drop(folder, shard, state.parts[shard].retry if shard in state.parts else None)
     return RecoveredJob(tuple(adopted), tuple(lost))
+
+
+def _sweep(folder: Folder) -> None:
+    for name in _OWN:
+        folder.sweep(name)
+
+
+def has_leftovers(folder: Folder) -> bool:
+    """Whether killed processes left files in the folder of a finished job. False while a process may hold the job.
+
+    Each moment of a process that takes, holds or frees the lock leaves one of these files.
+    """
+    if not is_free(folder):
+        return False
+    in_progress = any(folder.list(name) for name in _IN_PROGRESS)
+    return bool(in_progress or folder.list("", LOCK) or any(folder.half_written(name) for name in _OWN))
+
+
+def tidy(folder: Folder) -> None:
+    """Delete what is left of the work on a finished job. The caller holds the job, and its lock goes when it ends."""
+    _sweep(folder)
+    for name in _IN_PROGRESS:
+        shutil.rmtree(folder.path(name), ignore_errors=True)
+        folder.make(name)
 
 
 def _check_parts(job: Job, state: State, manifest: Manifest) -> list[int]:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
+from batchinf.base.part_file import open_part
 from batchinf.job.open import Job, PreparedJob, carried_columns, check_drift
 from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
@@ -179,16 +179,10 @@ def _rows_of(bits: npt.NDArray[np.uint8], first_row: int) -> Iterator[Int64Array
 
 
 def _matching(job: Job, shard: int, predicate: Predicate) -> Iterable[npt.NDArray[np.int64]]:
-    path = job.folder.path(f"parts/{part_name(shard)}")
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            at_once = min(_ROWS_AT_ONCE, piece_rows(file.metadata, predicate.columns))
-            for batch in file.iter_batches(at_once, columns=predicate.columns):
-                yield predicate.matches(pa.Table.from_batches([batch]))
-    except (pa.ArrowException, OSError) as error:
-        raise OutputError(
-            f"{path} cannot be read: {error}; move it away and run the same command again to make a new one"
-        ) from error
+    with open_part(job.folder.path(f"parts/{part_name(shard)}"), page_checksum_verification=True) as file:
+        at_once = min(_ROWS_AT_ONCE, piece_rows(file.metadata, predicate.columns))
+        for batch in file.iter_batches(at_once, columns=predicate.columns):
+            yield predicate.matches(pa.Table.from_batches([batch]))
 
 
 def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:

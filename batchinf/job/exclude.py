@@ -5,12 +5,11 @@ from collections.abc import Generator, Iterable, Iterator
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from batchinf.base.errors import OutputError, SpecError
+from batchinf.base.errors import SpecError
+from batchinf.base.part_file import open_part
 from batchinf.base.slices import job_folders, no_job_message
 from batchinf.base.storage import Folder
-from batchinf.base.text import one_line
 from batchinf.job.open import Job, begun_at, max_model_len
 from batchinf.job.scratch import ScratchDatabase, scratch_database
 from batchinf.manifest.names import part_name
@@ -104,18 +103,12 @@ class Exclusion:
                 raise self._wrong(no_job_message(out))
 
     def _keys_of_part(self, out: str, folder: Folder, name: str) -> Iterator[pa.Table]:
-        try:
-            with pq.ParquetFile(folder.path(name), page_checksum_verification=True) as file:
-                self._check_type(out, file.schema_arrow)
-                for batch in file.iter_batches(_PART_ROWS_AT_ONCE, columns=[self._on, "error_type"]):
-                    table = pa.Table.from_batches([batch])
-                    good = table.filter(pc.is_null(table.column("error_type")))
-                    yield pa.table({"key": key_column(good.column(self._on), good.schema.field(self._on))})
-        except (pa.ArrowException, OSError) as error:
-            reason = one_line(error, 300)
-            raise OutputError(
-                f"{folder.path(name)} cannot be read: {reason}; batchinf check {out} says what is wrong"
-            ) from error
+        with open_part(folder.path(name), page_checksum_verification=True) as file:
+            self._check_type(out, file.schema_arrow)
+            for batch in file.iter_batches(_PART_ROWS_AT_ONCE, columns=[self._on, "error_type"]):
+                table = pa.Table.from_batches([batch])
+                good = table.filter(pc.is_null(table.column("error_type")))
+                yield pa.table({"key": key_column(good.column(self._on), good.schema.field(self._on))})
 
     def _check_type(self, out: str, schema: pa.Schema) -> None:
         if self._on not in schema.names:

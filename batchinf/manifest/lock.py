@@ -153,12 +153,13 @@ def live_holder(folder: Folder) -> Holder | None:
     return holder if holder is not None and judge(holder) != "dead" else None
 
 
-def has_dead_holder(folder: Folder) -> bool:
-    """Whether a killed process left its lock here. Takes no lock."""
-    with contextlib.suppress(OSError):
+def is_free(folder: Folder) -> bool:
+    """Whether surely no process holds the job: there is no lock, or a killed process left it. Takes no lock."""
+    try:
         holder = Holder.decode(folder.read(LOCK))
-        return holder is not None and judge(holder) == "dead"
-    return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return holder is not None and judge(holder) == "dead"
 
 
 # A lock of another host is taken over after this time without a heartbeat.

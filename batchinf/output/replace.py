@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
+from batchinf.base.part_file import open_part
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name
@@ -102,7 +103,7 @@ class OldPart:
         yield from new.rest()
 
     def _read(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        with pq.ParquetFile(self._path, page_checksum_verification=True, memory_map=True) as file:
+        with open_part(self._path, page_checksum_verification=True, memory_map=True) as file:
             for batch in file.iter_batches(min(_FEW_ROWS, piece_rows(file.metadata, columns)), columns=columns):
                 yield pa.Table.from_batches([batch])
 

@@ -3,6 +3,7 @@
 DuckDB adds up the plain columns, and NumPy the lists, a few hundred rows at a time. So memory is bounded.
 """
 
+import contextlib
 import itertools
 import math
 import pathlib
@@ -16,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from batchinf.base.errors import OutputError
+from batchinf.base.part_file import open_part
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, list_names
 from batchinf.manifest.names import part_name
@@ -105,7 +107,7 @@ def row_figures(jobs: Sequence[tuple[Folder, State, Task]]) -> RowFigures:
     journalled = [table for folder, state, task in jobs for table in _journalled(folder, state, task)]
     try:
         return _figures(jobs, paths, journalled, ())
-    except (duckdb.Error, pa.ArrowException, OSError):
+    except (duckdb.Error, OutputError):
         whole = [path for path in paths if _is_readable(path)]
         lost = [path.name for path in paths if path not in set(whole)]
         note = f"{list_names(lost)}: missing or damaged, and left out; `batchinf check --deep` finds all such files"
@@ -128,11 +130,9 @@ def _figures(
 
 
 def _is_readable(path: pathlib.Path) -> bool:
-    try:
-        pq.read_metadata(path)
-    except (pa.ArrowException, OSError, ValueError):
-        return False
-    return True
+    with contextlib.suppress(OutputError), open_part(path):
+        return True
+    return False
 
 
 def _journalled(folder: Folder, state: State, task: Task) -> Iterator[pa.Table]:
@@ -155,7 +155,10 @@ class _Rows:
     ) -> None:
         """own: columns that come from the input."""
         self._connection, self._paths, self._journalled = connection, paths, journalled
-        schema = pq.read_schema(paths[0]) if paths else journalled[0].schema if journalled else pa.schema([])
+        schema = journalled[0].schema if journalled else pa.schema([])
+        if paths:
+            with open_part(paths[0]) as file:
+                schema = file.schema_arrow
         self._lists = {field.name for field in schema if pa.types.is_nested(field.type)}
         self._types = {field.name: field.type for field in schema if field.name not in self._lists}
         self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in own]
@@ -298,7 +301,7 @@ class _Rows:
 
     def _list_batches(self, paths: Sequence[pathlib.Path], names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         for path in paths:
-            with pq.ParquetFile(path) as file:
+            with open_part(path) as file:
                 yield from file.iter_batches(_ROWS_AT_ONCE, columns=list(names))
 
     def _journal_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:

@@ -218,4 +218,6 @@ def _line(url: str, error: BaseException) -> str:
 
 
 def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    # A server may lead to a signed URL, which a library then quotes. Messages go into logs that other people may read.
+    words = re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1?…", str(error))
+    return " ".join(words.split())[:300] or type(error).__name__

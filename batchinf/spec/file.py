@@ -361,7 +361,8 @@ def _write_out_model(data: dict[str, Any]) -> None:
 
 def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
     target, equals, value = text.partition("=")
-    place = f"--set {clip(text)}"
+    shown = f"{text.partition('=')[0]}=…" if "://" in text else text  # a URL may have a secret in it
+    place = f"--set {clip(shown)}"
     if not equals:
         raise SpecError(f"{place}: {_FORM_OF_SET}")
     reader = _Reader(lambda mark: place)

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError, UserError
+from batchinf.base.part_file import open_part
 from batchinf.base.ragged import Ragged, to_matrix, to_ragged
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter
@@ -262,7 +262,7 @@ class StoredRow:
 
     def numbers(self, column: str) -> npt.NDArray[Any]:
         """[num_rows, width] in the stored type, from a column of vectors, lists of vectors, or numbers."""
-        with pq.ParquetFile(self.part) as part:
+        with open_part(self.part) as part:
             found = part.read_row_group(self.group, [column]).column(0).combine_chunks()
         own = found.slice(self.place, 1)
         if pa.types.is_list(own.type):

@@ -486,6 +486,24 @@ def test_words_about_a_disk(tmp_path: pathlib.Path) -> None:
 
 
 @needs_tmpfs
+@pytest.mark.slow
+def test_a_full_folder_for_temporary_files(tmp_path: pathlib.Path) -> None:
+    """Nothing of a job depends on the room in TMPDIR: what is large lies in the output folder."""
+    (tmp_path / "tmp").mkdir()
+    with mounted(tmp_path / "tmp", "-t", "tmpfs", "-o", "size=16k", "tmpfs") as full:
+        with contextlib.suppress(OSError):
+            (full / "x").write_bytes(bytes(1 << 20))
+        assert os.statvfs(full).f_bavail == 0
+        where = {"order": "prefix", "where": "language = 'en'", "limit": 60}
+        spec = jobs.spec_of(tmp_path, input=where, parallel={"data_parallel_size": 1})
+        jobs.finish(spec, TMPDIR=str(full))
+        jobs.finish(spec, "--retry", "row_index < 50", TMPDIR=str(full))
+        assert jobs.state_of(tmp_path / "out").is_done and len(jobs.rows_of(tmp_path / "out")) == 60
+        for command in ("head", "report", "check"):
+            assert jobs.run(command, tmp_path / "out", TMPDIR=str(full)).returncode == 0
+
+
+@needs_tmpfs
 def test_parts_on_another_file_system(tmp_path: pathlib.Path) -> None:
     (tmp_path / "out").mkdir()
     spec = jobs.spec_of(tmp_path, parallel=ONE_REPLICA, input={"limit": 5})

@@ -109,11 +109,32 @@ def test_which_setting_would_have_kept_more(drain_s: float, heard: list[int], wo
 
 
 def test_a_job_killed_when_it_was_done_is_tidied_up_by_the_next_start(tmp_path: pathlib.Path) -> None:
-    spec, out = jobs.spec_of(tmp_path, input={"limit": 20}, **QUICK), tmp_path / "out"
-    jobs.finish(spec)
-    held = dataclasses.replace(Holder.this_process(), pid=2**22 + 1)
-    left = {"lock": held.encode(), "journal/000000-000001.0001-00001": b"left", ".tmp-1-status.json": b"{}"}
+    """The process is killed while it frees the lock, before it writes its own, or while it takes another's away."""
+    spec, out = yaml.safe_load(jobs.spec_of(tmp_path, input={"limit": 20}, **QUICK).read_text()), tmp_path / "out"
+    batchinf.run(spec, quiet=True)
+    dead = dataclasses.replace(Holder.this_process(), pid=2**22 + 1).encode()
+    for left in (
+        {"lock": dead, "journal/000000-000001.0001-00001": b"left", ".tmp-1-status.json": b"{}"},
+        {"lock.stale-1": dead},
+        {"lock.stale-1": dead, ".tmp-fresh/rows": b"left"},
+        {".tmp-1-lock": dead},
+        {"staging/000000": b"left"},
+        {"manifest/.tmp-1-000001.jsonl": b"left"},
+    ):
+        for name, content in left.items():
+            (out / name).parent.mkdir(exist_ok=True)
+            (out / name).write_bytes(content)
+        assert batchinf.run(spec, quiet=True).was_done
+        assert not [name for name in left if (out / name).exists()]
+    assert not (out / ".tmp-fresh").exists()
+
+
+def test_nothing_is_tidied_up_while_a_process_may_hold_the_job(tmp_path: pathlib.Path) -> None:
+    spec, out = yaml.safe_load(jobs.spec_of(tmp_path, input={"limit": 20}, **QUICK).read_text()), tmp_path / "out"
+    batchinf.run(spec, quiet=True)
+    elsewhere = dataclasses.replace(Holder.this_process(), host="elsewhere")
+    left = {"lock": elsewhere.encode(), "staging/000000": b"left", ".tmp-1-status.json": b"{}"}
     for name, content in left.items():
         (out / name).write_bytes(content)
-    jobs.finish(spec)
-    assert not [name for name in left if (out / name).exists()]
+    assert batchinf.run(spec, quiet=True).was_done
+    assert {name: (out / name).read_bytes() for name in left} == left

@@ -10,7 +10,7 @@ import pathlib
 import shutil
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import fsspec
 import pyarrow as pa
@@ -47,13 +47,24 @@ class Server(http.server.SimpleHTTPRequestHandler):
         elif self.path.startswith("/secret"):
             self.send_error(403)
         else:
-            super().do_GET()
+            self._answer(super().do_GET)
+
+    def _answer(self, answer: Callable[[], None]) -> None:
+        """`/moved/FILE` leads to a signed URL of a file, as object stores give them. `/broken?…` fails."""
+        if self.path.startswith("/moved/"):
+            self.send_response(302)
+            self.send_header("Location", f"{self.path.removeprefix('/moved')}?X-Amz-Signature=SENTINEL")
+            self.end_headers()
+        elif self.path.startswith("/broken"):
+            self.send_error(500)
+        else:
+            answer()
 
     def do_HEAD(self) -> None:
         if self.path.startswith("/secret"):
             self.send_error(403)
         else:
-            super().do_HEAD()
+            self._answer(super().do_HEAD)
 
     def send_header(self, keyword: str, value: str) -> None:
         if keyword != "Last-Modified" or self.says_version:
@@ -102,6 +113,17 @@ def rows_of(url: str, cache: pathlib.Path, taken: tuple[str, ...] = (), new: str
     found = [row.values["x"] for row in source.read(0, source.num_rows)]
     source.close()
     return found
+
+
+def test_a_signed_url_to_which_a_server_leads_is_kept_nowhere(served: Served, tmp_path: pathlib.Path) -> None:
+    write(tmp_path / "web" / "a.jsonl", 1, 2)
+    assert rows_of(f"{served.url}/moved/a.jsonl", tmp_path / "cache") == [1, 2]
+    assert any("SENTINEL" in path for path in served.handler.asked)
+    for path in (tmp_path / "cache").rglob("*"):
+        assert path.is_dir() or b"SENTINEL" not in path.read_bytes(), path
+    with pytest.raises(InputError, match="broken") as caught:
+        rows_of(f"{served.url}/moved/broken.jsonl", tmp_path / "cache")
+    assert "SENTINEL" not in str(caught.value)
 
 
 @pytest.mark.parametrize("format", FILES)

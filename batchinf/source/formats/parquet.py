@@ -52,6 +52,7 @@ class Parquet(FileFormat):
         schema = plain_schema(metadata.schema.to_arrow_schema())
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
+        _repeated_columns(metadata)  # as readers do: pyarrow decodes names of chunks only when they are asked for
         is_spooled = any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups)
         ranges = self.spool(file, scratch) if is_spooled else ()
         return FileFindings(_footer_hash(file), metadata.num_rows, schema, ranges=ranges)
