@@ -95,7 +95,7 @@ def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryReques
     """Choose the rows of a new retry and store the choice; None if no row matches. All other work must be done."""
     number = 1 + max([0, *state.retries, *(part.retry for part in state.parts.values())])
     shards = range(total_shards(state.extents))
-    retry = Retry(number, request.predicate.text, request.overrides, 0, 0, "")
+    retry = Retry(number, request.predicate.text, request.overrides, 0, 0, "", state.extents[-1].stop_row)
     return _choose(job, state, manifest, request.predicate, retry, shards)
 
 
@@ -103,8 +103,11 @@ def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
     """The first unfinished retry. All shards must be committed. A shard that lost its part repeats all retries."""
     levels = np.array([state.parts[shard].retry for shard in range(total_shards(state.extents))])
     order = RunOrder(job.folder, state.extents)
+    last_rows = np.array([rows.last for rows in order.shards()])
     for number in sorted(state.retries):
-        retry, behind = state.retries[number], levels < number
+        retry = state.retries[number]
+        # Rows of later extents do not belong to the retry.
+        behind = (last_rows < retry.stop_row) & (levels < number)
         chosen = _chosen_rows(job, number, retry.positions)
         if chosen is None and behind.any():
             # The file is lost. The shards that are behind the retry are unchanged, so the same rows match again.
@@ -113,9 +116,8 @@ def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
             chosen = _chosen_rows(job, number)
         elif chosen is not None and behind.any() and state.event_counts["lost"]:
             # When a lost file was made again, the shards that had finished the retry were left out. If such a shard
-            # loses its part later, its rows are chosen here. Shards of later extents do not belong to the retry.
-            is_own = np.array([rows.last < chosen.stop_row for rows in order.shards()])
-            empty = behind & is_own & (chosen.counts(order.shards()) == 0)
+            # loses its part later, its rows are chosen here.
+            empty = behind & (chosen.counts(order.shards()) == 0)
             if empty.any():
                 predicate = Predicate(retry.predicate, _output_schema(job))
                 _choose(job, state, manifest, predicate, retry, np.flatnonzero(empty).tolist(), chosen)
@@ -144,7 +146,7 @@ def _choose(
     """Store the matching rows of these shards, and the rows that were chosen before."""
     found = (rows for shard in shards for rows in _matching(job, shard, predicate))
     known = () if before is None else before.pieces(_ROWS_AT_ONCE)
-    first_row, stop_row = state.extents[0].first_row, state.extents[-1].stop_row
+    first_row, stop_row = state.extents[0].first_row, retry.stop_row
     bits = _bits(itertools.chain(known, found), first_row, stop_row - first_row)
     if not bits.any():
         return None

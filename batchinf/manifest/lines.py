@@ -48,7 +48,8 @@ class Retry:
     """A retry that has begun.
 
     overrides: the changed sampling fields by dotted name, JSON values. num_rows, num_shards: chosen input rows, and the
-    shards that hold them. positions: digest of the file of the chosen rows.
+    shards that hold them. positions: digest of the file of the chosen rows. stop_row: rows from here on came into the
+    job later, and do not belong to the retry.
     """
 
     number: PositiveCount
@@ -57,6 +58,7 @@ class Retry:
     num_rows: Count
     num_shards: Count
     positions: JsonText
+    stop_row: Count
 
     def __str__(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())

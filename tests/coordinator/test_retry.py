@@ -321,3 +321,23 @@ def test_samples_of_which_some_fail(tmp_path: pathlib.Path) -> None:
     for before, row in zip(rows, after, strict=True):
         assert row["row_index"] in chosen or row == before
     assert jobs.run("check", tmp_path / "out", "--deep").returncode == 0
+
+
+def test_a_retry_whose_file_is_lost_leaves_later_rows_alone(tmp_path: pathlib.Path) -> None:
+    lines = jobs.PROMPTS.read_text(encoding="utf-8").splitlines(keepends=True)
+    folder = tmp_path / "input"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("".join(lines[:6]), encoding="utf-8")
+    sections = {
+        "input": {"path": str(folder)},
+        "sampling": {"min_tokens": 4, "max_tokens": 4},
+        "parallel": {"data_parallel_size": 1},
+    }
+    spec, out = jobs.spec_of(tmp_path, **sections), tmp_path / "out"
+    jobs.finish(spec)
+    jobs.finish(spec, "--retry", "row_index % 3 = 0", "--set=sampling.max_tokens=7", "--set=sampling.min_tokens=7")
+    shutil.rmtree(out / "retry")
+    (folder / "b.jsonl").write_text("".join(lines[6:12]), encoding="utf-8")
+    jobs.finish(spec, "--extend")
+    counts = {row["row_index"]: row["num_output_tokens"] for row in jobs.table_of(out).to_pylist()}
+    assert counts == {row: 7 if row in (0, 3) else 4 for row in range(12)}

@@ -172,7 +172,7 @@ def test_a_retry_and_what_is_being_replaced(folder: Folder) -> None:
         manifest.part(part(shard, num_errors=4))
     manifest.done()
     manifest.commit()
-    retry = Retry(1, "errors", {"sampling.max_tokens": 9}, 7, 2, "d")
+    retry = Retry(1, "errors", {"sampling.max_tokens": 9}, 7, 2, "d", 20)
     manifest.retry(retry)
     for shard in (0, 1):
         manifest.replacing(replace(part(shard), retry=1, digest="new"))
@@ -349,7 +349,7 @@ LINES: dict[str, dict[str, Any]] = {
     "header": {"kind": "header", **asdict(HEADER)},
     "extent": {"kind": "extent", **asdict(FIRST), "source_fingerprint": "input", "limit": 5},
     "part": part_line("part", replace(part(2), retry=1, replica=0, incarnation="000001.0001")),
-    "retry": {"kind": "retry", **asdict(Retry(1, "text IS NULL", {}, 3, 1, ""))},
+    "retry": {"kind": "retry", **asdict(Retry(1, "text IS NULL", {}, 3, 1, "", 20))},
     "snapshot": {"kind": "snapshot", "replaces": [], "device_s": 1.0, "event_counts": {}, "running_replicas": []},
 } | {
     name: {"kind": "event", "name": name, "at": AT, **fields}

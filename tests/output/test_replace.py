@@ -25,7 +25,7 @@ from batchinf.records import Part, Result
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-RETRY = Retry(1, "errors", {"sampling.max_tokens": 8}, 9, 1, "")
+RETRY = Retry(1, "errors", {"sampling.max_tokens": 8}, 9, 1, "", 2000)
 NAME = incarnation_name(2, 1, RETRY.number)
 
 
