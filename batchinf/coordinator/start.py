@@ -249,8 +249,7 @@ def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | Non
     if job.slice is None:
         claim_whole(job.spec.output.path)
     # Segments without a manifest belong to no job.
-    for shard in journal.list_shards(job.folder):
-        journal.drop(job.folder, shard)
+    journal.drop(job.folder, dict.fromkeys(journal.list_shards(job.folder)))
     header, extent = new_header(job, num_replicas, choice, job_id)
     job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
     job.source.keep_digests()
