@@ -99,27 +99,31 @@ def make_job(job: Job, num_parts: int) -> None:
     manifest.header(header)
     manifest.extent(extent, job.source.fingerprint)
     for index in range(num_parts):
-        manifest.part(make_part(job.folder, header.job_id, shard_at((extent,), index)), 0, "000001.0001")
+        manifest.part(
+            make_part(job.folder, header.job_id, shard_at((extent,), index), f"parts/{part_name(index)}"),
+            0,
+            "000001.0001",
+        )
         if index % _COMMIT_PARTS == _COMMIT_PARTS - 1:
             manifest.commit()
     manifest.commit()
     manifest.close()
 
 
-def make_part(folder: Folder, job_id: str, shard: Shard) -> Part:
-    """Write a part and return its record for the manifest."""
+def make_part(folder: Folder, job_id: str, shard: Shard, name: str) -> Part:
+    """Write a part without rows at `name`, and return its record for the manifest."""
     tokens = 4 * shard.num_rows
     counts = PartCounts(num_rows=shard.num_rows, num_prompt_tokens=tokens, num_output_tokens=tokens)
     part = Part(
         shard=shard.index,
-        file=part_name(shard.index),
+        file=name.rpartition("/")[2],
         num_bytes=0,
         digest=f"{shard.index:032x}",
         **dataclasses.asdict(counts),
     )
     stated = expected_statements(job_id, shard, shard.start, part)
     schema = pa.schema([], metadata={f"batchinf.{name}": value for name, value in stated.items()})
-    path = folder.path(f"parts/{part.file}")
+    path = folder.path(name)
     pq.write_table(schema.empty_table(), path)
     return dataclasses.replace(part, num_bytes=path.stat().st_size)
 

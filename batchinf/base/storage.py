@@ -133,18 +133,20 @@ class Folder:
         sync_folder(target.parent)
         return True
 
-    def publish(self, source: str, target: str) -> None:
-        """Rename `source` to `target`, durably; both are in this folder."""
+    def publish(self, source: str, target: str, *, durable: bool = True) -> None:
+        """Rename `source` to `target`; both are in this folder. `durable=False`: the caller calls `sync` for both."""
         with naming(self.path(target)):
             faults.point("storage.publish.before_rename")
         self.path(source).replace(self.path(target))
-        sync_folder(self.path(target).parent)
-        sync_folder(self.path(source).parent)
+        if durable:
+            sync_folder(self.path(target).parent)
+            sync_folder(self.path(source).parent)
 
     def publish_new(self, source: str, target: str) -> bool:
-        """Like `publish`, but never replaces a `target`. True if this call made it.
+        """Give the file `source` the name `target` too, and never replace a `target`. True if this call made it.
 
-        Without hard links, a `target` that another process makes at the same moment may be replaced.
+        The caller calls `sync` for the folder of `target`, and then deletes `source`. Without hard links this renames,
+        and a `target` that another process makes at the same moment may be replaced.
         """
         with naming(self.path(target)):
             faults.point("storage.publish.before_link")
@@ -154,11 +156,12 @@ class Folder:
         except _NoLinksError:
             if self.exists(target):
                 return False
-            self.publish(source, target)
-            return True
-        sync_folder(self.path(target).parent)
-        self.delete(source)
+            self.publish(source, target, durable=False)
         return True
+
+    def sync(self, folder: str) -> None:
+        """Make the names of files in `folder` durable."""
+        sync_folder(self.path(folder))
 
     def list(self, folder: str, prefix: str = "") -> list[str]:
         """Names (not paths) in `folder` that begin with `prefix`, sorted, without half-written files."""

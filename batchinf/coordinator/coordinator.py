@@ -41,6 +41,7 @@ from batchinf.schedule.shards import PendingShards
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
+_MOST_LINES = 8  # of replicas that come up at once
 # Errors of a replica that no restart mends.
 _FATAL: dict[str, type[UserError]] = {DISK_ERROR: OutputError, DriftError.__name__: DriftError}
 
@@ -162,6 +163,7 @@ class Coordinator:
 
     def _handle(self, events: list[tuple[FleetReplica, Event]]) -> None:
         parts: list[tuple[int, str, Part]] = []
+        ready: list[tuple[FleetReplica, Ready]] = []
         for replica, event in events:
             match event:
                 case ShardClosed(part, errors) if part.shard in replica.shards and replica.handle is not None:
@@ -176,15 +178,17 @@ class Coordinator:
                 case ShardBegun():
                     self._note_begun(event)
                 case Ready():
+                    ready.append((replica, event))
                     self._note_ready(replica, event)
                     self._assignment.begin(replica)
                 case Tried(rows):
                     self._trials.survived(replica, rows)
-                case Stopped():
-                    self._sample()  # its last figures; a short job has no others
-                    self._look_at_rates()
                 case _:
                     pass
+        self._say_ready(ready)
+        if any(isinstance(event, Stopped) for _, event in events):
+            self._sample()  # their last figures; a short job has no others
+            self._look_at_rates()
         if parts:
             self._commit(parts)
 
@@ -210,10 +214,14 @@ class Coordinator:
         folder = self._job.folder
         self._lock.check()
         self._announce([part for _, _, part in parts if part.retry])
-        for replica, incarnation, part in parts:
+        for _, _, part in parts:
             faults.point("coordinator.before_publish")
             self._publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}")
             faults.point("coordinator.after_publish")
+        if parts:
+            folder.sync("parts")
+        for replica, incarnation, part in parts:
+            folder.delete(f"staging/{part.file}")
             self._manifest.part(part, replica, incarnation)
             self._committed.add(part)
             self._trials.forget(part.shard)
@@ -221,8 +229,7 @@ class Coordinator:
             self._manifest.event("all_committed")
         self._manifest.commit()
         faults.point("coordinator.before_drop")
-        for _, _, part in parts:
-            drop(folder, part.shard)
+        drop(folder, dict.fromkeys(part.shard for _, _, part in parts))
 
     def _announce(self, parts: Sequence[Part]) -> None:
         """Record which parts will replace committed ones. After a crash, the next start finishes the replacements."""
@@ -234,7 +241,7 @@ class Coordinator:
             faults.point("coordinator.after_replacing")
 
     def _publish(self, staged: str, published: str) -> None:
-        """Rename a staged part to its published name. Only the holder of the lock replaces a file.
+        """Give a staged part its published name. Only the holder of the lock replaces a file.
 
         A process that was paused for long, for example on a suspended machine, may have lost the lock.
         """
@@ -247,14 +254,11 @@ class Coordinator:
             raise
         if not is_new:
             self._lock.check()
-            folder.publish(staged, published)
+            folder.publish(staged, published, durable=False)
 
     def _note_ready(self, replica: FleetReplica, event: Ready) -> None:
         if (warning := self._platforms.admit(replica.number, event.engine)) is not None:
             self._display.say(warning)
-        cache = event.engine.settings.get("kv_cache_size_tokens")
-        room = f"; cache: {cache:,} tokens" if cache else ""
-        self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
         self._manifest.event(
             "ready",
             kept_as=kept_as(event.engine),
@@ -269,6 +273,15 @@ class Coordinator:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True
             self._rates.look(time.monotonic(), Totals())
+
+    def _say_ready(self, ready: list[tuple[FleetReplica, Ready]]) -> None:
+        if len(ready) > _MOST_LINES:
+            self._display.say(f"{len(ready):,} more replicas are up")
+            return
+        for replica, event in ready:
+            cache = event.engine.settings.get("kv_cache_size_tokens")
+            room = f"; cache: {cache:,} tokens" if cache else ""
+            self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
 
     def _note_ended(self, ended: list[Ended]) -> None:
         for end in ended:
@@ -317,8 +330,10 @@ class Coordinator:
 
     def _judge(self) -> None:
         """Check the error rate once, when the first rows are finished. Raises HopelessJob; finished rows are stored."""
+        if self._is_judged or self._is_finished:
+            return
         num_rows, num_errors = self._num_finished()
-        if self._is_judged or self._is_finished or num_rows < FIRST_ROWS:
+        if num_rows < FIRST_ROWS:
             return
         self._is_judged = True
         under_way = [replica.progress.in_flight + replica.progress.num_waiting for replica in self._fleet.replicas]
@@ -339,8 +354,8 @@ class Coordinator:
 
     def _open_errors(self) -> Counter[str]:
         """Errors of rows that are in no committed part, by type."""
-        every = (Counter(replica.progress.errors) - replica.closed_errors for replica in self._fleet.replicas)
-        return sum(every, Counter())
+        failing = (replica for replica in self._fleet.replicas if replica.progress.errors)
+        return sum((Counter(one.progress.errors) - one.closed_errors for one in failing), Counter())
 
     def _end_replicas(self, *, drains: bool) -> None:
         """Let replicas finish what they can until the stop requests' deadline, which a later request may shorten."""

@@ -63,10 +63,13 @@ def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manif
     _settle(folder, state, manifest)
     lost = _check_parts(job, state, manifest)
     adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
-    for shard in journal.list_shards(folder):
-        if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard]):
-            # Keeps the segments of a retry whose new part has not replaced the shard's part yet.
-            journal.drop(folder, shard, state.parts[shard].retry if shard in state.parts else None)
+    closed = (
+        shard
+        for shard in journal.list_shards(folder)
+        if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard])
+    )
+    # Keeps the segments of a retry whose new part has not replaced the shard's part yet.
+    journal.drop(folder, {shard: state.parts[shard].retry if shard in state.parts else None for shard in closed})
     return RecoveredJob(tuple(adopted), tuple(lost))
 
 

@@ -178,7 +178,7 @@ def start(
             num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
             _await(check, fleet, num_rows, display)
         if state is None:
-            state = _begin(job, manifest, len(launcher.slots), choice, job_id)
+            state = _begin(job, manifest, launcher, choice, job_id)
         elif checked.extends:
             state = _extend(job, file, state, manifest, len(launcher.slots), display)
         _recover(job, state, manifest, epoch, display)
@@ -245,14 +245,14 @@ def _end(fleet: Fleet, manifest: Manifest) -> None:
         manifest.commit()
 
 
-def _begin(job: Job, manifest: Manifest, num_replicas: int, choice: Choice | None, job_id: str) -> State:
+def _begin(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice | None, job_id: str) -> State:
     if job.slice is None:
         claim_whole(job.spec.output.path)
     # Segments without a manifest belong to no job.
-    for shard in journal.list_shards(job.folder):
-        journal.drop(job.folder, shard)
-    header, extent = new_header(job, num_replicas, choice, job_id)
-    job.folder.write_atomic("job.yaml", dump_spec(job.spec).encode())
+    journal.drop(job.folder, dict.fromkeys(journal.list_shards(job.folder)))
+    header, extent = new_header(job, len(launcher.slots), choice, job_id)
+    notes = "".join(f"# {line}\n" for line in launcher.chosen.lines())
+    job.folder.write_atomic("job.yaml", (dump_spec(job.spec) + notes).encode())
     job.source.keep_digests()
     manifest.header(header)
     manifest.extent(extent, job.source.fingerprint)

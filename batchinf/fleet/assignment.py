@@ -28,6 +28,8 @@ class Assignment:
         """Hand out pending shards, and take back shards that another replica can run sooner."""
         self._trials.give(self._next_attempt)
         self._hand_out()
+        if self._pending:
+            return
         is_any_free = False
         for index, shards in revocations(self._pending, self._loads()).items():
             replica = self._fleet.replicas[index]
@@ -67,6 +69,8 @@ class Assignment:
         self.take_back(replica, shards)
 
     def _hand_out(self) -> None:
+        if not self._pending:
+            return
         for index, shard in next_shards(self._pending, self._loads(), is_gathering=self._is_gathering):
             faults.point("coordinator.before_assign")
             condemned = self._trials.condemned_in(shard)

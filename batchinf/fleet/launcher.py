@@ -1,6 +1,5 @@
 """Prepares the start of a job's replicas: backend, devices, engine arguments, messages. Records starts and ends."""
 
-import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices
-from batchinf.fleet.settings import chosen_arguments, replicas_per_device
+from batchinf.fleet.settings import Chosen, chosen_arguments, replicas_per_device
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.log import Manifest
@@ -49,6 +48,7 @@ class Launcher:
     epoch: int
     slots: Sequence[Slot]
     settings: EngineSettings
+    chosen: Chosen
 
     @classmethod
     def of(
@@ -77,11 +77,14 @@ class Launcher:
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})
             spec = spec.model_copy(update={"parallel": parallel})
             slots = backend.place(spec)
-        settings = _settings(spec, fit, slots[0].sharers, state, say)
+        chosen = chosen_arguments(spec, fit, task_of(spec), slots[0].sharers)
+        for line in chosen.lines():
+            say(line)
+        settings = _settings(spec, fit, chosen, state, say)
         for line in check_devices(spec, fit, len(slots)):
             say(line)
         backend.check_free(spec.model_copy(update={"engine": settings.engine}), slots)
-        return cls(backend, spec, model, adapters, folder, epoch, slots, settings)
+        return cls(backend, spec, model, adapters, folder, epoch, slots, settings, chosen)
 
     @property
     def devices(self) -> list[str]:
@@ -140,13 +143,9 @@ class Launcher:
 
 
 def _settings(
-    spec: JobSpec, fit: Fit, num_per_device: int, state: State | None, say: Callable[[str], None]
+    spec: JobSpec, fit: Fit, chosen: Chosen, state: State | None, say: Callable[[str], None]
 ) -> EngineSettings:
     """The spec's engine arguments, those chosen for it, and those that an earlier epoch lowered when memory ran out."""
-    chosen = chosen_arguments(spec, fit, task_of(spec), num_per_device)
-    if chosen.engine:
-        shown = ", ".join(f"{name} {json.dumps(value)}" for name, value in chosen.engine.items())
-        say(f"engine: {shown} ({chosen.reason}; a value in the spec wins)")
     lowered = kept(spec, state.lowered) if state is not None else {}
     if lowered:
         shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())

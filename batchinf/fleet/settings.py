@@ -1,21 +1,26 @@
 """Engine arguments and the number of replicas on each device, chosen where the spec leaves them open.
 
-Only for CUDA devices: each rule rests on measurements on an H200 in `benchmarks/RESULTS.md`. A value in the spec always
-wins, and `null` in the spec is vLLM's own default.
+Only for CUDA devices: each rule rests on the measurement that `MEASUREMENT` names. A value in the spec always wins, and
+`null` in the spec is vLLM's own default.
 """
 
+import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf.base.errors import SpecError
+from batchinf.engines.installed import vllm_version
 from batchinf.model.memory import GIB, Fit, default_limits
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
 
+MEASUREMENT = 'benchmarks/RESULTS.md, "Settings where the spec is silent, and several replicas on a device"'
+_MEASURED_WITH = (0, 26)  # vLLM's version
 # With smaller weights, the engine's Python limits the speed, not the GPU.
 _SMALL_WEIGHT_BYTES = 4 * GIB
 # vLLM's own choice for offline jobs on a large device. The rules hold for such devices.
@@ -40,10 +45,32 @@ _GRAPH_STEPS = ((8, 64), (16, 128), (32, 512), (64, 1024), (128, 4096))
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Engine arguments that the spec leaves open, and why they have these values."""
+    """Engine arguments that the spec leaves open. reasons: why each has its value."""
 
     engine: Mapping[str, Any]
-    reason: str = ""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """For people: each argument with its value and reason, and where the rules come from; empty without any."""
+        if not self.engine:
+            return []
+        version = vllm_version()
+        other = "" if version in (None, _MEASURED_WITH) else f", and this is {_dotted(version)}"
+        return [
+            "engine arguments that the spec leaves open:",
+            *(f"  {name} {_shown(value)}: {self.reasons[name]}" for name, value in self.engine.items()),
+            f"  (rules: {MEASUREMENT}; measured with vLLM {_dotted(_MEASURED_WITH)}{other})",
+        ]
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _shown(value: Any) -> str:
+    """JSON, but of a long list only the ends."""
+    shorten = lambda match: f"[{match[1]}, ..., {match[2]}]"  # noqa: E731
+    return re.sub(r"\[(\d+, \d+, \d+), (?:\d+, ){3,}(\d+)\]", shorten, json.dumps(value))
 
 
 def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> int:
@@ -111,18 +138,21 @@ def chosen_arguments(spec: JobSpec, fit: Fit, task: Task, num_per_device: int) -
     if fit.device_bytes is None:
         return Chosen({})
     engine: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
     if num_per_device > 1:
         engine["gpu_memory_utilization"] = int(_SHARED_UTILIZATION / num_per_device * 100) / 100
+        reasons["gpu_memory_utilization"] = f"{num_per_device} replicas share each GPU"
     if task.draws_tokens and _is_large(fit):
         is_small = fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES
         if is_small and num_per_device == 1:
             # vLLM refuses a batch of more sequences than tokens.
             engine["max_num_seqs"] = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
+            reasons["max_num_seqs"] = "a small model on a large GPU is faster with a larger batch"
         most = int({**engine, **spec.engine}.get("max_num_seqs") or _LARGE_MAX_NUM_SEQS)
         if not _GRAPHS & spec.engine.keys():
             engine["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(most)}
-    left_open = {name: value for name, value in engine.items() if name not in spec.engine}
-    return Chosen(left_open, "for this model and device" if left_open else "")
+            reasons["compilation_config"] = "CUDA graphs for batches up to max_num_seqs"
+    return Chosen({name: value for name, value in engine.items() if name not in spec.engine}, reasons)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

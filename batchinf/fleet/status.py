@@ -5,7 +5,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -132,7 +132,7 @@ class Rates:
 
 def write_status(folder: Folder, status: JobStatus) -> None:
     """Replace `status.json`, without fsync: it only informs users, so the last one may be lost."""
-    folder.write_atomic(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False, fault="status")
+    folder.write_atomic(STATUS_FILE, _STATUS.dump_json(status), durable=False, fault="status")
 
 
 def read_status(folder: Folder) -> JobStatus | None:
@@ -148,6 +148,8 @@ _LEAST_S, _MOST_S = 1.0, 15.0
 # Interval between samples, as a share of the time since the start: 600 samples in the first ten minutes, then about
 # 6,000 a day.
 _SHARE = 1 / 600
+# More replicas are sampled less often: the samples of a day then take 100 MB at most.
+_MANY_REPLICAS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,23 @@ class ReplicaLook:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A line of the telemetry. at: seconds since 1970. devices: empty if they give no data."""
+
+    at: float
+    replicas: tuple[ReplicaLook, ...]
+    devices: tuple[DeviceLook, ...]
+
+
+_SAMPLE = TypeAdapter(_Sample)
+
+
 class Telemetry:
-    """Takes the samples of one epoch: one a second at first, and later at most 15 s apart."""
+    """Takes the samples of one epoch: one a second at first, and later at most 15 s apart.
+
+    With more than 64 replicas, the intervals are longer by the same factor.
+    """
 
     def __init__(self, folder: Folder, epoch: int, watch: DeviceWatch) -> None:
         """watch: reports the job's devices. `close` closes it."""
@@ -224,13 +241,12 @@ class Telemetry:
     def look(self, replicas: Sequence[ReplicaLook]) -> None:
         """Write one sample of all replicas and devices."""
         now = time.monotonic()
-        self._next = now + min(max((now - self._began) * _SHARE, _LEAST_S), _MOST_S)
-        found = {"at": round(time.time(), 3), "replicas": [asdict(replica) for replica in replicas]}
-        if devices := self.devices:
-            found["devices"] = [asdict(device) for device in devices]
+        factor = max(1.0, len(replicas) / _MANY_REPLICAS)
+        self._next = now + factor * min(max((now - self._began) * _SHARE, _LEAST_S), _MOST_S)
+        sample = _Sample(round(time.time(), 3), tuple(replicas), self.devices)
         # The file is opened for each sample. A written sample stays, and no file stays open on a full disk.
         with contextlib.suppress(OSError), open_log(self._path) as file:
-            file.write(json.dumps(found).encode() + b"\n")
+            file.write(_SAMPLE.dump_json(sample) + b"\n")
 
     def close(self) -> None:
         """Take no more samples."""

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -179,10 +179,14 @@ class Journal:
         return segment
 
 
-def drop(folder: Folder, shard: int, retry: int | None = None) -> None:
-    """Delete a shard's segments when its part is committed, but keep those of later retries than `retry`."""
-    for name in _names(folder, shard):
-        if retry is None or _retry(name) <= retry:
+def drop(folder: Folder, shards: Mapping[int, int | None]) -> None:
+    """Delete the segments of these shards, each up to the retry that is given for it; None: all."""
+    for name in folder.list(_FOLDER):
+        match = _NAME.fullmatch(name)
+        if match is None or (shard := int(match["shard"])) not in shards:
+            continue
+        last = shards[shard]
+        if last is None or _retry(name) <= last:
             folder.delete(f"{_FOLDER}/{name}")
 
 

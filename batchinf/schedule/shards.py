@@ -5,6 +5,7 @@ shard that says whether the shard is pending.
 """
 
 import bisect
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -209,14 +210,19 @@ def next_shards(
     enough rows to fill its engine: the first shards may have the longest rows, and the first replica to come up must
     not get all of them.
     """
-    loads = [_Load.of(load) for load in replicas]
+    hungry = [(not load.is_up, load.rows, load.replica, load) for load in map(_Load.of, replicas)]
+    heapq.heapify(hungry)
     given = []
-    while pending and (hungry := [load for load in loads if load.has_room(is_gathering=is_gathering)]):
-        load = min(hungry, key=lambda load: (not load.is_up, load.rows, load.replica))
+    while pending and hungry:
+        load = hungry[0][-1]
+        if not load.has_room(is_gathering=is_gathering):
+            heapq.heappop(hungry)
+            continue
         shard = pending.take()
         load.rows += shard.num_to_run
         load.unbegun.append(shard.index)
         given.append((load.replica, shard))
+        heapq.heapreplace(hungry, (not load.is_up, load.rows, load.replica, load))
     return given
 
 
@@ -233,8 +239,9 @@ def revocations(pending: PendingShards, replicas: Sequence[ReplicaLoad]) -> dict
         return asked
     loads = [_Load.of(load) for load in replicas]
     idle = [load for load in loads if load.is_accepting and load.is_up and load.rows < load.window_rows]
+    owners = [load for load in loads if load.unbegun]
     for load in sorted(idle, key=lambda load: (load.rows, load.replica)):
-        while load.rows < load.window_rows and (owner := _owner(pending, loads, load)):
+        while load.rows < load.window_rows and (owner := _owner(pending, owners, load)):
             index = owner.unbegun.pop()
             num_rows = pending.shard(index).num_to_run
             owner.rows -= num_rows
@@ -243,7 +250,7 @@ def revocations(pending: PendingShards, replicas: Sequence[ReplicaLoad]) -> dict
     return asked
 
 
-def _owner(pending: PendingShards, loads: list[_Load], idle: _Load) -> _Load | None:
+def _owner(pending: PendingShards, owners: list[_Load], idle: _Load) -> _Load | None:
     """The replica that gives its newest unbegun shard to `idle`, if there is one."""
 
     def spares(load: _Load) -> bool:
@@ -254,4 +261,4 @@ def _owner(pending: PendingShards, loads: list[_Load], idle: _Load) -> _Load | N
         left = load.rows - pending.shard(load.unbegun[-1]).num_to_run
         return left > idle.rows or not load.is_accepting
 
-    return max(filter(spares, loads), key=lambda load: (load.rows, -load.replica), default=None)
+    return max(filter(spares, owners), key=lambda load: (load.rows, -load.replica), default=None)

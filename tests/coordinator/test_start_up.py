@@ -13,6 +13,7 @@ from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica, cache_root, sweep_sockets
 from batchinf.fleet.out_of_memory import EngineSettings
+from batchinf.fleet.settings import Chosen
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
 from batchinf.records import EngineInfo
@@ -102,7 +103,7 @@ def launcher(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Launch
     )
     found = resolve(spec.model)
     settings = EngineSettings(spec, fit_of(found, spec, None, ""))
-    return Launcher(LocalBackend(), spec, found, (), Folder(folder), 1, [Slot(0, ("0",), ())], settings)
+    return Launcher(LocalBackend(), spec, found, (), Folder(folder), 1, [Slot(0, ("0",), ())], settings, Chosen({}))
 
 
 def test_a_later_job_finds_the_cache_warm_with_the_same_model_at_the_same_place(

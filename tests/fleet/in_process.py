@@ -1,7 +1,8 @@
 """The smallest `Backend`: it runs replicas as threads of the coordinator's process.
 
 `python in_process.py JOB.yaml` runs a job on it. The replica that the environment variable LOSES names is lost when it
-begins its second shard, as if its host had failed.
+begins its second shard, as if its host had failed. With DEVICE, the only replica has a device of that name and 140 GiB,
+which its engine does not use.
 """
 
 import contextlib
@@ -123,23 +124,25 @@ class NoWatch:
 
 
 class InProcessBackend:
-    """loses: name of the incarnation that is lost when it begins its second shard."""
+    """loses: name of the incarnation that is lost when it begins its second shard. device: of the only replica."""
 
     name = "in-process"
     processors = "this machine's processor"
 
-    def __init__(self, loses: str = "") -> None:
-        self._loses = loses
+    def __init__(self, loses: str = "", device: str = "") -> None:
+        self._loses, self._device = loses, device
         self._news = threading.Condition()
         self._replicas: list[ThreadReplica] = []
 
     def devices(self) -> tuple[str, ...]:
-        return ()
+        return ("0",) if self._device else ()
 
     def device_size(self, device: str) -> tuple[int | None, str]:
-        return None, ""
+        return (140 << 30, self._device) if self._device else (None, "")
 
     def place(self, spec: JobSpec) -> list[Slot]:
+        if self._device:
+            return [Slot(0, ("0",), ())]
         wanted = spec.parallel.data_parallel_size
         return [Slot(number, (), ()) for number in range(2 if wanted == "auto" else wanted)]
 
@@ -184,7 +187,7 @@ class InProcessBackend:
 def main() -> None:
     from transformers import PreTrainedTokenizerFast  # noqa: F401 -- two threads cannot import it at once
 
-    backend: Backend = InProcessBackend(os.environ.get("LOSES", ""))
+    backend: Backend = InProcessBackend(os.environ.get("LOSES", ""), os.environ.get("DEVICE", ""))
     try:
         with interruptible(ends_process=True):
             run_job(read_spec(sys.argv[1], ()), backend, ProgressDisplay(), extends=False, fresh=False, retry=None)

@@ -16,6 +16,7 @@ import jobs
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import run_job
 from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.settings import MEASUREMENT
 from batchinf.spec.file import read_spec
 
 PACKAGE = pathlib.Path(batchinf.__file__).parent
@@ -153,3 +154,16 @@ def test_a_second_ctrl_c_leaves_no_replica(tmp_path: pathlib.Path) -> None:
             run_job(read_spec(spec, ()), backend, display, retry, extends=False, fresh=False)
         backend.close()
         assert len(replicas) == 1 and replicas[0].has_ended()
+
+
+def test_chosen_engine_arguments_are_shown_and_stored_with_their_reasons(tmp_path: pathlib.Path) -> None:
+    said = finish(jobs.spec_of(tmp_path), DEVICE="NVIDIA H200")
+    [size] = re.findall(r"^  max_num_seqs (\d+): a small model", said, re.MULTILINE)
+    stored = (tmp_path / "out" / "job.yaml").read_text()
+    assert f"#   max_num_seqs {size}: a small model" in stored
+    assert "#   compilation_config " in stored
+    assert MEASUREMENT in said and MEASUREMENT in stored
+    file, heading = MEASUREMENT.rstrip('"').split(', "', 1)
+    assert f"## {heading}" in (jobs.ROOT / file).read_text()
+    # They are notes: the spec's own section stays as it was.
+    assert read_spec(str(tmp_path / "out" / "job.yaml")).spec.engine == {}

@@ -162,8 +162,7 @@ def test_only_our_own_names_are_touched(folder: Folder) -> None:
     folder.path("journal/000003-b-00000").write_text("damaged, but ours")
     assert list_shards(folder) == [3, 12, 1_234_567]
     assert writer.recover(3).damaged == ("000003-b-00000",)
-    drop(folder, 3)
-    drop(folder, 4)
+    drop(folder, {3: None, 4: None})
     assert list_shards(folder) == [12, 1_234_567]
     assert set(STRANGERS) <= set(folder.list("journal"))
 
@@ -171,7 +170,7 @@ def test_only_our_own_names_are_touched(folder: Folder) -> None:
 def test_shards_of_seven_digits_are_not_mistaken_for_those_of_six(folder: Folder) -> None:
     writer = Journal(folder, "a", SCHEMA)
     writer.write(1_234_567, results(1))
-    drop(folder, 123_456)
+    drop(folder, {123_456: None})
     assert list_shards(folder) == [1_234_567]
     assert writer.recover(1_234_567).segments[0].num_rows == 2
 

@@ -160,5 +160,5 @@ def test_segments_of_one_retry_are_not_taken_for_those_of_another(folder: Folder
         shard.recover()
         assert shard.damaged == ()
         assert [shard.is_finished(SHARD.start + row) for row in range(3)] == [row == retry for row in range(3)]
-    drop(folder, SHARD.index, 1)
+    drop(folder, {SHARD.index: 1})
     assert [retry_of(name.split("-")[1]) for name in folder.list("journal")] == [2]
