@@ -146,7 +146,10 @@ class Coordinator:
         if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
             return
-        self._note_ended(self._fleet.reap())
+        if ended := self._fleet.reap():
+            # If somebody deletes these folders, each replica would end again and again.
+            self._job.folder.make("staging", "journal")
+            self._note_ended(ended)
         self._judge()
         if self._fleet.is_spent and not self._is_finished and not self._fatal:
             self._give_up()
