@@ -38,7 +38,7 @@ def test_a_look_is_a_line(tmp_path: pathlib.Path) -> None:
          "num_preemptions": 1, "num_prompt_tokens": 200, "num_output_tokens": 300, "num_rows": 10, "num_answered": 0,
          "steps": 7, "stalled_by_disk_s": 0.25}
     ]  # fmt: skip
-    assert "devices" not in found
+    assert found["devices"] == []
 
 
 def test_devices_are_looked_at(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,8 @@ def end_leftover(identity: dict[str, Any]) -> None:
         end_process_group(group.pgid)
 
 
-_TRACKERS_END_S = 1.0
+# On a busy host a tracker may still be starting.
+_TRACKERS_END_S = 5.0
 
 
 def end_process_group(group: int) -> None:
