@@ -73,9 +73,11 @@ def plan_target(context: typer.Context, target: str) -> str:
 
 
 def new_spec_file(path: str) -> str:
-    """Return the argument, or raise UserError for a folder."""
+    """Return the argument, or raise UserError if it is there already."""
     if os.path.isdir(path):
         raise UserError(f"{path} is a folder; batchinf init writes a job's spec, a YAML file: give the file's name")
+    if os.path.lexists(path):
+        raise UserError(f"{path} is there already; give another name, or delete it yourself")
     return path
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -10,8 +11,8 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, NoReturn, TypeVar
 
 import typer
 
@@ -40,6 +41,7 @@ app = App(
 )
 
 
+_Found = TypeVar("_Found")
 _PURPOSES = "label, generate, score, logits or embed"
 
 
@@ -61,13 +63,13 @@ def _init(
     ] = None,
 ) -> None:
     """Write a short commented spec that fits your data. Asks for what no option gives."""
-    purpose = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?")
-    data = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?")
-    model = _asked(model, "--model", "Which model (a Hugging Face id or a folder)?")
-    from batchinf.commands.init import StarterWanted, has_chat_template, look_at, write
+    from batchinf.commands.init import StarterWanted, check_purpose, has_chat_template, look_at, write
 
-    has_template = has_chat_template(model)
-    found = look_at(data, _words(labels or ""))
+    purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check_purpose)
+    look = functools.partial(look_at, labels=_words(labels or ""))
+    data, found = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?", look)
+    question = "Which model (a Hugging Face id or a folder)?"
+    model, has_template = _asked(model, "--model", question, has_chat_template)
     if purpose == "label" and not labels and sys.stdin.isatty():
         of_column = ", ".join(found.labels) if found.labelled is not None else None
         said = str(typer.prompt("Which labels (with commas between them)?", of_column))
@@ -88,13 +90,18 @@ def _words(labels: str) -> tuple[str, ...]:
     return tuple(word for label in labels.split(",") if (word := label.strip()))
 
 
-def _asked(value: str | None, option: str, question: str) -> str:
-    """The option's value, or the user's answer."""
+def _asked(value: str | None, option: str, question: str, check: Callable[[str], _Found]) -> tuple[str, _Found]:
+    """The option's value, or the user's answer, and what `check` says of it. A wrong answer is asked for again."""
     if value is not None:
-        return value
+        return value, check(value)
     if not sys.stdin.isatty():
         raise UserError(f"{option}: missing. {question} Give it as {option}")
-    return str(typer.prompt(question))
+    while True:
+        answer = str(typer.prompt(question))
+        try:
+            return answer, check(answer)
+        except UserError as error:
+            _print_error(error)
 
 
 @app.command("run", epilog="Example: batchinf run job.yaml --set sampling.max_tokens=64")
@@ -535,9 +542,7 @@ def main() -> NoReturn:
     try:
         app(prog_name="batchinf")
     except BatchinfError as error:
-        prefix = "" if isinstance(error, Interrupted) else "error: "
-        for line in plain(f"{prefix}{error}").split("\n"):
-            print(wrapped(line, sys.stderr), file=sys.stderr)
+        _print_error(error)
         if isinstance(error, Interrupted):
             print("run the same command again to go on", file=sys.stderr)
         elif not isinstance(error, UserError) and error.exit_code == 1:
@@ -554,6 +559,12 @@ def main() -> NoReturn:
         print(f"error: {plain(disk_error(error))}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
+
+
+def _print_error(error: BatchinfError) -> None:
+    prefix = "" if isinstance(error, Interrupted) else "error: "
+    for line in plain(f"{prefix}{error}").split("\n"):
+        print(wrapped(line, sys.stderr), file=sys.stderr)
 
 
 def _show(report: object, lines: Iterable[str], as_json: bool) -> None:

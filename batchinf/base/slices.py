@@ -18,6 +18,7 @@ from typing import Any
 from batchinf.base import faults
 from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.storage import Folder, reason
+from batchinf.base.text import near_path
 
 CUT_VERSION = 1
 MAX_SLICES = 999_999
@@ -105,6 +106,8 @@ def no_job_message(out: object) -> str:
     """The error message for an output folder without a job's manifest."""
     if Folder(str(out)).exists("manifest"):
         return f"{out} holds no job yet: its first run ended before the job had begun; run the spec again"
+    if not Folder(str(out)).root.exists():
+        return f"{out} does not exist; give the output.path of a job that has begun{near_path(str(out))}"
     return f"{out} holds no job: it has no manifest; give the output.path of a job"
 
 

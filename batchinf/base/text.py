@@ -1,8 +1,11 @@
 """Text for error messages and reports: values, names and other programs' errors in one short line."""
 
+import contextlib
 import dataclasses
+import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +13,15 @@ from typing import Any
 import jinja2
 
 _SHOWN_NAMES = 20
+
+
+def near_path(path: str) -> str:
+    """For a path that does not exist: a question with the name in its folder that is most like its own, or ""."""
+    folder, name = os.path.split(path.rstrip("/"))
+    with contextlib.suppress(OSError):
+        if close := difflib.get_close_matches(name, os.listdir(folder or "."), n=1):
+            return f"; did you mean {os.path.join(folder, close[0])}?"
+    return ""
 
 
 def list_names(names: Iterable[str]) -> str:

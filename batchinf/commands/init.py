@@ -132,10 +132,15 @@ def has_chat_template(model: str) -> bool | None:
         return None
 
 
-def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
-    """Write the spec. Raises UserError if there is a file already."""
+def check_purpose(purpose: str) -> None:
+    """Raise UserError for a purpose that `init` does not know."""
     if purpose not in PURPOSES:
         raise UserError(f"--for: got {purpose!r}; must be one of {', '.join(PURPOSES)}")
+
+
+def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
+    """Write the spec. Raises UserError if there is a file already."""
+    check_purpose(purpose)
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(write_spec(purpose, path, data, wanted))

@@ -342,7 +342,7 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
         shown = random_rows(positions, wanted.num_rows, wanted.seed)
         yield RowsDrawn(wanted.seed)
     sampling = job.spec.sampling if job.task.draws_tokens else None
-    columns = [*builder.columns, *([id_column] if id_column else [])]
+    columns = list(dict.fromkeys([*builder.columns, *([id_column] if id_column else [])]))
     for position in shown:
         [row] = job.source.read(position, position + 1, columns)
         [prompt] = builder.build([row], length)

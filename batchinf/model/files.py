@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batchinf.base.errors import ModelError
+from batchinf.base.text import near_path
 
 # A few bytes from about this many tensors tell checkpoints of the same shapes apart.
 _SAMPLED_TENSORS = 512
@@ -325,6 +326,8 @@ def _why_not(name: str, revision: str | None, error: Exception) -> str:
         return f"'{name}' is gated; accept its licence at {page}, then run `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"'{name}' has no revision '{revision}'; its branches and tags are at {page}/tree/main"
+    if os.path.isdir(os.path.dirname(name)) and (near := near_path(name)):
+        return f"{_nowhere(name)}{near}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{_nowhere(name)}, nor a model '{name}' on the hub; check the name; a private one needs `hf auth login`"
     if status == 401:

@@ -197,7 +197,9 @@ class _Rows:
 
     def _lengths(self) -> tuple[Histogram, ...]:
         """Of prompts, and of outputs if any row has one."""
-        titles = {"num_prompt_tokens": "Prompt length", "num_output_tokens": "Output length"}
+        # A row with choices has a request for each; its tokens are the sum.
+        prompts = "Prompt tokens of a row, all requests" if "best" in self._types else "Prompt length"
+        titles = {"num_prompt_tokens": prompts, "num_output_tokens": "Output length"}
         found = [self._histogram(name, title, "tokens") for name, title in titles.items() if name in self._types]
         return tuple(one for number, one in enumerate(found) if not number or not one.quantiles or one.quantiles[-1][1])
 

@@ -3,14 +3,13 @@
 `remote` finds the files of URLs.
 """
 
-import contextlib
-import difflib
 import glob
 import os
 import re
 from collections.abc import Iterable, Sequence
 
 from batchinf.base.errors import InputError
+from batchinf.base.text import near_path
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
@@ -47,19 +46,9 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     elif glob.has_magic(path):
         files = _by_glob(path)
     else:
-        raise NoInputError(
-            f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id{_near(path)}"
-        )
+        allowed = "a file, a glob, a folder, or a Hugging Face dataset's id"
+        raise NoInputError(f"{input.path} does not exist; give {allowed}{near_path(path)}")
     return one_format(files, input), files
-
-
-def _near(path: str) -> str:
-    """The file or folder whose name is most like that of a path that does not exist."""
-    folder, name = os.path.split(path.rstrip("/"))
-    with contextlib.suppress(OSError):
-        if close := difflib.get_close_matches(name, os.listdir(folder or "."), n=1):
-            return f"; did you mean {os.path.join(folder, close[0])}?"
-    return ""
 
 
 def _by_glob(path: str) -> list[InputFile]:

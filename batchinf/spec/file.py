@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from batchinf.base.errors import SpecError
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
-from batchinf.base.text import clip, name_type
+from batchinf.base.text import clip, name_type, near_path
 from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
     PATH_FIELDS,
@@ -343,7 +343,8 @@ def _read_text(name: str) -> str:
         with open(name, "rb") as file:
             content = file.read(MAX_SPEC_BYTES + 1)
     except OSError as error:
-        raise SpecError(f"{name}: {reason(error)}; must be a job spec, such as jobs/quickstart.yaml") from None
+        near = near_path(name) if isinstance(error, FileNotFoundError) else ""
+        raise SpecError(f"{name}: {reason(error)}; must be a job spec, such as jobs/quickstart.yaml{near}") from None
     if len(content) > MAX_SPEC_BYTES:
         raise SpecError(f"{name}: longer than {MAX_SPEC_BYTES} bytes; must be a job spec, such as jobs/quickstart.yaml")
     try:

@@ -156,3 +156,12 @@ def test_samples_have_seeds() -> None:
     shown = lines_of(prompt, seed=12, num=3)
     assert shown[0] == "row 0: 2 tokens, room for 510 more in 512; cut to fit"
     assert shown[-1] == "  sampling: max_tokens 64, 3 samples, the first with seed 12"
+
+
+def test_the_id_may_be_the_prompt(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("body\none\ntwo\n")
+    given = {"path": str(path), "id_column": "body", "prompt_column": "body"}
+    shown = jobs.run("validate", jobs.spec_of(tmp_path, input=given))
+    assert shown.returncode == 0, shown.stderr
+    assert "one" in shown.stdout

@@ -73,7 +73,9 @@ def _token_table(tokens: Sequence[Token]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in ("#", "token", "logprob", "rank"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
-    table.add_column("alternatives, with their probabilities")
+    has_others = any(token.alternatives for token in tokens[:_MOST_TOKENS])
+    if has_others:
+        table.add_column("alternatives, with their probabilities")
     for place, token in enumerate(tokens[:_MOST_TOKENS]):
         others = Text()
         for other in token.alternatives:
@@ -86,7 +88,7 @@ def _token_table(tokens: Sequence[Token]) -> Table:
             Text(token_text(token.text), _colour(token)),
             logprob,
             "–" if token.rank is None else str(token.rank),
-            others,
+            *([others] if has_others else []),
         )
     return table
 

@@ -110,5 +110,6 @@ def option_line(option: Option) -> str:
     degrees, prediction = option.degrees, option.prediction
     parts = [shape_text(degrees, option.data), f"{degrees.cache_tokens:,} tokens of cache"]
     if prediction is not None:
-        parts += [f"{option.tokens_per_s:,.0f} tokens/s", duration(prediction.seconds)]
+        time = "less than 1s" if prediction.seconds < 1 else duration(prediction.seconds)
+        parts += [f"{option.tokens_per_s:,.0f} tokens/s", time]
     return ": ".join([parts[0], ", ".join(parts[1:])])
