@@ -419,7 +419,8 @@ WRONG = [
     Wrong("nothing chosen", {"input": {"where": "id > 2"}},
           "job.yaml:2:1: input: where 'id > 2' leaves none of the 2 input rows; there is nothing to run"),
     Wrong("exclude, no job", {"input": {"id_column": "id", "exclude": {"job": "elsewhere", "on": "id"}}},
-          "job.yaml:5:3: input.exclude: elsewhere does not exist; give the output.path of a job that has begun"),
+          "job.yaml:5:3: input.exclude: elsewhere holds no job: there is no such folder; give the output.path of a "
+          "job"),
     # Logits
     Wrong("logits without their task", {"logits": {"positions": "all"}},
           "job.yaml:9:1: logits: must be left out with task generate; or set task: logits"),

@@ -107,7 +107,7 @@ def no_job_message(out: object) -> str:
     if Folder(str(out)).exists("manifest"):
         return f"{out} holds no job yet: its first run ended before the job had begun; run the spec again"
     if not Folder(str(out)).root.exists():
-        return f"{out} does not exist; give the output.path of a job that has begun{near_path(str(out))}"
+        return f"{out} holds no job: there is no such folder; give the output.path of a job{near_path(str(out))}"
     return f"{out} holds no job: it has no manifest; give the output.path of a job"
 
 

@@ -46,8 +46,10 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     elif glob.has_magic(path):
         files = _by_glob(path)
     else:
-        allowed = "a file, a glob, a folder, or a Hugging Face dataset's id"
-        raise NoInputError(f"{input.path} does not exist; give {allowed}{near_path(path)}")
+        raise NoInputError(
+            f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id"
+            f"{near_path(path)}"
+        )
     return one_format(files, input), files
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path
         verify.verify_job(read_spec(job, [f"input.path={tmp_path / 'rows.jsonl'}"]), wanted)
     with pytest.raises(DriftError, match=r"sampling\.max_tokens: the job has 10, now it is 11"):
         verify.verify_job(read_spec(job, ["sampling.max_tokens=11"]), wanted)
-    with pytest.raises(OutputError, match="holds no job: it has no manifest"):
+    with pytest.raises(OutputError, match="holds no job: there is no such folder"):
         verify.verify_job(read_spec(job, [f"output.path={tmp_path / 'nothing'}"]), wanted)
     with pytest.raises(UserError, match=r"^--dtype: got 'int8'; must be float32, float16, bfloat16$"):
         verify.verify_job(read_spec(job), Wanted(dtype="int8"))
