@@ -4,6 +4,7 @@ Afterwards all rows are there after at most one more `run`, or one line names th
 children (tests/crashes.py).
 """
 
+import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,8 @@ class Job:
         self.folder, self.out, self._warm = folder, folder / "jobs" / "out", warm
         more: dict[str, Any] = {"input": {"order": "prefix", "where": "language <> 'fr'"}}
         self.spec = job_model.spec_of(folder, self.out, path, more)
+        spec = json.loads(self.spec.read_text())
+        self.spec.write_text(json.dumps({**spec, "max_restarts": 1}))
 
     def run(self, *arguments: str, strike: Strike | None = None) -> Ended:
         return self._warm.run(self.folder, ["run", str(self.spec), *arguments], strike)
