@@ -40,7 +40,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
     """Wait for a job, which must succeed; what it said. Nothing of it may stay."""
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    jobs.wait_until(lambda: not ray_cluster.actors(), 30)
+    jobs.wait_until(lambda: not ray_cluster.actors())
     return errors
 
 
@@ -58,7 +58,7 @@ def backends_of(out: pathlib.Path) -> list[str]:
 def test_a_job_on_a_cluster_of_one_node(tmp_path: pathlib.Path) -> None:
     with ray_cluster.running(0, num_cpus=1) as cluster:
         errors = jobs.finish(jobs.spec_of(tmp_path, **cluster.section(resources={}), parallel=None)).stderr
-        jobs.wait_until(lambda: not ray_cluster.actors(), 30)
+        jobs.wait_until(lambda: not ray_cluster.actors())
         out = tmp_path / "out"
         assert jobs.rows_of(out) == list(jobs.unhurt())
         assert backends_of(out) == ["ray"]
@@ -86,7 +86,7 @@ def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_pa
     assert jobs.are_gone([replica]), "a replica outlived its actor"
     if victim == "driver":
         process.communicate(timeout=60)
-        jobs.wait_until(lambda: not ray_cluster.actors(), 30)
+        jobs.wait_until(lambda: not ray_cluster.actors())
         # The same job goes on with processes of this host.
         jobs.finish(jobs.spec_of(tmp_path, backend="local"))
     else:
@@ -139,7 +139,7 @@ def test_a_job_that_began_with_processes_goes_on_in_a_cluster(two_nodes: TestClu
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    jobs.wait_until(lambda: not ray_cluster.actors(), 30)
+    jobs.wait_until(lambda: not ray_cluster.actors())
     finish(start(spec_of(tmp_path, two_nodes)))
     assert jobs.rows_of(out) == list(jobs.unhurt())
     assert backends_of(out) == ["local", "local", "ray", "ray", "ray", "ray"]

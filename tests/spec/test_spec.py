@@ -277,7 +277,8 @@ def test_files_that_cannot_be_read(tmp_path):
     for name, why in {**reasons, "long.yaml": f"longer than {MAX_SPEC_BYTES} bytes"}.items():
         with pytest.raises(SpecError) as caught:
             read_spec(name)
-        assert str(caught.value) == f"{name}: {why}; must be a job spec, such as jobs/quickstart.yaml"
+        near = "; did you mean long.yaml?" if name == "none.yaml" else ""
+        assert str(caught.value) == f"{name}: {why}; must be a job spec, such as jobs/quickstart.yaml{near}"
 
 
 @pytest.mark.parametrize("item", ["[{}]", "{{<<: [{}]}}"], ids=["lists", "merge keys"])
