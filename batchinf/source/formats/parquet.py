@@ -172,6 +172,8 @@ def _repeated_columns(metadata: pq.FileMetaData) -> list[str]:
         return []
     group = metadata.row_group(0)
     chunks = [group.column(i) for i in range(group.num_columns)]
+    # In a damaged footer, a chunk may name a column that the schema has not.
+    known = {metadata.schema.column(i).path for i in range(metadata.num_columns)}
     return [
         chunk.path_in_schema
         for chunk in chunks
@@ -179,6 +181,7 @@ def _repeated_columns(metadata: pq.FileMetaData) -> list[str]:
         and chunk.physical_type == "BYTE_ARRAY"
         and chunk.total_uncompressed_size < (2 << 20) + 16 * chunk.num_values  # a dictionary has up to 1 MiB
         and "." not in chunk.path_in_schema
+        and chunk.path_in_schema in known
     ]
 
 
