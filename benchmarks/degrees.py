@@ -85,17 +85,21 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="default: all of this host")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each batch, as predicted")
     parser.add_argument("--modes", default="batch,single", help="batch: as many rows as fit; single: one at a time")
+    parser.add_argument("--degrees", help="only these: tensor and pipeline with a comma between them; then a space")
     parser.add_argument("--estimate", action="store_true", help="print what would be measured, and the predictions")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="end everything after so many seconds")
     args = parser.parse_args()
     deadline = time.monotonic() + args.limit_s
+    wanted = args.degrees and [tuple(map(int, each.split(","))) for each in args.degrees.split()]
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "degrees.json"
     results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     for name in args.cases:
         case = case_of(name, args.out, args.gpus)
         for option in case.legal():
+            if wanted and (option.degrees.tensor, option.degrees.pipeline) not in wanted:
+                continue
             for mode in () if args.estimate else args.modes.split(","):
                 key = f"{name} {shape_text(option.degrees, option.data)} {mode}"
                 if key not in results and time.monotonic() < deadline:

@@ -68,7 +68,7 @@ class Hosts:
         from ray.cluster_utils import Cluster
 
         found = {"one host": self._job("local", {})}
-        expected = self._rows("local")
+        expected = rows_in(self._out / "local")
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
             nodes = [self._add(cluster, number) for number in range(2)]
@@ -78,7 +78,7 @@ class Hosts:
         finally:
             cluster.shutdown()
         for name, folder in zip(found, ("local", "ray", "killed"), strict=True):
-            found[name] |= difference(expected, self._rows(folder))
+            found[name] |= difference(expected, rows_in(self._out / folder))
         return found
 
     def _add(self, cluster: Any, number: int) -> Any:
@@ -127,9 +127,12 @@ class Hosts:
             code = process.wait(_WAIT_S)
         return {"exit_code": code, "wall_s": round(time.monotonic() - started, 1)}
 
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        parts = sorted((self._out / name / "parts").glob("*.parquet"))
-        return pa.concat_tables([pq.read_table(path) for path in parts]).to_pylist() if parts else []
+
+def rows_in(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a job, in the input's order."""
+    parts = sorted((folder / "parts").glob("*.parquet"))
+    table = pa.concat_tables([pq.read_table(path) for path in parts]) if parts else pa.table({"row_index": []})
+    return list(table.sort_by("row_index").to_pylist())
 
 
 def difference(expected: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:

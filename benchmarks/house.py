@@ -98,6 +98,8 @@ def task_reads(package: pathlib.Path, trees: dict[pathlib.Path, ast.Module]) -> 
         if path.relative_to(package).parts[0] == "tasks":
             continue
         for node in ast.walk(tree):
+            if not isinstance(node, ast.expr):
+                continue
             is_read = isinstance(node, ast.Attribute) and (
                 node.attr in ("is_pooling", "generates", "reads_prompts")
                 or (node.attr in SECTIONS | {"task"} and _ends_with_spec(node.value))

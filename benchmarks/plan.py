@@ -130,7 +130,9 @@ def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Prediction, i
     limits_of = batchinf.tasks.registry.task_of(spec).default_batch_limits
     fit = fit_of(resolve(spec.model), spec, gpu.memory_bytes, gpu.title, limits_of)
     share = DEFAULT_GPU_MEMORY_UTILIZATION
-    degrees = degrees_of(fit, spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size, CONTEXT, share)
+    tensor, pipeline = spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size
+    assert tensor != "auto" and pipeline != "auto"
+    degrees = degrees_of(fit, tensor, pipeline, CONTEXT, share)
     prompt, output = LENGTHS[task]
     work = Workload(num_rows, prompt, output, output, LOGITS[task])
     shape = shape_of(fit.needs)

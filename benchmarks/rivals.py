@@ -32,7 +32,7 @@ from vllm.v1.engine import output_processor
 OUTPUTS = ("logprobs", "prompt_logprobs", "stop")
 
 
-class KeptOut(output_processor.LogprobsProcessor):
+class KeptOut(output_processor.LogprobsProcessor):  # type: ignore[misc]
     """Replaces vLLM's class that converts a request's logprobs. This one stores them as they come."""
 
     @classmethod

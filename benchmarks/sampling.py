@@ -7,6 +7,7 @@ result is the median of 5 such rounds. Needs a GPU.
 """
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 
@@ -29,15 +30,15 @@ def main() -> None:
     print("| per step | ms |\n| --- | ---: |")
     print(f"| argmax | {milliseconds(lambda: logits.argmax(dim=-1)):.2f} |")
     for k in args.k:
-        print(f"| logprobs={k} | {milliseconds(lambda k=k: compute_topk_scores(logits, k, sampled)):.2f} |")
+        print(f"| logprobs={k} | {milliseconds(functools.partial(compute_topk_scores, logits, k, sampled)):.2f} |")
         if k:
-            print(f"| of it torch.topk | {milliseconds(lambda k=k: torch.topk(logits, k, dim=-1)):.2f} |")
+            print(f"| of it torch.topk | {milliseconds(functools.partial(torch.topk, logits, k, dim=-1)):.2f} |")
 
 
 def milliseconds(call: Callable[[], object]) -> float:
     for _ in range(_WARM_UPS):
         call()
-    rounds = []
+    rounds: list[float] = []
     for _ in range(_ROUNDS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

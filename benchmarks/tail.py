@@ -96,7 +96,7 @@ def simulate(
     """Seconds of the job, and each replica's idle seconds at its end. is_dealt: the job has an `input.order`."""
     num_rows = len(lengths)
     rows_per_shard = choose_rows_per_shard(num_rows, len(speeds), 179 * 36, is_longest_first=is_dealt)
-    extent = Extent.of_all(0, num_rows, rows_per_shard, 0)
+    extent = Extent(0, num_rows, rows_per_shard, 0, 0, num_rows)
     pending = PendingShards([extent], np.zeros(total_shards([extent]), np.bool_))
     replicas = [Replica(index, max_num_seqs, speed) for index, speed in enumerate(speeds)]
     now, told = 0.0, 0.0

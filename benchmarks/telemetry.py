@@ -17,6 +17,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from batchinf.base.storage import Folder
 from batchinf.engines.vllm.engine import _Stats
+from batchinf.fleet.local.devices import NvmlWatch
 from batchinf.fleet.status import ReplicaLook, Telemetry
 from batchinf.replica.messages import Progress
 
@@ -30,9 +31,10 @@ def main() -> None:
     args = parser.parse_args()
     stats, scheduler = _Stats(), SchedulerStats(num_running_reqs=1024, num_waiting_reqs=176)
     step_us = microseconds(lambda: stats.record(scheduler), 200_000)
-    progress = Progress(10**6, 3, 10**9, 10**8, 10**6, 1200, 0.5, stats.latest)
+    progress = Progress(10**6, {"too_long": 3}, 10**9, 10**8, 10**6, 1200, 0.5, stats.latest)
     with tempfile.TemporaryDirectory() as name:
-        telemetry = Telemetry(Folder(pathlib.Path(name)), 1, [device for device in args.devices.split(",") if device])
+        watch = NvmlWatch([device for device in args.devices.split(",") if device])
+        telemetry = Telemetry(Folder(pathlib.Path(name)), 1, watch)
 
         def look() -> None:
             telemetry.look(

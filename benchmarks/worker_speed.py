@@ -117,7 +117,7 @@ def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
     assert spec.scripted is not None
     engine = TimedEngine(spec.scripted, len(tokenizer), tokenizer.eos_token_id)
     rows_per_shard = choose_rows_per_shard(source.num_rows, 1, task_of(spec).estimated_bytes_per_row())
-    extents = (Extent.of_all(0, source.num_rows, rows_per_shard, 0),)
+    extents = (Extent(0, source.num_rows, rows_per_shard, 0, 0, source.num_rows),)
     shards = tuple(shard_at(extents, index) for index in range(total_shards(extents)))
     task = task_of(spec)
     watch = Watch(len(shards))

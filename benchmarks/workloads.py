@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +51,7 @@ class Workload:
     job_engine: dict[str, Any] | None = None
     job_parallel: dict[str, Any] = field(default_factory=dict)
     rivals: tuple[str, ...] = ("ceiling",)
-    h200: dict[str, float] = field(default_factory=dict)
+    h200: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import vl_convert
-
 from batchinf.base.text import clip, duration, short_count
 from batchinf.tuning.search import SearchResult
 from batchinf.tuning.trial import TuneTrial
@@ -88,4 +86,6 @@ def chart(found: SearchResult) -> str:
             },
         },
     }
+    import vl_convert  # a large library, and every command imports this module
+
     return str(vl_convert.vegalite_to_svg(spec, vl_version=_VEGA_LITE))
