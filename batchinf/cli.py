@@ -301,7 +301,7 @@ def _status(
     as_json: AsJson = False,
 ) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
-    from batchinf import api
+    from batchinf.commands.status import job_status
     from batchinf.commands.text.status import status_lines
 
     if is_watched:
@@ -309,7 +309,7 @@ def _status(
 
         report = watch(out, as_json=as_json)
     else:
-        report = api.status(out)
+        report = job_status(out)
     _show(report, status_lines(report), as_json)
 
 

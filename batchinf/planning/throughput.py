@@ -21,9 +21,11 @@ from batchinf.planning.gpus import Gpu
 _MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
 _MEMORY_SHARE, _LINK_SHARE = 0.80, 0.60
 # Seconds: of a step, of each sequence in it, and of each request once.
-STEP_S, SEQUENCE_S, REQUEST_S = 14e-3, 12e-6, 250e-6
+STEP_S, SEQUENCE_S, REQUEST_S = 6e-3, 12e-6, 250e-6
 # The share of the shorter of device and Python that the longer one does not hide.
 _NOT_HIDDEN = 0.25
+# Memory that the logprobs of a prompt's token read and write, for each entry of the vocabulary.
+_LOGPROB_BYTES = 28
 _PCIE = 25e9  # bytes a second in one direction, between GPUs without NVLink
 
 
@@ -111,13 +113,18 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
     """Time of the work on one replica."""
     at = dataclasses.replace(fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline)
     limits = at.limits
-    # A sequence has on average half of its output.
-    kept = max(1, round(work.prompt_tokens + work.output_tokens / 2))
-    most = at.sequences(kept, share, degrees.step_bytes) or 1.0
-    running = max(1, min(limits["max_num_seqs"], int(most), work.num_requests))
+    limit = min(limits["max_num_seqs"], work.num_requests)
+
+    def fitting(tokens: float) -> int:
+        return max(1, min(limit, int(at.sequences(max(1, round(tokens)), share, degrees.step_bytes) or 1.0)))
+
+    running = fitting(work.prompt_tokens + work.output_tokens / 2)
     starts = running / max(1.0, work.output_tokens)
+    # vLLM takes in as many prompts as the cache holds. While these grow, it drops the newest, and computes them again.
+    dropped = 1 - fitting(work.prompt_tokens + work.output_tokens) / fitting(work.prompt_tokens)
+    again = dropped * (work.prompt_tokens + work.output_tokens / 2)
     # In a step each running sequence makes a token, and prompts of new ones are computed with it.
-    prompt_tokens, decoded = starts * work.prompt_tokens, running
+    prompt_tokens, decoded = starts * (work.prompt_tokens + again), running
     if work.output_tokens <= 1:  # all is prefill: a full batch
         prompt_tokens = min(limits["max_num_batched_tokens"], work.num_requests * work.prompt_tokens)
         starts = prompt_tokens / max(1.0, work.prompt_tokens)
@@ -155,6 +162,8 @@ def _step(
     seen = work.prompt_tokens / 2
     pairs = (shape.attention_width * seen + shape.window_width * min(seen, shape.window)) * prompt_tokens
     others = (2 * shape.head_parameters * head_tokens + 4 * pairs) / plain / tensor / pipeline
+    if work.logits == "all":
+        others += head_tokens * shape.head_parameters / shape.hidden * _LOGPROB_BYTES / memory
     kept = round(work.prompt_tokens + work.output_tokens / 2)
     read = decoded * cache.sequence_bytes(kept, tensor, pipeline) / memory
     # Two all-reduces in each layer, of 16 bits.

@@ -67,31 +67,35 @@ class InFlightRecord:
 class TokenCount:
     """Tokens that an engine has run and generated, while their requests are unfinished too.
 
-    An engine gives each running request a token in a step, or several where it speculates: of an unfinished request a
-    token a step is counted, of a finished one those that it has.
+    An engine gives each running request a token in a step, or several where it speculates. A pipeline gives one to the
+    requests of one stage. So each unfinished request is given the same share of a token at each step, by how many of
+    them run; of a finished one those that it has are counted.
     """
 
-    def __init__(self, *, counts_output: bool) -> None:
+    def __init__(self, *, counts_output: bool, pipeline_parallel_size: int = 1) -> None:
         self._counts_output = counts_output
-        self._first_steps: dict[tuple[int, int], int] = {}
-        self._sum_first_steps = 0
-        self._num_steps = 0
+        self._num_stages = pipeline_parallel_size
+        # Tokens that a request would have which had begun with the first step; and that at each one's beginning.
+        self._tokens_of_all = 0.0
+        self._at_first: dict[tuple[int, int], float] = {}
+        self._sum_at_first = 0.0
         self._num_prompt_tokens = self._num_finished_tokens = 0
         self.latest = (0, 0)  # prompt and output tokens; other threads read it
 
-    def step(self, begun: Sequence[Request], finished: Sequence[Completion]) -> None:
-        """Count a step. begun: unfinished requests whose first token came."""
-        for request in begun:
-            self._num_prompt_tokens += len(request.prompt_token_ids)
-            self._first_steps[request.key] = self._num_steps
-            self._sum_first_steps += self._num_steps
+    def step(self, begun: Sequence[Request], finished: Sequence[Completion], num_running: int) -> None:
+        """Count a step. begun: unfinished requests whose first token came. num_running: as the engine says."""
         for completion in finished:
-            first = self._first_steps.pop(completion.request.key, None)
-            self._sum_first_steps -= first or 0
+            first = self._at_first.pop(completion.request.key, None)
+            self._sum_at_first -= first or 0.0
             self._num_prompt_tokens += len(completion.request.prompt_token_ids) if first is None else 0
             self._num_finished_tokens += len(completion.token_ids)
-        self._num_steps += 1
-        num_unfinished_tokens = len(self._first_steps) * self._num_steps - self._sum_first_steps
+        if self._at_first:
+            self._tokens_of_all += min(1.0, num_running / len(self._at_first)) / self._num_stages
+        for request in begun:
+            self._num_prompt_tokens += len(request.prompt_token_ids)
+            self._at_first[request.key] = self._tokens_of_all - 1
+            self._sum_at_first += self._tokens_of_all - 1
+        num_unfinished_tokens = round(len(self._at_first) * self._tokens_of_all - self._sum_at_first)
         num_output_tokens = self._num_finished_tokens + num_unfinished_tokens if self._counts_output else 0
         self.latest = self._num_prompt_tokens, num_output_tokens
 
@@ -128,7 +132,9 @@ class Worker:
         self._pending: dict[tuple[int, int], PendingRequest] = {}
         self._deadline: float | None = None
         self._steps = 0
-        self._tokens = TokenCount(counts_output=counts_output)
+        self._tokens = TokenCount(
+            counts_output=counts_output, pipeline_parallel_size=engine.info.settings.get("pipeline_parallel_size", 1)
+        )
         self._stalled_by_disk_s = 0.0
         self._stalled_since: float | None = None
 
@@ -192,7 +198,7 @@ class Worker:
             begun = [request for request in self._engine.begun() if request.key in self._pending]
             for request in begun:
                 self._in_flight.note_output(self._slots[request.key])
-            self._tokens.step(begun, finished)
+            self._tokens.step(begun, finished, self._engine.stats().num_running)
 
     def _admit(self) -> None:
         num_unfinished = self._engine.num_unfinished()

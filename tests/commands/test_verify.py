@@ -1,5 +1,6 @@
 """`batchinf verify`: a real job is found good, and one whose stored logprobs were altered by hand is found out."""
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -119,6 +120,17 @@ def test_what_was_altered_is_found(
         assert done.stderr.startswith("error: the stored logprobs are beyond the tolerance of 0.001; ")
         found = json.loads(done.stdout, parse_constant=lambda text: pytest.fail(text))
         assert (found["verdict"], found["worst"][0]["row_index"], found["num_rows"]) == ("beyond", row_index, 22)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), [
+    ("cpu", "float32", 1e-3), ("NVIDIA H200", "float32", 0.1), ("NVIDIA H200", "bfloat16", 0.75),
+])  # fmt: skip
+def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance: float, job: pathlib.Path) -> None:
+    with contextlib.ExitStack() as stack:
+        opened, state = verify._open(read_spec(job), stack)
+        event = next(event for event in state.events if "device" in event.fields)
+        event.fields["device"] = device
+        assert verify._tolerance(opened, state, opened.task.verification(opened.spec), dtype) == tolerance
 
 
 def test_another_adapter_order_is_found(job: pathlib.Path) -> None:

@@ -25,7 +25,7 @@ from batchinf.prompts.builder import RowSampling
 from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.text import Answers, Detokenizer
 from batchinf.replica.worker import TokenCount
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import JobSpec, ParallelSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.generate.task import Generate, seed_of
 from batchinf.tasks.registry import task_of
@@ -551,7 +551,8 @@ def test_tokens_of_unfinished_requests_are_counted(engine: VllmEngine) -> None:
     while engine.num_unfinished():
         finished = engine.step()
         gone = {completion.request.key for completion in finished}
-        count.step([request for request in engine.begun() if request.key not in gone], finished)
+        begun = [request for request in engine.begun() if request.key not in gone]
+        count.step(begun, finished, engine.stats().num_running)
         seen.append(count.latest[1])
     assert count.latest == (4 * 3, 4 * 24)
     assert all(0 <= after - before <= 4 for before, after in itertools.pairwise(seen))
@@ -586,7 +587,9 @@ def job(engine_arguments: dict[str, Any], **sampling: Any) -> JobSpec:
     )
 
 
-def test_engine_arguments_come_from_the_spec() -> None:
+def test_engine_arguments_come_from_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 2}
+
     def arguments(spec: JobSpec) -> dict[str, Any]:
         return adapter.engine_arguments(task_of(spec), "m", "t", None)
 
@@ -599,6 +602,13 @@ def test_engine_arguments_come_from_the_spec() -> None:
     assert arguments(job({"max_logprobs": 5}, prompt_logprobs=7))["max_logprobs"] == 7
     assert arguments(job({"seed": 3, "enforce_eager": False}))["enforce_eager"] is False
     assert "enable_chunked_prefill" not in arguments(job({"max_num_batched_tokens": 64}))
+    assert "async_scheduling" not in arguments(job({"speculative_config": speculation}))
+    monkeypatch.setattr("batchinf.engines.vllm.arguments.PREEMPTS_IN_FLIGHT", False)
+    assert arguments(job({"speculative_config": speculation}))["async_scheduling"] is False
+    assert arguments(job({"speculative_config": speculation, "async_scheduling": True}))["async_scheduling"] is True
+    pipeline = job({}).model_copy(update={"parallel": ParallelSpec(pipeline_parallel_size=2)})
+    assert arguments(pipeline)["async_scheduling"] is False
+    assert "async_scheduling" not in arguments(job({}))
     with pytest.raises(EngineStartError, match="max_model_length"):
         VllmEngine(task_of(job({"max_model_length": 5})), "m", "t")
 

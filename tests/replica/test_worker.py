@@ -24,8 +24,9 @@ from batchinf.records import Completion, Prompt, Request, Shard
 from batchinf.replica import incarnation, writer
 from batchinf.replica.feeder import FailedRow, failed
 from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, ShardClosed
-from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, Worker, window
+from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, TokenCount, Worker, window
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.registry import task_of
 
 NUM_ROWS = 200
@@ -293,6 +294,24 @@ def prompt_ids(one: Bench, num_rows: int) -> list[list[int]]:
     prompts, max_model_len = one.feeder._known_limits()
     built = prompts.build(one.source.read(0, num_rows, prompts.columns), max_model_len)
     return [prompt.token_ids for prompt in built]
+
+
+def test_tokens_of_a_pipeline_and_of_preempted_requests_are_counted_once() -> None:
+    requests = [Request(row, 0, [1] * 5, SamplingSpec(), 8, None) for row in range(4)]
+    pipeline = TokenCount(counts_output=True, pipeline_parallel_size=2)
+    pipeline.step(requests, [], 4)
+    for _ in range(6):  # each step is one stage's, with half of the requests
+        pipeline.step([], [], 4)
+    assert pipeline.latest == (20, 4 + 12)
+    preempting = TokenCount(counts_output=True)
+    preempting.step(requests, [], 4)
+    for _ in range(6):
+        preempting.step([], [], 3)
+    assert preempting.latest == (20, 4 + 18)
+    completions = [Completion(request, [7] * 8, "length") for request in requests]
+    for count in (pipeline, preempting):
+        count.step([], completions, 0)
+        assert count.latest == (20, 32)
 
 
 def test_a_row_of_several_requests_is_finished_once(bench: Callable[..., Bench], tmp_path: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ from batchinf.base.errors import EngineStartError
 from batchinf.base.text import one_line
 from batchinf.engines.installed import importing
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduler import SCHEDULER
+from batchinf.engines.vllm.scheduler import PREEMPTS_IN_FLIGHT, SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
 from batchinf.model.lora import ADAPTER_CONFIG, Adapter, rank_for
@@ -106,6 +106,9 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
     if task.vocabulary_rows is not None:
         chosen |= {"max_logprobs": -1, "worker_extension_cls": WORKER}
+    has_steps_in_flight = spec.parallel.pipeline_parallel_size != 1 or bool(spec.engine.get("speculative_config"))
+    if has_steps_in_flight and not PREEMPTS_IN_FLIGHT:
+        chosen["async_scheduling"] = False
     if wants_late_mask(task):
         chosen["worker_extension_cls"] = WORKER
     chosen |= task.default_batch_limits(

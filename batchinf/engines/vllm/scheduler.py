@@ -9,6 +9,7 @@ go through unchanged, because the front end looks at their text after every toke
 spec restores vLLM's scheduler. Read against 0.26.0 and run with 0.32.0.
 """
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,12 @@ LogprobsLists: Any = optional("vllm.v1.outputs", "LogprobsLists", _COST)
 # leaves vLLM its own.
 SCHEDULER = None if None in (Scheduler, AsyncScheduler, LogprobsLists) else f"{__name__}.scheduler"
 
+# Whether a request may be preempted while several of its steps are in flight: in a pipeline, or with speculation. Under
+# asynchronous scheduling 0.26 then dies of `assert request.num_output_placeholders >= 0`. vLLM's pull request 48245
+# mended that, and added this parameter.
+PREEMPTS_IN_FLIGHT = AsyncScheduler is None or (
+    "is_stale" in inspect.signature(AsyncScheduler._update_request_with_output).parameters
+)
 _SEAM = ("add_request", "finish_requests", "update_from_output")
 # Settings that add values to each step's output that this scheduler does not collect.
 _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")
