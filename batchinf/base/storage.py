@@ -134,7 +134,10 @@ class Folder:
         return True
 
     def publish(self, source: str, target: str, *, durable: bool = True) -> None:
-        """Rename `source` to `target`; both are in this folder. `durable=False`: the caller calls `sync` for both."""
+        """Rename `source` to `target`; both are in this folder.
+
+        durable=False: the caller calls `sync` for the folder of `target`. After a crash, `source` may be back.
+        """
         with naming(self.path(target)):
             faults.point("storage.publish.before_rename")
         self.path(source).replace(self.path(target))

@@ -90,7 +90,7 @@ def has_leftovers(folder: Folder) -> bool:
 
 
 def tidy(folder: Folder) -> None:
-    """Delete what is left of the work on a finished job. The caller holds the job, and its lock goes when it ends."""
+    """Delete the temporary files of a finished job. The caller holds the job's lock."""
     _sweep(folder)
     for name in _IN_PROGRESS:
         shutil.rmtree(folder.path(name), ignore_errors=True)

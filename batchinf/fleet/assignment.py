@@ -27,11 +27,12 @@ class Assignment:
     def assign(self) -> None:
         """Hand out pending shards, and take back shards that another replica can run sooner."""
         self._trials.give(self._next_attempt)
-        self._hand_out()
+        self._hand_out(self._fleet.replicas)
         if self._pending:
             return
         is_any_free = False
-        for index, shards in revocations(self._pending, self._loads()).items():
+        loads = [self._load(one) for one in self._fleet.replicas if one.takes_shards]
+        for index, shards in revocations(self._pending, loads).items():
             replica = self._fleet.replicas[index]
             if replica.is_running:
                 self._fleet.revoke(replica, shards)
@@ -39,7 +40,11 @@ class Assignment:
                 self._withdraw(replica, shards)
                 is_any_free = True
         if is_any_free:
-            self._hand_out()
+            self._hand_out(self._fleet.replicas)
+
+    def assign_to(self, replicas: Iterable[FleetReplica]) -> None:
+        """Hand out pending shards to these replicas alone: after `assign`, only they may have room."""
+        self._hand_out(replicas)
 
     def begin(self, replica: FleetReplica) -> None:
         """A replica's engine is up: let it run the shards that it prepared, or only its quarantine case, if any."""
@@ -68,10 +73,11 @@ class Assignment:
             replica.handle.send(Revoke(tuple(shards)))
         self.take_back(replica, shards)
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, replicas: Iterable[FleetReplica]) -> None:
         if not self._pending:
             return
-        for index, shard in next_shards(self._pending, self._loads(), is_gathering=self._is_gathering):
+        loads = [self._load(one) for one in replicas if one.takes_shards]
+        for index, shard in next_shards(self._pending, loads, is_gathering=self._is_gathering):
             faults.point("coordinator.before_assign")
             condemned = self._trials.condemned_in(shard)
             self._fleet.assign(self._fleet.replicas[index], [shard], self._next_attempt([shard]), condemned)
@@ -86,17 +92,14 @@ class Assignment:
         is_first = any(m.handle is not None and m.info is None and not m.restarts for m in replicas)
         return is_first and not self._pending.is_in_order
 
-    def _loads(self) -> list[ReplicaLoad]:
-        return [self._load(index, one) for index, one in enumerate(self._fleet.replicas) if one.takes_shards]
-
-    def _load(self, index: int, replica: FleetReplica) -> ReplicaLoad:
+    def _load(self, replica: FleetReplica) -> ReplicaLoad:
         is_up, is_free = replica.is_running, not self._trials.is_on_trial(replica)
         if not is_up:
             # The shards of a quarantine case run before all others.
             is_free = not self._trials.has_case(replica)
         is_accepting = not replica.is_stopping and is_free
         movable = self._trials.movable(replica)
-        return ReplicaLoad(index, replica.window_rows, replica.outstanding_rows, movable, is_accepting, is_up)
+        return ReplicaLoad(replica.number, replica.window_rows, replica.outstanding_rows, movable, is_accepting, is_up)
 
     def _next_attempt(self, shards: Iterable[Shard]) -> int:
         """Count one more attempt for each of these shards, and return the highest count."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from batchinf.base.storage import Folder
 from batchinf.base.text import duration, short_count
 from batchinf.fleet.out_of_memory import EngineSettings
-from batchinf.fleet.status import TELEMETRY_FOLDER, read_status
+from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
 from batchinf.job.open import Job
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.state import State, read_state
@@ -184,7 +184,7 @@ def bottleneck(
 def _with_rows_left(looks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, Mapping[str, Any]]]:
     """Samples of working replicas, with the time until the next sample.
 
-    The end is left out: there the engines have room because no row is left.
+    The end is left out: there the engines have room because no row is left. So are trials of suspected rows.
     """
     answered: dict[str, int] = {}
     totals = []
@@ -196,7 +196,7 @@ def _with_rows_left(looks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float,
         if totals[place] >= sum(answered.values()):
             return
         seconds = looks[place + 1]["at"] - look["at"]
-        yield from ((seconds, it) for it in look["replicas"] if it["steps"])
+        yield from ((seconds, it) for it in look["replicas"] if it["steps"] and it["state"] != ON_TRIAL)
 
 
 def _kind(replica: Mapping[str, Any], engine: StartedEngine) -> Kind:

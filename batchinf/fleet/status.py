@@ -152,6 +152,9 @@ _SHARE = 1 / 600
 _MANY_REPLICAS = 64
 
 
+ON_TRIAL = "on trial"  # the state of a replica that runs suspected rows, a few at a time
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaLook:
     """One sample of a replica. Counts are totals of its incarnation; kv_cache_usage is a share from 0 to 1.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchinf.base.text import clip, duration
+from batchinf.fleet.status import ON_TRIAL
 from batchinf.manifest.lines import EventLine
 
 Phase = Literal["starting", "busy", "idle", "waiting for the disk", "down"]
@@ -240,7 +241,7 @@ class _History:
 def _phase(first: dict[str, Any], second: dict[str, Any], passed_s: float) -> Phase:
     if first.get("incarnation") != second.get("incarnation"):
         return "down"
-    if second["steps"] == 0 and first.get("state") not in ("running", "ended"):
+    if second["steps"] == 0 and first.get("state") not in ("running", ON_TRIAL, "ended"):
         return "starting"
     if second["stalled_by_disk_s"] - first["stalled_by_disk_s"] > _DISK_SHARE * passed_s:
         return "waiting for the disk"

@@ -24,9 +24,10 @@ def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., LocalReplica]]:
     """Starts a replica of a job of its own, in a slot, which stands still."""
     replicas: list[LocalReplica] = []
 
-    def started(number: int, slot: Slot = Slot(0, (), ())) -> LocalReplica:  # noqa: B008
+    def started(number: int, slot: Slot = Slot(0, (), ()), *, has_own_cache: bool = False) -> LocalReplica:  # noqa: B008
         launch = Launch(0, "000001.0001", str(tmp_path), f"job{number}", "", "", "", None)
-        replicas.append(LocalBackend().start(launch, slot, tmp_path / f"{number}.log"))
+        log = tmp_path / f"{number}.log"
+        replicas.append(LocalBackend().start(launch, slot, log, has_own_cache=has_own_cache))
         replicas[-1].process.send_signal(signal.SIGSTOP)
         return replicas[-1]
 
@@ -65,6 +66,23 @@ def test_the_port_that_a_user_sets_is_kept(
 ) -> None:
     monkeypatch.setenv("VLLM_PORT", "31000")
     assert port_of(start(0)) == 31000
+
+
+def test_a_cache_of_its_own_begins_with_what_vllm_knows_of_models(
+    start: Callable[..., LocalReplica], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "modelinfos").mkdir(parents=True)
+    (tmp_path / "cache" / "modelinfos" / "llama.json").write_text("{}")
+    (tmp_path / "cache" / "torch_compile_cache").mkdir()
+    shared, own = (start(number, has_own_cache=number == 1) for number in range(2))
+    assert environment_of(shared)["VLLM_CACHE_ROOT"] == str(tmp_path / "cache")
+    cache = pathlib.Path(environment_of(own)["VLLM_CACHE_ROOT"])
+    assert cache != tmp_path / "cache"
+    assert [path.relative_to(cache).as_posix() for path in cache.rglob("*.json")] == ["modelinfos/llama.json"]
+    assert not (cache / "torch_compile_cache").exists()
+    own.end()
+    assert not cache.exists()
 
 
 def test_jobs_on_disjoint_devices_run_side_by_side(

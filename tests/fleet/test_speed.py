@@ -12,6 +12,7 @@ from batchinf.base.storage import Folder
 from batchinf.commands.text.status import status_lines
 from batchinf.fleet.out_of_memory import EngineSettings
 from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed, speed_in, speed_lines
+from batchinf.fleet.status import ON_TRIAL
 from batchinf.job.open import open_job
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
@@ -63,6 +64,9 @@ def test_the_largest_share_of_the_time_decides() -> None:
     assert (found := bottleneck(half, engines(), 1)) is not None
     assert found.kind == "input" and 0.6 < found.share < 0.8
     assert (found := bottleneck([*looks()[:12], *starved[12:]], engines(), 1)) is not None
+    assert found.kind == "compute"
+    on_trial = looks(state=ON_TRIAL, num_running=1, num_waiting=0, num_ready=0)
+    assert (found := bottleneck([*looks()[:6], *on_trial[6:-2], *looks()[-2:]], engines(), 1)) is not None
     assert found.kind == "compute"
 
 

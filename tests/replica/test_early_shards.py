@@ -281,6 +281,20 @@ def test_who_takes_over_a_case_begins_with_nothing_else(tmp_path: pathlib.Path) 
     assert bench.pending.take().index == 0
 
 
+def test_between_two_rounds_only_those_that_were_heard_are_given_shards(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, set())
+    bench.assignment.assign()
+    before = [given(told) for told in bench.told]
+    one, other = bench.fleet.replicas
+    for replica in (one, other):
+        del replica.shards[next(iter(replica.shards))]
+    bench.assignment.assign_to([other])
+    assert given(bench.told[0]) == before[0]
+    assert given(bench.told[1]) == [*before[1], (4, 1)]
+    bench.assignment.assign()
+    assert given(bench.told[0]) == [*before[0], (5, 1)]
+
+
 def test_who_has_a_case_is_given_nothing_early(tmp_path: pathlib.Path) -> None:
     bench = Bench(tmp_path, {0})
     bench.assignment.assign()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from batchinf.base.text import duration, short_count, size_text
 from batchinf.commands.plan import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.commands.text.validate import bar_lines
+from batchinf.fleet.speed import time_of_work
 from batchinf.model.memory import GIB, gib
 from batchinf.planning.choose import Option, shape_text
 
@@ -110,6 +111,5 @@ def option_line(option: Option) -> str:
     degrees, prediction = option.degrees, option.prediction
     parts = [shape_text(degrees, option.data), f"{degrees.cache_tokens:,} tokens of cache"]
     if prediction is not None:
-        time = "less than 1s" if prediction.seconds < 1 else duration(prediction.seconds)
-        parts += [f"{option.tokens_per_s:,.0f} tokens/s", time]
+        parts += [f"{option.tokens_per_s:,.0f} tokens/s", time_of_work(prediction.seconds)]
     return ": ".join([parts[0], ", ".join(parts[1:])])

@@ -217,6 +217,17 @@ def own_cache_folder(launch: Launch) -> pathlib.Path:
     return cache_root() / f"{_replica_prefix(launch)}cache"
 
 
+def _make_own_cache(launch: Launch) -> pathlib.Path:
+    """The folder, with what vLLM has found out about the classes of models: without it, a start takes 18 s longer."""
+    folder = own_cache_folder(launch)
+    known = cache_root().parent / _MODEL_CLASSES
+    if known.is_dir():
+        shutil.copytree(known, folder / _MODEL_CLASSES, dirs_exist_ok=True)
+    return folder
+
+
+_MODEL_CLASSES = "modelinfos"
+
 # If the first byte of a block is in memory, the whole block is assumed to be: another process has just read it.
 _BLOCK_BYTES = 2 << 20
 # Share of the free memory: reading more would only evict what was read before.
@@ -385,7 +396,7 @@ class LocalBackend:
         """See `Backend`. The process has its own session."""
         ours, theirs = socket.socketpair()
         memory, sockets = SharedMemory.create(), sockets_folder(launch)
-        own_cache = own_cache_folder(launch) if has_own_cache else None
+        own_cache = _make_own_cache(launch) if has_own_cache else None
         # vLLM finds a free port first and binds it later: two replicas with the same ports can race for one.
         with theirs, claim_ports() as ports, open_log(log) as output:
             log_start = output.tell()
