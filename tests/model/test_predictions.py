@@ -1,0 +1,119 @@
+"""Predicted tokens a second and caches beside those measured on H200s (benchmarks/RESULTS.md)."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch  # noqa: F401  # with these two here, models are counted in this process
+import transformers  # noqa: F401
+
+from batchinf.model.identity import Model
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.planning.choose import Machine, best, options
+from batchinf.planning.degrees import degrees_of
+from batchinf.planning.gpus import gpu_named
+from batchinf.planning.throughput import Prediction, Workload, prediction_of, shape_of
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+from benchmarks.shapes import SHAPES
+
+CONTEXT, SHARE = 2048, DEFAULT_GPU_MEMORY_UTILIZATION
+LENGTHS = {"generate": (256, 128), "score": (1024, 1), "embed": (128, 0)}
+LOGITS: dict[str, Literal["all", "last", "none"]] = {"generate": "last", "score": "all", "embed": "none"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One job. num_rows: of one replica. tokens_per_s: of the output for `generate`, else of the prompts."""
+
+    shape: str
+    task: str
+    num_rows: int
+    tokens_per_s: float | None
+    cache_tokens: int | None
+    quantization: str | None = None
+    cache: str = "auto"
+    tensor: int = 1
+    pipeline: int = 1
+    cache_gb: float | None = None
+
+
+MEASURED = [
+    Measured("llama-3.1-8b", "generate", 2240, 11_485, 914_304),
+    Measured("llama-3.1-8b", "score", 900, 38_165, 919_888),
+    Measured("llama-3.1-8b", "embed", 4800, 43_070, 919_600),
+    Measured("llama-3.1-8b", "generate", 3500, 16_710, 1_934_400, "fp8", "fp8"),
+    Measured("llama-3.1-8b", "generate", 3500, None, 4_037_840, "fp8", "fp8", tensor=2),
+    Measured("llama-3.1-8b", "generate", 2176, 19_275, 1_965_344, tensor=2),
+    Measured("llama-3.1-8b", "generate", 2240, 19_624, 1_953_776, pipeline=2),
+    Measured("llama-3.3-70b", "generate", 704, 1_791, 187_104, "fp8"),
+    Measured("llama-3.3-70b", "score", 128, 7_564, 191_392, "fp8"),
+    Measured("llama-3.3-70b", "generate", 448, 3_833, 606_992, "fp8", tensor=2),
+    Measured("llama-3.3-70b", "generate", 750, 4_048, 606_992, "fp8", tensor=2),
+    # Its speed was 2,808: the stages of this pipeline waited for each other, which no term knows.
+    Measured("llama-3.3-70b", "generate", 512, None, 596_976, "fp8", pipeline=2),
+    Measured("llama-3.2-1b", "generate", 3776, 43_574, 4_097_504),
+    Measured("llama-3.2-1b", "score", 3072, 173_909, 4_113_184),
+    Measured("llama-3.2-1b", "embed", 48_000, 245_974, 4_092_192),
+    Measured("qwen3-0.6b", "embed", 131_072, 338_455, None),
+    Measured("llama-2-7b", "generate", 64, 883, 1_728, cache_gb=0.9),
+    Measured("llama-2-7b", "generate", 640, 9_384, 29_168, cache_gb=7.65, tensor=2),
+]
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda it: f"{it.shape}-{it.task}-{it.tensor}-{it.pipeline}")
+def test_predictions_are_near_what_was_measured(measured: Measured) -> None:
+    predicted, cache_tokens = predict(measured)
+    if measured.cache_tokens is not None:
+        assert cache_tokens == pytest.approx(measured.cache_tokens, rel=0.05)
+    if measured.tokens_per_s is not None:
+        unit = "output_tokens_per_s" if measured.task == "generate" else "prompt_tokens_per_s"
+        assert getattr(predicted, unit) == pytest.approx(measured.tokens_per_s, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantization", "memory_gb", "tensor"),
+    [
+        ("llama-3.1-8b", None, None, 1),  # measured on two: 22,970 tokens/s; tensor 2: 19,275; pipeline 2: 19,624
+        ("llama-3.3-70b", "fp8", None, 2),  # 3,582 as two replicas; tensor 2: 3,833; pipeline 2: 2,808
+        ("llama-2-7b", None, 17.97, 2),  # 1,767 as two replicas; tensor 2: 9,384
+    ],
+)
+def test_auto_takes_the_degrees_that_were_measured_best(
+    shape: str, quantization: str | None, memory_gb: float | None, tensor: int
+) -> None:
+    context = CONTEXT if memory_gb is None else 512
+    memory = gpu_named("h200").memory_bytes if memory_gb is None else int(memory_gb * 1e9)
+    fit = fit_on(shape, "generate", {"max_model_len": context}, quantization, memory)
+    machine = Machine(gpu_named("h200"), 2, 1, SHARE)
+    chosen = best(options(fit, machine, context, shape_of(fit.needs), Workload(10**6, 256, 128, 128)))
+    assert chosen is not None
+    assert (chosen.degrees.tensor, chosen.degrees.pipeline, chosen.data) == (tensor, 1, 2 // tensor)
+
+
+def fit_on(shape: str, task: str, engine: dict[str, Any], quantization: str | None, device_bytes: int) -> Fit:
+    spec = JobSpec(
+        model={"name": "m", "load_format": "dummy", "dtype": "bfloat16", "quantization": quantization},
+        task=task,
+        input={"path": "x", **({"text_column": "text"} if task == "score" else {"prompt_column": "prompt"})},
+        output={"path": "y"},
+        engine=engine,
+    )
+    model = Model("m", "org/m", None, "", SHAPES[shape], {}, False, None, None, "org/m")
+    return fit_of(model, spec, device_bytes, gpu_named("h200").title, task_of(spec).default_batch_limits)
+
+
+def predict(measured: Measured) -> tuple[Prediction, int]:
+    """The speed of one replica, and the tokens of its cache."""
+    context = CONTEXT if measured.cache_gb is None else 512
+    engine: dict[str, Any] = {"max_model_len": context, "kv_cache_dtype": measured.cache}
+    if measured.cache_gb is not None:
+        engine["kv_cache_memory_bytes"] = int(measured.cache_gb * 1e9)
+    gpu = gpu_named("h200")
+    fit = fit_on(measured.shape, measured.task, engine, measured.quantization, gpu.memory_bytes)
+    degrees = degrees_of(fit, measured.tensor, measured.pipeline, context, SHARE)
+    prompt, output = LENGTHS[measured.task]
+    work = Workload(measured.num_rows, prompt, output, output, LOGITS[measured.task])
+    shape = shape_of(fit.needs)
+    assert shape is not None
+    return prediction_of(fit, degrees, shape, gpu, work, SHARE), degrees.cache_tokens
