@@ -8,7 +8,6 @@ first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to
 of one slice cannot be mistaken for a part of another.
 """
 
-import json
 import pathlib
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError, SpecError
+from batchinf.base.record import NewerRecord, decode_record, encode_record
 from batchinf.base.storage import Folder, reason
 from batchinf.base.text import near_path
 
@@ -134,20 +134,17 @@ def read_cut(out: str) -> Cut | None:
 def _read_record(out: str) -> Cut | None:
     folder = Folder(out)
     try:
-        record = json.loads(folder.read(CUT_RECORD))
-        version = record.pop("version")
-        if version == CUT_VERSION:
-            cut = Cut(**record)
-            if 0 <= cut.num_slices <= MAX_SLICES and cut.num_rows >= 0 and _is_typed(cut):
-                return cut
+        cut = Cut(**decode_record(folder.read(CUT_RECORD), CUT_VERSION))
+        if 0 <= cut.num_slices <= MAX_SLICES and cut.num_rows >= 0 and _is_typed(cut):
+            return cut
+    except NewerRecord:
+        raise OutputError(f"{folder.path(CUT_RECORD)} was written by a newer batchinf: install a newer one") from None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise OutputError(f"cannot read {folder.path(CUT_RECORD)}: {reason(error)}") from error
-    except (ValueError, TypeError, KeyError, AttributeError):
-        version = None
-    if isinstance(version, int) and version > CUT_VERSION:
-        raise OutputError(f"{folder.path(CUT_RECORD)} was written by a newer batchinf: install a newer one")
+    except (ValueError, TypeError):
+        pass
     raise OutputError(
         f"{folder.path(CUT_RECORD)} is damaged: delete it and run the job, or one of its slices, again, which writes "
         "it again"
@@ -165,7 +162,7 @@ def write_cut(out: str, cut: Cut) -> Cut:
     folder = Folder(out)
     folder.make()
     faults.point("cut.before_record")
-    folder.create_exclusive(CUT_RECORD, json.dumps({"version": CUT_VERSION, **asdict(cut)}).encode())
+    folder.create_exclusive(CUT_RECORD, encode_record(CUT_VERSION, asdict(cut)))
     faults.point("cut.after_record")
     found = _read_record(out)
     assert found is not None

@@ -18,6 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base import faults
+from batchinf.base.record import decode_record, encode_record
 from batchinf.base.storage import Folder, create, naming
 from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp
 
@@ -109,21 +110,14 @@ def save_entries(cache: Folder, entries: Mapping[str, FileEntry]) -> None:
 def read_record(cache: Folder, name: str) -> dict[str, Any]:
     """The content of a JSON file of the cache; empty if it is absent, damaged or of another version."""
     try:
-        record = json.loads(cache.read(name))
-        is_ours = record["version"] == CACHE_VERSION and record["checksum"] == _checksum(record["content"])
-        return dict(record["content"]) if is_ours else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        return decode_record(cache.read(name), CACHE_VERSION)
+    except (OSError, ValueError):
         return {}
 
 
 def write_record(cache: Folder, name: str, content: Mapping[str, object]) -> None:
     """Write a JSON file with its version and checksum, whole or not at all."""
-    record = {"version": CACHE_VERSION, "checksum": _checksum(content), "content": content}
-    cache.write_atomic(name, json.dumps(record).encode())
-
-
-def _checksum(content: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    cache.write_atomic(name, encode_record(CACHE_VERSION, content))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """A job in slices: which rows each has, and that together they are the rows of the job in one piece."""
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -12,7 +13,8 @@ import pytest
 
 import jobs
 from batchinf.base.errors import OutputError, SpecError
-from batchinf.base.slices import Slice, job_folders
+from batchinf.base.record import encode_record
+from batchinf.base.slices import CUT_VERSION, Cut, Slice, job_folders, read_cut, write_cut
 from batchinf.base.storage import Folder
 from batchinf.commands.head import read_head
 
@@ -170,9 +172,12 @@ def test_a_slice_without_rows_is_done_at_once(tmp_path: pathlib.Path) -> None:
     assert not jobs.events_of(tmp_path / "out" / "slice-000", "ready")
 
 
-@pytest.mark.parametrize("record", ["", "[]", "{}", '{"version": 1, "num_slices": "4", "num_rows": 5, "identity": {}}'])
-def test_a_damaged_record_is_one_clear_line(record: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "cut.json").write_text(record)
+@pytest.mark.parametrize("record", [
+    b"", b"[]", b"{}", b'{"version": 1, "num_slices": 4, "num_rows": 5, "identity": {}}',
+    encode_record(CUT_VERSION, {"num_slices": "4", "num_rows": 5, "identity": {}}),
+])  # fmt: skip
+def test_a_damaged_record_is_one_clear_line(record: bytes, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "cut.json").write_bytes(record)
     with pytest.raises(OutputError, match=r"cut\.json is damaged"):
         job_folders(str(tmp_path))
     (tmp_path / "cut.json").write_text('{"version": 2}')
@@ -180,9 +185,21 @@ def test_a_damaged_record_is_one_clear_line(record: str, tmp_path: pathlib.Path)
         job_folders(str(tmp_path))
 
 
+def test_a_flipped_bit_of_the_record_is_never_a_setting(tmp_path: pathlib.Path) -> None:
+    cut = write_cut(
+        str(tmp_path), Cut(4, 18, {"model.dtype": "auto", "input.limit": None}, "2026-11-23T04:31:47+00:00")
+    )
+    whole = (tmp_path / "cut.json").read_bytes()
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "cut.json").write_bytes(flipped)
+        with contextlib.suppress(OutputError):
+            assert read_cut(str(tmp_path)) == cut
+
+
 def test_a_whole_job_beside_slices_is_told(tmp_path: pathlib.Path) -> None:
-    record = {"version": 1, "num_slices": 12, "num_rows": 5, "identity": {}}
-    (tmp_path / "cut.json").write_text(json.dumps(record))
+    (tmp_path / "cut.json").write_bytes(encode_record(CUT_VERSION, {"num_slices": 12, "num_rows": 5}))
     found = job_folders(str(tmp_path))
     assert [folder.folder.root.name for folder in found] == [f"slice-{index:02d}" for index in range(12)]
     folder = Folder(tmp_path)
