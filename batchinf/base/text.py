@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -113,6 +113,14 @@ def time_text(seconds: float) -> str:
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+
+
+def choice_name(place: int, choices: Sequence[str]) -> str | int:
+    """The place of a choice with its text; the place alone if the text is unknown. A number as text has quotes."""
+    if not 0 <= place < len(choices):
+        return place
+    text = choices[place]
+    return f'{place}: "{text}"' if text.strip().isdecimal() else f"{place}: {text}"
 
 
 def counted(number: int, noun: str) -> str:

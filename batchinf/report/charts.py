@@ -44,7 +44,7 @@ _CONFIG = {
         "symbolType": "square",
     },
 }
-PHASE_COLORS = dict(zip(PHASES, ("--busy", "--idle", "--disk", "--starting", "--down"), strict=True))
+PHASE_COLORS = dict(zip(PHASES, ("--busy", "--idle", "--disk", "--starting", "--down", "--line"), strict=True))
 # Without labelExpr the zero of an axis in thousands is `0k`. With `~s` a half is `500m`.
 _RATE_AXIS = {"tickCount": 4, "labelExpr": "format(datum.value, datum.value < 1 ? '~g' : '~s')"}
 # Widths of the plot for charts over time: on a screen, and on a phone.

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from batchinf.base.errors import OutputError
 from batchinf.base.part_file import open_part
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, list_names
+from batchinf.base.text import choice_name, clip, list_names
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, list_shards
@@ -123,10 +123,11 @@ def _figures(
     spec = jobs[0][1].header.spec
     kept = spec.get("output", {}).get("keep_columns") or ()
     own = {*(kept.values() if isinstance(kept, dict) else kept), "id"}
+    choices = spec.get("input", {}).get("choices") or ()
     with tempfile.TemporaryDirectory() as scratch:
         settings: dict[str, Any] = {**_SETTINGS, "temp_directory": scratch}
         with duckdb.connect(":memory:", config=settings) as connection:
-            return _Rows(connection, paths, journalled, own).figures(notes)
+            return _Rows(connection, paths, journalled, own, choices).figures(notes)
 
 
 def _is_readable(path: pathlib.Path) -> bool:
@@ -152,9 +153,11 @@ class _Rows:
         paths: Sequence[pathlib.Path],
         journalled: Sequence[pa.Table],
         own: set[str],
+        choices: Sequence[str] = (),
     ) -> None:
-        """own: columns that come from the input."""
+        """own: columns that come from the input. choices: the texts that `best` counts, if all rows have the same."""
         self._connection, self._paths, self._journalled = connection, paths, journalled
+        self._choices = choices
         schema = journalled[0].schema if journalled else pa.schema([])
         if paths:
             with open_part(paths[0]) as file:
@@ -243,7 +246,13 @@ class _Rows:
                 continue
             [(num,)] = self._query(f"SELECT approx_count_distinct(left({_quoted(name)}::VARCHAR, 1000)) FROM output")
             if name != "text" or (num <= 1.2 * _MOST_LABELS and 4 * num <= num_rows):
-                return name, self._shares(name, _MOST_LABELS), num
+                shares = self._shares(name, _MOST_LABELS)
+                if name == "best":
+                    shares = tuple(
+                        Share(clip(str(choice_name(int(share.name), self._choices)), _LABEL_CHARS), share.num_rows)
+                        for share in shares
+                    )
+                return name, shares, num
         return "", (), 0
 
     def _errors(self) -> tuple[tuple[ErrorGroup, ...], int]:

@@ -14,8 +14,8 @@ from batchinf.base.text import clip, duration
 from batchinf.fleet.status import ON_TRIAL
 from batchinf.manifest.lines import EventLine
 
-Phase = Literal["starting", "busy", "idle", "waiting for the disk", "down"]
-PHASES: tuple[Phase, ...] = ("busy", "idle", "waiting for the disk", "starting", "down")
+Phase = Literal["starting", "busy", "idle", "waiting for the disk", "down", "stopped"]
+PHASES: tuple[Phase, ...] = ("busy", "idle", "waiting for the disk", "starting", "down", "stopped")
 # Samples are at most 15 s apart while a process runs the job.
 _PAUSE_S = 60.0
 _MOST_BUCKETS = 120
@@ -239,8 +239,10 @@ class _History:
 
 
 def _phase(first: dict[str, Any], second: dict[str, Any], passed_s: float) -> Phase:
-    if first.get("incarnation") != second.get("incarnation"):
-        return "down"
+    before, now = (str(one.get("incarnation")) for one in (first, second))
+    if before != now:
+        # The name begins with the start of the job: another start follows a stop, and not the replica's own end.
+        return "down" if before.split(".")[0] == now.split(".")[0] else "stopped"
     if second["steps"] == 0 and first.get("state") not in ("running", ON_TRIAL, "ended"):
         return "starting"
     if second["stalled_by_disk_s"] - first["stalled_by_disk_s"] > _DISK_SHARE * passed_s:

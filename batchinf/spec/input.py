@@ -99,7 +99,8 @@ class InputSpec(Section):
     choices: Annotated[Annotated[tuple[Text, ...], Field(strict=False, min_length=2)] | None, IDENTITY] = None
     """Task `score`: texts to score after the context of every row, such as labels, instead of `choices_column`."""
     answer_column: Annotated[Text | None, IDENTITY] = None
-    """Task `score`: the column with the right choice: its text, or its place from 0; null if it is unknown."""
+    """Task `score`: the column with the right choice: its text, or its place from 0; null if it is unknown.
+    If `choices` are whole numbers, an answer is one of them and no place."""
     system_prompt: Annotated[Text | None, FROM_FILE] = None
     """A system message before the others, as plain text. Like each chat field, it applies the chat template."""
     chat_template: Annotated[Text | None, FROM_FILE] = None

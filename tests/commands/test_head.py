@@ -68,12 +68,13 @@ def test_the_table_fits_the_terminal_and_nothing_in_it_is_obeyed(columns: int, o
 
 
 def test_the_number_of_a_choice_has_its_text() -> None:
-    found = Head(({"id": "a", "best": 1}, {"id": "b", "best": None}), ("id", "best"), (), ("prose", "verse"), None)
+    rows = ({"id": "a", "best": 1, "answer": 0, "answered": 1}, {"id": "b", "best": None})
+    found = Head(rows, ("id", "best", "answer", "answered"), ("answered",), ("1", "verse"), None)
     screen = Console(width=80)
     with screen.capture() as captured:
         for item in head_table(found, (), screen.width):
             screen.print(item)
-    assert captured.get().splitlines()[2].split() == ["a", "1", "verse"]
+    assert captured.get().splitlines()[2].split() == ["a", "1", "1:", "verse", "0:", '"1"']
     assert captured.get().splitlines()[-1] == "2 rows shown; the job is not done"
 
 

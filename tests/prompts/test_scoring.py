@@ -246,6 +246,15 @@ def test_choices_of_the_spec_are_those_of_every_row() -> None:
     assert prompt.error is not None and prompt.error.error_type == "invalid_answer"
 
 
+@pytest.mark.parametrize("answer", [2, "2", " 2 "])
+def test_an_answer_among_numbers_in_the_spec_is_one_of_them_and_no_place(answer: str | int) -> None:
+    input = {"context_column": "c", "choices": ["1", "2", "3"], "answer_column": "a"}
+    right, wrong = build("llama", [{"c": "Q", "a": answer}, {"c": "Q", "a": 0}], input)
+    assert right.scoring is not None and right.scoring.answer == 1
+    assert wrong.error is not None and wrong.error.error_type == "invalid_answer"
+    assert wrong.error.error_message == "got 0 in column 'a'; expected one of input.choices: 1, 2, 3"
+
+
 def test_rows_are_scored_with_the_adapter_that_they_name() -> None:
     lora = {"a": "adapters/a", "b": "adapters/b"}
     spec = JobSpec.model_validate(

@@ -97,6 +97,15 @@ def test_labels_reasons_and_errors(figures: RowFigures) -> None:
     assert first.id == "\\u202ename 1\\x1b[31m"
 
 
+def test_the_best_choices_have_their_texts(tmp_path: pathlib.Path) -> None:
+    best, errors = pa.array([2, 0, 2, None], pa.int32()), pa.nulls(4, pa.string())
+    table = {"row_index": [0, 1, 2, 3], "best": best, "error_type": errors, "error_message": errors}
+    pq.write_table(pa.table(table), tmp_path / "part-000000.parquet")
+    with duckdb.connect(":memory:") as connection:
+        rows = _Rows(connection, [tmp_path / "part-000000.parquet"], [], set(), ("good", "bad", "3"))
+        assert rows.figures(()).labels == (Share('2: "3"', 2), Share("0: good", 1))
+
+
 def test_results_in_the_journal_count(figures: RowFigures, tmp_path: pathlib.Path) -> None:
     first, second = parts_in(tmp_path)
     journalled = pq.read_table(second).drop_columns(["id", "own"])

@@ -45,7 +45,8 @@ def test_phases_and_rates() -> None:
         Period("0", "idle", 20.0, 30.0),
         Period("0", "waiting for the disk", 30.0, 40.0),
     )
-    assert found.seconds("0") == {"busy": 10, "idle": 10, "waiting for the disk": 10, "starting": 10, "down": 0}
+    spent = {"busy": 10, "idle": 10, "waiting for the disk": 10, "starting": 10, "down": 0, "stopped": 0}
+    assert found.seconds("0") == spent
     waits = [look(0, sample(0, first)), look(10, sample(0, first, "ended")), look(20, sample(0, first, "ended"))]
     without_rows = timeline({"": (lambda: waits, ())})
     assert without_rows is not None
@@ -83,6 +84,21 @@ def test_a_pause_takes_no_time_and_a_death_does() -> None:
     ]
     rows = sum(one.rows_per_s * (one.stop_s - one.start_s) for one in found.throughput)
     assert rows == pytest.approx(5 + 9 + 2)
+
+
+def test_a_replica_is_not_down_between_a_stop_and_a_resume() -> None:
+    looks = [
+        look(0, sample(0, "000001.0001")),
+        look(10, sample(0, "000001.0001", steps=9)),
+        look(15, sample(0, "000002.0001", "starting the engine")),
+        look(20, sample(0, "000002.0001")),
+        look(22, sample(0, "000002.0002", "starting the engine")),
+    ]
+    found = timeline({"": (lambda: looks, [])})
+    assert found is not None
+    assert [(one.phase, one.start_s) for one in found.periods] == [
+        ("busy", 0.0), ("stopped", 10.0), ("starting", 15.0), ("down", 20.0),
+    ]  # fmt: skip
 
 
 def test_a_long_job_takes_little_memory() -> None:

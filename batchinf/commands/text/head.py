@@ -7,7 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from batchinf.base.text import counted, list_names
+from batchinf.base.text import choice_name, counted, list_names
 from batchinf.commands.head import Head
 from batchinf.commands.status import job_status
 from batchinf.commands.text.screen import cell
@@ -15,7 +15,7 @@ from batchinf.commands.text.screen import cell
 # Columns that are left out unless they are asked for: bookkeeping, prompts, and what there is for each token.
 _LEFT_OUT = re.compile(
     "row_index|sample_index|prompt|prompt_.*|.*token_ids|.*logprobs|.*ranks|positions|stop_reason|cumulative_logprob"
-    "|num_prompt_tokens|num_bytes|num_context_tokens|choice_num_.*|attempts|error_.*|has_second_bos"
+    "|num_prompt_tokens|num_bytes|num_context_tokens|choice_num_.*|choice_is_greedy|attempts|error_.*|has_second_bos"
 )
 _TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens"}
 # Widths in columns of the terminal. A column of longer values shares what the others leave.
@@ -60,9 +60,9 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
 
 
 def _named(head: Head, column: str, value: Any) -> Any:
-    """The value of a cell. The number of a choice has the choice's text behind it."""
-    if column.startswith("best") and isinstance(value, int) and value < len(head.choices):
-        return f"{value} {head.choices[value]}"
+    """The value of a cell. The place of a choice has the choice's text behind it."""
+    if column.startswith(("best", "answer")) and column not in head.kept and isinstance(value, int):
+        return choice_name(value, head.choices)
     return value
 
 

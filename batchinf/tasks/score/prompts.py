@@ -229,6 +229,8 @@ class ScorePrompts(PromptBuilder):
     def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
         super().__init__(spec, tokenizer, vocab_size, begun_at)
         self._where, self._score = spec.input, score_of(spec)
+        # Whole numbers as labels, such as stars: a number in the column of answers is a label then, not a place.
+        self._counts_labels = all(text.isascii() and text.isdecimal() for text in spec.input.choices or [""])
         self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=self._score.add_bos_token)
         self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
         # If the tokenizer adds BOS, every text is scored after two of them. That is not counted here: `prompt_warnings`
@@ -327,13 +329,21 @@ class ScorePrompts(PromptBuilder):
         return texts
 
     def _answer(self, row: Row, choices: list[str]) -> int | RowError | None:
-        """The place of the right choice. A number is a place; a text is a choice's, or a place in digits."""
+        """The place of the right choice. A number is a place; a text is a choice's, or a place in digits.
+
+        If `input.choices` are whole numbers, numbers and texts are choices and never places.
+        """
         column = self._where.answer_column
         if column is None or (column in row.values and row.values[column] is None):
             return None
         value = take(row.values, column, "")
         if isinstance(value, RowError):
             return value
+        if self._counts_labels and isinstance(value, int | str) and not isinstance(value, bool):
+            if (text := str(value).strip()) in choices:
+                return choices.index(text)
+            return RowError("invalid_answer", f"got {text[:40]} in column '{column}'; expected one of input.choices: "
+                            f"{', '.join(choices)}")  # fmt: skip
         place = value
         if isinstance(value, str):
             is_digits = value.strip().isdecimal() and value.isascii() and len(value) < 10
