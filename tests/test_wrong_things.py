@@ -275,7 +275,8 @@ WRONG = [
     Wrong("choices as text", {"sampling": {"structured_outputs": {"choice": "good"}}},
           "job.yaml:8:5: sampling.structured_outputs.choice: got \"good\"; must be a list of texts, or {file: path}"),
     Wrong("a choice that is no text", {"sampling": {"structured_outputs": {"choice": ["one", 1]}}},
-          "job.yaml:8:5: sampling.structured_outputs.choice: got [\"one\", 1]; must be a list of texts"),
+          "job.yaml:8:5: sampling.structured_outputs.choice: got [\"one\", 1]; must be a list of texts; text that "
+          "looks like something else needs quotes"),
     Wrong("two structures", {"sampling": {"structured_outputs": {"json": {}, "regex": "a"}}},
           "job.yaml:7:3: sampling.structured_outputs: got json, regex; must be one of json, regex, choice, grammar"),
     Wrong("no structure", {"sampling": {"structured_outputs": {"jsn": {}}}},

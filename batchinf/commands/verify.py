@@ -307,7 +307,9 @@ def _check(job: Job, verification: Verification, results: Results) -> None:
         )
     if _mode(job) not in ("raw_logprobs", "raw_logits"):
         raise UserError(
-            f"the job stored {_mode(job)}, which depend on its sampling; only raw logprobs and logits can be verified"
+            f"the job stored {_mode(job)}, which depend on its sampling; only raw logprobs and logits can be verified. "
+            "To verify the model, give run and verify: --set sampling.logprobs_mode=raw_logprobs --set input.limit=64 "
+            "--set output.path=NEW"
         )
 
 

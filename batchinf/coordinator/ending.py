@@ -101,7 +101,8 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
     if rate > file.spec.max_error_rate:
         raise ErrorRateExceeded(
             f"{rate:.1%} of the output rows are errors, more than max_error_rate {file.spec.max_error_rate:.1%}; "
-            "see the columns error_type and error_message\n" + "\n".join(summary.lines())
+            "all rows are stored, with error_type and error_message; a higher max_error_rate allows this\n"
+            + "\n".join(summary.lines())
         )
     return summary
 
@@ -124,11 +125,13 @@ def stopped_lines(
     num_unfinished: requests that were in the engines at the end.
     """
     num_kept = journal.num_results(folder, state.parts)
-    parts = f"{state.counts.num_rows:,} of {num_rows:,} output rows in {counted(len(state.parts), 'part')}"
-    yield f"  kept: {parts}, and {counted(num_kept, 'finished request')} in the journal"
+    num_left = max(0, num_rows - state.counts.num_rows - min(num_kept_rows, num_kept))
+    yield (
+        f"  kept: {num_rows - num_left:,} of {num_rows:,} output rows: {state.counts.num_rows:,} in "
+        f"{counted(len(state.parts), 'part')}, and {counted(num_kept, 'finished request')} in the journal"
+    )
     if num_unfinished:
         yield f"  runs again: {counted(num_unfinished, 'request')} that the engines had begun; {advice}"
     else:
         yield "  runs again: nothing; all requests that the engines had begun are finished"
-    num_left = max(0, num_rows - state.counts.num_rows - min(num_kept_rows, num_kept))
     yield f"  still to run: {counted(num_left, 'output row')}"

@@ -191,6 +191,11 @@ def _plain(value: Any, field: str, depth: int) -> Any:
         return {key: _plain(item, f"{field}.{key}".lstrip("."), depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{field}[{number}]", depth + 1) for number, item in enumerate(value)]
+    if hasattr(value, "__array__") and getattr(value, "shape", ()) != ():  # pandas, polars, NumPy, PyArrow, torch
+        raise SpecError(
+            f"{_IN_PYTHON}: {clip(field)}: got a {type(value).__name__}; must be plain values. Rows come from a file: "
+            'write them, as with to_parquet("rows.parquet"), and give its path as input.path'
+        )
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -106,7 +106,11 @@ class SamplingSpec(Section):
         if not is_right:
             allowed = {"json": "a JSON schema, as a mapping or as text", "choice": "a list of texts"}
             file = "" if kind == "choice" and not isinstance(value, str) else ", or {file: path}"
-            raise wrong(f"got {clip(json.dumps(value, default=str))}; must be {allowed.get(kind, 'text')}{file}", kind)
+            hint = (
+                "; text that looks like something else needs quotes" if kind == "choice" and value and not file else ""
+            )
+            got = clip(json.dumps(value, default=str))
+            raise wrong(f"got {got}; must be {allowed.get(kind, 'text')}{file}{hint}", kind)
         return {"json": _schema_text(value)} if kind == "json" else structure
 
     @model_validator(mode="after")

@@ -14,8 +14,8 @@ from extents import next_extent
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.storage import Folder
-from batchinf.commands.diff import diff_jobs
-from batchinf.commands.text.compare import diff_lines
+from batchinf.commands.diff import IdentityChange, diff_jobs
+from batchinf.commands.text.compare import change_line, diff_lines
 from batchinf.manifest.log import Manifest
 
 NUM_ROWS = 120
@@ -182,3 +182,14 @@ def test_labels_have_a_matrix(tmp_path: pathlib.Path) -> None:
     assert lines[0] == "labels: 40 of 120 changed (33.33%)"
     assert lines[1] == "  good -> \\u001b[31m 0: 1"
     assert not any("\x1b" in line for line in lines[:14])
+
+
+def test_of_a_long_setting_the_difference_is_shown() -> None:
+    body = "Answer with one of: positive, negative, mixed. " * 5
+    line = change_line(IdentityChange("input.messages", f"{body}Text: {{{{ a }}}}", f"{body}Review: {{{{ a }}}}"))
+    assert (
+        line == "  input.messages: …itive, negative, mixed. Text: {{ a }}' -> …itive, negative, mixed. Review: {{ a }}'"
+    )
+    cut = change_line(IdentityChange("x", "same", "s" + "y" * 500))
+    assert cut == f"  x: 'same' -> 's{'y' * 118}…"
+    assert change_line(IdentityChange("x", None, {"a": 1})) == "  x: None -> {'a': 1}"

@@ -66,14 +66,15 @@ def test_a_stop_says_what_is_kept(drain_s: float, is_long: bool, tmp_path: pathl
     first, kept, again, left = str(raised.value).splitlines()
     out, state = tmp_path / "out", jobs.state_of(tmp_path / "out")
     assert first == "stopped on request"
-    found = re.fullmatch(
-        r"  kept: (\d+) of 657 output rows in (\d+) parts?, and (\d+) finished requests? in the journal", kept
-    )
+    pattern = r"  kept: (\d+) of 657 output rows: (\d+) in (\d+) parts?, and (\d+) finished requests? in the journal"
+    found = re.fullmatch(pattern, kept)
     assert found is not None, kept
-    assert [*map(int, found.groups())][:2] == [state.counts.num_rows, len(list((out / "parts").glob("*.parquet")))]
-    assert int(found[3]) == journal.num_results(Folder(out), ())
+    num_all, num_rows, num_parts, num_kept = map(int, found.groups())
+    assert (num_rows, num_parts) == (state.counts.num_rows, len(list((out / "parts").glob("*.parquet"))))
+    assert num_kept == journal.num_results(Folder(out), ())
     stored = {row["row_index"] for row in batchinf.open(out).table(["row_index"]).to_pylist()}
-    before = state.counts.num_rows + int(found[3])
+    before = state.counts.num_rows + num_kept
+    assert num_all == before
     assert len(stored) == state.counts.num_rows and before > 20
     if is_long:
         assert re.fullmatch(r"  runs again: [1-9] requests? .*; drain_timeout_s leaves them 0 s: a larger .*", again)
@@ -82,12 +83,12 @@ def test_a_stop_says_what_is_kept(drain_s: float, is_long: bool, tmp_path: pathl
     assert left == f"  still to run: {657 - before:,} output rows"
     # `status` says the same, and nothing of replicas that have ended.
     report = batchinf.status(out)
-    assert (report.jobs[0].num_journalled, report.jobs[0].replicas) == (int(found[3]), ())
-    assert f", and {found[3]} finished requests in the journal" in str(report)
+    assert (report.jobs[0].num_journalled, report.jobs[0].replicas) == (num_kept, ())
+    assert f", and {num_kept} finished requests in the journal" in str(report)
     assert json.loads((out / "status.json").read_text())["num_rows_done"] == before
     batchinf.run(spec, overrides={"scripted.step_s": 0.0}, quiet=True)
     recovered = sum(event["num_requests"] for event in jobs.events_of(out, "recovered"))
-    assert recovered == int(found[3])
+    assert recovered == num_kept
 
 
 @pytest.mark.parametrize(

@@ -146,4 +146,7 @@ def test_a_rate_of_zero(num_bad: int, tmp_path: pathlib.Path) -> None:
     assert jobs.state_of(tmp_path / "out").is_done
     assert f"40 output rows, {num_bad} of them errors" in done.stdout + done.stderr
     if num_bad:
-        assert "error: 2.5% of the output rows are errors, more than max_error_rate 0.0%" in done.stderr
+        assert (
+            "error: 2.5% of the output rows are errors, more than max_error_rate 0.0%; all rows are stored"
+            in done.stderr
+        )

@@ -5,6 +5,8 @@ import pathlib
 from typing import Any
 
 import jsonschema
+import numpy
+import pandas
 import pytest
 import yaml
 
@@ -32,6 +34,14 @@ def refusal(input: dict[str, Any], sampling: dict[str, Any] | None = None) -> st
         read(input, sampling)
     assert caught.value.exit_code == 2
     return str(caught.value)
+
+
+def test_rows_in_memory_are_refused_with_what_to_do() -> None:
+    frame = pandas.DataFrame({"body": ["a", "b"]})
+    with pytest.raises(SpecError, match=r"spec: input.path: got a DataFrame; must be plain values. Rows come from a f"):
+        read_spec({"model": "a/b", "input": {"path": frame}, "output": {"path": "y"}})
+    spec = {"model": "a/b", "input": {"path": "x"}, "sampling": {"temperature": numpy.float64(0.5)}}
+    assert read_spec({**spec, "output": {"path": "y"}}).spec.sampling.temperature == 0.5
 
 
 def put(name: str, content: str | bytes) -> dict[str, str]:

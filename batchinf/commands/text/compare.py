@@ -1,12 +1,15 @@
 """The reports of `diff` and `verify` as text."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from batchinf.base.errors import VerificationFailed
-from batchinf.base.text import short_count
-from batchinf.commands.diff import ComparedJob, DiffReport
+from batchinf.base.text import clip, short_count
+from batchinf.commands.diff import ComparedJob, DiffReport, IdentityChange
 from batchinf.commands.verify import LogprobDeviations, VectorDeviations, VerifyReport
-from batchinf.tasks.compare import clip_value
+
+# Of a long setting that differs: what is shown, and how much of the equal text before the difference.
+_CHANGE_CHARS, _SAME_CHARS = 120, 24
 
 
 def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
@@ -14,7 +17,7 @@ def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
     yield from report.changes.own.headline(report.changes.num_changed, report.changes.num_both)
     yield from (_job_line(name, job) for name, job in (("A", report.a), ("B", report.b)))
     for change in report.identity_changes:
-        yield f"  {change.name}: {clip_value(repr(change.a))} -> {clip_value(repr(change.b))}"
+        yield change_line(change)
     yield from _change_lines(report)
     yield from report.changes.own.lines()
     for row in report.changes.examples:
@@ -22,6 +25,17 @@ def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
     if to is not None:
         num_rows = report.changes.num_both
         yield f"{num_rows:,} rows in {to}" if num_rows else f"no row is in both: {to} is not written"
+
+
+def change_line(change: IdentityChange) -> str:
+    """A setting in A and in B. Of long values, the text around the first difference."""
+    a, b = repr(change.a), repr(change.b)
+    start = 0
+    if max(len(a), len(b)) > _CHANGE_CHARS:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+        start = max(0, sum(1 for _ in same) - _SAME_CHARS)
+    shown = (("…" if start else "") + clip(text[start:], _CHANGE_CHARS) for text in (a, b))
+    return f"  {change.name}: {' -> '.join(shown)}"
 
 
 def _job_line(name: str, job: ComparedJob) -> str:

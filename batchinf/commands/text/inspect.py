@@ -47,7 +47,7 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
             coloured.append(plain(token.text), _colour(token))
         # A character that consists of several tokens cannot have all their colours.
         yield _cut(coloured if coloured.plain == plain(sample.decoded) else Text(plain(sample.decoded)))
-    yield Text()
+        yield Text()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in shown_fields(sample):
         table.add_row(Text(plain_line(name), "dim"), cell(value))
