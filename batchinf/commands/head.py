@@ -32,7 +32,8 @@ class Head:
 
     columns: names of all columns; empty if no row is finished. kept: those that come from the input, without the id.
     choices: the texts that `best` counts, if all rows have the same. num_rows: all rows, or error rows if only these
-    were asked for; None if the job is not done.
+    were asked for; None if the job is not done. writes_labels: the model wrote one of a few labels, and
+    `cumulative_logprob` is among these.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -40,6 +41,7 @@ class Head:
     kept: tuple[str, ...]
     choices: tuple[str, ...]
     num_rows: int | None
+    writes_labels: bool = False
 
 
 def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_errors: bool = False) -> Head:
@@ -63,7 +65,12 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
     kept, choices = ((), ()) if spec is None else (spec.output.keep_columns.values(), spec.input.choices or ())
     counts = [state.counts.num_errors if only_errors else state.counts.num_rows for _, state in states]
     is_done = len(states) == len(jobs) and all(state.is_done for _, state in states)
-    return Head(tuple(rows), names, tuple(kept), choices, sum(counts) if is_done else None)
+    writes_labels = (
+        spec is not None
+        and "choice" in (spec.sampling.structured_outputs or {})
+        and spec.sampling.logprobs_mode == "processed_logprobs"
+    )
+    return Head(tuple(rows), names, tuple(kept), choices, sum(counts) if is_done else None, writes_labels)
 
 
 def _finished_tables(folder: Folder, state: State, num_rows: int, only_errors: bool) -> Generator[pa.Table, None, None]:

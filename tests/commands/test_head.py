@@ -1,6 +1,7 @@
 """`batchinf head`: a table that fits the terminal, or all columns as JSON, of rows with any content."""
 
 import json
+import math
 import pathlib
 import re
 from typing import Any
@@ -76,6 +77,23 @@ def test_the_number_of_a_choice_has_its_text() -> None:
             screen.print(item)
     assert captured.get().splitlines()[2].split() == ["a", "1", "1:", "verse", "0:", '"1"']
     assert captured.get().splitlines()[-1] == "2 rows shown; the job is not done"
+
+
+def test_a_label_has_its_confidence() -> None:
+    row = {"id": "a", "text": "good", "cumulative_logprob": math.log(0.25)}
+    bad = {"id": "b", "text": None, "cumulative_logprob": None, "error_type": "empty_prompt"}
+
+    def shown(wanted: tuple[str, ...], writes_labels: bool) -> list[list[str]]:
+        screen = Console(width=80)
+        with screen.capture() as captured:
+            for item in head_table(Head((row, bad), tuple(row), (), (), 2, writes_labels), wanted, screen.width):
+                screen.print(item)
+        return [line.split() for line in captured.get().splitlines()]
+
+    table = shown((), True)
+    assert (table[0], table[2], table[3][0]) == (["id", "text", "confidence"], ["a", "good", "0.25"], "b")
+    assert shown((), False)[0] == ["id", "text"]
+    assert shown(("id", "cumulative_logprob"), True)[2] == ["a", "-1.386"]
 
 
 def test_json_has_all_columns_and_the_first_rows(out: pathlib.Path) -> None:

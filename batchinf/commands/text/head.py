@@ -1,5 +1,6 @@
 """The rows of `head` as a table."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ _LEFT_OUT = re.compile(
     "row_index|sample_index|prompt|prompt_.*|.*token_ids|.*logprobs|.*ranks|positions|stop_reason|cumulative_logprob"
     "|num_prompt_tokens|num_bytes|num_context_tokens|choice_num_.*|choice_is_greedy|attempts|error_.*|has_second_bos"
 )
-_TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens"}
+# Without a wish for columns it is shown for labels only, and as a probability.
+_CONFIDENCE = "cumulative_logprob"
+_TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens", _CONFIDENCE: "confidence"}
 # Widths in columns of the terminal. A column of longer values shares what the others leave.
 _SHORT, _LEAST, _GAP = 20, 24, 2
 
@@ -29,7 +32,8 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
     """
     names = list(wanted) or _chosen(head)
     titles = {name: cell(name if wanted else _TITLES.get(name, name)) for name in names}
-    cells = {name: [cell(_named(head, name, row.get(name))) for row in head.rows] for name in names}
+    shown = [{name: _shown(head, name, row.get(name), wanted) for name in names} for row in head.rows]
+    cells = {name: [cell(row[name]) for row in shown] for name in names}
     if not wanted:
         place = _main(names)
         for number, row in enumerate(head.rows):
@@ -39,7 +43,7 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
     left_out = _fit(names, widths, [] if wanted else _dispensable(names, head.kept, widths), width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names:
-        values = [value for row in head.rows if (value := _named(head, name, row.get(name))) is not None]
+        values = [row[name] for row in shown if row[name] is not None]
         is_number = bool(values) and all(isinstance(value, int | float) for value in values)
         table.add_column(
             titles[name],
@@ -59,8 +63,10 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
         yield f"{len(head.rows):,} of {head.num_rows:,} rows; -n shows more"
 
 
-def _named(head: Head, column: str, value: Any) -> Any:
-    """The value of a cell. The place of a choice has the choice's text behind it."""
+def _shown(head: Head, column: str, value: Any, wanted: Sequence[str]) -> Any:
+    """The value of a cell. The place of a choice has the choice's text behind it, and a confidence is no logarithm."""
+    if column == _CONFIDENCE and not wanted and value is not None:
+        return math.exp(value)
     if column.startswith(("best", "answer")) and column not in head.kept and isinstance(value, int):
         return choice_name(value, head.choices)
     return value
@@ -103,7 +109,9 @@ def _chosen(head: Head) -> list[str]:
     names = ["id" if "id" in head.columns else "row_index"]
     if any(row.get("sample_index") for row in head.rows):
         names.append("sample_index")
-    own = [name for name in head.columns if name not in {*names, *head.kept} and not _LEFT_OUT.fullmatch(name)]
+    confidence = _CONFIDENCE if head.writes_labels else None
+    own = [name for name in head.columns if name not in {*names, *head.kept}]
+    own = [name for name in own if name == confidence or not _LEFT_OUT.fullmatch(name)]
     return [
         *names,
         *head.kept,
