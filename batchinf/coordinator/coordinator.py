@@ -120,7 +120,7 @@ class Coordinator:
         if is_asked and not self._is_finished:
             drain_s = max(0.0, self.requests.drain_until - time.monotonic())
             self._display.say(
-                f"{self.requests.name}: finishing what can be finished in {drain_s:.0f} s; Ctrl-C to stop at once"
+                f"{self.requests.name}: running requests have up to {drain_s:.0f} s to finish; Ctrl-C to stop at once"
             )
         self._end_replicas(drains=is_asked)
         if not self._is_finished and self._fatal:

@@ -133,5 +133,5 @@ def stopped_lines(
     if num_unfinished:
         yield f"  runs again: {counted(num_unfinished, 'request')} that the engines had begun; {advice}"
     else:
-        yield "  runs again: nothing; all requests that the engines had begun are finished"
+        yield "  runs again: nothing; no request was cut off"
     yield f"  still to run: {counted(num_left, 'output row')}"

@@ -79,7 +79,7 @@ def test_a_stop_says_what_is_kept(drain_s: float, is_long: bool, tmp_path: pathl
     if is_long:
         assert re.fullmatch(r"  runs again: [1-9] requests? .*; drain_timeout_s leaves them 0 s: a larger .*", again)
     else:
-        assert again == "  runs again: nothing; all requests that the engines had begun are finished"
+        assert again == "  runs again: nothing; no request was cut off"
     assert left == f"  still to run: {657 - before:,} output rows"
     # `status` says the same, and nothing of replicas that have ended.
     report = batchinf.status(out)
