@@ -302,8 +302,13 @@ def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> di
     order = RunOrder(folder, state.extents)
 
     def look(shard: int) -> Flaw | None:
-        place = shard_at(state.extents, shard)
-        return find_flaw(folder, state.header.job_id, place, state.parts[shard], num_samples, order, is_deep=is_deep)
+        place, job_id = shard_at(state.extents, shard), state.header.job_id
+        flaw = find_flaw(folder, job_id, place, state.parts[shard], num_samples, order, is_deep=is_deep)
+        if flaw is None or shard not in state.replacing:
+            return flaw
+        # A retry may have put its part in place, and been killed before the manifest said so. The next run says it.
+        new = find_flaw(folder, job_id, place, state.replacing[shard], num_samples, order, is_deep=is_deep)
+        return None if new is None else flaw
 
     found = {}
     with ThreadPoolExecutor(NUM_THREADS) as pool:

@@ -13,6 +13,7 @@ import pytest
 
 import batchinf
 import jobs
+from batchinf.commands.check import check_job
 from batchinf.manifest.lock import JobLock
 
 # Prompts of 128 tokens and more are too long; of those from 89 on, min_tokens does not fit behind them.
@@ -227,6 +228,10 @@ def test_killed_at_every_step(
     with (out / "staging" / line.file).open("r+b") as file:
         file.truncate(1000)
     killed("coordinator.after_publish", *ERRORS, *SLOW)
+    # A new part is in place, and the manifest does not say so yet: no damage, so a repair must leave it there.
+    before = rows_by_index(out)
+    assert check_job(str(out), is_deep=True, repair=True).is_whole
+    assert rows_by_index(out) == before
     (out / "retry" / "000001.positions").unlink()
     killed("manifest.mid_line:6", *SLOW)  # without --retry the retry goes on all the same
     # Parts that are lost are made anew, and go through the retry too.
