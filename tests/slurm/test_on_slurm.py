@@ -75,7 +75,7 @@ def test_a_job_is_signalled_before_its_limit_and_queued_again_until_it_is_done(
     job = submit(spec, "--time", "1", "--gpus", "a100:1")
     assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
     assert int(slurm.state(job, "Restarts")) >= 1
-    assert "SIGUSR1: finishing" in log_of(tmp_path)
+    assert "SIGUSR1: running requests have up to 1 s to finish" in log_of(tmp_path)
     assert "Exited with exit code 75" in log_of(tmp_path)
     assert jobs.rows_of(tmp_path / "out") == list(jobs.unhurt())
     assert jobs.state_of(tmp_path / "out").last_epoch == int(slurm.state(job, "Restarts")) + 1
