@@ -42,6 +42,7 @@ from batchinf.schedule.shards import PendingShards
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
 _ROUND_PAUSE = 5.0  # between two looks at all replicas, in times of what a look takes
+_LONGEST_PAUSE_S = 0.1  # a look that ended a replica took long
 _MOST_LINES = 8  # of replicas that come up at once
 # Errors of a replica that no restart mends.
 _FATAL: dict[str, type[UserError]] = {DISK_ERROR: OutputError, DriftError.__name__: DriftError}
@@ -155,7 +156,8 @@ class Coordinator:
             began = time.monotonic()
             self._look_at_all()
             # With 1,000 replicas this takes 15 ms, and messages come a hundred times a second.
-            self._next_round = time.monotonic() + _ROUND_PAUSE * (time.monotonic() - began)
+            took = time.monotonic() - began
+            self._next_round = time.monotonic() + min(_LONGEST_PAUSE_S, _ROUND_PAUSE * took)
         else:
             self._assignment.assign_to({replica.number: replica for replica, _ in events}.values())
         self._show(self._state())

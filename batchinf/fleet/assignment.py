@@ -43,8 +43,11 @@ class Assignment:
             self._hand_out(self._fleet.replicas)
 
     def assign_to(self, replicas: Iterable[FleetReplica]) -> None:
-        """Hand out pending shards to these replicas alone: after `assign`, only they may have room."""
-        self._hand_out(replicas)
+        """Hand out pending shards to these replicas alone: after `assign`, only they may have room.
+
+        A replica with a quarantine case waits for `assign`, which gives it the case first.
+        """
+        self._hand_out(one for one in replicas if not self._trials.has_case(one))
 
     def begin(self, replica: FleetReplica) -> None:
         """A replica's engine is up: let it run the shards that it prepared, or only its quarantine case, if any."""

@@ -295,6 +295,15 @@ def test_between_two_rounds_only_those_that_were_heard_are_given_shards(tmp_path
     assert given(bench.told[0]) == [*before[0], (5, 1)]
 
 
+def test_between_two_rounds_a_replica_with_a_case_waits_for_it(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, {0})
+    bench.come_up(0)
+    bench.come_up(1)
+    bench.assignment.assign_to(bench.fleet.replicas)
+    assert not given(bench.told[0])
+    assert given(bench.told[1])
+
+
 def test_who_has_a_case_is_given_nothing_early(tmp_path: pathlib.Path) -> None:
     bench = Bench(tmp_path, {0})
     bench.assignment.assign()
