@@ -75,7 +75,7 @@ class TokenCount:
     def __init__(self, *, counts_output: bool, pipeline_parallel_size: int = 1) -> None:
         self._counts_output = counts_output
         self._num_stages = pipeline_parallel_size
-        # Tokens that a request would have which had begun with the first step; and that at each one's beginning.
+        # The tokens of a request that began with the first step, now and when each request began.
         self._tokens_of_all = 0.0
         self._at_first: dict[tuple[int, int], float] = {}
         self._sum_at_first = 0.0

@@ -8,7 +8,7 @@ from batchinf.base.text import clip, short_count
 from batchinf.commands.diff import ComparedJob, DiffReport, IdentityChange
 from batchinf.commands.verify import LogprobDeviations, VectorDeviations, VerifyReport
 
-# Of a long setting that differs: what is shown, and how much of the equal text before the difference.
+# A long setting is cut to so many characters, of which so many are equal text before the first difference.
 _CHANGE_CHARS, _SAME_CHARS = 120, 24
 
 

@@ -31,9 +31,8 @@ SCHEDULER = None if None in (Scheduler, AsyncScheduler, LogprobsLists) else f"{_
 # Whether a request may be preempted while several of its steps are in flight: in a pipeline, or with speculation. Under
 # asynchronous scheduling 0.26 then dies of `assert request.num_output_placeholders >= 0`. vLLM's pull request 48245
 # mended that, and added this parameter.
-PREEMPTS_IN_FLIGHT = AsyncScheduler is None or (
-    "is_stale" in inspect.signature(AsyncScheduler._update_request_with_output).parameters
-)
+_update: Any = getattr(AsyncScheduler, "_update_request_with_output", None)
+PREEMPTS_IN_FLIGHT = _update is None or "is_stale" in inspect.signature(_update).parameters
 _SEAM = ("add_request", "finish_requests", "update_from_output")
 # Settings that add values to each step's output that this scheduler does not collect.
 _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")

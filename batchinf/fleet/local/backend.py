@@ -222,7 +222,8 @@ def _make_own_cache(launch: Launch) -> pathlib.Path:
     folder = own_cache_folder(launch)
     known = cache_root().parent / _MODEL_CLASSES
     if known.is_dir():
-        shutil.copytree(known, folder / _MODEL_CLASSES, dirs_exist_ok=True)
+        with contextlib.suppress(OSError):  # another process may change it meanwhile, and vLLM can do without it
+            shutil.copytree(known, folder / _MODEL_CLASSES, dirs_exist_ok=True)
     return folder
 
 
