@@ -154,7 +154,9 @@ def test_killed_and_gone_on_with(tmp_path: pathlib.Path) -> None:
         (tmp_path / name).mkdir()
     whole = jobs.spec_of(tmp_path / "unhurt", **sections, scripted={"step_s": 0.0})
     jobs.finish(whole)
-    spec, marker, once = jobs.spec_of(tmp_path / "hurt", **sections), tmp_path / "held", tmp_path / "once"
+    # A step takes longer than the time between checkpoints, so that results are journalled before their shard is full.
+    slow: dict[str, Any] = {"checkpoint_interval_s": 0.01, "scripted": {"step_s": 0.05}}
+    spec, marker, once = jobs.spec_of(tmp_path / "hurt", **sections, **slow), tmp_path / "held", tmp_path / "once"
     once.mkdir()
     process = jobs.start("run", spec, faults=f"journal.before_fsync=hold {marker}", BATCHINF_FAULTS_ONCE=str(once))
     jobs.wait_until(marker.exists)

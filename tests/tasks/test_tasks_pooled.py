@@ -273,7 +273,7 @@ def test_killed_and_run_again(task: str, tmp_path: pathlib.Path) -> None:
         parallel={"data_parallel_size": 1},
         scripted={"max_num_seqs": 4, "step_s": 0.005, "max_model_len": 40},
         output={"path": str(tmp_path / "out"), "keep_columns": [], "rows_per_shard": 40},
-        checkpoint_interval_s=0.05,
+        checkpoint_interval_s=0.01,
         max_error_rate=1.0,
     )
     once = tmp_path / "once"
