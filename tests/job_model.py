@@ -659,7 +659,7 @@ class JobModel(RuleBasedStateMachine):
             return
         path = files[chosen % len(files)]
         group = path.relative_to(self._folder_of(path)).parts[0]
-        if group == "lock":
+        if group == "lock" or (group.startswith(".tmp-") and group.endswith("-lock")):  # its other name, for a moment
             return  # its holder may live elsewhere: a run waits 60 s for it, and one with no rows left leaves it
         if group == "manifest" and (self.has_retried_sampling or how == "deleted"):
             return  # what a retry or an extension has chosen is in the manifest alone
