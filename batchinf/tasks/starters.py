@@ -21,7 +21,7 @@ class Data:
 
     path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
     row. labels: words to choose from. labelled: the column that has them. choices, answer: texts to choose from in each
-    row, and the place of the right one. continuation: what follows the text. kept: short columns.
+    row, and the place of the right one. continuation: what follows the text. kept: the text, and short columns.
     """
 
     path: str

@@ -85,7 +85,7 @@ def test_a_stop_says_what_is_kept(drain_s: float, is_long: bool, tmp_path: pathl
     # `status` says the same, and nothing of replicas that have ended.
     report = batchinf.status(out)
     assert (report.jobs[0].num_journalled, report.jobs[0].replicas) == (num_kept, ())
-    assert f", and {counted(num_kept, 'finished request')} in the journal" in str(report)
+    assert f"not committed yet: {counted(num_kept, 'request')} finished and kept in the journal" in str(report)
     assert json.loads((out / "status.json").read_text())["num_rows_done"] == before
     batchinf.run(spec, overrides={"scripted.step_s": 0.0}, quiet=True)
     recovered = sum(event["num_requests"] for event in jobs.events_of(out, "recovered"))
