@@ -60,8 +60,8 @@ class PromptPiece:
 class InspectedSample:
     """One output row. fields: its columns without those of tokens. prompt_tokens: with `prompt_logprobs` only.
 
-    decoded: the text of all tokens together, with special tokens; None without tokens. stopped_by: the stop token or the
-    stop string, in words; None if `stop_reason` is null.
+    decoded: the text of all tokens together, with special tokens; None without tokens. stopped_by: the stop token or
+    the stop string, in words; None if `stop_reason` is null.
     """
 
     fields: dict[str, Any]
@@ -185,12 +185,12 @@ def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> Iterator[PromptPiece]:
 
 
 def _stopped_by(tokenizer: Any, row: Mapping[str, Any], stop: Sequence[str]) -> str | None:
-    """stop: the job's stop strings. The column has the id of a token as text, which a stop string of a row may equal."""
+    """stop: the job's stop strings. `stop_reason` has a token's id as text, and a stop string may look the same."""
     reason, token_ids = row.get("stop_reason"), row.get("token_ids")
     if reason is None:
         return None
     is_token = reason.isdecimal() and reason not in stop and (not token_ids or token_ids[-1] == int(reason))
-    return f"the token {show(tokenizer, [int(reason)])} ({reason})" if is_token else f"the text {reason!r}"
+    return f"the token {token_texts(tokenizer, [int(reason)])[0]!r} ({reason})" if is_token else f"the text {reason!r}"
 
 
 def _tokens(tokenizer: Any, row: Mapping[str, Any], prefix: str) -> Iterator[Token]:

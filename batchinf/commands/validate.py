@@ -369,7 +369,9 @@ def _refuse_hopeless(lengths: PromptLengths | None) -> None:
 
 
 def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None) -> OutputFound:
-    found = OutputFound(str(folder.root), "nothing", None, 0, None, None, others_note(folder) if state is None else None)
+    found = OutputFound(
+        str(folder.root), "nothing", None, 0, None, None, others_note(folder) if state is None else None
+    )
     if state is not None:
         holds: Literal["done job", "unfinished job"] = "done job" if state.is_done else "unfinished job"
         found = dataclasses.replace(found, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))

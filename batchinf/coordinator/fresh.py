@@ -79,8 +79,8 @@ def _refuse_others(link: pathlib.Path, moved: list[Folder]) -> None:
     names = [os.path.relpath(old.path(name), moved[0].root) for old in moved for name in other_names(old)]
     if names:
         raise OutputError(
-            f"--fresh: {link} holds files that are not the job's: {say_names(names)}; --fresh moves the whole folder, so "
-            "move them out of it first, or give the new job another output.path"
+            f"--fresh: {link} holds files that are not the job's: {say_names(names)}; --fresh moves the whole folder, "
+            "so move them out of it first, or give the new job another output.path"
         )
 
 

@@ -309,7 +309,7 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
     samples = f" with {task.num_rows_per_input:,} samples each" if task.num_rows_per_input > 1 else ""
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")
-        + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of these shards done{kept}; "
-        + f"{counted(len(slots), 'replica')} on "
+        + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of these shards done{kept}"
+        + f"; {counted(len(slots), 'replica')} on "
         + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else launcher.backend.processors)
     )

@@ -1,4 +1,4 @@
-"""The names of parts, staged parts and incarnations, as the manifest uses them; and of all files in an output folder."""
+"""The names of parts, staged parts and incarnations, as the manifest uses them; and names that are not batchinf's."""
 
 import re
 from collections.abc import Sequence
