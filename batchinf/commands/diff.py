@@ -16,9 +16,12 @@ import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.part_file import open_part
+from batchinf.base.slices import SOURCE_FOLDER
+from batchinf.base.storage import Folder
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
+from batchinf.source.versions import versions_at_once
 from batchinf.tasks.base import Task
 from batchinf.tasks.compare import RowChanges
 from batchinf.tasks.registry import stored_task
@@ -59,7 +62,10 @@ def join_key(a: Results, b: Results, on: str | None) -> str:
 
 def _is_same_input(a: Results, b: Results) -> bool:
     """Whether one job has taken in all that the other has, and maybe later rows: their rows are at equal positions."""
-    return a.taken[-1] in b.taken or b.taken[-1] in a.taken
+    taken, others = (
+        versions_at_once(Folder(pathlib.Path(job.folder, SOURCE_FOLDER)), job.taken[-1]) or job.taken for job in (a, b)
+    )
+    return taken[-1] in others or others[-1] in taken
 
 
 def joined_rows(

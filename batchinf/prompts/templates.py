@@ -135,7 +135,8 @@ class RowTemplate:
 
 def _asked_for(tree: nodes.Template) -> Iterator[str]:
     """Names in conditions, in `x or ''`, and in `x | default('')`."""
-    places: list[nodes.Node] = [node.test for node in tree.find_all((nodes.If, nodes.CondExpr))]
+    places: list[nodes.Node] = [node.test for node in tree.find_all(nodes.If)]
+    places += [node.test for node in tree.find_all(nodes.CondExpr)]
     places += tree.find_all((nodes.Or, nodes.And, nodes.Test))
     places += [node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
     for place in places:
