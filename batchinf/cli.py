@@ -344,13 +344,13 @@ def _head(
             screen.print(item)
 
 
-@app.command("inspect", epilog="Example: batchinf inspect out/job --row review-17 --html row.html")
+@app.command("inspect", epilog="Example: batchinf inspect out/job review-17 --html row.html")
 def _inspect(
     out: Out,
     wanted: Annotated[
-        str | None, typer.Argument(metavar="ROW", help="The row id, or its position from 0; or give it as --row.")
+        str | None, typer.Argument(metavar="ROW", help="The row's id, or its position from 0.", show_default=False)
     ] = None,
-    row: Annotated[str | None, typer.Option("--row", metavar="ID", help="The same, for ids that begin with -.")] = None,
+    row: Annotated[str | None, typer.Option("--row", metavar="ID", help="The same as ROW.")] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -360,7 +360,7 @@ def _inspect(
     given = [text for text in (wanted, row) if text is not None]
     if len(given) != 1:
         got = f"got {' and '.join(given)}" if given else "got no row"
-        raise UserError(f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} --row ROW")
+        raise UserError(f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} ROW")
     [named] = given
     report = inspect_row(out, named)
     if as_json:

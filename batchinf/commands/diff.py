@@ -62,10 +62,14 @@ def join_key(a: Results, b: Results, on: str | None) -> str:
 
 def _is_same_input(a: Results, b: Results) -> bool:
     """Whether one job has taken in all that the other has, and maybe later rows: their rows are at equal positions."""
-    taken, others = (
-        versions_at_once(Folder(pathlib.Path(job.folder, SOURCE_FOLDER)), job.taken[-1]) or job.taken for job in (a, b)
-    )
-    return taken[-1] in others or others[-1] in taken
+    (last, versions), (other_last, other_versions) = _versions(a), _versions(b)
+    return bool(last & other_versions or other_last & versions)
+
+
+def _versions(job: Results) -> tuple[set[str], set[str]]:
+    """The fingerprints of the last version that a job has taken in, and of all; also as of a job that begins so."""
+    at_once = versions_at_once(Folder(pathlib.Path(job.folder, SOURCE_FOLDER)), job.taken[-1]) or job.taken
+    return {job.taken[-1], at_once[-1]}, {*job.taken, *at_once}
 
 
 def joined_rows(

@@ -146,15 +146,12 @@ class EmptyValues:
         for name, found in self._found.items():
             if found:
                 has, they = ("has", "it runs") if len(found) == 1 else ("have", "they run")
+                column = name.replace('"', '""')
                 yield (
                     f"warning: {len(found):,} of {self._num_rows:,} sampled rows {has} no text in '{name}' (row "
-                    f"{found[0]} first), and {they} all the same; input.where: \"trim({_sql(name)}) <> ''\" leaves "
-                    "such rows out"
+                    f"{found[0]} first), and {they} all the same; input.where: trim(\"{column}\") <> '' leaves such "
+                    "rows out"
                 )
-
-
-def _sql(name: str) -> str:
-    return name if name.isidentifier() and name.isascii() else f'"{name}"'
 
 
 def empty_value_warnings(spec: JobSpec, source: Source) -> Iterator[str]:

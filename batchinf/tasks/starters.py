@@ -76,7 +76,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
     )
 
 
-_ID = "# the output calls it `id`, for merges and `inspect --row`"
+_ID = "# the output calls it `id`, for merges and `inspect`"
 
 # For each part of the file: fields after `model`, fields of `input`, and the sections between `input` and `output`.
 _Sections = tuple[Sequence[str], Sequence[str], Sequence[str]]

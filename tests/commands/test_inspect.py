@@ -120,7 +120,7 @@ def test_the_row_is_an_argument_or_an_option(out: pathlib.Path) -> None:
         refused = jobs.run("inspect", out, *arguments)
         assert refused.returncode == 2
         assert refused.stderr == (
-            f"error: inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} --row ROW\n"
+            f"error: inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} ROW\n"
         )
 
 
