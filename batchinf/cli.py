@@ -344,17 +344,25 @@ def _head(
             screen.print(item)
 
 
-@app.command("inspect", epilog="Example: batchinf inspect out/job --row review-17 --html row.html")
+@app.command("inspect", epilog="Example: batchinf inspect out/job review-17 --html row.html")
 def _inspect(
     out: Out,
-    row: Annotated[str, typer.Option("--row", metavar="ID", help="The row id, or its position from 0.")],
+    wanted: Annotated[
+        str | None, typer.Argument(metavar="ROW", help="The row's id, or its position from 0.", show_default=False)
+    ] = None,
+    row: Annotated[str | None, typer.Option("--row", metavar="ID", help="The same as ROW.")] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one row whole: its prompt, and its tokens with their logprobs and alternatives."""
     from batchinf.commands.inspect import inspect_row
 
-    report = inspect_row(out, row)
+    given = [text for text in (wanted, row) if text is not None]
+    if len(given) != 1:
+        got = f"got {' and '.join(given)}" if given else "got no row"
+        raise UserError(f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} ROW")
+    [named] = given
+    report = inspect_row(out, named)
     if as_json:
         _show(report, (), as_json)
         return
@@ -364,7 +372,7 @@ def _inspect(
 
     if html is not None:
         write_page(report, html)
-        _print([f"row {row} of {out} is in {html}"])
+        _print([f"row {named} of {out} is in {html}"])
         return
     screen = console()
     for item in row_items(report):

@@ -50,6 +50,8 @@ class Results:
         self.identity: dict[str, Any] = states[0].header.identity
         # Fingerprints of the input at the beginning and after each `--extend`.
         self.taken: tuple[str, ...] = tuple(dict.fromkeys(states[0].source_fingerprints))
+        # Rows of the input, as far as the job has taken it in. Among them it chose those that it runs.
+        self.num_input_rows = max((extent.stop_row for state in states for extent in state.extents), default=0)
         self._is_in_order = all(state.is_in_order for state in states)
         self.num_rows = sum(state.counts.num_rows for state in states)
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)

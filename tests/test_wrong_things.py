@@ -72,7 +72,8 @@ WRONG = [
           "job.yaml:9:3: output.keep_columns: the input has no column 'langage'; did you mean 'language'? it has: "
           "id, prompt, language"),
     Wrong("no column at all", {},
-          "job.yaml:2:1: input.prompt_column: the input has no column 'prompt'; it has: text",
+          "job.yaml:2:1: input.prompt_column: the input has no column 'prompt', the default of this field; it has: "
+          "text; name one of them",
           rows=({"text": "Once"},)),
     # Templates
     Wrong("template without a column", {"input": {"prompt_template": "Tell me a story."}},

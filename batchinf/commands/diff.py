@@ -16,9 +16,12 @@ import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.part_file import open_part
+from batchinf.base.slices import SOURCE_FOLDER
+from batchinf.base.storage import Folder
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
+from batchinf.source.versions import versions_at_once
 from batchinf.tasks.base import Task
 from batchinf.tasks.compare import RowChanges
 from batchinf.tasks.registry import stored_task
@@ -37,9 +40,7 @@ def join_key(a: Results, b: Results, on: str | None) -> str:
     """`row_index` or `id`. on: the key that the user asks for. Raises UserError if the jobs cannot be joined by it."""
     if on not in (None, *JOIN_KEYS):
         raise UserError(f"--on: got {on!r}; must be {' or '.join(JOIN_KEYS)}")
-    # Compare the inputs as far as both jobs took them. Rows that came later may differ at the same positions.
-    is_same_input = all(one == other for one, other in zip(a.taken, b.taken, strict=False))
-    key = on or ("row_index" if is_same_input else "id")
+    key = on or ("row_index" if _is_same_input(a, b) else "id")
     if key == "id" and not all("id" in job.schema.names for job in (a, b)):
         if on is not None:
             raise UserError(
@@ -57,6 +58,18 @@ def join_key(a: Results, b: Results, on: str | None) -> str:
             f"{_BY_POSITION}"
         )
     return key
+
+
+def _is_same_input(a: Results, b: Results) -> bool:
+    """Whether one job has taken in all that the other has, and maybe later rows: their rows are at equal positions."""
+    (last, versions), (other_last, other_versions) = _versions(a), _versions(b)
+    return bool(last & other_versions or other_last & versions)
+
+
+def _versions(job: Results) -> tuple[set[str], set[str]]:
+    """The fingerprints of the last version that a job has taken in, and of all; also as of a job that begins so."""
+    at_once = versions_at_once(Folder(pathlib.Path(job.folder, SOURCE_FOLDER)), job.taken[-1]) or job.taken
+    return {job.taken[-1], at_once[-1]}, {*job.taken, *at_once}
 
 
 def joined_rows(
@@ -180,9 +193,14 @@ class _WideColumns:
 
 @dataclass(frozen=True, slots=True)
 class ComparedJob:
-    """One of the two jobs. model, vllm, torch, device: from the footer of its first part; None if it is not there."""
+    """One of the two jobs. model, vllm, torch, device: from the footer of its first part; None if it is not there.
+
+    input_path, num_input_rows: the input, and the rows of it among which the job chose.
+    """
 
     folder: str
+    input_path: str
+    num_input_rows: int
     num_rows: int
     is_done: bool
     model: str | None
@@ -258,13 +276,16 @@ def _job(job: Results) -> ComparedJob:
         stored = file.metadata.metadata or {}
     said = {key.decode().removeprefix("batchinf."): value.decode() for key, value in stored.items()}
     names = ("model", "version.vllm", "version.torch", "device")
-    return ComparedJob(job.folder, len(job), job.is_done, *(said.get(name) for name in names))
+    path = job.spec["input"]["path"]
+    return ComparedJob(job.folder, path, job.num_input_rows, len(job), job.is_done, *map(said.get, names))
 
 
 def _identity_changes(a: Results, b: Results) -> tuple[IdentityChange, ...]:
     names = sorted(a.identity.keys() | b.identity.keys())
     found = (IdentityChange(name, a.identity.get(name), b.identity.get(name)) for name in names)
-    return tuple(change for change in found if change.a != change.b)
+    # A job keeps the fingerprint of the input with which it began, also when it has taken in later rows.
+    is_known = _is_same_input(a, b)
+    return tuple(change for change in found if change.a != change.b and not (change.name == "input" and is_known))
 
 
 def _write(tables: Iterator[pa.Table], to: str | None) -> None:

@@ -81,7 +81,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         choices=choices,
         answer=None if choices is None else _first(integers, _ANSWERS),
         continuation=_first([name for name in free if name != text], _CONTINUATIONS),
-        kept=tuple(short[:_MOST_KEPT]),
+        kept=(*([text] if text in texts else []), *short[:_MOST_KEPT]),
     )
 
 

@@ -60,11 +60,13 @@ class PromptPiece:
 class InspectedSample:
     """One output row. fields: its columns without those of tokens. prompt_tokens: with `prompt_logprobs` only.
 
-    decoded: the text of all tokens together, with special tokens; None without tokens.
+    decoded: the text of all tokens together, with special tokens; None without tokens. stopped_by: the stop token or
+    the stop string, in words; None if `stop_reason` is null.
     """
 
     fields: dict[str, Any]
     decoded: str | None
+    stopped_by: str | None
     tokens: tuple[Token, ...]
     prompt_tokens: tuple[Token, ...]
 
@@ -96,6 +98,7 @@ def inspect_row(out: str, wanted: str) -> InspectReport:
         InspectedSample(
             {name: value for name, value in row.items() if name not in _NOT_FIELDS},
             None if row.get("token_ids") is None else show(tokenizer, row["token_ids"]),
+            _stopped_by(tokenizer, row, results.spec["sampling"]["stop"]),
             *(tuple(_tokens(tokenizer, row, prefix)) for prefix in _PREFIXES),
         )
         for row in rows
@@ -179,6 +182,15 @@ def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> Iterator[PromptPiece]:
         run = []
     if run:
         yield PromptPiece(show(tokenizer, run), False)
+
+
+def _stopped_by(tokenizer: Any, row: Mapping[str, Any], stop: Sequence[str]) -> str | None:
+    """stop: the job's stop strings. `stop_reason` has a token's id as text, and a stop string may look the same."""
+    reason, token_ids = row.get("stop_reason"), row.get("token_ids")
+    if reason is None:
+        return None
+    is_token = reason.isdecimal() and reason not in stop and (not token_ids or token_ids[-1] == int(reason))
+    return f"the token {token_texts(tokenizer, [int(reason)])[0]!r} ({reason})" if is_token else f"the text {reason!r}"
 
 
 def _tokens(tokenizer: Any, row: Mapping[str, Any], prefix: str) -> Iterator[Token]:

@@ -33,10 +33,12 @@ from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing, prepare_job
 from batchinf.job.sample import sample_rows
+from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
+from batchinf.prompts.checks import EmptyValues
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
@@ -139,7 +141,7 @@ class OutputFound:
     """What the output folder holds.
 
     num_slices: of a job in slices. num_parts: committed parts. drift: why `run` would refuse to resume the job there.
-    room_warning: why the disk may be too small.
+    room_warning: why the disk may be too small. others_note: which other files a new job would find there.
     """
 
     folder: str
@@ -148,6 +150,7 @@ class OutputFound:
     num_parts: int
     drift: str | None
     room_warning: str | None
+    others_note: str | None
 
 
 ValidateFinding = (
@@ -330,13 +333,14 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
     )
     length, id_column = max_model_len(job), job.spec.input.id_column
     named = [find_row(job.source, id_column, text) for text in wanted.named]
-    lengths = LengthCounts(len(positions), length, job.spec.sampling.max_tokens)
+    lengths, empty = LengthCounts(len(positions), length, job.spec.sampling.max_tokens), EmptyValues(job.spec)
     for sampled in sample_rows(positions, wanted.seed or 0):
-        for prompt in builder.build(
-            job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns), length
-        ):
+        rows = job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns)
+        empty.add(rows)
+        for prompt in builder.build(rows, length):
             lengths.add(prompt)
     yield lengths.summary()
+    yield from (Remark("warning", text) for text in empty.warnings())
     shown = named or list(positions[: wanted.num_rows])
     if wanted.seed is not None and not named:
         shown = random_rows(positions, wanted.num_rows, wanted.seed)
@@ -365,7 +369,9 @@ def _refuse_hopeless(lengths: PromptLengths | None) -> None:
 
 
 def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None) -> OutputFound:
-    found = OutputFound(str(folder.root), "nothing", None, 0, None, None)
+    found = OutputFound(
+        str(folder.root), "nothing", None, 0, None, None, others_note(folder) if state is None else None
+    )
     if state is not None:
         holds: Literal["done job", "unfinished job"] = "done job" if state.is_done else "unfinished job"
         found = dataclasses.replace(found, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))

@@ -21,6 +21,7 @@ from batchinf.job.choose import choose
 from batchinf.job.disk_space import check_size
 from batchinf.job.open import check_cut
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
+from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning, read_state
 from batchinf.spec.file import SpecFile
 
@@ -35,7 +36,7 @@ def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -
 
     A whole job begins anew in place of a whole job or of all slices, and a slice in place of itself. The move is
     durable on return. Raises UserError, and moves nothing, if the new job cannot begin, if another process runs a job
-    in the folder, or if the folder cannot be moved.
+    in the folder, if it holds other files too, or if it cannot be moved.
     """
     out, folder = file.spec.output.path, job_folder(file.spec.output.path, file.slice)
     if file.slice is not None:
@@ -51,6 +52,7 @@ def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -
             return
         # Slices that begin later see the lock of the whole folder.
         beside = _beside(file, folder)
+        _refuse_others(link, [folder, *([] if file.slice is not None else beside)])
         for other in beside:
             await_free(other, display.say)
         for old in (folder, *([] if file.slice is not None else beside)):
@@ -70,6 +72,16 @@ def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -
             # The lock moved with the folder, and kept `_sweep_moved` of other processes away.
             Folder(aside).delete(LOCK)
     display.say(f"moved the old job from {link} to {aside}; a new job starts")
+
+
+def _refuse_others(link: pathlib.Path, moved: list[Folder]) -> None:
+    """Raise OutputError if the folder holds files that are not batchinf's: one rename would move them, too."""
+    names = [os.path.relpath(old.path(name), moved[0].root) for old in moved for name in other_names(old)]
+    if names:
+        raise OutputError(
+            f"--fresh: {link} holds files that are not the job's: {say_names(names)}; --fresh moves the whole folder, "
+            "so move them out of it first, or give the new job another output.path"
+        )
 
 
 def _end_leftovers(folder: Folder, backend: Backend) -> None:

@@ -37,9 +37,11 @@ from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_he
 from batchinf.manifest.lines import BEGINNING, CHOSEN, EXPECTED_SPEED
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
+from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output import journal
 from batchinf.prompts.builder import setting
+from batchinf.prompts.checks import empty_value_warnings
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows
@@ -154,6 +156,8 @@ def start(
             # Replicas make files outside the job's folder with the id in their names. So the id is stored first.
             manifest.event(BEGINNING, job_id=job_id)
             manifest.commit()
+            if (note := others_note(Folder(file.spec.output.path))) is not None:
+                display.say(note)
         check = None
         if prepared.spec.scripted is None and (state is None or checked.retry is not None):
             check = opened.enter_context(StructuresCheck(file, prepared.model.tokenizer))
@@ -188,7 +192,7 @@ def start(
         if state.committed.all():
             _end(fleet, manifest)  # the recovery adopted all parts that were missing
         else:
-            for line in job.task.prompt_warnings(job.model, job.source):
+            for line in (*job.task.prompt_warnings(job.model, job.source), *empty_value_warnings(job.spec, job.source)):
                 display.say(line)
             fleet.give_work(work_of(job, state, None))
             _note_expected(job, state, launcher, manifest, display)
@@ -300,10 +304,12 @@ def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDispl
     task = job.task
     display.say(task.describe() or (f"sampling: {sampling}" if task.draws_tokens else f"task: {task.name}"))
     done, shards = int(state.committed.sum()), len(state.committed)
+    num_kept = journal.num_results(job.folder, state.parts)
+    kept = f", {counted(num_kept, 'request')} finished and kept in the journal" if num_kept else ""
     samples = f" with {task.num_rows_per_input:,} samples each" if task.num_rows_per_input > 1 else ""
     display.say(
         ("" if job.slice is None else f"slice {job.slice}: ")
-        + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of these shards done; "
-        + f"{counted(len(slots), 'replica')} on "
+        + f"{total_rows(state.extents):,} input rows{samples} in {shards:,} shards, {done:,} of these shards done{kept}"
+        + f"; {counted(len(slots), 'replica')} on "
         + (", ".join("+".join(slot.devices) for slot in slots) if slots[0].devices else launcher.backend.processors)
     )

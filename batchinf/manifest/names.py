@@ -1,6 +1,10 @@
-"""The names of parts, staged parts and incarnations, as the manifest uses them."""
+"""The names of parts, staged parts and incarnations, as the manifest uses them; and names that are not batchinf's."""
 
 import re
+from collections.abc import Sequence
+
+from batchinf.base.storage import Folder
+from batchinf.base.text import clip
 
 _PART_NAME = re.compile(r"part-(\d{6,})\.parquet")
 _STAGING = re.compile(r"(\d{6,})-[A-Za-z0-9._-]+\.parquet")
@@ -40,3 +44,33 @@ def retry_of(incarnation: str) -> int:
     """The retry that an incarnation works for; 0 for the job's first run."""
     match = _INCARNATION.fullmatch(incarnation)
     return int(match[1]) if match else 0
+
+
+# All that a job or a command makes in an output folder by itself, and files of systems: NFS, macOS.
+_OWN = re.compile(
+    r"(manifest|parts|staging|journal|damaged|retry|selection|source|logs|telemetry|(old-)?slice-\d+(\.\d+)?)"
+    r"|(job\.yaml|cut\.json|status\.json|report\.html|lock(\.stale-.*)?|\.(tmp-|batchinf-|nfs|fuse_hidden).*|\.DS_Store)"
+)
+_MOST_SHOWN = 3
+
+
+def other_names(folder: Folder) -> list[str]:
+    """Names in an output folder that are not batchinf's, sorted."""
+    try:
+        return [name for name in folder.list("") if not _OWN.fullmatch(name)]
+    except NotADirectoryError:
+        return []
+
+
+def say_names(names: Sequence[str]) -> str:
+    """The first three of them, and the number of the others."""
+    more = f" and {len(names) - _MOST_SHOWN:,} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(map(clip, names[:_MOST_SHOWN])) + more
+
+
+def others_note(folder: Folder) -> str | None:
+    """A line for people who give a job a folder with other files in it; None if there are none."""
+    names = other_names(folder)
+    if not names:
+        return None
+    return f"note: {folder.root} holds other files, which the job leaves alone: {say_names(names)}"

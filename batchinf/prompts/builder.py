@@ -204,7 +204,11 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tup
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             guess = f"; did you mean '{close[0]}'?" if close else ";"
-            raise SpecError(f"{field}: the input has no column '{name}'{guess} it has: {list_names(names)}")
+            is_default = field == "input.prompt_column" and spec.input.prompt_column is None
+            whose, remedy = (", the default of this field", "; name one of them") if is_default else ("", "")
+            raise SpecError(
+                f"{field}: the input has no column '{name}'{whose}{guess} it has: {list_names(names)}{remedy}"
+            )
 
 
 class Renderer:
@@ -265,6 +269,12 @@ class Renderer:
     def columns(self) -> tuple[str, ...]:
         """The input columns of the prompt, without repeats."""
         return tuple(dict.fromkeys(column for _, column in self.named_columns))
+
+    @property
+    def printed(self) -> tuple[str, ...]:
+        """The columns whose text templates print, without repeats; see `RowTemplate`."""
+        templates = [*(turn for _, turn in self._turns), *([] if self._template is None else [self._template])]
+        return tuple(dict.fromkeys(column for template in templates for column in template.printed))
 
     def render(self, row: Row) -> str | RowError:
         """The prompt's text, which is not empty and valid UTF-8, or the row's error."""

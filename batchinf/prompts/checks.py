@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jinja2
 
@@ -12,7 +12,7 @@ from batchinf.model.identity import Model
 from batchinf.prompts.builder import Renderer
 from batchinf.prompts.chat import GIVEN, own_templates, variables
 from batchinf.prompts.encoder import Encoder, load_tokenizer
-from batchinf.source.rows import Source
+from batchinf.source.rows import Row, Source
 from batchinf.spec.input import CHAT_FIELDS, InputSpec
 from batchinf.spec.job import JobSpec
 
@@ -121,6 +121,46 @@ def prompt_warnings(
         )
     if is_text and (found := _second_bos(spec, model, source)) is not None:
         yield found
+
+
+class EmptyValues:
+    """Counts rows in which a column of a template has no text. Such a row runs: only a null is an error.
+
+    Not of a `prompt_column`, because an empty prompt is an error row.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.columns = Renderer(spec).printed
+        self._num_rows = 0
+        self._found = {name: list[int]() for name in self.columns}
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._num_rows += 1
+            for name, found in self._found.items():
+                value = row.values.get(name)
+                if isinstance(value, str) and not value.strip():
+                    found.append(row.row_index)
+
+    def warnings(self) -> Iterator[str]:
+        for name, found in self._found.items():
+            if found:
+                has, they = ("has", "it runs") if len(found) == 1 else ("have", "they run")
+                column = name.replace('"', '""')
+                yield (
+                    f"warning: {len(found):,} of {self._num_rows:,} sampled rows {has} no text in '{name}' (row "
+                    f"{found[0]} first), and {they} all the same; input.where: trim(\"{column}\") <> '' leaves such "
+                    "rows out"
+                )
+
+
+def empty_value_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
+    """The warnings from the first rows; none if the spec chooses rows, because these may be other ones."""
+    where, found = spec.input, EmptyValues(spec)
+    if found.columns and where.where is None and where.exclude is None and where.sample is None:
+        num_rows = min(source.num_rows, _LOOKED_AT, where.limit or _LOOKED_AT)
+        found.add(source.read(0, num_rows, found.columns))
+    yield from found.warnings()
 
 
 def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:

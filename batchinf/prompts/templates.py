@@ -85,7 +85,11 @@ _SIDES = ("left", "right")
 
 
 class RowTemplate:
-    """A template from a field of the spec. columns: the columns that it uses, sorted."""
+    """A template from a field of the spec.
+
+    columns: the columns that it uses, sorted. printed: those of them that it prints without asking whether they have a
+    value.
+    """
 
     def __init__(self, source: str, field: str, cut: CutFunction | None) -> None:
         """cut: the function that the filter `truncate_tokens` calls; None if no row will be rendered.
@@ -106,6 +110,7 @@ class RowTemplate:
         for line, words in _wrong_calls(tree):
             raise SpecError(f"{field}, line {line}: {words}")
         self.columns = tuple(sorted(jinja2.meta.find_undeclared_variables(tree)))
+        self.printed = tuple(name for name in self.columns if name not in set(_asked_for(tree)))
 
     def fill(self, values: Mapping[str, object]) -> str | RowError:
         """The text for a row's values, or the error."""
@@ -126,6 +131,17 @@ class RowTemplate:
             # A template may call any method of a row's values, so it may raise any exception.
             return RowError("template_error", f"{self._name} failed{line_of(error)}: {describe_error(error)}")
         return "".join(pieces)
+
+
+def _asked_for(tree: nodes.Template) -> Iterator[str]:
+    """Names in conditions, in `x or ''`, and in `x | default('')`."""
+    places: list[nodes.Node] = [node.test for node in tree.find_all(nodes.If)]
+    places += [node.test for node in tree.find_all(nodes.CondExpr)]
+    places += tree.find_all((nodes.Or, nodes.And, nodes.Test))
+    places += [node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
+    for place in places:
+        names = [place] if isinstance(place, nodes.Name) else place.find_all(nodes.Name)
+        yield from (name.name for name in names if isinstance(name, nodes.Name))
 
 
 def line_of(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import pathlib
 from batchinf.base.errors import UserError
 from batchinf.base.storage import reason
 from batchinf.commands.inspect import InspectedSample, InspectReport
-from batchinf.commands.text.inspect import probability, share, shown_fields, token_text
+from batchinf.commands.text.inspect import probability, sample_title, share, shown_fields, token_text
 from batchinf.report.template import template
 
 
@@ -15,6 +15,7 @@ def row_page(report: InspectReport) -> str:
     return template("row.html").render(
         report=report,
         error_of=_error,
+        sample_title=sample_title,
         shown_fields=shown_fields,
         token_text=token_text,
         probability=probability,

@@ -245,6 +245,23 @@ def load_versions(cache: Folder, fingerprint: str) -> list[InputVersion] | None:
     return found[::-1]
 
 
+def versions_at_once(cache: Folder, fingerprint: str) -> list[str] | None:
+    """The fingerprint of each version up to this one, as if a job had begun with it. None: not known.
+
+    A version whose rows would then have other positions keeps its own.
+    """
+    versions, found, merged = load_versions(cache, fingerprint), list[str](), list[FileRange]()
+    for version in versions or ():
+        for added in version.added:
+            if merged and (merged[-1].file, merged[-1].stop_row) == (added.file, added.first_row):
+                added = replace(added, first_row=merged.pop().first_row)
+            merged.append(added)
+        is_in_place = all(one.first_row == 0 for one in merged)
+        at_once = replace(version, before=None, added=tuple(merged)) if is_in_place else version
+        found.append(at_once.fingerprint)
+    return found or None
+
+
 def record_path(cache: Folder, fingerprint: str) -> str:
     """The path of a version's record."""
     return str(cache.path(_name(fingerprint)))

@@ -21,7 +21,7 @@ class Data:
 
     path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
     row. labels: words to choose from. labelled: the column that has them. choices, answer: texts to choose from in each
-    row, and the place of the right one. continuation: what follows the text. kept: short columns.
+    row, and the place of the right one. continuation: what follows the text. kept: the text, and short columns.
     """
 
     path: str
@@ -76,7 +76,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
     )
 
 
-_ID = "# the output calls it `id`, for merges and `inspect --row`"
+_ID = "# the output calls it `id`, for merges and `inspect`"
 
 # For each part of the file: fields after `model`, fields of `input`, and the sections between `input` and `output`.
 _Sections = tuple[Sequence[str], Sequence[str], Sequence[str]]

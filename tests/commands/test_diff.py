@@ -1,5 +1,6 @@
 """What changed between two jobs, held against what was changed in them."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -64,7 +65,8 @@ def test_joined_by_id(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     lines = said(folder / "a", folder / "b", to=str(to), num_examples=1)
     assert lines[0] == "outputs: 2 of 100 changed (2.00%)"
     assert lines[1] == f"A {folder}/a/out: 120 rows, model {jobs.MODEL}, device none"
-    assert any(line.startswith("  input: ") for line in lines)
+    paths = [f"{folder}/{name}/rows.jsonl (120 rows)" for name in "ab"]
+    assert f"  input: {paths[0]} -> {paths[1]}" in lines
     assert "rows: 100 in both, by id; 20 only in A, 20 only in B" in lines
     assert "prompts: 2 rows have other token ids: a changed template, tokenizer or input" in lines
     assert "errors: 1 rows only in B, 0 only in A" in lines
@@ -109,7 +111,7 @@ def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pat
     to = tmp_path / "diff.parquet"
     lines = said(folder / "a", other, to=str(to))
     # A reader sees no difference: the texts are the same.
-    assert lines[0] == "outputs: 0 of 120 changed (0.00%); 120 more have the same text by other tokens"
+    assert lines[0] == "outputs: 0 of 120 changed (0.00%); 120 others have the same text, made of different tokens"
     table = pq.read_table(to)
     assert not any(table["is_changed"].to_pylist()) and all(table["has_other_tokens"].to_pylist())
     assert any("B - A is +2.50e-01 on average, |B - A| 2.50e-01, at most 2.50e-01" in line for line in lines)
@@ -119,19 +121,45 @@ def test_logprobs_up_to_the_first_difference(folder: pathlib.Path, tmp_path: pat
     assert np.allclose(table["sum_delta_logprob"].fill_null(0).to_numpy(), 0.25 * np.array(halves))
 
 
-def test_rows_that_came_later_may_be_others(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    def extended(name: str, *later: str) -> pathlib.Path:
-        shutil.copytree(folder / "a", tmp_path / name)
-        state = jobs.state_of(tmp_path / name / "out")
-        manifest = Manifest(Folder(tmp_path / name / "out"), state.last_epoch + 1)
-        manifest.extent(next_extent(state.extents, 0, 1), *later)
-        manifest.commit()
-        manifest.close()
-        return tmp_path / name
+def extended(job: pathlib.Path, to: pathlib.Path, later: str) -> pathlib.Path:
+    """A copy of a job that has taken in a later version of its input, with this fingerprint."""
+    shutil.copytree(job, to)
+    state = jobs.state_of(to / "out")
+    manifest = Manifest(Folder(to / "out"), state.last_epoch + 1)
+    manifest.extent(next_extent(state.extents, 0, 1), later)
+    manifest.commit()
+    manifest.close()
+    return to
 
-    one, other = extended("one", "a week later"), extended("other", "another week later")
+
+def test_rows_that_came_later_may_be_others(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    one = extended(folder / "a", tmp_path / "one", "a week later")
+    other = extended(folder / "a", tmp_path / "other", "another week later")
     assert "rows: 120 in both, by row_index" in said(folder / "a", one)
     assert "rows: 120 in both, by id" in said(one, other)
+
+
+def test_an_input_that_one_job_took_in_bit_by_bit(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """One job began with fewer rows of the input that the other had from its beginning."""
+    one = tmp_path / "one"
+    job(one, rows()[:60])
+    assert f"  input: {one}/rows.jsonl (60 rows) -> {folder}/a/rows.jsonl (120 rows)" in said(one, folder / "a")
+    with (one / "rows.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows()[60:])
+    jobs.finish(one / "job.yaml", "--extend")
+    for pair in ((one, folder / "a"), (folder / "a", one)):
+        lines = said(*pair)
+        assert not any(line.startswith("  input: ") for line in lines)
+        assert "rows: 120 in both, by row_index" in lines
+        assert "outputs: 0 of 120 changed (0.00%)" in lines
+
+
+def test_a_file_that_changed_between_two_jobs(folder: pathlib.Path) -> None:
+    report = diff_jobs(str(folder / "a" / "out"), str(folder / "b" / "out"), None, None, 0)
+    later = dataclasses.replace(report.b, input_path=report.a.input_path, num_input_rows=1400)
+    assert (
+        f"  input: {report.a.input_path} has changed from one job to the other; A has read 120 rows of it, B 1,400"
+    ) in diff_lines(dataclasses.replace(report, b=later), None)
 
 
 def test_what_cannot_be_joined(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -95,7 +95,7 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
     for purpose in PURPOSES:
         spec = yaml.safe_load(written(purpose, tmp_path / "rows.jsonl", tmp_path).read_text())
         assert spec["output"]["keep_columns"] == {
-            "Kind": "Kind", "verdict": "verdict", "sentiment": "sentiment", "answer": "input_answer"
+            "said": "said", "Kind": "Kind", "verdict": "verdict", "sentiment": "sentiment", "answer": "input_answer"
         }  # fmt: skip
         assert batchinf.validate(tmp_path / "job.yaml", overrides=NO_VLLM, num_rows=1).rows[0].error is None
     assert yaml.safe_load(written("label", tmp_path / "rows.jsonl", tmp_path).read_text())["sampling"][

@@ -1,5 +1,6 @@
 """`batchinf inspect` and `Results.tokens`: one row whole, decoded by the job's own tokenizer, whatever it holds."""
 
+import dataclasses
 import html.parser
 import json
 import pathlib
@@ -9,6 +10,8 @@ import subprocess
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_head import HOSTILE, OBEYED
 from transformers import AutoTokenizer
@@ -16,6 +19,7 @@ from transformers import AutoTokenizer
 import batchinf
 import jobs
 from batchinf.commands.inspect import inspect_row
+from batchinf.commands.text.inspect import shown_fields
 from batchinf.report.row_page import row_page
 
 
@@ -81,6 +85,43 @@ def test_a_row_is_shown_whole(out: pathlib.Path) -> None:
         assert sample.decoded == tokenizer.decode(row["token_ids"])
         assert [token.logprob for token in sample.prompt_tokens] == row["prompt_logprobs"]
         assert sample.fields["note"] == HOSTILE[1]["note"]
+
+
+def test_what_stopped_a_sample(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The scripted engine knows no stop tokens, so the column gets their ids afterwards."""
+    shutil.copytree(out, tmp_path / "out")
+    place, token_ids = next((n, row["token_ids"]) for n, row in enumerate(jobs.rows_of(out)) if row["id"] == "title")
+    reasons = iter([str(token_ids[-1]), "\n\n"])
+    for path in (tmp_path / "out" / "parts").iterdir():
+        table = pq.read_table(path)
+        found = [next(reasons) if name == "title" else None for name in table["id"].to_pylist()]
+        at = table.schema.get_field_index("stop_reason")
+        pq.write_table(table.set_column(at, "stop_reason", pa.array(found, pa.string())), path)
+    report = inspect_row(str(tmp_path / "out"), "title")
+    text = batchinf.open(out).tokens()[place][-1]
+    words = [f"the token {text!r} ({token_ids[-1]})", r"the text '\n\n'"]
+    assert [sample.stopped_by for sample in report.samples] == words
+    assert [dict(shown_fields(sample))["stop_reason"] for sample in report.samples] == words
+    assert [sample.stopped_by for sample in inspect_row(str(tmp_path / "out"), "script").samples] == [None, None]
+
+
+def test_a_row_without_output_has_a_result(out: pathlib.Path) -> None:
+    report = inspect_row(str(out), "title")
+    [sample, _] = report.samples
+    assert sample.fields["num_output_tokens"] > 0
+    assert "<h2>Output</h2>" in row_page(dataclasses.replace(report, samples=(sample,)))
+    scored = dataclasses.replace(sample, fields={**sample.fields, "num_output_tokens": 0})
+    assert "<h2>Result</h2>" in row_page(dataclasses.replace(report, samples=(scored,)))
+
+
+def test_the_row_is_an_argument_or_an_option(out: pathlib.Path) -> None:
+    assert jobs.run("inspect", out, "title").stdout == jobs.run("inspect", out, "--row", "title").stdout != ""
+    for arguments, got in (((), "got no row"), (("title", "--row", "script"), "got title and script")):
+        refused = jobs.run("inspect", out, *arguments)
+        assert refused.returncode == 2
+        assert refused.stderr == (
+            f"error: inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} ROW\n"
+        )
 
 
 def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:

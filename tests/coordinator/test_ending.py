@@ -53,7 +53,9 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.parametrize(("drain_s", "is_long"), [(0.0, True), pytest.param(30.0, False, marks=pytest.mark.slow)])
-def test_a_stop_says_what_is_kept(drain_s: float, is_long: bool, tmp_path: pathlib.Path) -> None:
+def test_a_stop_says_what_is_kept(
+    drain_s: float, is_long: bool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     scripted = {"max_num_seqs": 4, "step_s": 0.02}
     sections = {"scripted": scripted, "parallel": {"data_parallel_size": 1}, "drain_timeout_s": drain_s}
     spec, stop = yaml.safe_load(jobs.spec_of(tmp_path, **sections).read_text()), threading.Event()
@@ -85,9 +87,13 @@ def test_a_stop_says_what_is_kept(drain_s: float, is_long: bool, tmp_path: pathl
     # `status` says the same, and nothing of replicas that have ended.
     report = batchinf.status(out)
     assert (report.jobs[0].num_journalled, report.jobs[0].replicas) == (num_kept, ())
-    assert f", and {counted(num_kept, 'finished request')} in the journal" in str(report)
+    assert f"not committed yet: {counted(num_kept, 'request')} finished and kept in the journal" in str(report)
     assert json.loads((out / "status.json").read_text())["num_rows_done"] == before
-    batchinf.run(spec, overrides={"scripted.step_s": 0.0}, quiet=True)
+    batchinf.run(spec, overrides={"scripted.step_s": 0.0})
+    assert (
+        f" of these shards done, {counted(num_kept, 'request')} finished and kept in the journal; "
+        in capfd.readouterr().err
+    )
     recovered = sum(event["num_requests"] for event in jobs.events_of(out, "recovered"))
     assert recovered == num_kept
 

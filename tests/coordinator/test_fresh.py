@@ -5,7 +5,11 @@ import shutil
 
 import pytest
 
+import batchinf
 import jobs
+from batchinf.base.storage import Folder
+from batchinf.manifest.names import other_names
+from batchinf.report.page import write_report
 
 
 def spec_in(folder: pathlib.Path) -> pathlib.Path:
@@ -109,6 +113,65 @@ def test_a_link_stays_a_link(spec: pathlib.Path, tmp_path: pathlib.Path) -> None
     assert (tmp_path / "out").is_symlink()
     assert jobs.state_of(tmp_path / "out").is_done
     assert jobs.state_of(tmp_path / "large-disk.1").is_done
+
+
+# -- a folder with other files -----------------------------------------------------------------------------------------
+
+
+def test_files_of_others_are_named_and_not_moved(done: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    out, spec = tmp_path / "out", spec_in(tmp_path)
+    (out / "drafts").mkdir(parents=True)
+    for name in ("customers.csv", "drafts/part-000000.parquet", "evil\x1b[31m\n.txt", "notes.txt", ".gitignore"):
+        (out / name).write_text("mine")
+    named = ".gitignore, customers.csv, drafts and 2 more"
+    note = f"note: {out} holds other files, which the job leaves alone: {named}"
+    assert str(batchinf.validate(spec).output.others_note) == note
+    assert f"{note}\n" in jobs.finish(spec).stderr
+    assert "note:" not in jobs.finish(spec).stderr
+    assert batchinf.validate(spec).output.others_note is None  # it is the job's folder by now
+
+    before = files_of(tmp_path)
+    refused = jobs.run("run", spec, "--fresh")
+    assert refused.returncode == 2
+    [line] = refused.stderr.splitlines()
+    assert line == (
+        f"error: --fresh: {out} holds files that are not the job's: {named}; --fresh moves the whole folder, so move "
+        "them out of it first, or give the new job another output.path"
+    )
+    assert files_of(tmp_path) == before
+    shutil.rmtree(out / "drafts")
+    for name in other_names(Folder(out)):
+        (out / name).unlink()
+    jobs.finish(spec, "--fresh")
+    assert jobs.rows_of(out) == jobs.rows_of(tmp_path / "out.1")
+
+
+def test_files_of_others_in_a_slice(done: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    spec = spec_in(tmp_path)
+    jobs.finish(spec, "--slice", "0/2")
+    (tmp_path / "out" / "slice-0" / "labels.csv").write_text("mine")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    for arguments, named in (((), "notes.txt, slice-0/labels.csv"), (("--slice", "0/2"), "labels.csv")):
+        refused = jobs.run("run", spec, "--fresh", *arguments)
+        assert refused.returncode == 2
+        assert f"holds files that are not the job's: {named};" in refused.stderr
+    (tmp_path / "out" / "slice-0" / "labels.csv").unlink()
+    jobs.finish(spec, "--fresh", "--slice", "0/2")
+    assert (tmp_path / "out" / "old-slice-0.1").exists()
+
+
+def test_what_batchinf_makes_is_its_own(spec: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    write_report(str(out), None)
+    jobs.finish(spec, "--retry", "row_index < 3")
+    for name in ("lock.stale-1", ".tmp-1-lock", ".nfs000123", "slice-07/lock", "old-slice-07.12/lock", "damaged/x"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).touch()
+    assert other_names(Folder(out)) == []
+    for name in ("slice", "slice-x", "parts-old", "lockers", "job.yaml.orig", "report.html.bak"):
+        (out / name).touch()
+    assert len(other_names(Folder(out))) == 6
+    assert other_names(Folder(out / "job.yaml")) == other_names(Folder(tmp_path / "nothing")) == []
 
 
 # -- what keeps the new job from beginning -----------------------------------------------------------------------------

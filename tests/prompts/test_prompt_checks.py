@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+import batchinf
 import jobs
 from batchinf.job.open import open_job
+from batchinf.prompts.checks import empty_value_warnings
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.file import read_spec
 
@@ -107,6 +109,54 @@ def test_a_bos_that_is_scored_too(add_bos_token: bool | None, tmp_path: pathlib.
     job = open_job(read_spec(spec))
     with contextlib.closing(job.source):
         warnings = list(job.task.prompt_warnings(job.model, job.source))
-    assert [line.partition(", from the tokenizer,")[0] for line in warnings] == (
-        [f"warning: each text begins with two {BOS}, and the second one"] if add_bos_token is None else []
+    assert [line.partition(", which your texts need not")[0] for line in warnings] == (
+        [f"warning: each request begins with two {BOS}"] if add_bos_token is None else []
     )
+
+
+@pytest.mark.parametrize(
+    ("input", "of"),
+    [
+        ({"prompt_template": "Label {{ prompt }}: {{ note }}"}, {"note": (2, 0), "prompt": (1, 1)}),
+        ({"messages": [{"role": "user", "content": "{{ prompt | trim }}"}]}, {"prompt": (1, 1)}),
+        # Asked for: the template has thought of rows without a text.
+        ({"prompt_template": "a {{ note or 'none' }} {{ note }}"}, {}),
+        ({"prompt_template": "a {% if note | length > 1 %}{{ note }}{% endif %}"}, {}),
+        ({"prompt_template": "a {{ note | default('', true) }} {{ 'b' if prompt else 'c' }}"}, {}),
+        # Error rows, which `validate` counts already.
+        ({"prompt_column": "prompt"}, {}),
+        ({"prompt_template": "Label {{ nothing }}"}, {}),
+    ],
+)
+def test_columns_without_text_in_a_template(
+    input: dict[str, Any], of: dict[str, tuple[int, int]], tmp_path: pathlib.Path
+) -> None:
+    rows = [{"prompt": "a", "note": ""}, {"prompt": " ", "note": " \n"}, {"prompt": "c", "note": "d", "nothing": "e"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"nothing": None, **row}) for row in rows))
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None, **input}
+    spec = jobs.spec_of(tmp_path, input=where, output={"keep_columns": []})
+    said = [
+        f"warning: {number} of 3 sampled rows {'has' if number == 1 else 'have'} no text in '{name}' (row {first} "
+        f"first), and {'it runs' if number == 1 else 'they run'} all the same; input.where: trim(\"{name}\") <> '' "
+        "leaves such rows out"
+        for name, (number, first) in of.items()
+    ]
+    job = open_job(read_spec(spec))
+    with contextlib.closing(job.source):
+        assert list(empty_value_warnings(job.spec, job.source)) == said
+    report = batchinf.validate(spec)
+    assert [remark.text for remark in report.remarks if "no text in" in remark.text] == said
+    if of:
+        advised = [line.partition("input.where: ")[2].partition(" leaves")[0] for line in said]
+        report = batchinf.validate(spec, overrides={"input.where": " AND ".join(advised)})
+        assert report.chosen is not None and report.chosen.num_rows < 3
+        assert not [remark for remark in report.remarks if "no text in" in remark.text]
+
+
+def test_run_warns_of_columns_without_text(tmp_path: pathlib.Path) -> None:
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
+    quick = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}, "output": {"keep_columns": []}}
+    (tmp_path / "rows.jsonl").write_text('{"note": ""}\n{"note": "c"}\n')
+    done = jobs.finish(jobs.spec_of(tmp_path, input={**where, "prompt_template": "Say {{ note }}"}, **quick))
+    assert "warning: 1 of 2 sampled rows has no text in 'note' (row 0 first)" in done.stderr
+    assert len(jobs.rows_of(tmp_path / "out")) == 2

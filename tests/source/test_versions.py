@@ -18,6 +18,7 @@ from batchinf.source.cache import load_entries
 from batchinf.source.files import InputLocation
 from batchinf.source.formats import csv
 from batchinf.source.rows import Source, open_source
+from batchinf.source.versions import versions_at_once
 
 
 def lines(*numbers: int) -> str:
@@ -78,6 +79,34 @@ def test_earlier_versions_stay_readable(input: Input) -> None:
     input.take()
     assert numbers_of(input.open("ignore", first)) == [1, 2, 3, 4]
     assert numbers_of(input.open("ignore")) == [1, 2, 3, 4, 5]
+
+
+def test_a_version_is_known_as_that_of_a_job_that_begins_with_it(input: Input, tmp_path: pathlib.Path) -> None:
+    def at_once() -> list[str] | None:
+        return versions_at_once(Folder(input.cache), input.taken[-1])
+
+    def begun_now(name: str) -> str:
+        return open_source(InputLocation(str(input.data)), tmp_path / name).fingerprint
+
+    known = [begun_now("first")]
+    input.write(d=lines(3, 4, 5))
+    input.take()
+    input.write(d=lines(3, 4, 5, 6), e=lines(7))
+    input.take()
+    known.append(begun_now("third"))
+    found = at_once()
+    assert found is not None
+    assert [found[0], found[2]] == known
+    assert found[1] not in known
+    # The rows of `a` come last here, and first in a job that begins now.
+    input.write(a=lines(8))
+    input.take()
+    assert at_once() is not None and begun_now("fourth") not in (at_once() or ())
+    # Rows are added behind those of another file: each file would have its rows together.
+    input.write(b=lines(1, 2, 9))
+    input.take()
+    assert (at_once() or [])[-1] == input.taken[-1]
+    assert versions_at_once(Folder(input.cache), "unknown") is None
 
 
 def test_renamed_files_are_the_same(input: Input) -> None:

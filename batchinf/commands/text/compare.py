@@ -17,7 +17,7 @@ def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
     yield from report.changes.own.headline(report.changes.num_changed, report.changes.num_both)
     yield from (_job_line(name, job) for name, job in (("A", report.a), ("B", report.b)))
     for change in report.identity_changes:
-        yield change_line(change)
+        yield _input_line(report.a, report.b) if change.name == "input" else change_line(change)
     yield from _change_lines(report)
     yield from report.changes.own.lines()
     for row in report.changes.examples:
@@ -25,6 +25,14 @@ def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
     if to is not None:
         num_rows = report.changes.num_both
         yield f"{num_rows:,} rows in {to}" if num_rows else f"no row is in both: {to} is not written"
+
+
+def _input_line(a: ComparedJob, b: ComparedJob) -> str:
+    """The inputs of two jobs that have other content. Their fingerprints would say nothing to a reader."""
+    if a.input_path != b.input_path:
+        return f"  input: {a.input_path} ({a.num_input_rows:,} rows) -> {b.input_path} ({b.num_input_rows:,} rows)"
+    read = f"A has read {a.num_input_rows:,} rows of it, B {b.num_input_rows:,}"
+    return f"  input: {a.input_path} has changed from one job to the other; {read}"
 
 
 def change_line(change: IdentityChange) -> str:

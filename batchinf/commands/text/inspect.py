@@ -34,8 +34,13 @@ def row_items(report: InspectReport) -> Iterator[RenderableType]:
         yield _cut(prompt)
     for number, sample in enumerate(report.samples):
         yield Text()
-        yield _title("output" if len(report.samples) == 1 else f"sample {number}")
+        yield _title(sample_title(sample) if len(report.samples) == 1 else f"sample {number}")
         yield from _sample_items(sample)
+
+
+def sample_title(sample: InspectedSample) -> str:
+    """The heading of a row's only sample: a row that is scored, or has vectors, has no output of the model."""
+    return "output" if sample.fields.get("num_output_tokens") else "result"
 
 
 def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
@@ -66,7 +71,7 @@ def shown_fields(sample: InspectedSample) -> Iterator[tuple[str, Any]]:
     for name, value in sample.fields.items():
         is_shown = name == "text" and isinstance(value, str) and value in (sample.decoded or "")
         if value is not None and not is_shown and not name.startswith("error_"):
-            yield name, value
+            yield name, sample.stopped_by if name == "stop_reason" else value
 
 
 def _token_table(tokens: Sequence[Token]) -> Table:

@@ -110,7 +110,6 @@ def _retry_line(retry: RetryProgress) -> str:
 
 
 def _total_lines(totals: JobTotals, num_journalled: int) -> Iterator[str]:
-    journalled = f", and {counted(num_journalled, 'finished request')} in the journal" if num_journalled else ""
     yield (
         f"model {totals.model}, task {totals.task}, begun {totals.begun_at}, {counted(totals.num_starts, 'start')}, "
         f"{duration(totals.device_s)} of device time in ended replicas"
@@ -119,8 +118,10 @@ def _total_lines(totals: JobTotals, num_journalled: int) -> Iterator[str]:
         f"committed: {totals.num_rows_committed:,} of {totals.num_rows:,} output rows in "
         f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts, {totals.num_errors:,} errors, "
         f"{size_text(totals.num_bytes)}, {short_count(totals.num_prompt_tokens)} prompt and "
-        f"{short_count(totals.num_output_tokens)} output tokens{journalled}"
+        f"{short_count(totals.num_output_tokens)} output tokens"
     )
+    if num_journalled:
+        yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
     yield from accuracy_lines(totals.accuracy)
     yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows, expects_inf=totals.rules_out_tokens)
     yield from second_bos_lines(totals.num_second_bos)

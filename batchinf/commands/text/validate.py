@@ -101,6 +101,8 @@ def _output_lines(output: OutputFound) -> Iterator[str]:
         "unfinished job": f"a job with {output.num_parts:,} parts to go on with",
     }
     yield f"output {output.folder}: {said[output.holds]}"
+    if output.others_note is not None:
+        yield output.others_note
     if output.drift is not None:
         yield f"warning: {output.drift}"
     if output.room_warning is not None:

@@ -52,8 +52,9 @@ class TextsFound(Found):
     def headline(self, num_changed: int, num_both: int) -> Iterator[str]:
         [line] = Found.headline(self, num_changed, num_both)
         what = line if self.labels is None else line.replace("outputs:", "labels:")
-        more = f"; {self.num_other_tokens:,} more have the same text by other tokens" if self.num_other_tokens else ""
-        yield what + more
+        is_one = self.num_other_tokens == 1
+        subject = "1 other has" if is_one else f"{self.num_other_tokens:,} others have"
+        yield what + (f"; {subject} the same text, made of different tokens" if self.num_other_tokens else "")
         if self.labels is not None:
             yield from confusion_lines(self.labels)
 

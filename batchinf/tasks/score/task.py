@@ -334,8 +334,9 @@ def _bos_warning(spec: JobSpec, model: Model) -> Iterator[str]:
     ids, bos = Encoder(tokenizer, adds_special_tokens=True).encode_one("a"), tokenizer.bos_token_id
     if isinstance(ids, list) and bos is not None and ids[0] == bos:
         yield (
-            f"warning: each text begins with two {tokenizer.bos_token}, and the second one, from the tokenizer, is "
-            "scored, as in lm-evaluation-harness; score.add_bos_token: false leaves it out, and true keeps it without "
+            f"warning: each request begins with two {tokenizer.bos_token}, which your texts need not contain: a score "
+            "job puts one before each text, and the tokenizer adds another one, which is scored, as in "
+            "lm-evaluation-harness; score.add_bos_token: false leaves the tokenizer's out, and true keeps it without "
             "this warning"
         )
 
