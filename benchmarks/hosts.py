@@ -92,26 +92,8 @@ class Hosts:
     def _job(self, name: str, sections: dict[str, Any], hurt: Any = None) -> dict[str, Any]:
         """Run a job. hurt: called when the first part is there."""
         folder = self._out / name
-        spec = {
-            "model": {"name": str(ROOT / "sample_data" / "tiny-llama"), "dtype": "float32"},
-            "input": {"path": str(ROOT / "sample_data" / "prompts.jsonl"), "id_column": "id"},
-            "sampling": {"temperature": 0.0, "max_tokens": self._max_tokens, "ignore_eos": True, "logprobs": 1},
-            "parallel": {
-                "tensor_parallel_size": self._tensor,
-                "pipeline_parallel_size": self._pipeline,
-                "data_parallel_size": 1,
-            },
-            "engine": {
-                "max_model_len": 512,
-                "max_num_seqs": 16,
-                "gpu_memory_utilization": 0.2,
-                "enforce_eager": True,
-                "enable_prefix_caching": False,
-            },
-            "output": {"path": str(folder), "rows_per_shard": 32},
-            "checkpoint_interval_s": 1.0,
-            **sections,
-        }
+        sizes = {"tensor_parallel_size": self._tensor, "pipeline_parallel_size": self._pipeline}
+        spec = sample_spec(folder, sizes, {"max_model_len": 512}, sampling_of(self._max_tokens)) | sections
         path = self._out / f"{name}.yaml"
         path.write_text(json.dumps(spec))
         started = time.monotonic()
@@ -126,6 +108,32 @@ class Hosts:
                 time.sleep(0.05)
             code = process.wait(_WAIT_S)
         return {"exit_code": code, "wall_s": round(time.monotonic() - started, 1)}
+
+
+def sample_spec(
+    folder: pathlib.Path, sizes: dict[str, int], engine: dict[str, Any], sections: dict[str, Any]
+) -> dict[str, Any]:
+    """A job with the sample model in float32, in many small parts. sizes: of the replica. engine: more arguments."""
+    return {
+        "model": {"name": str(ROOT / "sample_data" / "tiny-llama"), "dtype": "float32"},
+        "input": {"path": str(ROOT / "sample_data" / "prompts.jsonl"), "id_column": "id"},
+        "parallel": {"data_parallel_size": 1, **sizes},
+        "engine": {
+            "max_num_seqs": 16,
+            "gpu_memory_utilization": 0.2,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            **engine,
+        },
+        "output": {"path": str(folder), "rows_per_shard": 32},
+        "checkpoint_interval_s": 1.0,
+        **sections,
+    }
+
+
+def sampling_of(max_tokens: int) -> dict[str, Any]:
+    """The section `sampling` of a greedy job whose rows all have the same length."""
+    return {"sampling": {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 1}}
 
 
 def rows_in(folder: pathlib.Path) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ One run on one machine measures in this order:
 2. the job, with the given number of rows and with four times as many, and the peak memory of its replica and engine;
 3. on one engine, plain prefill: `max_tokens=1`, no logprobs, token ids in;
 4. `logprobs=-1` read into an array, through vLLM's dicts and through `flat_logprobs`, with few rows: one takes 0.1
-   to 1 s.
+   to 1 s;
+5. in a process of its own, a loop over batches with transformers, which computes the logits of the last position only.
 
 A job's time counts from the first admitted request to the last committed part. The goal is 0.8 × the lower of prefill
 and disk.
@@ -45,11 +46,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--slow-rows", type=int, default=32, help="rows that are read through vLLM's own outputs")
     parser.add_argument("--disk-mib", type=int, default=4096, help="written to measure the disk")
+    parser.add_argument("--batch", type=int, default=64, help="rows of a batch of the loop with transformers")
     parser.add_argument("--rivals", help="of a group's JSON: run those alone (used within)")
+    parser.add_argument("--transformers", help="the same for the loop with transformers")
     args = parser.parse_args()
-    if args.rivals:
-        run_rivals(json.loads(pathlib.Path(args.rivals).read_text()))
-        return
+    for run, path in ((run_rivals, args.rivals), (run_transformers, args.transformers)):
+        if path:
+            run(json.loads(pathlib.Path(path).read_text()))
+            return
     folder = args.out / "logits"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -65,16 +69,17 @@ def main() -> None:
         "engine": {"model": str(model), "load_format": "dummy", "dtype": args.dtype, "max_logprobs": -1,
                    "max_model_len": args.prompt_tokens + 8, "enable_prefix_caching": False,
                    "logprobs_mode": "raw_logits"},
-        "prompts": str(prompts), "num_rows": 4 * args.rows, "slow_rows": args.slow_rows,
-        "vocab_size": vocab_size, "result": str(folder / "rivals.json"),
+        "prompts": str(prompts), "num_rows": 4 * args.rows, "slow_rows": args.slow_rows, "batch": args.batch,
+        "vocab_size": vocab_size,
     }  # fmt: skip
-    (folder / "group.json").write_text(json.dumps(group))
-    with (folder / "rivals.log").open("wb") as log:
-        command = [sys.executable, __file__, "--rivals", str(folder / "group.json")]
-        subprocess.run(command, stdout=log, stderr=log, check=False)
-    if (folder / "rivals.json").exists():
-        found |= json.loads((folder / "rivals.json").read_text())
-    keep(found, folder)
+    for kind in ("rivals", "transformers"):
+        path, result = folder / f"{kind}-group.json", folder / f"{kind}.json"
+        path.write_text(json.dumps(group | {"result": str(result)}))
+        with (folder / f"{kind}.log").open("wb") as log:
+            subprocess.run([sys.executable, __file__, f"--{kind}", str(path)], stdout=log, stderr=log, check=False)
+        if result.exists():
+            found |= json.loads(result.read_text())
+        keep(found, folder)
     print(summary(found, args.rows))
 
 
@@ -179,6 +184,34 @@ def run_rivals(group: dict[str, Any]) -> None:
         pathlib.Path(group["result"]).write_text(json.dumps(found))
 
 
+def run_transformers(group: dict[str, Any]) -> None:
+    """Rows a second of a loop over batches with transformers. All rows have the same length, so nothing is padded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder, engine = group["engine"]["model"], group["engine"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        dtype = getattr(torch, engine["dtype"])
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype).eval()
+    texts = pq.read_table(group["prompts"])["prompt"].to_pylist()[: group["num_rows"]]
+    ids = AutoTokenizer.from_pretrained(folder)(texts)["input_ids"]
+    size = group["batch"]
+
+    def run(rows: list[list[int]]) -> None:
+        for start in range(0, len(rows), size):
+            batch = torch.tensor(rows[start : start + size], device=device)
+            logits = model(batch, use_cache=False, logits_to_keep=1).logits[:, -1].to(torch.float16).cpu().numpy()
+            assert logits.shape[1] == group["vocab_size"]
+
+    with torch.inference_mode():
+        run(ids[:size])
+        started = time.monotonic()
+        run(ids)
+    found = {"transformers_rows_per_s": round(len(ids) / (time.monotonic() - started), 2)}
+    pathlib.Path(group["result"]).write_text(json.dumps(found))
+
+
 def row_of(logprobs: Any, vocab_size: int) -> np.ndarray[Any, np.dtype[np.float16]]:
     """[vocab_size] of the generated position."""
     row = np.full(vocab_size, np.nan, np.float16)
@@ -195,7 +228,10 @@ def summary(found: dict[str, Any], num_rows: int) -> str:
     disk = found["disk_bytes_per_s"] / found["row_bytes"]
     lines = ["| what | rows/s | job / it |", "| --- | ---: | ---: |"]
     rate = large.get("rows_per_s", 0.0)
-    rates = {"disk": disk, **{n: found.get(f"{n}_rows_per_s", 0.0) for n in ("prefill", "dicts", "flat")}}
+    rates = {
+        "disk": disk,
+        **{n: found.get(f"{n}_rows_per_s", 0.0) for n in ("prefill", "dicts", "flat", "transformers")},
+    }
     lines += [f"| job, {4 * num_rows:,} rows | {rate:,.1f} | |"]
     lines += [f"| {name} | {figure:,.1f} | {rate / figure if figure else 0:.2f} |" for name, figure in rates.items()]
     lines += [f"peak MiB, {num_rows:,} rows: {job.get('peak_mib')}", f"{4 * num_rows:,} rows: {large.get('peak_mib')}"]

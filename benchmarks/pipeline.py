@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 import psutil
-from hosts import ROOT, difference, left_processes, rows_in
+from hosts import ROOT, difference, left_processes, rows_in, sample_spec, sampling_of
 
 _WAIT_S = 300.0
 
@@ -35,15 +35,16 @@ def main() -> None:
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     found: dict[str, dict[str, Any]] = {}
+    engine = {"max_model_len": 1024, **args.backend_arguments}
     jobs = (("one", 1, False), ("pipeline", args.pipeline, False), ("killed", args.pipeline, True))
     for name, pipeline, is_hurt in jobs:
-        spec = _spec(args.out / name, pipeline, args.backend_arguments)
-        spec["sampling"] = {"temperature": 0.0, "max_tokens": args.max_tokens, "ignore_eos": True, "logprobs": 1}
+        sizes = {"pipeline_parallel_size": pipeline}
+        spec = sample_spec(args.out / name, sizes, engine, sampling_of(args.max_tokens))
         found[name] = _run(name, spec, args.out, is_hurt)
         found[name] |= difference(rows_in(args.out / "one"), rows_in(args.out / name))
         _store(found, args.out)
-    spec = _spec(args.out / "logits", args.pipeline, args.backend_arguments)
-    spec |= {"task": "logits", "logits": {"positions": "last", "dtype": "float32"}}
+    sections = {"task": "logits", "logits": {"positions": "last", "dtype": "float32"}}
+    spec = sample_spec(args.out / "logits", {"pipeline_parallel_size": args.pipeline}, engine, sections)
     found["logits"] = _run("logits", spec, args.out, is_hurt=False)
     verified = subprocess.run(
         [sys.executable, "-m", "batchinf", "verify", args.out / "logits.yaml", "-n", "64"],
@@ -60,24 +61,6 @@ def main() -> None:
     failed = [name for name, job in found.items() if job["exit_code"] or job.get("num_different") or job.get("verify")]
     if left or failed or not found["killed"]["restarts"]:
         sys.exit(f"failed: {failed}; processes left: {left}; restarts: {found['killed']['restarts']}")
-
-
-def _spec(folder: pathlib.Path, pipeline: int, engine: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": {"name": str(ROOT / "sample_data" / "tiny-llama"), "dtype": "float32"},
-        "input": {"path": str(ROOT / "sample_data" / "prompts.jsonl"), "id_column": "id"},
-        "parallel": {"pipeline_parallel_size": pipeline, "data_parallel_size": 1},
-        "engine": {
-            "max_model_len": 1024,
-            "max_num_seqs": 16,
-            "gpu_memory_utilization": 0.2,
-            "enforce_eager": True,
-            "enable_prefix_caching": False,
-            **engine,
-        },
-        "output": {"path": str(folder), "rows_per_shard": 32},
-        "checkpoint_interval_s": 1.0,
-    }
 
 
 def _run(name: str, spec: dict[str, Any], out: pathlib.Path, is_hurt: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -79,8 +80,9 @@ def main() -> None:
     workload = WORKLOADS[args.workload].sized(args.rows, args.shape)
     if args.dtype:
         workload = dataclasses.replace(workload, dtype=args.dtype)
-    model, prompts = prepare(workload, args.out)
     folder = args.out / workload.name
+    shutil.rmtree(folder, ignore_errors=True)
+    model, prompts = prepare(workload, args.out)
     spec, job = write_spec(workload, folder, model, prompts)
     with (folder / "job.log").open("wb") as log:
         process = subprocess.Popen(

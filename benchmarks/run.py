@@ -1,23 +1,25 @@
 """Time batchinf jobs and their rivals, in one run on one machine.
 
     python benchmarks/run.py top20 --out results                                # the job and the workload's own rivals
+    python benchmarks/run.py bare-top20 small-embed --repeat 3 --devices 0,1    # three rounds, two GPUs side by side
     python benchmarks/run.py score0 score5 --out results --limit-s 520          # rivals of both in one engine start
-    python benchmarks/run.py top20 small-top20 --estimate                       # minutes on an H200, nothing is run
+    python benchmarks/run.py top20 small-top20 --repeat 3 --estimate            # minutes on an H200, nothing is run
     python benchmarks/run.py lognormal --out results --replicas 1,2,4           # for each replica as many rows
-    python benchmarks/run.py prefix prefix-input --out results                  # the order of the rows, and its rival
+    python benchmarks/run.py dp2 --compare local,ray --repeat 3                 # two jobs; a Ray cluster runs here
+    python benchmarks/run.py json --compare 'chosen={}' --compare 'best={"engine": {"max_num_seqs": 512}}'
     python benchmarks/run.py lognormal --shape tiny --rows 1500 --max-num-seqs 256 --replicas 1,2,4 --scripted 0.02
     python benchmarks/run.py top20 --shape tiny --rows 200 --out results        # anywhere, on a CPU
 
-Each job runs first, in its own process. Then the rivals run, the fastest kinds first, in one process for all workloads
-with the same model and engine arguments. results.json always has the figures so far. A job's time counts from the first
-admitted request to the last committed part.
+Each job is a process. The rivals of all workloads with the same model and engine arguments are one process, the fastest
+kinds first. `rounds.py` says in which order they run, and on which GPUs. results.json always has the figures so far. A
+job's time counts from the first admitted request to the last committed part. `wall_s` is the time of the whole process;
+that of a rival leaves out the other rivals of its process.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import datetime
-import itertools
 import json
 import os
 import pathlib
@@ -26,84 +28,160 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from shapes import make_model, make_prompts
-from workloads import STARTS_S, WORKLOADS, Workload
+from figures import Results
+from rounds import Step, estimate, steps_of
+from shapes import make_adapter, make_model, make_prompts, make_text
+from workloads import WORKLOADS, Workload
 
+from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.local.backend import engine_environment
 from batchinf.fleet.local.devices import visible_devices
+from batchinf.fleet.settings import chosen_arguments
+from batchinf.model.identity import resolve
+from batchinf.model.memory import fit_of
+from batchinf.spec.file import read_spec
+from batchinf.tasks.registry import task_of  # it also adds the tasks to the spec
 
 HERE = pathlib.Path(__file__).resolve().parent
-KINDS = ("raw", "embed", "ceiling", "sorted", "defaults", "chunks")  # in the order of running
+# Sections of jobs that `--compare` knows by name.
+COMPARED: dict[str, dict[str, Any]] = {"local": {}, "ray": {"backend": "ray", "ray": {"address": "auto"}}}
+_LOOKS = 60  # at the memory of an engine, that are kept
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("workloads", nargs="+", choices=sorted(WORKLOADS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="+", choices=sorted(WORKLOADS), metavar="workload", help="see workloads.py")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     parser.add_argument("--rivals", help="names with commas between them, for all workloads; '' is none")
     parser.add_argument("--no-jobs", action="store_true", help="measure rivals alone, beside jobs measured before")
+    parser.add_argument("--repeat", type=int, default=1, help="rounds of all jobs and rivals")
+    parser.add_argument("--first-round", type=int, default=1, help="results.json keeps the figures of other rounds")
+    parser.add_argument("--devices", help="GPUs with commas between them, which work side by side; default: one job's")
     parser.add_argument("--shape")
     parser.add_argument("--rows", type=int)
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--dtype")
     parser.add_argument("--replicas", help="numbers of replicas with commas between them")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--engine", type=json.loads, help="JSON: engine arguments of job and rivals, for all workloads")
+    parser.add_argument("--tuned-engine", type=json.loads, help="JSON: of `tuned`; default: batchinf's choice")
     parser.add_argument("--job-engine", type=json.loads, help="JSON: engine arguments of the job alone")
     parser.add_argument("--job-parallel", type=json.loads, help="JSON: more of the job's section `parallel`")
+    parser.add_argument("--job-spec", type=json.loads, default={}, help="JSON: sections that are merged into each spec")
+    parser.add_argument("--compare", action="append", help="several jobs: 'local,ray', or NAME=JSON with more sections")
     parser.add_argument("--scripted", type=float, help="the scripted engine, a step in so many seconds; no rivals")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="end everything after so many seconds")
     parser.add_argument("--estimate", action="store_true", help="print how long it would take on an H200")
+    parser.add_argument("--warm", action="store_true", help="of --estimate: the machine has run these models before")
     args = parser.parse_args()
-    workloads = list(chosen(args))
+    workloads, jobs = chosen(args), {} if args.no_jobs else jobs_of(args)
+    lanes = lanes_of(args.devices, max(workload.num_devices for workload in workloads))
+    rounds = range(args.first_round, args.first_round + args.repeat)
+    steps = steps_of(workloads, jobs, rounds, len(lanes))
     if args.estimate:
-        print(estimate(workloads))
+        print(estimate(workloads, steps, len(lanes), args.warm))
         return
     deadline = time.monotonic() + args.limit_s
     args.out.mkdir(parents=True, exist_ok=True)
-    results = Results(args.out, [] if args.no_jobs else [w.name for w in workloads])
-    prepared = [(workload, *prepare(workload, args.out)) for workload in workloads]
-    for workload, model, prompts in prepared:
-        if not args.no_jobs:
-            results.add(workload, "batchinf", run_job(workload, args.out / workload.name, model, prompts, deadline))
-    for number, group in enumerate(grouped(prepared)):
-        run_rivals(group, args.out, number, deadline, results)
+    results = Results(args.out, [(*run, step.round) for step in steps for run in step.runs])
+    for workload in workloads:
+        prepare(workload, args.out)
+    bench = Bench(args.out, jobs, args.tuned_engine, deadline, results)
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for done in [pool.submit(bench.work, lane, steps) for lane in lanes]:
+            done.result()
     print(results.table(), flush=True)
 
 
-def chosen(args: argparse.Namespace) -> "itertools.chain[Workload]":
+def chosen(args: argparse.Namespace) -> list[Workload]:
     """The workloads of the command line, in the wanted sizes."""
+    numbers = [int(number) for number in args.replicas.split(",")] if args.replicas else [None]
+    changes: dict[str, Any] = {"dtype": args.dtype} if args.dtype else {}
+    if args.max_num_seqs:
+        changes["max_num_seqs"] = args.max_num_seqs
+    given = {"own_engine": args.engine, "job_engine": args.job_engine, "job_parallel": args.job_parallel}
+    changes |= {name: value for name, value in given.items() if value is not None}
+    if args.scripted is not None:
+        changes |= {"scripted_step_s": args.scripted, "rivals": ()}
+    sizes = (args.prompt_tokens, args.max_tokens)
+    found = [WORKLOADS[name].sized(args.rows, args.shape, each, *sizes) for name in args.workloads for each in numbers]
+    found = [dataclasses.replace(workload, **changes) for workload in found]
+    if args.rivals is None or args.scripted is not None:
+        return found
+    kinds = tuple(kind for kind in args.rivals.split(",") if kind)
+    return [dataclasses.replace(workload, rivals=kinds) for workload in found]
 
-    def each(name: str) -> list[Workload]:
-        numbers = [int(number) for number in args.replicas.split(",")] if args.replicas else [None]
-        found = [WORKLOADS[name].sized(args.rows, args.shape, number) for number in numbers]
-        changes: dict[str, Any] = {"dtype": args.dtype} if args.dtype else {}
-        if args.max_num_seqs:
-            changes["max_num_seqs"] = args.max_num_seqs
-        given = {"own_engine": args.engine, "job_engine": args.job_engine, "job_parallel": args.job_parallel}
-        changes |= {name: value for name, value in given.items() if value is not None}
-        if args.scripted is not None:
-            changes |= {"scripted_step_s": args.scripted, "rivals": ()}
-        elif args.rivals is not None:
-            changes["rivals"] = tuple(kind for kind in args.rivals.split(",") if kind)
-        return [dataclasses.replace(workload, **changes) for workload in found]
 
-    return itertools.chain.from_iterable(each(name) for name in args.workloads)
+def jobs_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The jobs of each workload: their names, and the sections that are merged into their specs."""
+    jobs: dict[str, dict[str, Any]] = {}
+    for words in args.compare or ():
+        name, is_given, text = words.partition("=")
+        if not is_given and (unknown := set(words.split(",")) - COMPARED.keys()):
+            sys.exit(f"--compare: got {', '.join(unknown)}; write {' or '.join(COMPARED)}, or NAME=JSON")
+        wanted = {name: json.loads(text)} if is_given else {each: COMPARED[each] for each in words.split(",")}
+        jobs |= {f"batchinf-{name}": merged(args.job_spec, sections) for name, sections in wanted.items()}
+    return jobs or {"batchinf": args.job_spec}
+
+
+def merged(spec: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec with the sections in it. A field of a section replaces that field alone."""
+    both = {
+        name: {**spec[name], **section}
+        for name, section in sections.items()
+        if isinstance(section, dict) and isinstance(spec.get(name), dict)
+    }
+    return {**spec, **sections, **both}
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The GPUs on which one process runs after the other, and its share of the cores. cores: None is all."""
+
+    number: int
+    devices: tuple[str, ...]
+    cores: frozenset[int] | None
+
+    def environment(self, num_devices: int) -> dict[str, str]:
+        """Variables for a process that uses so many of the GPUs."""
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[:num_devices])} if self.devices else {}
+        return {**os.environ, **chosen}
+
+
+def lanes_of(devices: str | None, num_devices: int) -> list[Lane]:
+    """Lanes of `num_devices` GPUs each. Without `devices`, one lane."""
+    names = tuple(devices.split(",")) if devices else visible_devices()[:num_devices]
+    if devices and len(names) < num_devices:
+        sys.exit(f"--devices: got {devices}; a job of these workloads needs {num_devices} GPUs")
+    number, cores = max(1, len(names) // num_devices), sorted(os.sched_getaffinity(0))
+    share = len(cores) // number
+    return [
+        Lane(
+            lane,
+            names[lane * num_devices : (lane + 1) * num_devices],
+            frozenset(cores[lane * share : (lane + 1) * share]) if number > 1 and share else None,
+        )
+        for lane in range(number)
+    ]
 
 
 def prepare(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Make the workload's empty folder. Returns model folder and prompts, which workloads of the same sizes share."""
-    shutil.rmtree(out / workload.name, ignore_errors=True)
-    (out / workload.name).mkdir(parents=True)
-    model = make_model(workload.shape, out / "models" / workload.shape)
-    sizes = f"{workload.shape}-{workload.num_rows}-{workload.prompt_tokens}{'-budgets' * workload.log_normal}"
-    sizes += f"-{workload.prefix_tokens}" if workload.prefix_tokens else ""
-    path = out / "prompts" / f"{sizes}.parquet"
-    if not path.exists():
+    """Make the workload's folder, and model and prompts, which workloads of the same sizes share. Returns these two."""
+    (out / workload.name).mkdir(parents=True, exist_ok=True)
+    model, prompts = files_of(workload, out)
+    make_model(workload.shape, model, workload.num_labels)
+    if workload.lora_rank:
+        make_adapter(workload.shape, adapter_of(workload, model), workload.lora_rank)
+    if not prompts.exists():
         make_prompts(
-            path,
+            prompts,
             workload.shape,
             workload.num_rows,
             workload.prompt_tokens,
@@ -111,45 +189,154 @@ def prepare(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathli
             prefix_tokens=workload.prefix_tokens,
             rows_per_prefix=workload.rows_per_prefix,
         )
-    return model, path
+    return model, prompts
+
+
+def files_of(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """The places of model and prompts."""
+    sizes = f"{workload.shape}-{workload.num_rows}-{workload.prompt_tokens}"
+    sizes += f"-budgets-{workload.max_tokens}" if workload.log_normal else ""
+    sizes += f"-{workload.prefix_tokens}" if workload.prefix_tokens else ""
+    return out / "models" / workload.model_name, out / "prompts" / f"{sizes}.parquet"
+
+
+def adapter_of(workload: Workload, model: pathlib.Path) -> pathlib.Path:
+    """The folder of the workload's LoRA adapter."""
+    return model.with_name(f"{model.name}-lora-{workload.lora_rank}")
+
+
+def system_of(workload: Workload) -> str:
+    """The system prompt that all rows share; empty without one."""
+    return make_text(workload.shape, workload.system_tokens) if workload.system_tokens else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Runs the steps of this script. jobs: sections of each job's spec, by the job's name."""
+
+    out: pathlib.Path
+    jobs: Mapping[str, dict[str, Any]]
+    tuned_engine: dict[str, Any] | None
+    deadline: float
+    results: Results
+
+    def work(self, lane: Lane, steps: list[Step]) -> None:
+        """Run the steps of a lane, until the deadline."""
+        if lane.cores:
+            os.sched_setaffinity(0, lane.cores)  # of this thread, and of the processes that it starts
+        for number, step in enumerate(steps):
+            if step.lane == lane.number and time.monotonic() < self.deadline:
+                placed = {"round": step.round, "devices": ",".join(lane.devices)}
+                if step.is_job:
+                    self._job(step, lane, placed)
+                else:
+                    self._rivals(step, lane, placed, self.out / f"rivals-{number}.json")
+
+    def _job(self, step: Step, lane: Lane, placed: dict[str, Any]) -> None:
+        ((workload, name),) = step.runs
+        folder, files = self.out / workload.name, files_of(workload, self.out)
+        paths = write_spec(workload, folder, *files, self.jobs[name], f"{name}-{step.round}")
+        shutil.rmtree(paths[1], ignore_errors=True)  # an earlier run's job would be resumed
+        figures = run_spec(*paths, self.deadline, lane.environment(workload.num_devices))
+        self.results.add(workload, name, {**placed, **figures})
+
+    def _rivals(self, step: Step, lane: Lane, placed: dict[str, Any], path: pathlib.Path) -> None:
+        """Run rivals in one process, which writes each figure at once."""
+        wanted = [(*run, self.out / run[0].name / f"{run[1]}-{step.round}.json") for run in step.runs]
+        for _, _, result in wanted:
+            result.unlink(missing_ok=True)
+        engine = self._engine(step)
+        runs = [rival_run(workload, kind, self.out) | {"result": str(result)} for workload, kind, result in wanted]
+        path.write_text(json.dumps({"engine": engine, "runs": runs}, indent=1))
+        environment = lane.environment(step.runs[0][0].tensor_parallel_size)
+        if not visible_devices():
+            # On a CPU the engine runs like that of a job: in one process, on the same cores.
+            environment |= engine_environment((), len(os.sched_getaffinity(0)))
+        began = time.monotonic()
+        with path.with_suffix(".log").open("wb") as log:
+            command = [sys.executable, str(HERE / "rivals.py"), str(path)]
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+            while process.poll() is None and time.monotonic() < self.deadline:
+                self.results.collect(wanted, placed)
+                time.sleep(0.5)
+            code, wall_s = process.poll(), time.monotonic() - began
+            end(process)
+        if code:
+            placed["exit_code"], placed["log"] = code, path.with_suffix(".log").read_text()[-2000:]
+        self.results.collect(wanted, placed, None if code is None else wall_s)
+
+    def _engine(self, step: Step) -> dict[str, Any]:
+        """Arguments of `LLM` for the rivals of a step."""
+        workload, kind = step.runs[0]
+        most = max(k for item, _ in step.runs for k in (item.logprobs or 0, item.prompt_logprobs or 0, 20))
+        engine = {"model": str(files_of(workload, self.out)[0]), "max_logprobs": most, **workload.rival_engine}
+        if kind != "tuned":
+            return engine
+        if self.tuned_engine is not None:
+            return engine | self.tuned_engine
+        path, _ = write_spec(workload, self.out / workload.name, *files_of(workload, self.out), name="tuned")
+        return engine | chosen_engine(path)
+
+
+def rival_run(workload: Workload, kind: str, out: pathlib.Path) -> dict[str, Any]:
+    """All that `rivals.py` must know of a run but its result's place."""
+    model, prompts = files_of(workload, out)
+    return {
+        "call": workload.call_of(kind),
+        "prompts": str(prompts),
+        "num_rows": workload.rows_of(kind),
+        "has_budgets": workload.log_normal,
+        "sampling": workload.sampling(kind),
+        "chunk_rows": workload.chunk_rows,
+        "system": system_of(workload),
+        "lora": str(adapter_of(workload, model)) if workload.lora_rank else None,
+    }
+
+
+def chosen_engine(path: pathlib.Path) -> dict[str, Any]:
+    """Engine arguments that a job of this spec chooses where the spec is silent, with one replica on a GPU."""
+    spec = read_spec(path).spec
+    backend, task = choose_backend(spec), task_of(spec)
+    devices = backend.devices()
+    device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
+    fit = fit_of(resolve(spec.model), spec, device_bytes, title, task.default_batch_limits)
+    return dict(chosen_arguments(spec, fit, task, 1).engine)
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 
-def run_job(
-    workload: Workload, folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path, deadline: float
+def run_spec(
+    path: pathlib.Path, out: pathlib.Path, deadline: float, environment: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run the workload as a batchinf job. Returns figures from its manifest."""
-    return run_spec(*write_spec(workload, folder, model, prompts), deadline)
-
-
-def run_spec(path: pathlib.Path, out: pathlib.Path, deadline: float) -> dict[str, Any]:
     """Run the job of a spec file, whose output folder is `out`. Returns figures from its manifest."""
-    folder = path.parent
     started = time.monotonic()
-    with (folder / "job.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "batchinf", "run", str(path)], stdout=log, stderr=log, start_new_session=True
-        )
-        cpu_s, peak = watch(process, deadline)
+    with path.with_suffix(".log").open("wb") as log:
+        command = [sys.executable, "-m", "batchinf", "run", str(path)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+        watched = watch(process, deadline)
     wall_s = time.monotonic() - started
     figures = {"exit_code": process.returncode, "wall_s": round(wall_s, 1)}
     if process.returncode != 0:
-        return {**figures, "log": (folder / "job.log").read_text()[-2000:]}
-    share = round(cpu_s / wall_s, 3)
-    return {**figures, **from_manifest(out), "coordinator_cpu_s": cpu_s, "coordinator_cores": share, "peak_bytes": peak}
+        return {**figures, "log": path.with_suffix(".log").read_text()[-2000:]}
+    share = round(watched["coordinator_cpu_s"] / wall_s, 3)
+    return {**figures, **from_manifest(out), **watched, "coordinator_cores": share}
 
 
 def write_spec(
-    workload: Workload, folder: pathlib.Path, model: pathlib.Path, prompts: pathlib.Path
+    workload: Workload,
+    folder: pathlib.Path,
+    model: pathlib.Path,
+    prompts: pathlib.Path,
+    sections: Mapping[str, Any] | None = None,
+    name: str = "job",
 ) -> tuple[pathlib.Path, pathlib.Path]:
-    """Write the job's spec. Returns the file and the output folder."""
-    out = folder / "job"
+    """Write the job's spec. Returns the file and the output folder. sections: are merged into the spec."""
+    out = folder / name
     sampling = workload.sampling()
     if workload.log_normal:
         sampling["max_tokens"] = {"column": "max_tokens"}
-    spec = {
+    spec: dict[str, Any] = {
         "model": {
             "name": str(model), "dtype": workload.dtype, "load_format": "dummy", "quantization": workload.quantization
         },
@@ -160,17 +347,25 @@ def write_spec(
             "data_parallel_size": workload.data_parallel_size,
             **workload.job_parallel,
         },
-        "engine": workload.engine if workload.job_engine is None else workload.job_engine,
         "output": {"path": str(out)},
     }  # fmt: skip
+    engine = workload.engine if workload.job_engine is None else workload.job_engine
+    if engine:
+        spec["engine"] = engine
+    if workload.schema:
+        spec["max_error_rate"] = 1.0  # a text that `max_tokens` cuts off is no JSON
+    if workload.system_tokens:
+        spec["input"]["system_prompt"] = system_of(workload)
+    if workload.lora_rank:
+        spec["model"]["lora"] = str(adapter_of(workload, model))
     if workload.task == "score":
         spec |= {
             "task": "score",
             "sampling": {},
             "input": {"path": str(prompts), "text_column": "prompt", "id_column": "id"},
         }
-    if workload.is_embedding:
-        spec |= {"task": "embed", "sampling": {}}
+    if workload.task in ("embed", "classify"):
+        spec |= {"task": workload.task, "sampling": {}}
     if workload.scripted_step_s is not None:
         spec["scripted"] = {
             "step_s": workload.scripted_step_s,
@@ -178,28 +373,37 @@ def write_spec(
             "max_model_len": workload.max_model_len,
             "vary_lengths": False,
         }
-    path = folder / "job.yaml"
-    path.write_text(json.dumps(spec))
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(merged(spec, sections or {})))
     return path, out
 
 
-def watch(process: "subprocess.Popen[bytes]", deadline: float) -> tuple[float, dict[str, int]]:
-    """Wait for a job. Returns the coordinator's processor seconds, and peak RSS by kind of process."""
-    cpu_s, peak = 0.0, {"coordinator": 0, "replica": 0}
+def watch(process: "subprocess.Popen[bytes]", deadline: float) -> dict[str, Any]:
+    """Wait for a job. Returns the coordinator's processor seconds, peak RSS by kind of process, and a series of looks
+    at the engine's memory: seconds, and MiB that are not shared with other processes or files.
+    """
+    began, every_s, cpu_s = time.monotonic(), 0.5, 0.0
+    peak = {"coordinator": 0, "replica": 0, "engine": 0}
+    looks: list[tuple[float, int]] = []
     while process.poll() is None:
         if time.monotonic() > deadline:
             end(process)  # its replicas notice that and end
-        try:
+        with contextlib.suppress(psutil.Error):
             root = psutil.Process(process.pid)
             times = root.cpu_times()
             cpu_s = times.user + times.system
-            peak["coordinator"] = max(peak["coordinator"], root.memory_info().rss)
-            for child in root.children():
-                peak["replica"] = max(peak["replica"], child.memory_info().rss)
-        except psutil.Error:
-            pass
+            replicas = root.children()
+            # Where the engine core has no process of its own, it is in the replica's.
+            engines = [below for replica in replicas for below in replica.children(recursive=True)] or replicas
+            for kind, processes in (("coordinator", [root]), ("replica", replicas), ("engine", engines)):
+                peak[kind] = max([peak[kind], *(each.memory_info().rss for each in processes)])
+            own = max((each.memory_info().rss - each.memory_info().shared for each in engines), default=0)
+            if not looks or time.monotonic() - began > looks[-1][0] + every_s:
+                looks.append((round(time.monotonic() - began, 1), own >> 20))
+            if len(looks) > _LOOKS:
+                looks, every_s = looks[::2], 2 * every_s
         time.sleep(0.5)
-    return round(cpu_s, 2), peak
+    return {"coordinator_cpu_s": round(cpu_s, 2), "peak_bytes": peak, "engine_mib": looks}
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
@@ -227,6 +431,7 @@ def from_manifest(out: pathlib.Path) -> dict[str, Any]:
         "num_errors": sum(part["num_errors"] for part in parts),
         "num_bytes": sum(part["num_bytes"] for part in parts),
         "num_output_tokens": num_output,
+        "num_prompt_tokens": num_prompt,
         "output_tokens_per_s": round(num_output / seconds, 1),
         "prompt_tokens_per_s": round(num_prompt / seconds, 1),
         **from_telemetry(out, at["first_request"].timestamp(), at["all_committed"].timestamp()),
@@ -248,144 +453,6 @@ def from_telemetry(out: pathlib.Path, begun: float, ended: float) -> dict[str, A
         idle[replica] = round(max(0.0, ended - max(working, default=begun)), 1)
         hits[replica] = round(last["prefix_cache_hits"] / max(1, last["prefix_cache_queries"]), 3)
     return {"late_s": late, "idle_s": idle, "prefix_hit_rate": hits}
-
-
-# -- the rivals --------------------------------------------------------------------------------------------------------
-
-Prepared = tuple[Workload, pathlib.Path, pathlib.Path]
-
-
-def grouped(prepared: list[Prepared]) -> list[list[Prepared]]:
-    """Workloads that one engine can run."""
-    groups: dict[str, list[Prepared]] = {}
-    for item in prepared:
-        if item[0].rivals:
-            groups.setdefault(json.dumps(engine_of([item]) | {"max_logprobs": 0}), []).append(item)
-    return list(groups.values())
-
-
-def engine_of(group: list[Prepared]) -> dict[str, Any]:
-    workload, model, _ = group[0]
-    return {
-        "model": str(model),
-        "load_format": "dummy",
-        "dtype": workload.dtype,
-        "quantization": workload.quantization,
-        "tensor_parallel_size": workload.tensor_parallel_size,
-        "max_logprobs": max(20, *(k for item, *_ in group for k in (item.logprobs or 0, item.prompt_logprobs or 0))),
-        **({"runner": "pooling", "convert": "embed"} if workload.is_embedding else {}),
-        **workload.engine,
-    }
-
-
-def run_rivals(group: list[Prepared], out: pathlib.Path, number: int, deadline: float, results: "Results") -> None:
-    """Run all rivals of a group in one process, which writes each figure at once."""
-    wanted = [(workload, kind, path) for kind in KINDS for workload, _, path in group if kind in workload.rivals]
-    runs = [
-        {
-            "kind": kind,
-            "prompts": str(prompts),
-            "num_rows": workload.rows_of(kind),
-            "prompt_tokens": workload.prompt_tokens,
-            "has_budgets": workload.log_normal,
-            "sampling": workload.sampling() if kind != "ceiling" else {**workload.sampling(), **BARE},
-            "chunk_rows": workload.chunk_rows,
-            "result": str(out / workload.name / f"{kind}.json"),
-        }
-        for workload, kind, prompts in wanted
-    ]
-    path = out / f"rivals-{number}.json"
-    path.write_text(json.dumps({"engine": engine_of(group), "runs": runs}))
-    with path.with_suffix(".log").open("wb") as log:
-        command = [sys.executable, str(HERE / "rivals.py"), str(path)]
-        # On a CPU the engine runs like that of a job: in one process, on the same cores.
-        own = {} if visible_devices() else engine_environment((), os.cpu_count() or 1)
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **own})
-        while process.poll() is None and time.monotonic() < deadline:
-            results.collect(wanted, out)
-            time.sleep(0.5)
-        end(process)
-    results.collect(wanted, out)
-
-
-# Workloads that differ only in these share one ceiling.
-BARE: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None, "stop": None}
-
-
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
-class Results:
-    """Figures by workload and kind. results.json is always up to date."""
-
-    def __init__(self, out: pathlib.Path, fresh: list[str]) -> None:
-        self._path = out / "results.json"
-        known = json.loads(self._path.read_text()) if self._path.exists() else []
-        self._found = {found["workload"]["name"]: found for found in known if found["workload"]["name"] not in fresh}
-
-    def add(self, workload: Workload, kind: str, figures: dict[str, Any]) -> None:
-        found = self._found.setdefault(workload.name, {"workload": dataclasses.asdict(workload)})
-        found[kind] = figures
-        self._path.write_text(json.dumps(list(self._found.values()), indent=1))
-        print(workload.name, kind, figures, flush=True)
-
-    def collect(self, wanted: list[tuple[Workload, str, pathlib.Path]], out: pathlib.Path) -> None:
-        """Add the figures that the rivals have written."""
-        for workload, kind, _ in wanted:
-            path = out / workload.name / f"{kind}.json"
-            with contextlib.suppress(OSError, json.JSONDecodeError):
-                figures = json.loads(path.read_text())
-                if self._found.get(workload.name, {}).get(kind) != figures:
-                    self.add(workload, kind, figures)
-
-    def table(self) -> str:
-        """Tokens a second side by side, and the ratio of the job's figure to each other one."""
-        names = ["batchinf", *KINDS]
-        lines = [
-            f"| workload | {' | '.join(names)} | {' | '.join(f'/ {kind}' for kind in KINDS)} | coordinator, cores |",
-            "|" + " --- |" * (len(names) + len(KINDS) + 2),
-        ]
-        for found in self._found.values():
-            name = "prompt_tokens_per_s" if found["workload"]["max_tokens"] == 1 else "output_tokens_per_s"
-            figures = [(found.get(kind) or {}).get(name) for kind in names]
-            cells = [f"{figure:,.0f}" if figure else "-" for figure in figures]
-            cells += [f"{figures[0] / figure:.3f}" if figures[0] and figure else "-" for figure in figures[1:]]
-            cores = (found.get("batchinf") or {}).get("coordinator_cores", "-")
-            lines.append(f"| {found['workload']['name']} | {' | '.join(cells)} | {cores} |")
-        return "\n".join(lines)
-
-
-def estimate(workloads: list[Workload]) -> str:
-    """Minutes of each step on an H200, from measured speeds."""
-    lines, total, started = [], 0.0, set()
-    engines: dict[str, list[Workload]] = {}
-
-    def add(what: str, seconds: float) -> None:
-        nonlocal total
-        total += seconds
-        lines.append(f"{what:40}{seconds / 60:6.1f}")
-
-    for workload in workloads:
-        seconds = STARTS_S["warm" if workload.shape in started else "cold"]
-        started.add(workload.shape)
-        if speed := workload.h200.get("batchinf"):
-            add(f"{workload.name} batchinf", seconds + workload.num_tokens("batchinf") / speed)
-        if workload.rivals:
-            engines.setdefault(json.dumps([workload.shape, workload.quantization, workload.engine]), []).append(
-                workload
-            )
-    for group in engines.values():
-        add(f"an engine for {', '.join(workload.name for workload in group)}", STARTS_S["warm"])
-        ceilings = set()
-        for workload in group:
-            for kind in workload.rivals:
-                sizes = (workload.num_rows, workload.prompt_tokens, workload.max_tokens, workload.log_normal)
-                if kind == "ceiling" and sizes in ceilings:
-                    continue
-                ceilings |= {sizes} if kind == "ceiling" else set()
-                if speed := workload.h200.get(kind):
-                    add(f"{workload.name} {kind}", workload.num_tokens(kind) / speed + 3)
-    return "\n".join([*lines, f"{'minutes in all':40}{total / 60:6.1f}"])
 
 
 if __name__ == "__main__":

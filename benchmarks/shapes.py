@@ -2,6 +2,7 @@
 
 `make_model` writes config, generation config and a byte-level BPE tokenizer with the shape's vocabulary size, for
 vLLM's `load_format: dummy`. `make_prompts` writes Parquet rows with random text of an exact number of tokens.
+`make_adapter` writes a LoRA adapter with random weights.
 """
 
 import itertools
@@ -11,13 +12,23 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 _QWEN = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+_MOE = {
+    **_QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
+_CHAT = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -55,6 +66,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
         "max_position_embeddings": 40960, "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {
+        **_MOE, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False,
+    },
+    "tiny-moe": {
+        **_MOE, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 8192,
+        "max_position_embeddings": 4096, "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    },
     "tiny-128k": {
         **_LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128256,
@@ -68,14 +89,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_model(shape: str, folder: pathlib.Path) -> pathlib.Path:
-    """Write a model folder with this shape, without weights."""
+def make_model(shape: str, folder: pathlib.Path, num_labels: int = 0) -> pathlib.Path:
+    """Write a model folder with this shape, without weights. num_labels: of a classifier; 0 is a language model."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**SHAPES[shape], "torch_dtype": "bfloat16", "bos_token_id": 256, "eos_token_id": 257}
+    if num_labels:
+        head = config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+        labels = [f"label {number}" for number in range(num_labels)]
+        config |= {"architectures": [head], "num_labels": num_labels, "pad_token_id": 257}
+        config |= {"id2label": dict(enumerate(labels)), "label2id": {name: at for at, name in enumerate(labels)}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": 257}))
     make_tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    names["chat_template"] = _CHAT
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder
 
@@ -120,6 +147,30 @@ def _whole_words() -> Iterator[tuple[str, str]]:
         middle = left[1] + right[0]
         if middle > min(left, right) or middle == left:
             yield left, right
+
+
+def make_adapter(shape: str, folder: pathlib.Path, rank: int) -> pathlib.Path:
+    """Write a LoRA adapter of the query and value projections, with random weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config, random_ = SHAPES[shape], np.random.default_rng(0)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+    widths = {"q_proj": heads * head_dim, "v_proj": config["num_key_value_heads"] * head_dim}
+    tensors = {}
+    for layer, (module, width) in itertools.product(range(config["num_hidden_layers"]), widths.items()):
+        name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+        for half, size in (("A", (rank, hidden)), ("B", (width, rank))):
+            tensors[f"{name}.lora_{half}.weight"] = random_.normal(0, 0.01, size).astype(np.float16)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(widths), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def make_text(shape: str, num_tokens: int, seed: int = 1) -> str:
+    """Random text of exactly `num_tokens` tokens."""
+    chance = random.Random(seed)
+    return " " + " ".join(chance.choices(words(SHAPES[shape]["vocab_size"]), k=num_tokens))
 
 
 def make_prompts(

@@ -1,6 +1,8 @@
 """The benchmarks that need no GPU run to their end, in a small size. Nothing timed is asserted."""
 
+import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -29,10 +31,54 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     "plan.py tiny --tasks generate --seconds 0.2 --out {out}",
 ])  # fmt: skip
 def test_a_benchmark_runs(command: str, tmp_path: pathlib.Path) -> None:
+    assert run(command, tmp_path).strip()
+
+
+def test_rounds_of_two_jobs_on_two_lanes(tmp_path: pathlib.Path) -> None:
+    jobs = '--compare local --compare slow={{"scripted":{{"step_s":0.02}}}}'
+    sizes = "--shape tiny --rows 40 --max-tokens 8 --scripted 0.001"
+    table = run(f"run.py plain {sizes} --repeat 2 --devices 0,1 {jobs} --out {{out}}", tmp_path)
+    (found,) = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["runs"].keys() == {"batchinf-local", "batchinf-slow"}
+    for runs in found["runs"].values():
+        assert [(each["round"], each["devices"], each["num_rows"]) for each in runs] == [(1, "0", 40), (2, "1", 40)]
+        assert all(each["wall_s"] > each["seconds"] for each in runs)
+    last = table.splitlines()[-1].split("|")
+    assert [cell.strip() for cell in last[1:4]] == ["plain", "batchinf-slow", "2"]
+    assert float(last[9]) > 0
+
+
+def test_rivals_beside_a_job(tmp_path: pathlib.Path) -> None:
+    sizes = "--shape tiny --rows 8 --prompt-tokens 16 --max-tokens 8 --dtype float32"
+    run(f"run.py bare-top20 n8 {sizes} --rivals raw,flat,ceiling --out {{out}}", tmp_path)
+    found = {each["workload"]["name"]: each["runs"] for each in json.loads((tmp_path / "out/results.json").read_text())}
+    num_tokens = {
+        (name, kind): each["num_output_tokens"]
+        for name, runs in found.items() for kind, (each,) in runs.items()
+    }  # fmt: skip
+    kinds = ("batchinf", "raw", "flat", "ceiling")
+    assert num_tokens == {(name, kind): n * 8 * 8 for name, n in (("bare-top20", 1), ("n8", 8)) for kind in kinds}
+    assert all(each["wall_s"] > each["start_s"] for kind in kinds[1:] for each in found["n8"][kind])
+
+
+def test_the_estimate_has_each_job_and_rival_of_a_round_on_one_lane(tmp_path: pathlib.Path) -> None:
+    printed = run("run.py bare-top20 moe bare-fp8 --repeat 3 --devices 0,1 --estimate", tmp_path)
+    lines = re.findall(r"^ *[\d.]+ +(\d) +(\d)  (.*)$", printed, re.MULTILINE)
+    lanes: dict[tuple[str, str], set[str]] = {}
+    for number, lane, shown in lines:
+        for run_of in shown.removesuffix(" (guess)").split(", "):
+            lanes.setdefault((run_of.split()[0], number), set()).add(lane)
+    assert {key for key, found in lanes.items() if len(found) != 1} == set()
+    assert [lanes["bare-top20", number] for number in "123"] == [{"0"}, {"1"}, {"0"}]
+    assert "moe batchinf (guess)" in printed and "bare-top20 batchinf\n" in printed
+
+
+def run(command: str, tmp_path: pathlib.Path) -> str:
+    """What a script of benchmarks/ prints."""
     words = [word.replace("''", "").format(out=tmp_path / "out") for word in command.split()]
     done = subprocess.run(
         [sys.executable, jobs.ROOT / "benchmarks" / words[0], *words[1:]],
         cwd=tmp_path, capture_output=True, text=True, env={**jobs.inherited(), **jobs.quick_start()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
-    assert done.stdout.strip()
+    return done.stdout
