@@ -46,6 +46,10 @@ def test_rounds_of_two_jobs_on_two_lanes(tmp_path: pathlib.Path) -> None:
     last = table.splitlines()[-1].split("|")
     assert [cell.strip() for cell in last[1:4]] == ["plain", "batchinf-slow", "2"]
     assert float(last[9]) > 0
+    run(f"run.py plain {sizes} --first-round 3 --compare local --out {{out}}", tmp_path)
+    (found,) = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [each["round"] for each in found["runs"]["batchinf-local"]] == [1, 2, 3]
+    assert [each["round"] for each in found["runs"]["batchinf-slow"]] == [1, 2]
 
 
 def test_rivals_beside_a_job(tmp_path: pathlib.Path) -> None:
