@@ -18,20 +18,20 @@ class Results:
     """Figures of each workload, by kind and round. results.json is always up to date."""
 
     def __init__(self, out: pathlib.Path, fresh: Iterable[tuple[Workload, str, int]]) -> None:
-        """fresh: workload, kind and round of the runs whose earlier figures are dropped."""
+        """fresh: workload, kind and round of the runs to come, in the table's order; earlier figures are dropped."""
         self._path, self._lock = out / "results.json", threading.Lock()
         known = json.loads(self._path.read_text()) if self._path.exists() else []
         self._found: dict[str, Found] = {found["workload"]["name"]: found for found in known if "runs" in found}
         for workload, kind, number in fresh:
-            runs = self._found.get(workload.name, {"runs": {}})["runs"]
-            runs[kind] = [run for run in runs.get(kind, []) if run["round"] != number]
+            found = self._found.setdefault(workload.name, {"workload": asdict(workload), "runs": {}})
+            found["runs"][kind] = [run for run in found["runs"].get(kind, []) if run["round"] != number]
 
     def add(self, workload: Workload, kind: str, figures: Found) -> None:
         """Add the figures of a round, or replace those that are there."""
         with self._lock:
-            found = self._found.setdefault(workload.name, {"workload": {}, "runs": {}})
+            found = self._found[workload.name]
             found["workload"] = asdict(workload)
-            runs = [run for run in found["runs"].get(kind, []) if run["round"] != figures["round"]]
+            runs = [run for run in found["runs"][kind] if run["round"] != figures["round"]]
             found["runs"][kind] = sorted([*runs, figures], key=lambda run: run["round"])
             self._path.write_text(json.dumps(list(self._found.values()), indent=1))
             print(workload.name, kind, figures, flush=True)
@@ -54,7 +54,7 @@ class Results:
             if wall_s is not None:
                 figures["wall_s"] = round(wall_s - spent + figures.get("run_s", 0), 1)
             figures = {**more, **figures}
-            if figures not in self._found.get(workload.name, {"runs": {}})["runs"].get(kind, []):
+            if figures not in self._found[workload.name]["runs"][kind]:
                 self.add(workload, kind, figures)
 
     def table(self) -> str:

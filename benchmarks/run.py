@@ -90,7 +90,10 @@ def main() -> None:
         return
     deadline = time.monotonic() + args.limit_s
     args.out.mkdir(parents=True, exist_ok=True)
-    results = Results(args.out, [(*run, step.round) for step in steps for run in step.runs])
+    fresh = [
+        (workload, kind, number) for number in rounds for workload in workloads for kind in (*jobs, *workload.rivals)
+    ]
+    results = Results(args.out, fresh)
     for workload in workloads:
         prepare(workload, args.out)
     bench = Bench(args.out, jobs, args.tuned_engine, deadline, results)
