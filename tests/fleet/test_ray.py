@@ -46,7 +46,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 
 def held_at(marker: pathlib.Path, process: "subprocess.Popen[str]") -> psutil.Process:
     """The replica that a fault holds."""
-    jobs.wait_until(lambda: process.poll() is not None or (marker.exists() and marker.read_text()), 120)
+    jobs.wait_until(lambda: process.poll() is not None or (marker.exists() and marker.read_text()), 300)
     assert process.poll() is None, process.communicate()[1]
     return psutil.Process(int(marker.read_text()))
 
