@@ -193,12 +193,13 @@ def drop(folder: Folder, shards: Mapping[int, int | None]) -> None:
 def num_results(folder: Folder, closed: Container[int]) -> int:
     """Number of results in the segments of all shards but the `closed` ones, from their headers alone."""
     total = 0
-    for shard in list_shards(folder):
-        for name in _names(folder, shard) if shard not in closed else ():
-            # This only informs: a segment that has just gone, or is damaged, does not count.
-            with contextlib.suppress(OSError), folder.path(f"{_FOLDER}/{name}").open("rb") as file:
-                header = FileHeader.decode(file.read(HEADER_BYTES))
-                total += 0 if header is None else header.second
+    for match in filter(None, map(_NAME.fullmatch, folder.list(_FOLDER))):
+        if int(match["shard"]) in closed:
+            continue
+        # This only informs: a segment that has just gone, or is damaged, does not count.
+        with contextlib.suppress(OSError), folder.path(f"{_FOLDER}/{match.string}").open("rb") as file:
+            header = FileHeader.decode(file.read(HEADER_BYTES))
+            total += 0 if header is None else header.second
     return total
 
 
