@@ -1,5 +1,26 @@
-"""`python -m batchinf` is the console script `batchinf`."""
+"""`python -m batchinf` is the console script `batchinf`: `cli`, with a quick start and end of its process."""
 
-from batchinf.cli import main
+import sys
+from typing import NoReturn
 
-main()
+from batchinf.base.process import leave, search_rarely
+
+search_rarely()  # before the imports of the command line
+from batchinf import cli  # noqa: E402
+
+
+def main() -> NoReturn:
+    try:
+        cli.main()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:
+            raise end from None  # Python says what it could not write
+        leave(end.code or 0)
+
+
+if __name__ == "__main__":
+    main()

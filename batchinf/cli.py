@@ -30,6 +30,7 @@ from batchinf.arguments import (
     plan_target,
 )
 from batchinf.base.errors import BatchinfError, Interrupted, UserError, memory_words
+from batchinf.base.process import search_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
 from batchinf.base.text import plain, to_json
@@ -141,6 +142,7 @@ def _run(
         from batchinf import api
         from batchinf.coordinator.display import ProgressDisplay
 
+        search_as_usual()
         display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
         summary = api.run(
             spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_, display=display
@@ -278,6 +280,7 @@ def _tune(
         from batchinf import api
         from batchinf.tuning.text import tune_lines
 
+        search_as_usual()
         report = api.tune(
             spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes
         )
@@ -404,7 +407,7 @@ def _check(
 ) -> None:
     """Find missing and damaged files of a job: parts, manifest and journal. The job may be running."""
     from batchinf.commands.check import check_job
-    from batchinf.commands.text.status import check_lines, raise_if_wrong
+    from batchinf.commands.text.check import check_lines, raise_if_wrong
 
     report = check_job(out, is_deep=deep, repair=repair)
     _show(report, check_lines(report), as_json)

@@ -5,8 +5,9 @@
 
 Each job has a few rows. For each number of replicas a first job runs with empty caches of vLLM, Triton and
 TorchInductor, and a second one with the caches of the first. Then, with warm caches, the long input is scanned without
-a job and by a job. `first_request_s` counts from the command to the first admitted request. `start_s` is each replica's
-time from its process to its ready engine.
+a job and by a job. `first_request_s` counts from the command to the first admitted request, and `process_s` to the
+first process of a replica. `start_s` is each replica's time from its process to its ready engine. `end_s` counts from
+the last commit to the end of the command.
 """
 
 import argparse
@@ -81,13 +82,22 @@ def job(
     with (own / "job.log").open("wb") as log:
         command = [sys.executable, "-m", "batchinf", "run", str(spec)]
         subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)
+    ended = time.time()
     lines = [json.loads(line) for log in (out / "manifest").glob("*.jsonl") for line in log.open()]
-    at = {line["name"]: datetime.datetime.fromisoformat(line["at"]).timestamp() for line in lines if "at" in line}
+    at = {line["name"]: time_of(line) for line in lines if "at" in line}
+    started = min(time_of(line) for line in lines if line.get("name") == "replica_started")
     return {
+        "process_s": round(started - began, 2),
         "first_request_s": round(at["first_request"] - began, 1),
         "start_s": [line["start_s"] for line in lines if line.get("name") == "ready"],
-        "wall_s": round(time.time() - began, 1),
+        "end_s": round(ended - at["all_committed"], 2),
+        "wall_s": round(ended - began, 1),
     }
+
+
+def time_of(line: dict[str, Any]) -> float:
+    """Of an event, in seconds since 1970."""
+    return datetime.datetime.fromisoformat(line["at"]).timestamp()
 
 
 def show(what: str, figures: dict[str, Any]) -> None:

@@ -1,10 +1,12 @@
 """The benchmarks that need no GPU run to their end, in a small size. Nothing timed is asserted."""
 
+import importlib
 import json
 import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -83,4 +85,30 @@ def run(command: str, tmp_path: pathlib.Path) -> str:
         cwd=tmp_path, capture_output=True, text=True, env={**jobs.inherited(), **jobs.quick_start()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    assert done.stdout.strip()
     return done.stdout
+
+
+def test_a_trace_is_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of 100 µs on a device that waits 20 µs in the first and 40 in the second."""
+    monkeypatch.syspath_prepend(str(jobs.ROOT / "benchmarks"))
+    kineto = importlib.import_module("kineto")
+
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 7}
+
+    events = [
+        *(event("user_annotation", "schedule", ts, 5) for ts in (0, 100, 200)),
+        event("kernel", "matmul", 10, 90), event("kernel", "softmax", 20, 70), event("gpu_memcpy", "copy", 130, 60),
+        event("python_function", "/x/site-packages/a.py(1): f", 0, 90), event("cpu_op", "aten::mm", 10, 30),
+        event("python_function", "/x/site-packages/a.py(1): f", 50, 20), event("kernel", "late", 200, 50),
+    ]  # fmt: skip
+    lines = kineto.plain_lines(events)
+    assert lines[0] == "2 steps of 0.100 ms."
+    assert "idle for 25.0%, 0.025 ms a step, in 1 gaps of more than 20 µs" in lines[1]
+    assert "| matmul | 0.045 | 40.9 |" in lines
+    assert not any("late" in line for line in lines)
+    lines = kineto.python_lines(events)
+    assert "| a.py(1): f | 0.030 | 66.7 |" in lines  # less the operator inside
+    assert "| aten::mm | 0.015 | 33.3 |" in lines
+    assert "| a.py(1): f | 0.045 | 100.0 |" in lines

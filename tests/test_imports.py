@@ -16,10 +16,11 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 MAX_LINES = 600
 
 HELP = """
-import runpy, sys
+import sys
+from batchinf import cli
 sys.argv = ["batchinf", "--help"]
 try:
-    runpy.run_module("batchinf", run_name="__main__")
+    cli.main()
 except SystemExit as end:
     assert not end.code, end.code
 heavy = {"torch", "transformers", "vllm"} & sys.modules.keys()

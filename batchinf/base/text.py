@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jinja2
-
 _SHOWN_NAMES = 20
 
 
@@ -43,6 +41,8 @@ def error_message(error: BaseException, most: int | None = None) -> str:
 
 def describe_error(error: BaseException) -> str:
     """An exception in one short line, with its type unless Jinja2 raised it."""
+    import jinja2  # not for every command: it takes 15 ms
+
     words = shorten(one_line(error), 300)
     return words if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {words}"
 

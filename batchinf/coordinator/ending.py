@@ -9,7 +9,7 @@ from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, duration, size_text
 from batchinf.coordinator.progress import Failure, commonest, forecast
-from batchinf.fleet.speed import speed_lines, tokens_text
+from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.counts import remarks

@@ -28,7 +28,8 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
 from batchinf.fleet.parallel import with_degrees
-from batchinf.fleet.speed import expected_line, expected_speed
+from batchinf.fleet.speed import expected_speed
+from batchinf.fleet.speed_text import expected_line
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning

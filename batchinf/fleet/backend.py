@@ -68,6 +68,9 @@ class ReplicaHandle(Protocol):
     def log_tail(self) -> list[str]:
         """The last lines that it and its engine printed, about 1 MiB at most. Also after its end; empty if lost."""
 
+    def begin_end(self) -> None:
+        """Begin to `end` it, and do not wait: devices need up to a second to be free, several at one time."""
+
     def end(self) -> Ending:
         """End it with everything that it started, and wait until its devices are free.
 

@@ -80,8 +80,8 @@ def error_lines(log: list[str]) -> list[str]:
     return [line for line in log if _ERROR_LINE.search(line) or _ERROR_LEVEL.search(line)]
 
 
-# How long a replica may take to end after its `Failed` message, and after `Stopped`. Then all its rows are stored, and
-# only its engine still has to end. Left alone, vLLM took 6 s for one rank on a busy CPU, and 8 s for two.
+# How long a replica may take to end after its `Failed` message, and after `Stopped` while others work. By `Stopped` all
+# its rows are stored, and only its engine has to end. Left alone, vLLM took 6 s for one rank on a busy CPU.
 _LAST_WORDS_S, _ENGINE_ENDS_S = 10.0, 1.0
 NOTHING = Progress(0, {}, 0, 0, 0, 0, 0.0, EngineStats())
 
@@ -261,6 +261,13 @@ def _may_be_a_rows_doing(failed: Failed | None, verdict: Verdict | None) -> bool
     return is_death and (verdict is None or verdict.action == "died")
 
 
+def _begin_ends(replicas: Iterable[FleetReplica]) -> None:
+    """Let all end at one time: a device needs up to a second until it is free."""
+    for replica in replicas:
+        if replica.handle is not None:
+            replica.handle.begin_end()
+
+
 _BACK_OFF_S = 1.0
 _MAX_BACK_OFF_S = 30.0
 
@@ -366,16 +373,21 @@ class Fleet:
                 replica.start_detail = start_detail(replica.handle.log_tail())
 
     def reap(self) -> list[Ended]:
-        """End the replicas that have died or made no step for too long, with everything that they started."""
-        ended = []
-        for replica in self.replicas:
-            if replica.handle is None:
-                continue
-            if replica.handle.has_ended() or is_overdue(replica):
-                ended.append(self._end(replica))
+        """End the replicas that have died or made no step for too long, with everything that they started.
+
+        Once all have stored their rows, it ends them too, because nothing has to be read or written any more.
+        """
+        live, causes = self._live, dict[int, str]()
+        are_done = all(replica.stopped_at is not None for replica in live)
+        for replica in live:
+            assert replica.handle is not None
+            if are_done or replica.handle.has_ended() or is_overdue(replica):
+                causes[replica.number] = ""
             elif self._is_stalled(replica):
-                ended.append(self._end(replica, f"no step for {self._stall_timeout_s:g} s (stall_timeout_s)"))
-        return ended
+                causes[replica.number] = f"no step for {self._stall_timeout_s:g} s (stall_timeout_s)"
+        ending = [replica for replica in live if replica.number in causes]
+        _begin_ends(ending)
+        return [self._end(replica, causes[replica.number]) for replica in ending]
 
     def _is_stalled(self, replica: FleetReplica) -> bool:
         if not replica.is_running:
@@ -494,13 +506,18 @@ class Fleet:
 
     def kill(self) -> list[Ended]:
         """End every replica at once."""
-        live = [replica for replica in self.replicas if replica.handle is not None]
+        live = self._live
+        _begin_ends(live)
         return [self._end(replica, "ended by the coordinator", is_own_doing=True) for replica in live]
+
+    @property
+    def _live(self) -> list[FleetReplica]:
+        return [replica for replica in self.replicas if replica.handle is not None]
 
     @property
     def num_live(self) -> int:
         """Replicas with a running incarnation."""
-        return sum(replica.handle is not None for replica in self.replicas)
+        return len(self._live)
 
     @property
     def is_spent(self) -> bool:

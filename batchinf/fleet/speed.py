@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
-from batchinf.base.text import duration, short_count
 from batchinf.fleet.out_of_memory import EngineSettings
 from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
 from batchinf.job.open import Job
@@ -232,42 +231,3 @@ def _change(kind: Kind, engine: StartedEngine, num_gpus: int) -> str:
     if not str(engine.arguments.get("kv_cache_dtype", "auto")).startswith("fp8"):
         return "engine.kv_cache_dtype fp8, for a new job, as it changes values"
     return "GPUs with more memory"
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-_NAMES = {"memory": "the cache", "sequences": "max_num_seqs", "input": "the input", "compute": "compute"}
-
-
-def speed_lines(speed: Speed) -> Iterator[str]:
-    """The speed for people: measured, predicted, and what limited it."""
-    tokens = tokens_text(speed.prompt_tokens_per_s, speed.output_tokens_per_s)
-    each = "" if (rate := speed.tokens_per_s_per_gpu) is None else f", {short_count(rate)} tokens/s per GPU"
-    work = time_of_work(speed.work_s)
-    yield f"this run took {duration(speed.run_s)}, and its engines worked {work} of it: {tokens}/s{each}"
-    if (expected := speed.expected) is not None:
-        share = speed.tokens_per_s / max(1e-9, expected.prompt_tokens_per_s + expected.output_tokens_per_s)
-        cache = "" if speed.cache_tokens is None else f", and {speed.cache_tokens:,} tokens of cache"
-        yield f"{expected_line(expected)}; measured: {share:.2f} times the tokens/s{cache}"
-    if (found := speed.bottleneck) is not None:
-        yield f"limited by {_NAMES[found.kind]}: {found.reason}; to try: {found.change}"
-
-
-def time_of_work(seconds: float) -> str:
-    """How long the engines have rows."""
-    return duration(seconds) if seconds >= 1 else "less than 1s"
-
-
-def tokens_text(prompt: float, output: float) -> str:
-    """Numbers of tokens, without output tokens if the task generates none."""
-    return f"{short_count(prompt)} prompt {f'and {short_count(output)} output ' if output else ''}tokens"
-
-
-def expected_line(expected: ExpectedSpeed) -> str:
-    """The prediction for people."""
-    return (
-        f"predicted: {tokens_text(expected.prompt_tokens_per_s, expected.output_tokens_per_s)}/s, "
-        f"{time_of_work(expected.work_s)}, "
-        f"{expected.cache_tokens:,} tokens of cache"
-    )

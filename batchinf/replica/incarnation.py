@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError, UserError, memory_words
+from batchinf.base.process import without_search
 from batchinf.base.storage import LASTING, Folder, disk_error
 from batchinf.engines.installed import importing
 from batchinf.engines.protocol import Engine
@@ -316,7 +317,8 @@ class Incarnation:
         """Start the engine, work until stopped, and send `Stopped`."""
         started = time.monotonic()
         self._port.send(StartPhase("loading the tokenizer and opening the input", os.uname().nodename))
-        self._tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
+        with without_search():
+            self._tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
         guard_forks()
         with self._lock:
             work, self._starts_engine = self._work, True
@@ -359,13 +361,13 @@ class Incarnation:
             return ScriptedEngine(script, size, getattr(tokenizer, "eos_token_id", None) or 0, choices)
         given = task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters, launch.ray_group
         with importing(f"task {task.name}"):
-            if task.pooling is not None:
-                from batchinf.engines.vllm.pooling import VllmPooling
+            with without_search():
+                from batchinf.engines.vllm.engine import VllmEngine
+            if task.pooling is None:
+                return VllmEngine(*given)
+            from batchinf.engines.vllm.pooling import VllmPooling
 
-                return VllmPooling(*given)
-            from batchinf.engines.vllm.engine import VllmEngine
-
-            return VllmEngine(*given)
+            return VllmPooling(*given)
 
     def _open(self, work: Work) -> None:
         """Open the input and start the pipeline. If that fails, `run` raises the error when it needs the pipeline."""

@@ -13,7 +13,7 @@ from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import Folder, reason
 from batchinf.base.text import clip, counted, duration, short_count, size_text
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
-from batchinf.fleet.speed import time_of_work
+from batchinf.fleet.speed_text import time_of_work
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
 from batchinf.report import charts

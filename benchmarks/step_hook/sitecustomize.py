@@ -1,7 +1,11 @@
-"""Makes vLLM's scheduler log the beginning and size of each step, in processes that have this folder on their path.
+"""Makes vLLM's scheduler log or trace its steps, in processes that have this folder on their path.
 
 Lines of `STEP_LOG-PID.txt`: seconds on the monotonic clock, tokens, requests. Twenty are written at a time, which costs
 a microsecond a step.
+
+`STEP_TRACE-plain.json.gz` and `STEP_TRACE-stacks.json.gz` are traces of PyTorch's profiler, of STEP_TRACE_STEPS steps
+each, the second one with Python's functions, whose recording slows the steps. They begin with a decoding step, after
+STEP_TRACE_AFTER decoding steps. Each begins a block `schedule`.
 """
 
 import importlib.abc
@@ -27,7 +31,10 @@ class _Hook(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            _log(module.Scheduler)
+            if "STEP_LOG" in os.environ:
+                _log(module.Scheduler)
+            if "STEP_TRACE" in os.environ:
+                _trace(module.Scheduler)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -49,5 +56,45 @@ def _log(scheduler: Any) -> None:
     scheduler.schedule = logged
 
 
-if "STEP_LOG" in os.environ:
+def _trace(scheduler: Any) -> None:
+    schedule = scheduler.schedule
+    after, num_steps = int(os.environ["STEP_TRACE_AFTER"]), int(os.environ["STEP_TRACE_STEPS"])
+    kinds, seen, left = ["plain", "stacks"], 0, 0
+    running: list[Any] = []
+
+    def traced(self: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal seen, left
+        import torch
+
+        if running and not left:
+            _end(running.pop(), kinds.pop(0))
+            seen = after // 2  # the export has stopped the engine
+        if running:
+            with torch.profiler.record_function("schedule"):
+                step = schedule(self, *arguments, **named)
+            left -= 1
+            return step
+        step = schedule(self, *arguments, **named)
+        seen += step.total_num_scheduled_tokens == len(step.num_scheduled_tokens) > 0
+        if kinds and seen >= after:
+            running.append(torch.profiler.profile(with_stack=kinds[0] == "stacks"))  # of all activities there are
+            running[0].start()
+            left = num_steps + 1  # the beginning of one more step ends the last
+        return step
+
+    scheduler.schedule = traced
+
+
+def _end(profiler: Any, kind: str) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    profiler.stop()
+    path = f"{os.environ['STEP_TRACE']}-{kind}.json.gz"
+    profiler.export_chrome_trace(f"{path}.part.gz")
+    os.replace(f"{path}.part.gz", path)
+
+
+if {"STEP_LOG", "STEP_TRACE"} & os.environ.keys():
     sys.meta_path.insert(0, _Hook())

@@ -22,7 +22,7 @@ import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.commands.check import check_job
-from batchinf.commands.text.status import check_lines, raise_if_wrong
+from batchinf.commands.text.check import check_lines, raise_if_wrong
 from batchinf.manifest.commit_log import encode_commits, whole_lines
 from batchinf.manifest.state import State, read_state
 from batchinf.output import proof

@@ -1,5 +1,7 @@
 """Replicas that fail, hang or lag, requests to stop, a lost lock: what becomes of the job, and of its rows."""
 
+import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -20,7 +22,7 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.head import read_head
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import Fleet, last_error, told_cause, update
+from batchinf.fleet.fleet import Fleet, FleetReplica, last_error, told_cause, update
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.output.journal import Journal
@@ -356,24 +358,34 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
     assert not (tmp_path / "sockets").exists()
 
 
-def test_an_engine_that_does_not_end_is_ended_once_its_rows_are_stored(fleet: Fleet, tmp_path: pathlib.Path) -> None:
-    [replica] = fleet.replicas
-    ours, _theirs = socket.socketpair()
-    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    (tmp_path / "sockets").mkdir()
-    channel = Channel(ours, "000001.0001")
-    replica.handle = LocalReplica(
-        "000001.0001", process, channel, SharedMemory.create(), tmp_path / "log", 0, tmp_path / "sockets", None, None
-    )
-    replica.is_stopping = True
-    with _theirs:
-        update(replica, Stopped())
-        replica.stopped_at = time.monotonic() + 60
+def test_engines_are_ended_once_their_rows_are_stored(fleet: Fleet, tmp_path: pathlib.Path) -> None:
+    """A second after its replica has said so while others work; at once when all have."""
+    first, *_ = fleet.replicas
+    fleet.replicas += [FleetReplica(dataclasses.replace(SLOT, replica=number), 1) for number in (1, 2)]
+    with contextlib.ExitStack() as theirs:
+        for replica in fleet.replicas:
+            ours, their = socket.socketpair()
+            theirs.enter_context(their)
+            process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            sockets, name = tmp_path / f"sockets-{replica.number}", f"000001.000{replica.number}"
+            sockets.mkdir()
+            replica.handle = LocalReplica(
+                name, process, Channel(ours, name), SharedMemory.create(), tmp_path / "log", 0, sockets, None, None
+            )
+            replica.is_stopping = True
+        processes = [replica.handle.process for replica in fleet.replicas if isinstance(replica.handle, LocalReplica)]
+        update(first, Stopped())
+        first.stopped_at = time.monotonic() + 60
         assert fleet.reap() == []
-        replica.stopped_at = time.monotonic() - 60
+        first.stopped_at = time.monotonic() - 60
         [ended] = fleet.reap()
-    assert (process.returncode, ended.was_asked, ended.in_flight) == (-signal.SIGKILL, True, ())
-    assert replica.state == "ended"
+        assert (ended.replica, ended.was_asked, ended.was_killed, ended.in_flight) == (first, True, False, ())
+        update(fleet.replicas[1], Stopped())
+        assert fleet.reap() == []
+        update(fleet.replicas[2], Stopped())
+        assert [end.replica.number for end in fleet.reap()] == [1, 2]
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 3
+    assert [replica.state for replica in fleet.replicas] == ["ended"] * 3
 
 
 def test_restarts_leave_no_open_file_and_no_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

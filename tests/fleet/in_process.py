@@ -88,6 +88,9 @@ class ThreadReplica:
     def log_tail(self) -> list[str]:
         return self._log
 
+    def begin_end(self) -> None:
+        """A thread ends within milliseconds."""
+
     def end(self) -> Ending:
         lifetime_s, is_alive = time.monotonic() - self._started, self._thread.is_alive()
         self.send(Stop(0.0))

@@ -11,7 +11,8 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.text.status import status_lines
 from batchinf.fleet.out_of_memory import EngineSettings
-from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed, speed_in, speed_lines
+from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed, speed_in
+from batchinf.fleet.speed_text import speed_lines
 from batchinf.fleet.status import ON_TRIAL
 from batchinf.job.open import open_job
 from batchinf.model.identity import resolve

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from batchinf.base.text import duration, short_count, size_text
 from batchinf.commands.plan import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.commands.text.validate import bar_lines
-from batchinf.fleet.speed import time_of_work
+from batchinf.fleet.speed_text import time_of_work
 from batchinf.model.memory import GIB, gib
 from batchinf.planning.choose import Option, shape_text
 

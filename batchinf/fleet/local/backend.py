@@ -92,16 +92,25 @@ def end_process_group(group: int) -> None:
     engine, and end by themselves. Killed with them, each engine would leave some of it until the host reboots.
     """
     began, last = time.monotonic(), 0.0
-    while (passed := time.monotonic() - began) < 10.0 and (found := members(group)):
-        others = [process for process in found if not _is_tracker(process)]
-        last = passed if others else last
-        try:
-            for process in others or (found if passed - last > _TRACKERS_END_S else ()):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        except psutil.AccessDenied:
-            return
-        time.sleep(0.02)
+    with contextlib.suppress(psutil.AccessDenied):
+        while (passed := time.monotonic() - began) < 10.0 and (found := members(group)):
+            last = passed if kill_all_but_trackers(found) else last
+            if passed - last > _TRACKERS_END_S:
+                _kill(found)
+            time.sleep(0.02)
+
+
+def kill_all_but_trackers(processes: Sequence[psutil.Process]) -> bool:
+    """Send SIGKILL to all processes but resource trackers; False if there are no others. Raises psutil.AccessDenied."""
+    others = [process for process in processes if not _is_tracker(process)]
+    _kill(others)
+    return bool(others)
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def members(group: int) -> list[psutil.Process]:
@@ -291,7 +300,7 @@ class LocalReplica:
     """A running replica: its process, the channel to it, and the memory with its requests in flight.
 
     log_start: the byte of its log at which its lines begin. own_cache: vLLM's cache folder if it is not the shared one;
-    deleted at its end. selector: listens to the channel.
+    deleted at its end. selector: listens to the channel. seen: lifetime and exit code when its end began.
     """
 
     incarnation: str
@@ -304,6 +313,7 @@ class LocalReplica:
     own_cache: pathlib.Path | None
     selector: selectors.BaseSelector | None
     started: float = field(default_factory=time.monotonic)
+    seen: tuple[float, int | None] | None = None
 
     @property
     def has_own_cache(self) -> bool:
@@ -324,9 +334,14 @@ class LocalReplica:
     def log_tail(self) -> list[str]:
         return read_log(self.log, self.log_start)
 
+    def begin_end(self) -> None:
+        self.seen = self.seen or (time.monotonic() - self.started, self.process.poll())
+        with contextlib.suppress(psutil.AccessDenied):
+            kill_all_but_trackers(members(self.process.pid))
+
     def end(self) -> Ending:
         self.forget()
-        lifetime_s, code = time.monotonic() - self.started, self.process.poll()
+        lifetime_s, code = self.seen or (time.monotonic() - self.started, self.process.poll())
         end_process_group(self.process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)

@@ -5,7 +5,6 @@ its output in its log. FD is one end of a socket pair; MEMORY has the requests i
 whole process group ends, including engine processes, which would otherwise keep the device's memory.
 """
 
-import atexit
 import contextlib
 import os
 import signal
@@ -13,25 +12,16 @@ import socket
 import sys
 import threading
 import traceback
-from typing import NoReturn
 
 from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError
+from batchinf.base.process import leave
 from batchinf.base.stop_signals import SENT_SIGNALS
 from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Launch
 from batchinf.replica.worker import InFlightRecord
-
-
-def leave(code: int) -> NoReturn:
-    """End this process as Python does, but leave its objects to the kernel: freeing those of vLLM takes 4 s."""
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
 
 def end_group() -> None:

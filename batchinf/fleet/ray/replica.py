@@ -62,6 +62,7 @@ class RayReplica:
         self._actor = self._place()
         self.looks: tuple[DeviceLook, ...] = ()
         self.is_removed = False
+        self._ending: Any = None  # the call of the actor's `end`
 
     @property
     def incarnation(self) -> str:
@@ -235,7 +236,13 @@ class RayReplica:
         """See `ReplicaHandle`. The log is on the shared file system."""
         return read_log(self._log, self._log_start)
 
+    def begin_end(self) -> None:
+        """See `ReplicaHandle`. The actor ends the replica, unless it is lost."""
+        if self._up_since is not None and self._lost is None and self._ending is None:
+            self._ending = self._actor.handle.end.remote(self._num_received)
+
     def end(self) -> Ending:
+        self.begin_end()
         ending = self._end() if self._up_since is not None and self._lost is None else None
         self._remove()
         self.is_removed = True
@@ -252,7 +259,7 @@ class RayReplica:
         """Let the actor end the replica; None if it is lost."""
         exceptions = self._cluster.ray.exceptions
         try:
-            ending: Ending = self._cluster.ray.get(self._actor.handle.end.remote(self._num_received), timeout=_END_S)
+            ending: Ending = self._cluster.ray.get(self._ending, timeout=_END_S)
             return ending
         except (exceptions.RayError, TimeoutError) as error:
             self._note_gone(error)
