@@ -786,9 +786,9 @@ class JobModel(RuleBasedStateMachine):
             plain, retried = ([unhurt(self.runner, self.shape, kind)[key] for key in keys] for kind in (False, True))
             now = [found[key] for key in keys]
             self.has_retried_sampling[row] = {kind for kind, rows in ((False, plain), (True, retried)) if rows == now}
-        was_done, self.num_deaths, self.is_done = self.is_done, 0, True
-        # A disk that failed while a finished job was tidied up leaves that to the next run.
-        for folder in [] if was_done and self.has_failing_disk else self._folders():
+        self.num_deaths, self.is_done = 0, True
+        # A disk that failed while a finished job was tidied up leaves that to the next run; there is always one.
+        for folder in [] if self.has_failing_disk else self._folders():
             left = [
                 *folder.rglob(".tmp-*"), *folder.glob("staging/*"), *folder.glob("journal/*"),
                 *folder.glob("lock*"),
