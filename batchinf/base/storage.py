@@ -50,18 +50,18 @@ class Folder:
         return self.root / name
 
     def make(self, *names: str) -> None:
-        """Create the folder and the named folders below it."""
+        """Create the folder and the named folders below it, durably."""
         if self.root.is_symlink() and not self.root.exists():
             raise OutputError(
                 f"the output folder {self.root} is a symbolic link to {os.readlink(self.root)}, which does not exist; "
                 "make that folder, or remove the link"
             )
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            _make(self.root)
             for name in names:
                 if self.path(name).is_symlink():
                     raise _is_link(self.path(name))
-                self.path(name).mkdir(exist_ok=True)
+                _make(self.path(name))
         except OSError as error:
             raise OutputError(f"cannot create the output folder {disk_error(error, self.root)}") from error
 
@@ -288,6 +288,16 @@ def open_log(path: pathlib.Path) -> IO[bytes]:
         if error.errno == errno.ELOOP:
             raise _is_link(path) from error
         raise
+
+
+def _make(path: pathlib.Path) -> None:
+    """Make a folder, and those above it, unless it is there. Files in it are durable only if its own name is."""
+    if path.is_dir():
+        return
+    _make(path.parent)
+    path.mkdir(exist_ok=True)
+    with contextlib.suppress(PermissionError):  # one may make a folder where one may not list the names
+        sync_folder(path.parent)
 
 
 def sync_folder(path: pathlib.Path) -> None:

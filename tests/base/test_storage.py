@@ -1,0 +1,35 @@
+"""What is durable, seen by the calls of fsync."""
+
+import os
+import pathlib
+
+import pytest
+
+from batchinf.base.storage import Folder
+
+
+def test_a_folder_is_durable_before_files_are_put_into_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    folder = Folder(tmp_path / "a" / "b")
+    folder.make("c")
+    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+    folder.make("c")
+    assert len(synced) == 3
+
+
+def test_a_folder_is_made_where_names_may_not_be_listed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: pathlib.Path, flags: int, *more: int) -> int:
+        if path == tmp_path:
+            raise PermissionError(13, "permission denied", str(path))
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    Folder(tmp_path / "a").make("c")
+    assert (tmp_path / "a" / "c").is_dir()
