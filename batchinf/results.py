@@ -70,7 +70,10 @@ class Results:
     def schema(self) -> pa.Schema:
         """The columns. Raises OutputError if nothing is committed yet."""
         if not self.parts:
-            raise OutputError(f"{self.folder}: nothing is committed yet; look again once a part is")
+            raise OutputError(
+                f"{self.folder}: no part is written yet; until one is, `batchinf head` shows the finished rows. "
+                "Look again later, or run the job again if it has stopped"
+            )
         with open_part(self.parts[0]) as file:
             return file.schema_arrow.remove_metadata()
 

@@ -359,7 +359,8 @@ WRONG = [
     Wrong("unknown ending", {"input": {"path": "rows.xls"}},
           "the ending of rows.xls is not known; the formats are jsonl, parquet, csv, text, arrow and hf, by the "
           "endings .jsonl, .ndjson, .parquet, .pq, .csv, .txt, .text, .arrow, .feather, .ipc; name it so, or set "
-          "`format`", files={"rows.xls": "x"}),
+          "`input.format`; or make one in pandas: read_excel(NAME).to_parquet('rows.parquet')",
+          files={"rows.xls": "x"}),
     Wrong("unknown format", {"input": {"format": "xls"}},
           "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, openai, parquet, csv, text, arrow, hf"),
     Wrong("no rows", {},

@@ -34,6 +34,8 @@ _LOOKED_AT = 1000
 _MOST_LABELS, _MOST_LABEL_CHARS = 12, 40
 _MOST_ID_CHARS = 40
 _MOST_KEPT = 4
+_SEPARATOR = re.compile(r"(?<=\w)[;\t|]")
+_DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")  # unique by chance: a later row may repeat it
 _DEFAULT_LABELS = ("positive", "negative", "neutral")
 
 
@@ -51,6 +53,14 @@ def look_at(path: str, labels: Sequence[str] = ()) -> Data:
 def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     names = tuple(field.name for field in source.schema)
     rows = [row for row in source.read(0, min(_LOOKED_AT, source.num_rows)) if row.error is None]
+    if len(names) == 1 and ".csv" in path.lower() and (found := _SEPARATOR.search(names[0])) is not None:
+        raise UserError(
+            f"{path} has one column, {names[0]!r}, so {found[0]!r} seems to separate its columns; must be a comma: "
+            f"pandas.read_csv({path!r}, sep={found[0]!r}).to_csv('commas.csv', index=False) writes such a file"
+        )
+    if source.num_rows and not rows:
+        [first] = source.read(0, 1)
+        raise UserError(f"{path}: no row can be read; the first: {first.error}")
     values = {name: [row.values.get(name) for row in rows] for name in names}
     values = {name: [value for value in column if value is not None] for name, column in values.items()}
     texts = [field.name for field in source.schema if _is_text(field.type) and values[field.name]]
@@ -113,7 +123,9 @@ def _are_labels(values: Sequence[Any]) -> bool:
 def _are_ids(values: Sequence[Any], num_rows: int) -> bool:
     """Whether each row has a short value of its own, in one word."""
     words = {str(value) for value in values}
-    return 1 < len(words) == num_rows and all(len(word) <= _MOST_ID_CHARS and len(word.split()) == 1 for word in words)
+    return 1 < len(words) == num_rows and all(
+        len(word) <= _MOST_ID_CHARS and len(word.split()) == 1 and not _DATE.fullmatch(word) for word in words
+    )
 
 
 def _are_texts(values: Sequence[Any]) -> bool:

@@ -19,7 +19,7 @@ from batchinf.model.lora import adapter_places
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
 from batchinf.prompts.openai import COLUMNS, BatchPrompts
-from batchinf.prompts.templates import RowTemplate
+from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import is_json_column
@@ -203,7 +203,10 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tup
     for field, name in wanted:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
-            guess = f"; did you mean '{close[0]}'?" if close else ";"
+            is_word = (
+                not close or close[0].isidentifier() or not field.startswith(("input.prompt_t", "input.messages["))
+            )
+            guess = f"; did you mean {repr(close[0]) if is_word else column_call(close[0])}?" if close else ";"
             is_default = field == "input.prompt_column" and spec.input.prompt_column is None
             whose, remedy = (", the default of this field", "; name one of them") if is_default else ("", "")
             raise SpecError(

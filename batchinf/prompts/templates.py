@@ -4,6 +4,7 @@ import datetime
 import decimal
 import functools
 import json
+import re
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import jinja2
 import jinja2.meta
 import jinja2.sandbox
+import jinja2.visitor
 from jinja2 import nodes
 
 from batchinf.base.errors import RowError, SpecError
@@ -82,6 +84,8 @@ def _json_text(value: Any) -> str:
 CutFunction = Callable[[str, int, Any], str]
 
 _SIDES = ("left", "right")
+# What a user writes for a column with a name of several words, or with signs in it.
+_SEVERAL_WORDS = re.compile(r"\{\{-?\s*(\w+(?:[ .-]+\w+)+)\s*[|}]")
 
 
 class RowTemplate:
@@ -102,19 +106,28 @@ class RowTemplate:
         environment.filters["truncate_tokens"] = functools.partial(_truncate, cut)
         try:
             tree = environment.parse(source)
-            self._template = environment.from_string(source)
+            self._aliases = _Aliases(tree).aliases
+            self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
-            raise SpecError(f"{field}, line {error.lineno}: {describe_error(error)}") from error
+            found = _SEVERAL_WORDS.search(source)
+            hint = "" if found is None else f"; the column of this name would be {{{{ {column_call(found[1])} }}}}"
+            raise SpecError(f"{field}, line {error.lineno}: {describe_error(error)}{hint}") from error
         if any(True for _ in jinja2.meta.find_referenced_templates(tree)):
             raise SpecError(f"{field}: it includes another template; write it as one")
         for line, words in _wrong_calls(tree):
             raise SpecError(f"{field}, line {line}: {words}")
-        self.columns = tuple(sorted(jinja2.meta.find_undeclared_variables(tree)))
-        self.printed = tuple(name for name in self.columns if name not in set(_asked_for(tree)))
+        names = {alias: column for column, alias in self._aliases.items()}
+        variables = jinja2.meta.find_undeclared_variables(tree)
+        printed = variables - set(_asked_for(tree))
+        self.columns = tuple(sorted({names.get(name, name) for name in variables}))
+        self.printed = tuple(sorted({names.get(name, name) for name in printed}))
 
     def fill(self, values: Mapping[str, object]) -> str | RowError:
         """The text for a row's values, or the error."""
         pieces, length = [], 0
+        if self._aliases:
+            own = {alias: values[column] for column, alias in self._aliases.items() if column in values}
+            values = {**values, **own}
         try:
             for piece in self._template.generate(values):
                 length += len(piece)
@@ -129,8 +142,32 @@ class RowTemplate:
             return RowError("template_error", f"{self._name} makes more than {MAX_TEXT_CHARS:,} characters")
         except Exception as error:
             # A template may call any method of a row's values, so it may raise any exception.
-            return RowError("template_error", f"{self._name} failed{line_of(error)}: {describe_error(error)}")
+            words = describe_error(error)
+            for column, alias in self._aliases.items():
+                words = words.replace(f"'{alias}'", f"'{column}'")
+            return RowError("template_error", f"{self._name} failed{line_of(error)}: {words}")
         return "".join(pieces)
+
+
+def column_call(column: str) -> str:
+    """How a template names a column whose name is no Jinja2 name."""
+    return f"column({json.dumps(column, ensure_ascii=False)})"
+
+
+class _Aliases(jinja2.visitor.NodeTransformer):
+    """Puts a variable into a template in place of each `column("NAME")`. aliases: column → variable."""
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self.aliases: dict[str, str] = {}
+        self.visit(tree)
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:  # noqa: N802 - the name is Jinja2's
+        is_ours = isinstance(node.node, nodes.Name) and node.node.name == "column"
+        match node.args:
+            case [nodes.Const(value=str(column))] if is_ours and not node.kwargs:
+                alias = self.aliases.setdefault(column, f"_column_{len(self.aliases)}")
+                return nodes.Name(alias, "load", lineno=node.lineno)
+        return self.generic_visit(node)
 
 
 def _asked_for(tree: nodes.Template) -> Iterator[str]:

@@ -15,6 +15,14 @@ from batchinf.source.formats.base import FileFormat
 from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
 from batchinf.source.formats.registry import ALLOWED, file_format, format_by_ending
 
+# How pandas reads files that are no input.
+_PANDAS = {
+    ".json": "read_json(NAME)",
+    ".tsv": r"read_csv(NAME, sep='\t')",
+    ".xls": "read_excel(NAME)",
+    ".xlsx": "read_excel(NAME)",
+}
+
 
 class NoInputError(InputError):
     """The path of the input names nothing."""
@@ -92,7 +100,11 @@ def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
     found: dict[FileFormat, str] = {}
     for file in files:
         if (format := format_by_ending(file.name)) is None:
-            raise InputError(f"the ending of {file.name} is not known; {ALLOWED}; name it so, or set `format`")
+            read = _PANDAS.get(os.path.splitext(file.name)[1].lower())
+            other = "" if read is None else f"; or make one in pandas: {read}.to_parquet('rows.parquet')"
+            raise InputError(
+                f"the ending of {file.name} is not known; {ALLOWED}; name it so, or set `input.format`{other}"
+            )
         found[format] = file.name
     if len(found) > 1:
         raise InputError(f"{input.path} mixes formats: {', '.join(found.values())}; set `format` or narrow the path")

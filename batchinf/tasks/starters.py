@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchinf.prompts.templates import column_call
+
 _PLAIN = re.compile(r"(?:\.{0,2}/)?[A-Za-z_][\w/.-]*", re.ASCII)
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}  # of YAML 1.1 too, for other readers
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")  # a column that a Jinja2 template can name
@@ -155,11 +157,11 @@ def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
     """The prompt: the row's text, after an instruction if there is one."""
     if data.messages is not None and not instruction and wanted.is_chat:
         return [f"  messages_column: {_yaml(data.messages)}    # conversations, for the model's chat template"]
-    if not _NAME.fullmatch(data.text) or not (instruction or wanted.is_chat):
-        # A template cannot name the column, or need not.
+    if not (instruction or wanted.is_chat) or not data.text.isprintable():
         turn = ["  add_generation_prompt: true    # each prompt is a user's message in the model's chat template"]
         return [f"  prompt_column: {_yaml(data.text)}", *(turn if wanted.is_chat else [])]
-    text = f"{{{{ {data.text} }}}}"
+    is_name = _NAME.fullmatch(data.text)
+    text = f"{{{{ {data.text if is_name else column_call(data.text)} }}}}"
     if not wanted.is_chat:
         lines = [instruction, "", f"Text: {text}", "", "Label:"]
         return ["  prompt_template: |-    # {{ }} is a column of the row", *(f"    {line}".rstrip() for line in lines)]

@@ -13,6 +13,7 @@ import yaml
 
 import batchinf
 import jobs
+from batchinf.base.errors import UserError
 from batchinf.commands.init import has_chat_template, look_at
 from batchinf.tasks.starters import PURPOSES, StarterWanted, write_spec
 
@@ -110,6 +111,28 @@ def test_hostile_names_of_columns_are_quoted(name: str, tmp_path: pathlib.Path) 
         report = batchinf.validate(written(purpose, data, tmp_path), overrides=NO_VLLM, num_rows=1)
         assert report.rows[0].error is None
         assert name in report.input.columns
+
+
+def test_a_question_names_a_column_of_several_words(tmp_path: pathlib.Path) -> None:
+    rows = [{"Review Text": f"It boils fast, {n}", "posted on": f"2025-01-0{n}"} for n in range(1, 5)]
+    path = written("label", rows_file(tmp_path, rows), tmp_path)
+    assert "id_column" not in yaml.safe_load(path.read_text())["input"]  # a date is unique by chance
+    text = batchinf.validate(path, overrides=NO_VLLM, num_rows=1).rows[0].text
+    assert "Answer with one of: positive, negative, neutral.\n\nText: It boils fast, 1" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", "id;review\n1;nice, but loud\n", r"'id;review', so ';' seems to separate its columns"),
+        ("a.csv", "id\treview\n1\tnice\n", r"so '\\t' seems to separate its columns"),
+        ("a.jsonl", '{"review": 1\n', "no row can be read; the first: a.jsonl line 1: not JSON"),
+    ],
+)
+def test_files_that_need_another_form(name: str, content: str, words: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=words):
+        look_at(str(tmp_path / name))
 
 
 def test_conversations_are_used_as_they_are(tmp_path: pathlib.Path) -> None:

@@ -264,6 +264,8 @@ def test_one_poisonous_text_does_not_spoil_its_batch() -> None:
         ("{{ q or 'none' }}", {"q": None}, "none"),
         ("{% if q is defined %}{{ q }}{% else %}-{% endif %}", {}, "-"),
         ("{{ '=' * 3 }}{{ q }}", {"q": 0.5}, "===0.5"),
+        ('{{ column("My Text") | upper }} {{ column }}', {"My Text": "fox", "column": 2}, "FOX 2"),
+        ("{% for c in column('a}} \"☕') %}{{ c }}.{% endfor %}", {'a}} "☕': "ab"}, "a.b."),
     ],
 )
 def test_a_template_is_filled(template: str, values: dict[str, Any], text: str) -> None:
@@ -281,6 +283,9 @@ def test_a_template_is_filled(template: str, values: dict[str, Any], text: str) 
             "template_error",
             "the template failed at line 1: access to attribute '__class__' of 'str' object is unsafe.",
         ),
+        ("{{ column('a b') }}{{ q }}", "template_error", "the template failed at line 1: 'a b' is undefined"),
+        ("{{ column('no thing') }}", "null_prompt", "the template prints a null (null here: no thing); {{ x or '' }} "
+         "would print nothing"),
         ("{{ q // 0 }}", "template_error", "the template failed at line 1: TypeError: unsupported operand type(s) for "
          "//: 'str' and 'int'"),
         ("{{ q * 10**9 }}", "template_error", "the template makes more than 67,108,864 characters"),
@@ -298,7 +303,7 @@ def test_a_template_is_filled(template: str, values: dict[str, Any], text: str) 
     ],
 )  # fmt: skip
 def test_a_template_that_fails(template: str, error_type: str, message: str) -> None:
-    values = {"q": "fox", "nothing": None, "bad": "\udc80"}
+    values = {"q": "fox", "nothing": None, "no thing": None, "bad": "\udc80"}
     assert build([values], input={"prompt_template": template}) == [RowError(error_type, message)]
 
 
@@ -306,6 +311,11 @@ def test_a_template_that_fails(template: str, error_type: str, message: str) -> 
     ("template", "message"),
     [
         ("a\nb {{ q", "input.prompt_template, line 2: unexpected end of template, expected 'end of print statement'."),
+        (
+            "{{ Review Text }}",
+            "input.prompt_template, line 1: expected token 'end of print statement', got 'Text'; the column of this "
+            'name would be {{ column("Review Text") }}',
+        ),
         ("{{ q | nope }}", "input.prompt_template, line 1: No filter named 'nope'."),
         ("{{ q | random }}", "input.prompt_template, line 1: No filter named 'random'."),
         ("{% include 'x' %}{{ q }}", "input.prompt_template: it includes another template; write it as one"),
@@ -351,6 +361,11 @@ def test_columns(section: dict[str, str], columns: tuple[str, ...]) -> None:
             "input.prompt_template: the input has no column 'context'; it has: id, prompt, question, kind",
         ),
         (
+            {"input": {"prompt_template": "{{ Review_Text }}"}},
+            "input.prompt_template: the input has no column 'Review_Text'; did you mean column(\"Review Text\")? "
+            "it has: id, Review Text",
+        ),
+        (
             {"input": {"id_column": "idd"}},
             "input.id_column: the input has no column 'idd'; did you mean 'id'? it has: id, prompt, question, kind",
         ),
@@ -365,7 +380,7 @@ def test_check_columns(sections: dict[str, Any], message: str | None) -> None:
         check_columns(make_spec(**sections), COLUMNS, ())
         return
     with pytest.raises(SpecError) as caught:
-        check_columns(make_spec(**sections), COLUMNS, ())
+        check_columns(make_spec(**sections), ["id", "Review Text"] if "Review Text" in message else COLUMNS, ())
     assert str(caught.value) == message
 
 
