@@ -279,11 +279,13 @@ def test_headers_are_all_that_is_read_of_large_weights(tmp_path: pathlib.Path) -
     folder = write(
         tmp_path / "m", {"config.json": b"{}", "model.safetensors": weights({"a": [1 << 20, 1 << 14]}, num_bytes=0)}
     )
+    # 64 GiB, of which nothing is on the disk: who reads them needs more memory than there is.
     os.truncate(folder / "model.safetensors", 200 + (1 << 36))
-    started = time.process_time()
+    before = pathlib.Path("/proc/self/io").read_text().split()
     model = resolve(spec(folder))
     check_weights(model, "auto")
-    assert time.process_time() - started < 1.0
+    after = pathlib.Path("/proc/self/io").read_text().split()
+    assert int(after[1]) - int(before[1]) < 1 << 26  # bytes read
     assert model_files.read_header(folder / "model.safetensors")[0]["a"]["shape"] == [1 << 20, 1 << 14]
 
 
