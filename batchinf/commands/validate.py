@@ -339,7 +339,12 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
         empty.add(rows)
         for prompt in builder.build(rows, length):
             lengths.add(prompt)
-    yield lengths.summary()
+    found = lengths.summary()
+    yield found
+    rate, allowed = sum(error.num_rows for error in found.errors) / max(1, found.num_sampled), job.spec.max_error_rate
+    if allowed < rate < 1:
+        text = f"warning: {rate:.1%} errors are more than max_error_rate {allowed:.1%}, so that `run` stores all rows"
+        yield Remark("warning", f"{text} and then exits with 3; a higher max_error_rate allows this")
     yield from (Remark("warning", text) for text in empty.warnings())
     shown = named or list(positions[: wanted.num_rows])
     if wanted.seed is not None and not named:

@@ -41,6 +41,17 @@ def error_of(errors: str) -> str:
     return errors[errors.index("error: ") :]
 
 
+def test_validate_says_that_the_job_will_exit_with_3(tmp_path: pathlib.Path) -> None:
+    spec = job_of(tmp_path, lambda index: None if index in (3, 40) else f"Say {index}.", 60)
+    said = (
+        "warning: 3.3% errors are more than max_error_rate 1.0%, so that `run` stores all rows and then exits with 3; "
+        "a higher max_error_rate allows this"
+    )
+    assert said in jobs.run("validate", spec).stdout.splitlines()
+    assert "max_error_rate" not in jobs.run("validate", spec, "--set", "max_error_rate=0.05").stdout
+    assert jobs.run("run", spec).returncode == 3
+
+
 @pytest.mark.slow
 def test_most_of_the_first_rows_failing_ends_a_job_early(tmp_path: pathlib.Path) -> None:
     spec, out, num_rows = job_of(tmp_path, most_bad, 6000), tmp_path / "out", 6000
