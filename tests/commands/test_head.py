@@ -96,6 +96,19 @@ def test_a_label_has_its_confidence() -> None:
     assert shown(("id", "cumulative_logprob"), True)[2] == ["a", "-1.386"]
 
 
+@pytest.mark.parametrize(
+    ("has_others", "columns"),
+    [(True, ["id", "Review Text", "text", "confidence"]), (False, ["id", "text", "confidence"])],
+)
+def test_the_message_of_an_error_takes_no_room_from_the_others(has_others: bool, columns: list[str]) -> None:
+    row = {"id": "review-000001", "Review Text": "a good one " * 9, "text": "good", "cumulative_logprob": -0.1}
+    bad = {**row, "text": None, "cumulative_logprob": None, "error_type": "empty_prompt", "error_message": "x" * 60}
+    rows = (row, bad) if has_others else (bad,)
+    table, *_ = head_table(Head(rows, tuple(row), ("Review Text",), (), 2, True), (), 74)
+    assert isinstance(table, Table)
+    assert [str(column.header) for column in table.columns] == columns
+
+
 def test_json_has_all_columns_and_the_first_rows(out: pathlib.Path) -> None:
     first = [json.loads(line) for line in head(out, "--json", "-n", "20")]
     assert [{k: v for k, v in row.items() if k != "attempts"} for row in first] == jobs.rows_of(out)[:20]

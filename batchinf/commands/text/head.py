@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from batchinf.base.text import choice_name, counted, list_names
 from batchinf.commands.head import Head
@@ -34,12 +35,16 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
     titles = {name: cell(name if wanted else _TITLES.get(name, name)) for name in names}
     shown = [{name: _shown(head, name, row.get(name), wanted) for name in names} for row in head.rows]
     cells = {name: [cell(row[name]) for row in shown] for name in names}
+    widths = {name: max(text.cell_len for text in (titles[name], *cells[name])) for name in names}
     if not wanted:
-        place = _main(names)
+        place, errors = _main(names), dict[int, Text]()
         for number, row in enumerate(head.rows):
             if (error := row.get("error") or row.get("error_type")) is not None:
-                cells[place][number] = cell(f"{error}: {row.get('error_message') or ''}".rstrip(": "), "red")
-    widths = {name: max(text.cell_len for text in (titles[name], *cells[name])) for name in names}
+                errors[number] = cell(f"{error}: {row.get('error_message') or ''}".rstrip(": "), "red")
+                cells[place][number] = errors[number]
+        # Among other rows, a message takes no room from the columns with their texts.
+        most = _SHORT if len(errors) < len(head.rows) else None
+        widths[place] = max(widths[place], *(min(text.cell_len, most or text.cell_len) for text in errors.values()), 1)
     left_out = _fit(names, widths, [] if wanted else _dispensable(names, head.kept, widths), width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names:
