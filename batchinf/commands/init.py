@@ -53,7 +53,7 @@ def look_at(path: str, labels: Sequence[str] = ()) -> Data:
 def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     names = tuple(field.name for field in source.schema)
     rows = [row for row in source.read(0, min(_LOOKED_AT, source.num_rows)) if row.error is None]
-    if len(names) == 1 and ".csv" in path.lower() and (found := _SEPARATOR.search(names[0])) is not None:
+    if len(names) == 1 and (found := _SEPARATOR.search(names[0])) is not None:
         raise UserError(
             f"{path} has one column, {names[0]!r}, so {found[0]!r} seems to separate its columns; must be a comma: "
             f"pandas.read_csv({path!r}, sep={found[0]!r}).to_csv('commas.csv', index=False) writes such a file"

@@ -37,7 +37,7 @@ def job(
     (folder / "parts").mkdir(parents=True)
     (folder / "manifest").mkdir()
     texts = {"job_id": "j", "created_at": "2026-01-01T00:00:00+00:00", "fingerprint": "f00d"}
-    resolved = {"task": task, **(spec or {})}
+    resolved = {"task": task, "input": {"path": "rows.jsonl"}, **(spec or {})}
     lines: list[dict[str, Any]] = [
         {"kind": "header", "format_version": 1, **texts, "identity": {"task": task}, "layout": {}, "spec": resolved},
         {"kind": "extent", "start": 0, "num_rows": 600, "rows_per_shard": 60, "first_shard": 0,
