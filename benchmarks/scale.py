@@ -275,6 +275,9 @@ class SimulatedHandle:
     def log_tail(self) -> list[str]:
         return []
 
+    def begin_end(self) -> None:
+        """Nothing: `end` does not wait."""
+
     def end(self) -> Ending:
         self.forget()
         self.channel.close()
