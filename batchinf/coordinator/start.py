@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinf.base import faults
-from batchinf.base.errors import BatchinfError, SpecError
+from batchinf.base.errors import BatchinfError, OutputError, SpecError
 from batchinf.base.slices import claim_whole
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
@@ -268,8 +268,13 @@ def _begin(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice | No
 
 
 def _state_of(folder: Folder) -> State:
+    """The state that has just been committed. Raises OutputError if it was taken away at once."""
     state = read_state(folder)
-    assert state is not None
+    if state is None:
+        raise OutputError(
+            f"{folder.path('manifest')} was deleted or replaced while the job ran; restore the folder, or start a new "
+            "job with --fresh"
+        )
     return state
 
 
