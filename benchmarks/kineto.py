@@ -11,7 +11,6 @@ kernels in other processes, which are not traced.
 
 import argparse
 import collections
-import dataclasses
 import gzip
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 
 import psutil
 from run import end, prepare, write_spec
-from workloads import WORKLOADS
+from workloads import WORKLOADS, add_size_arguments, sized_by
 
 _HOOK = pathlib.Path(__file__).resolve().parent / "step_hook"
 _KINDS = ("plain", "stacks")
@@ -44,13 +43,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--after", type=int, default=40, help="decoding steps before the first trace")
     parser.add_argument("--limit-s", type=float, default=480.0, help="time from the start to the second trace")
-    parser.add_argument("--shape")
-    parser.add_argument("--rows", type=int)
-    parser.add_argument("--dtype")
+    add_size_arguments(parser)
     args = parser.parse_args()
-    workload = WORKLOADS[args.workload].sized(args.rows, args.shape)
-    if args.dtype:
-        workload = dataclasses.replace(workload, dtype=args.dtype)
+    workload = sized_by(args)
     model, prompts = prepare(workload, args.out)
     folder = args.out / workload.name
     spec, _ = write_spec(workload, folder, model, prompts)

@@ -11,7 +11,6 @@ names its place) and the permission to trace other processes.
 import argparse
 import collections
 import contextlib
-import dataclasses
 import itertools
 import pathlib
 import re
@@ -23,7 +22,7 @@ import time
 
 import psutil
 from run import end, prepare, write_spec
-from workloads import WORKLOADS
+from workloads import WORKLOADS, add_size_arguments, sized_by
 
 # A stack (frames from outermost to innermost, joined by ';') gets the name of the first rule that matches.
 RULES = [
@@ -73,13 +72,9 @@ def main() -> None:
     parser.add_argument("--rate", type=int, default=100, help="samples a second")
     parser.add_argument("--py-spy", default="py-spy")
     parser.add_argument("--start-limit-s", type=float, default=300.0)
-    parser.add_argument("--shape")
-    parser.add_argument("--rows", type=int)
-    parser.add_argument("--dtype")
+    add_size_arguments(parser)
     args = parser.parse_args()
-    workload = WORKLOADS[args.workload].sized(args.rows, args.shape)
-    if args.dtype:
-        workload = dataclasses.replace(workload, dtype=args.dtype)
+    workload = sized_by(args)
     folder = args.out / workload.name
     shutil.rmtree(folder, ignore_errors=True)
     model, prompts = prepare(workload, args.out)

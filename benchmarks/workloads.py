@@ -1,5 +1,6 @@
 """The workloads of `run.py`, by name. Sizes are parameters, so that a small version of each runs anywhere."""
 
+import argparse
 import math
 import random
 from collections.abc import Mapping
@@ -348,3 +349,16 @@ def log_normal_lengths(num_rows: int, mean: float = 179.0, most: int = 1500, see
     chance, sigma = random.Random(seed), 0.8
     mu = math.log(mean) - sigma**2 / 2
     return [max(1, min(most, round(chance.lognormvariate(mu, sigma)))) for _ in range(num_rows)]
+
+
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `sized_by` reads."""
+    parser.add_argument("--shape")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--dtype")
+
+
+def sized_by(args: argparse.Namespace) -> Workload:
+    """The workload `args.workload` in the sizes of the command line."""
+    workload = WORKLOADS[args.workload].sized(args.rows, args.shape)
+    return replace(workload, dtype=args.dtype) if args.dtype else workload
