@@ -7,7 +7,7 @@ replica and gives it a port to the coordinator and memory for the record of requ
 """
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -118,8 +118,8 @@ class Backend(Protocol):
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
         """Raise UserError if a host has other software, or does not share the folder of the output or of the model."""
 
-    def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
-        """Raise UserError if other programs occupy memory that the slots' engines will ask for."""
+    def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
+        """Raise UserError if other programs occupy memory that engines with these arguments will ask for."""
 
     def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:
         """Look at devices for the telemetry."""

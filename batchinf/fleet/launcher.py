@@ -83,7 +83,7 @@ class Launcher:
         settings = _settings(spec, fit, chosen, state, say)
         for line in check_devices(spec, fit, len(slots)):
             say(line)
-        backend.check_free(spec.model_copy(update={"engine": settings.engine}), slots)
+        backend.check_free(settings.engine, slots)
         return cls(backend, spec, model, adapters, folder, epoch, slots, settings, chosen)
 
     @property

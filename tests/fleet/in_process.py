@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchinf.base.errors import BatchinfError
@@ -152,7 +152,7 @@ class InProcessBackend:
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
         pass
 
-    def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
+    def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         pass
 
     def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:

@@ -224,7 +224,7 @@ def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) 
 def test_a_held_device_is_named_with_its_holder(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 2, {1: 20.0}, [os.getpid()])
     with pytest.raises(UserError) as raised:
-        check_free(spec_of(), [Slot(0, ("0",), ()), Slot(1, (device,), ())])
+        check_free({}, [Slot(0, ("0",), ()), Slot(1, (device,), ())])
     words = str(raised.value)
     assert f"device {device} is held by pid {os.getpid()} of {getpass.getuser()} (20.0 GiB)" in words
     assert "60.0 of 80.0 GiB are free" in words
@@ -234,12 +234,12 @@ def test_a_held_device_is_named_with_its_holder(device: str, monkeypatch: pytest
 def test_a_holder_that_cannot_be_seen_holds_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 1, {0: 20.0})
     with pytest.raises(UserError, match="cannot be seen"):
-        check_free(spec_of(), [Slot(0, ("0",), ())])
+        check_free({}, [Slot(0, ("0",), ())])
 
 
 def test_a_device_with_room_enough_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 1, {0: 20.0}, [os.getpid()])
-    check_free(spec_of(engine={"gpu_memory_utilization": 0.7}), [Slot(0, ("0",), ())])
+    check_free({"gpu_memory_utilization": 0.7}, [Slot(0, ("0",), ())])
 
 
 @pytest.mark.parametrize(("build", "is_refused"), [((13, 0), True), ((12, 9), False), ((12, 4), False), (None, False)])

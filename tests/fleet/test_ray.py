@@ -213,6 +213,22 @@ def test_a_group_that_can_never_be_placed(two_nodes: TestCluster, tmp_path: path
 
 
 @pytest.mark.slow
+def test_a_node_with_a_gpu(tmp_path: pathlib.Path) -> None:
+    """Ray only counts the GPU; vLLM runs on the processors. The replica takes the way of one with a GPU."""
+    pytest.importorskip("vllm")
+    real: dict[str, Any] = {
+        "engine": {"max_model_len": 512, "max_num_seqs": 4},
+        "input": {"limit": 3},
+        "scripted": None,
+    }
+    with ray_cluster.running(0) as cluster:
+        cluster.add(num_gpus=1)
+        errors = jobs.finish(spec_of(tmp_path, cluster, **real, parallel=None)).stderr
+    assert "1 replica on gpu-0" in errors
+    assert len(jobs.rows_of(tmp_path / "out")) == 3
+
+
+@pytest.mark.slow
 def test_real_vllm_on_two_nodes_of_which_one_is_killed(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
     lines = jobs.PROMPTS.read_text(encoding="utf-8").strip().split("\n")

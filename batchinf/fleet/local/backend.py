@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
@@ -398,8 +398,8 @@ class LocalBackend:
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
         """See `Backend`. There is one host."""
 
-    def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
-        devices.check_free(spec, slots)
+    def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
+        devices.check_free(engine, slots)
 
     def watch_devices(self, names: Sequence[str]) -> DeviceWatch:
         return devices.NvmlWatch(names)

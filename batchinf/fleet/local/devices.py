@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,9 +186,9 @@ def own_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-def check_free(spec: JobSpec, slots: Sequence[Slot]) -> None:
-    """Raise UserError if another program holds memory that a replica will ask for."""
-    share = float(spec.engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
+def check_free(engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
+    """Raise UserError if another program holds memory that a replica will ask for. engine: the section of the spec."""
+    share = float(engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
     users = Counter(device for slot in slots for device in slot.devices)
     for device, num_replicas in users.items():
         free, total, uses = _device_memory(device)

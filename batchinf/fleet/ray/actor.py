@@ -8,6 +8,7 @@ ends itself when the actor is gone.
 
 import contextlib
 import fcntl
+import json
 import os
 import pathlib
 import socket
@@ -29,7 +30,6 @@ from batchinf.fleet.ray.hosts import HostReport, check_versions, host_report
 from batchinf.model.identity import Model
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch, Ready, StartPhase
 from batchinf.replica.worker import InFlightRecord
-from batchinf.spec.job import JobSpec
 
 _POLL_S = 0.05
 _RECORD_EVERY_S = 1.0
@@ -253,10 +253,10 @@ def _reach_other_hosts() -> None:
 
 def _wait_until_free(launch: Launch, slot: Slot) -> None:
     devices.check_driver(cuda_of_build())
-    spec, deadline = JobSpec.model_validate_json(launch.spec), time.monotonic() + _FREE_WITHIN_S
+    engine, deadline = json.loads(launch.spec)["engine"], time.monotonic() + _FREE_WITHIN_S
     while True:
         try:
-            devices.check_free(spec, [slot])
+            devices.check_free(engine, [slot])
         except UserError:
             if time.monotonic() > deadline:
                 raise

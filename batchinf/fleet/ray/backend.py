@@ -7,9 +7,10 @@ and write them on the shared file system. Ray restarts nothing; the fleet does.
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook, Slot
@@ -104,7 +105,7 @@ class RayBackend:
         check_versions(self._software, [(node.name, found) for node, found in self._reports])
         check_shared(self._cluster, [node for node, _ in self._reports], output, model)
 
-    def check_free(self, spec: JobSpec, slots: Sequence[Slot]) -> None:
+    def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         """See `Backend`. The actors check it, when they know their devices."""
 
     def watch_devices(self, devices: Sequence[str]) -> DeviceWatch:

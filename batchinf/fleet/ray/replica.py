@@ -182,9 +182,14 @@ class RayReplica:
 
     def _fail(self, error: Any) -> None:
         """The actor raised an exception: the replica could not start, or its actor has a bug."""
-        cause = error.cause if isinstance(error.cause, Exception) else error
-        failed = last_words(cause) if isinstance(cause, (BatchinfError, OSError)) else None
-        self._news.append(failed or Failed(type(cause).__name__, ray_cause(error), 1))
+        if isinstance(error.cause, Exception):
+            failed = last_words(error.cause)
+        else:
+            failed = Failed(type(error).__name__, ray_cause(error), 1)
+        if not isinstance(error.cause, BatchinfError):
+            with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+                log.write(f"{error}\n")  # with the traceback on the node
+        self._news.append(failed)
         self._has_ended = True
 
     def _note_gone(self, error: Exception) -> None:
