@@ -32,10 +32,14 @@ _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 128
 
 
-def arguments(num_blocks: int, max_num_seqs: int, is_async: bool, is_caching: bool) -> dict[str, Any]:
+def arguments(
+    num_blocks: int, max_num_seqs: int, is_async: bool, is_caching: bool, max_model_len: int = 1024
+) -> dict[str, Any]:
     """Arguments of vLLM's schedulers, for a model with one group of full attention."""
+    init_none_hash(sha256)
     engine = EngineArgs(
         model=str(MODEL),
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(64, 8 * max_num_seqs),
         enable_prefix_caching=is_caching,
@@ -57,7 +61,6 @@ def arguments(num_blocks: int, max_num_seqs: int, is_async: bool, is_caching: bo
 
 
 def request(name: str, prompt: list[int], is_caching: bool, **params: Any) -> Request:
-    init_none_hash(sha256)
     hasher = get_request_block_hasher(_BLOCK_SIZE, sha256) if is_caching else None
     final = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
     sampling = SamplingParams(**{**final, **params})
