@@ -89,11 +89,7 @@ class Driver:
             "cached": manager.num_cached_block,
             "free": [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
             "hashes": {key: repr(blocks) for key, blocks in pool.cached_block_hash_to_block._cache.items()},
-            "limits": (
-                made.max_num_running_reqs,
-                getattr(made, "max_num_active_reqs", None),
-                made.max_num_scheduled_tokens,
-            ),
+            "limits": {name: number for name, number in vars(made).items() if name.startswith("max_num")},
             "before": made.prev_step_scheduled_req_ids,
         }
 

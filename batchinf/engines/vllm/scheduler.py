@@ -172,8 +172,8 @@ class RowStore:
 class _Held:
     """What a request has made and not sent. store: None without logprobs.
 
-    quiet_until: with fewer tokens than this, prompt included, the request is quiet: it is not at its longest and sends no
-    piece.
+    quiet_until: with fewer tokens than this, prompt included, the request is quiet: it neither is at its longest nor
+    sends a piece.
     """
 
     __slots__ = ("is_begun", "quiet_until", "request", "slot", "stop_ids", "store", "token_ids")
