@@ -11,6 +11,7 @@ import pytest
 vllm = pytest.importorskip("vllm")
 from vllm.sampling_params import RepetitionDetectionParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
@@ -130,6 +131,7 @@ def test_the_loops_do_what_vllm_does(
         monkeypatch.setattr(ours, name, value)
     chance = random.Random(f"{is_v2} {is_async} {is_caching} {num_blocks} {words}")
     made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)
+    made_of["vllm_config"].scheduler_config.watermark = 0.3 if words == 2 else 0.0
     vllms_own = AsyncScheduler if is_async else Scheduler
     drivers = [Driver(made, words) for made in (ours.scheduler(**made_of), vllms_own(**made_of))]
     one, other = drivers
@@ -175,6 +177,9 @@ def test_the_loops_do_what_vllm_does(
         if step in (50, 51, 150):  # takes all blocks away, with tokens in flight
             for driver in drivers:
                 driver.made.reset_prefix_cache(reset_running_requests=True)
+        if step in (70, 72):
+            for driver in drivers:
+                driver.made.set_pause_state(PauseState.PAUSED_ALL if step == 70 else PauseState.UNPAUSED)
         if not one.made.requests and not one.flying:
             break
         assert one.schedule() == other.schedule()
