@@ -8,7 +8,7 @@ them, and the engine process never holds more than about `_PIECE_BYTES` of a req
 through unchanged, because the front end looks at their text after every token. `engine: {scheduler_cls: null}` in a
 spec restores vLLM's scheduler. Read against 0.26.0 and run with 0.32.0.
 
-For 2,048 requests vLLM's Python takes 42 ms a step (`benchmarks/scheduler_steps.py`), longer than a small model's step
+For 2,048 requests vLLM's Python takes 45 ms a step (`benchmarks/scheduler_steps.py`), longer than a small model's step
 on a GPU. Most of these requests only decode: they get one token and do not end. This subclass handles them in two short
 loops, `_schedule_head` and `_add_tokens`. vLLM's methods then see a batch of the others; together 12 ms. The loops were
 compared with the methods of 0.26.0 and 0.32.0, step by step; `_decode_block_size` says where they run.
