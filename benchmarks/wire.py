@@ -95,7 +95,7 @@ def main() -> None:
     def hold() -> None:
         for output in bare:  # it is changed where it leaves
             output.new_token_ids = [5]
-        holding._hold(bare, index, step)
+        holding._hold(bare, index, step, {store: ([], []) for store in holding._stores.values()})
 
     lines.append(f"| holding them back in the scheduler | {cpu_ms(hold):.2f} | |")
     print("\n".join(lines))

@@ -1,0 +1,144 @@
+"""What a step costs in the scheduler of vLLM's engine core: vLLM's own, and ours with and without its short loops.
+
+    python benchmarks/scheduler_steps.py --requests 2048 --logprobs 20
+
+Prints processor milliseconds a step in the schedulers of the installed vLLM, with asynchronous scheduling and without a
+model: the tokens and logprobs of a step are made up. The batch is full, requests end all the time and others wait, as
+in a job. Needs no device.
+"""
+
+import argparse
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from batchinf.engines.vllm.scheduler import scheduler
+
+MODEL = Path(__file__).parent.parent / "sample_data" / "tiny-llama"
+_BLOCK_SIZE = 16
+_PROMPT_TOKENS = 128
+
+
+def arguments(
+    num_blocks: int, max_num_seqs: int, is_async: bool, is_caching: bool, max_model_len: int = 1024
+) -> dict[str, Any]:
+    """Arguments of vLLM's schedulers, for a model with one group of full attention."""
+    init_none_hash(sha256)
+    engine = EngineArgs(
+        model=str(MODEL),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(64, 8 * max_num_seqs),
+        enable_prefix_caching=is_caching,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+    )
+    config = engine.create_engine_config()
+    config.scheduler_config.async_scheduling = is_async
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=_BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return {
+        "vllm_config": config,
+        "kv_cache_config": KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        "structured_output_manager": StructuredOutputManager(config),
+        "block_size": _BLOCK_SIZE,
+        "hash_block_size": _BLOCK_SIZE,
+        "log_stats": True,
+    }
+
+
+def request(name: str, prompt: list[int], is_caching: bool, **params: Any) -> Request:
+    hasher = get_request_block_hasher(_BLOCK_SIZE, sha256) if is_caching else None
+    final = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
+    sampling = SamplingParams(**{**final, **params})
+    return Request(name, prompt, sampling, None, block_hasher=hasher, arrival_time=0.0)
+
+
+class Load:
+    """A full batch of requests that end at different steps, of which some always wait."""
+
+    def __init__(self, made: Any, num: int, k: int | None) -> None:
+        self.made, self.num, self.k = made, num, k
+        self.num_added = 0
+        self.random = np.random.default_rng(1)
+        self.flying: deque[tuple[Any, list[str]]] = deque()
+        self.spent = {"schedule": 0.0, "update": 0.0}
+        rows = num + 1
+        if k is not None:
+            shape = rows, k + 1
+            self.arrays = np.ones(shape, np.int64), np.ones(shape, np.float32), np.ones(rows, np.int64)
+
+    def step(self) -> None:
+        while len(self.made.requests) < self.num * 1.2:
+            # The first requests end one after the other, the others after 128 tokens.
+            most = 1 + self.num_added % 128 if self.num_added < self.num else 128
+            prompt = self.random.integers(0, 1000, _PROMPT_TOKENS).tolist()
+            caches = self.made.kv_cache_manager.enable_caching
+            self.made.add_request(
+                request(f"{self.num_added}-0-0123abcd", prompt, caches, max_tokens=most, logprobs=self.k)
+            )
+            self.num_added += 1
+        began = time.process_time()
+        scheduled = self.made.schedule()
+        self.spent["schedule"] += time.process_time() - began
+        ready = [name for name in scheduled.num_scheduled_tokens if not self.made.requests[name].is_prefill_chunk]
+        self.flying.append((scheduled, ready))
+        if len(self.flying) < 2:
+            return
+        scheduled, ready = self.flying.popleft()
+        is_ready = set(ready)
+        names = list(scheduled.num_scheduled_tokens)
+        given = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=[[5] if name in is_ready else [] for name in names],
+            logprobs=None if self.k is None else LogprobsLists(*self.arrays),
+        )
+        began = time.process_time()
+        self.made.update_from_output(scheduled, given)
+        self.spent["update"] += time.process_time() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=2048)
+    parser.add_argument("--logprobs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    args = parser.parse_args()
+    num, is_caching = args.requests, not args.no_prefix_caching
+    made_of = arguments(num * 20, num, True, is_caching)
+    lines = ["| of a step | schedule, ms | update, ms | both, ms |", "| --- | ---: | ---: | ---: |"]
+    for k in (None, args.logprobs):
+        for title in ("vLLM's own", "outputs held back", "outputs held back, short loops"):
+            made = AsyncScheduler(**made_of) if title == "vLLM's own" else scheduler(**made_of)
+            made.use_v2_model_runner = True  # as on GPUs
+            if title == "outputs held back":
+                made._block_size = None
+            load = Load(made, num, k)
+            for _ in range(150):  # until the first requests are gone
+                load.step()
+            load.spent = dict.fromkeys(load.spent, 0.0)
+            for _ in range(args.steps):
+                load.step()
+            schedule, update = (spent / args.steps * 1e3 for spent in load.spent.values())
+            name = f"{title}, " + ("no logprobs" if k is None else f"top {k}")
+            lines.append(f"| {name} | {schedule:.2f} | {update:.2f} | {schedule + update:.2f} |")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Our scheduler's short loops against vLLM's own scheduler, both driven by the same requests, steps and aborts."""
+
+import random
+import zlib
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+vllm = pytest.importorskip("vllm")
+from vllm.sampling_params import RepetitionDetectionParams  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
+
+from batchinf.engines.vllm import scheduler as ours  # noqa: E402
+from benchmarks.scheduler_steps import arguments, request  # noqa: E402
+
+EOS, STOP, WORDS = 3, 4, 40
+WIDTH = 4
+MODEL_LEN = 96
+
+
+class Driver:
+    """A scheduler with a made-up model: a token follows from the request's name and the number of tokens before it."""
+
+    def __init__(self, made: Any, words: int) -> None:
+        self.made, self.words = made, words
+        self.flying: deque[tuple[Any, dict[str, int]]] = deque()
+        self.sent: dict[str, list[Any]] = {}
+
+    def schedule(self) -> dict[str, Any]:
+        output = self.made.schedule()
+        # Requests whose prompt is computed with this step, and how many tokens each has then.
+        ready = {}
+        for name in output.num_scheduled_tokens:
+            one = self.made.requests[name]
+            if not one.is_prefill_chunk:
+                ready[name] = one.num_computed_tokens
+        self.flying.append((output, ready))
+        cached = output.scheduled_cached_reqs
+        return {
+            "scheduled": list(output.num_scheduled_tokens.items()),
+            "total": output.total_num_scheduled_tokens,
+            "cached": vars(cached) | {"resumed_req_ids": sorted(cached.resumed_req_ids)},
+            "new": [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
+            "finished": output.finished_req_ids,
+            "preempted": output.preempted_req_ids,
+            "zeroed": output.new_block_ids_to_zero,
+            "shared": output.num_common_prefix_blocks,
+        }
+
+    def update(self) -> None:
+        output, ready = self.flying.popleft()
+        names = sorted(output.num_scheduled_tokens)
+        rows = [zlib.crc32(f"{name} {ready.get(name)}".encode()) for name in names]
+        lists = LogprobsLists(
+            np.array([[row % (1000 + column) for column in range(WIDTH + 1)] for row in rows], np.int64),
+            np.array([[row % (99 + column) for column in range(WIDTH + 1)] for row in rows], np.float32),
+            np.array([row % 7 for row in rows], np.int64),
+        )
+        given = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=[
+                [row % self.words] if name in ready else [] for name, row in zip(names, rows, strict=True)
+            ],
+            logprobs=lists if names else None,
+        )
+        for message in self.made.update_from_output(output, given).values():
+            for one in message.outputs:
+                self.sent.setdefault(one.request_id, []).append(one)
+
+    def state(self) -> dict[str, Any]:
+        """All that a later step depends on."""
+        made, manager = self.made, self.made.kv_cache_manager.coordinator.single_type_managers[0]
+        pool = manager.block_pool
+        names = "status num_computed_tokens num_output_placeholders num_in_flight_tokens num_stale_output_tokens"
+        names += " is_prefill_chunk num_preemptions stop_reason block_hashes _all_token_ids _output_token_ids"
+        return {
+            "running": [one.request_id for one in made.running],
+            "waiting": [one.request_id for one in made.waiting],
+            "requests": {
+                name: [getattr(one, field, None) for field in names.split()] for name, one in made.requests.items()
+            },
+            "blocks": {name: [block.block_id for block in blocks] for name, blocks in manager.req_to_blocks.items()},
+            "cached": manager.num_cached_block,
+            "free": [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
+            "hashes": {key: repr(blocks) for key, blocks in pool.cached_block_hash_to_block._cache.items()},
+            "limits": {name: number for name, number in vars(made).items() if name.startswith("max_num")},
+            "before": made.prev_step_scheduled_req_ids,
+        }
+
+    def output(self, name: str) -> tuple[Any, ...]:
+        """Tokens, logprobs, finish reason and stop reason of a request, of however many messages."""
+        sent = self.sent.get(name, [])
+        lists = [one.new_logprobs for one in sent if one.new_token_ids and one.new_logprobs is not None]
+        return (
+            [token for one in sent for token in one.new_token_ids],
+            [np.concatenate([each[part] for each in lists]).tolist() for part in range(3)] if lists else None,
+            [(one.finish_reason, one.stop_reason) for one in sent[-1:]],
+        )
+
+
+def make_params(chance: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 5, 16, 17, 40, 90]), "logprobs": WIDTH}
+    params["min_tokens"] = chance.choice([0, 0, params["max_tokens"] // 2])
+    if chance.random() < 0.3:
+        params["stop_token_ids"] = [STOP]
+    if chance.random() < 0.1:
+        params["repetition_detection"] = RepetitionDetectionParams(max_pattern_size=2, min_count=3)
+    if chance.random() < 0.1:
+        params |= {"detokenize": True, "stop": ["x"]}  # not held back
+    return params
+
+
+@pytest.mark.parametrize("words", [WORDS, 2])
+@pytest.mark.parametrize("num_blocks", [14, 60])
+@pytest.mark.parametrize("is_caching", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_the_loops_do_what_vllm_does(
+    is_v2: bool, is_async: bool, is_caching: bool, num_blocks: int, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few blocks: requests are preempted. Two words: the outputs, and so their blocks, are alike."""
+    # Short pieces: 8 tokens in a slot, 16 with logprobs in a piece, and 30 without.
+    for name, value in (("_SLOT_ENTRIES", 8 * (WIDTH + 1)), ("_PIECE_BYTES", 640), ("_PIECE_TOKENS", 30)):
+        monkeypatch.setattr(ours, name, value)
+    chance = random.Random(f"{is_v2} {is_async} {is_caching} {num_blocks} {words}")
+    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)
+    made_of["vllm_config"].scheduler_config.watermark = 0.3 if words == 2 else 0.0
+    vllms_own = AsyncScheduler if is_async else Scheduler
+    drivers = [Driver(made, words) for made in (ours.scheduler(**made_of), vllms_own(**made_of))]
+    one, other = drivers
+    assert one.made._block_size == 16
+    counts = {"head": 0, "quiet": 0, "preempted": 0}
+    schedule_head, add_tokens = one.made._schedule_head, one.made._add_tokens
+
+    def count_head(block_size: int) -> Any:
+        result = schedule_head(block_size)
+        counts["head"] += len(result[1].req_ids)
+        return result
+
+    def count_quiet(scheduled: dict[str, int], *rest: Any) -> Any:
+        result = add_tokens(scheduled, *rest)
+        counts["quiet"] += len(scheduled) - len(result)
+        return result
+
+    monkeypatch.setattr(one.made, "_schedule_head", count_head)
+    monkeypatch.setattr(one.made, "_add_tokens", count_quiet)
+    for driver in drivers:
+        driver.made.use_v2_model_runner = is_v2
+    prefix = [7] * 40
+    names: list[str] = []
+    aborted: set[str] = set()
+    for step in range(2000):
+        while step < 200 and len(one.made.requests) < 10:
+            name = f"row {len(names)}"
+            names.append(name)
+            prompt = prefix[: chance.choice([0, 20, 40])] + [chance.randrange(9) for _ in range(chance.randint(1, 30))]
+            params = make_params(chance)
+            if chance.random() < 0.3:
+                params["logprobs"] = None
+            has_eos = chance.random() < 0.3
+            for driver in drivers:
+                new = request(name, prompt, is_caching, **params)
+                new.sampling_params._eos_token_id = EOS if has_eos else None
+                driver.made.add_request(new)
+        if chance.random() < 0.05 and one.made.requests:
+            name = chance.choice(sorted(one.made.requests))
+            aborted.add(name)
+            for driver in drivers:
+                driver.made.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        if step in (50, 51, 150):  # takes all blocks away, with tokens in flight
+            for driver in drivers:
+                driver.made.reset_prefix_cache(reset_running_requests=True)
+        if step in (70, 72):
+            for driver in drivers:
+                driver.made.set_pause_state(PauseState.PAUSED_ALL if step == 70 else PauseState.UNPAUSED)
+        if not one.made.requests and not one.flying:
+            break
+        assert one.schedule() == other.schedule()
+        assert one.state() == other.state()
+        # Asynchronous: a second step is scheduled before the first is updated, most of the time.
+        while len(one.flying) > (1 if is_async and chance.random() < 0.9 else 0):
+            for driver in drivers:
+                driver.update()
+            assert one.state() == other.state()
+        # Pieces leave: with logprobs after two slots of 8 tokens.
+        for held in one.made._held.values():
+            assert len(held.token_ids) < (30 if held.store is None else 16)
+        counts["preempted"] += any(each.num_preemptions for each in one.made.requests.values())
+    assert not one.made.requests
+    for name in names:
+        if name not in aborted:
+            assert one.output(name) == other.output(name), name
+            assert one.output(name)[2][0][0] is not None
+    assert not one.made._held
+    assert not one.made._others
+    assert counts["head"] > 100
+    assert counts["quiet"] > 100
+    assert counts["preempted"]
