@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ _LOOKED_AT = 1000
 _MOST_LABELS, _MOST_LABEL_CHARS = 12, 40
 _MOST_ID_CHARS = 40
 _MOST_KEPT = 4
+_NEARLY = 0.9  # of the values differ: ids that repeat by mistake
 _SEPARATOR = re.compile(r"(?<=\w)[;\t|]")
 _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")  # unique by chance: a later row may repeat it
 _DEFAULT_LABELS = ("positive", "negative", "neutral")
@@ -77,6 +79,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     integers = [field.name for field in source.schema if pa.types.is_integer(field.type)]
     others = [name for name in [*texts, *integers] if name != text and name.lower() not in _OF_A_ROW]
     ids += [name for name in names if name in others and not ids and _are_ids(values[name], len(rows))]
+    repeats = [_repeat(name, values[name], len(rows)) for name in names if not ids and name in others]
     choices = next((name for name in lists if name in _CHOICES.split() and _are_texts(values[name])), None)
     short = [name for name in names if name not in {text, *ids, *lists} and _mean_length(values[name]) <= 60]
     return Data(
@@ -85,6 +88,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         columns=names,
         text=text,
         id=ids[0] if ids else None,
+        repeated_id=next(filter(None, repeats), None),
         messages=messages,
         labels=tuple(labels) or (_DEFAULT_LABELS if labelled is None else tuple(sorted(map(str, {*values[labelled]})))),
         labelled=None if labels else labelled,
@@ -126,6 +130,16 @@ def _are_ids(values: Sequence[Any], num_rows: int) -> bool:
     return 1 < len(words) == num_rows and all(
         len(word) <= _MOST_ID_CHARS and len(word.split()) == 1 and not _DATE.fullmatch(word) for word in words
     )
+
+
+def _repeat(name: str, values: Sequence[Any], num_rows: int) -> str | None:
+    """Why a column that looks like one of ids is none: `ticket repeats 'T-1019'`. None if it does not look like one."""
+    words = list(map(str, values))
+    distinct = list(dict.fromkeys(words))
+    if len(words) < num_rows or not num_rows * _NEARLY <= len(distinct) < num_rows:
+        return None
+    first = next(word for word, number in Counter(words).items() if number > 1)
+    return f"{name} repeats {first!r}" if _are_ids(distinct, len(distinct)) else None
 
 
 def _are_texts(values: Sequence[Any]) -> bool:

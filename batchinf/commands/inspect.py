@@ -73,10 +73,14 @@ class InspectedSample:
 
 @dataclass(frozen=True, slots=True)
 class InspectReport:
-    """A row with all its samples. prompt: None if it cannot be shown, for the reason in `prompt_note`."""
+    """A row with all its samples. prompt: None if it cannot be shown, for the reason in `prompt_note`.
+
+    same_id: positions of other rows with this id.
+    """
 
     folder: str
     row: str
+    same_id: tuple[int, ...]
     prompt: tuple[PromptPiece, ...] | None
     prompt_note: str
     samples: tuple[InspectedSample, ...]
@@ -85,7 +89,9 @@ class InspectReport:
 def inspect_row(out: str, wanted: str) -> InspectReport:
     """The row with this id or, if no id matches, at this position. Raises UserError if it is not finished."""
     results = Results(out)
-    rows = _find(results, wanted)
+    found = _find(results, wanted)
+    rows = [row for row in found if row["row_index"] == found[0]["row_index"]]
+    same_id = dict.fromkeys(row["row_index"] for row in found[len(rows) :])
     tokenizer = results.tokenizer()
     prompt, note = None, ""
     try:
@@ -103,17 +109,17 @@ def inspect_row(out: str, wanted: str) -> InspectReport:
         )
         for row in rows
     )
-    return InspectReport(out, wanted, prompt, note, samples)
+    return InspectReport(out, wanted, tuple(same_id), prompt, note, samples)
 
 
 def _find(results: Results, wanted: str) -> list[dict[str, Any]]:
-    """The row's output rows: one for each sample."""
+    """The row's output rows, one for each sample, then those of other rows with the same id, by their positions."""
     keys = [name for name in ("id", "row_index") if name in results.schema.names]
     for key in keys:
         values = _candidates(results.schema.field(key), wanted)
-        for path in results.parts if values is not None else ():
-            if rows := list(_rows_in(path, key, values)):
-                return rows
+        paths = results.parts if values is not None else ()
+        if rows := [row for path in paths for row in _rows_in(path, key, values)]:
+            return sorted(rows, key=lambda row: row["row_index"])
     if "id" not in keys and _candidates(pa.field("row_index", pa.int64()), wanted) is None:
         raise UserError(
             f"--row {wanted}: the job has no input.id_column, so a row is named by its position in the input, from 0"

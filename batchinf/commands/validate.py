@@ -38,7 +38,7 @@ from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
-from batchinf.prompts.checks import EmptyValues
+from batchinf.prompts.checks import EmptyValues, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
@@ -242,6 +242,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
             check_size(file, job, None if state is not None else num_rows)
             yield _task(job)
             yield from (Remark("warning", text) for text in job.task.prompt_warnings(job.model, job.source))
+            yield from (Remark("warning", text) for text in repeated_id_warning(job.spec, job.source))
             yield from (Remark("structure", text) for text in check_structures(file, job.model.tokenizer))
             order = None if chosen is None else chosen.order(Folder(scratch))
             lengths = None

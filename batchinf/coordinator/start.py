@@ -42,7 +42,7 @@ from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output import journal
 from batchinf.prompts.builder import setting
-from batchinf.prompts.checks import empty_value_warnings
+from batchinf.prompts.checks import first_row_warnings
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows
@@ -193,7 +193,7 @@ def start(
         if state.committed.all():
             _end(fleet, manifest)  # the recovery adopted all parts that were missing
         else:
-            for line in (*job.task.prompt_warnings(job.model, job.source), *empty_value_warnings(job.spec, job.source)):
+            for line in (*job.task.prompt_warnings(job.model, job.source), *first_row_warnings(job.spec, job.source)):
                 display.say(line)
             fleet.give_work(work_of(job, state, None))
             _note_expected(job, state, launcher, manifest, display)

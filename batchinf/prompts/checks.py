@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import jinja2
 
 from batchinf.base.errors import SpecError
-from batchinf.base.text import describe_error, list_names
+from batchinf.base.text import clip, describe_error, list_names
 from batchinf.model.identity import Model
 from batchinf.prompts.builder import Renderer
 from batchinf.prompts.chat import GIVEN, own_templates, variables
@@ -18,6 +18,7 @@ from batchinf.spec.job import JobSpec
 
 # Rows to search for a second BOS. Usually one template writes it into all of them.
 _LOOKED_AT = 256
+_LOOKED_AT_IDS = 10_000
 
 
 def check_prompts(spec: JobSpec, model: Model) -> None:
@@ -154,13 +155,35 @@ class EmptyValues:
                 )
 
 
-def empty_value_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
-    """The warnings from the first rows; none if the spec chooses rows, because these may be other ones."""
-    where, found = spec.input, EmptyValues(spec)
-    if found.columns and where.where is None and where.exclude is None and where.sample is None:
-        num_rows = min(source.num_rows, _LOOKED_AT, where.limit or _LOOKED_AT)
-        found.add(source.read(0, num_rows, found.columns))
+def first_row_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
+    """Warnings of empty values and repeated ids in the first rows."""
+    found = EmptyValues(spec)
+    if found.columns:
+        found.add(source.read(0, _num_first(spec, source, _LOOKED_AT), found.columns))
     yield from found.warnings()
+    yield from repeated_id_warning(spec, source)
+
+
+def repeated_id_warning(spec: JobSpec, source: Source) -> Iterator[str]:
+    """A warning of the first id that two of the first 10,000 rows have."""
+    name, firsts = spec.input.id_column, dict[str, int]()
+    if name is None:
+        return
+    for row in source.read(0, _num_first(spec, source, _LOOKED_AT_IDS), [name]):
+        value, number = row.values.get(name), row.row_index
+        if value is not None and (first := firsts.setdefault(str(value), number)) != number:
+            yield (
+                f"warning: input.id_column: rows {first:,} and {number:,} have the same '{name}', "
+                f"{clip(str(value))}; a merge by id multiplies such rows, a merge by row_index does not"
+            )
+            return
+
+
+def _num_first(spec: JobSpec, source: Source, most: int) -> int:
+    """How many of the first rows to look at: none if the spec chooses rows, because these may be other ones."""
+    where = spec.input
+    chooses = where.where is not None or where.exclude is not None or where.sample is not None
+    return 0 if chooses else min(source.num_rows, most, where.limit or most)
 
 
 def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:

@@ -22,8 +22,9 @@ class Data:
     """What `init` has found in the input. Columns are None if there is none that fits.
 
     path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
-    row. labels: words to choose from. labelled: the column that has them. choices, answer: texts to choose from in each
-    row, and the place of the right one. continuation: what follows the text. kept: the text, and short columns.
+    row. repeated_id: why a column like one of ids is not taken: `ticket repeats 'T-1019'`. labels: words to choose
+    from. labelled: the column that has them. choices, answer: texts to choose from in each row, and the place of the
+    right one. continuation: what follows the text. kept: the text, and short columns.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Data:
     columns: tuple[str, ...]
     text: str
     id: str | None
+    repeated_id: str | None
     messages: str | None
     labels: tuple[str, ...]
     labelled: str | None
@@ -52,6 +54,7 @@ class StarterWanted:
 def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> str:
     """The YAML text of a spec. purpose: one of PURPOSES. path: of the spec, for the commands in its comments."""
     what, sections = PURPOSES[purpose](data, wanted)
+    why_no_id = f"; {data.repeated_id}" if data.repeated_id else ""
     shown = ", ".join(map(_yaml, data.columns[:12])) + (", …" if len(data.columns) > 12 else "")
     return "\n".join(
         [
@@ -65,7 +68,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             "input:",
             f"  path: {_path(data.path)}",
             f"  # {data.num_rows:,} rows with the columns {shown}",
-            f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}",
+            f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}{why_no_id}",
             *sections[1],
             "  # limit: 100    try the first rows only; a larger limit and `run --extend` go on from there",
             "",

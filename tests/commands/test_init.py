@@ -75,6 +75,12 @@ def test_an_id_is_a_column_of_unique_short_words_if_no_name_says_so(tmp_path: pa
     ]
     assert look_at(str(rows_file(tmp_path, rows))).id == "ticket"
     assert look_at(str(rows_file(tmp_path, [*rows, {**rows[0], "ticket": None}]))).id is None
+    many = [{**row, "ticket": 8 * part + row["ticket"]} for part in range(3) for row in rows]
+    repeated = rows_file(tmp_path, [*many, many[3]])
+    assert (look_at(str(repeated)).id, look_at(str(repeated)).repeated_id) == (None, "ticket repeats '3'")
+    assert "  # id_column: NAME " in (text := written("label", repeated, tmp_path).read_text())
+    assert "; ticket repeats '3'\n" in text
+    (tmp_path / "job.yaml").unlink()
     assert look_at(str(rows_file(tmp_path, [*rows, rows[0]]))).id is None
     assert look_at(str(rows_file(tmp_path, [{**row, "key": f"k{row['ticket']}"} for row in rows]))).id == "key"
 

@@ -132,6 +132,20 @@ def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:
         inspect_row(str(out), "99")
 
 
+def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:
+    lines = [json.dumps({"id": "ab"[n % 2], "prompt": f"Say {n}"}) for n in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    quick = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
+    shards = {"output": {"rows_per_shard": 2, "include_prompt": True, "keep_columns": []}, "sampling": {"n": 2, "temperature": 1.0}}
+    jobs.finish(jobs.spec_of(tmp_path, input={"path": str(tmp_path / "rows.jsonl")}, **quick, **shards))
+    out = tmp_path / "out"
+    first, fourth = inspect_row(str(out), "a"), inspect_row(str(out), "3")
+    assert ([sample.fields["row_index"] for sample in first.samples], first.same_id) == ([0, 0], (2, 4))
+    assert ([sample.fields["row_index"] for sample in fourth.samples], fourth.same_id) == ([3, 3], ())
+    said = "his id is also that of the row at position 2, 4"
+    assert said in jobs.run("inspect", out, "a").stdout and said in row_page(first)
+
+
 @pytest.mark.parametrize("row", ["script", "title", "large", "empty"])
 def test_the_terminal_obeys_nothing_in_a_row(row: str, out: pathlib.Path) -> None:
     shown = jobs.run("inspect", out, "--row", row, COLUMNS="80")

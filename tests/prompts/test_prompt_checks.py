@@ -11,7 +11,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.job.open import open_job
-from batchinf.prompts.checks import empty_value_warnings
+from batchinf.prompts.checks import first_row_warnings
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.file import read_spec
 
@@ -143,7 +143,7 @@ def test_columns_without_text_in_a_template(
     ]
     job = open_job(read_spec(spec))
     with contextlib.closing(job.source):
-        assert list(empty_value_warnings(job.spec, job.source)) == said
+        assert list(first_row_warnings(job.spec, job.source)) == said
     report = batchinf.validate(spec)
     assert [remark.text for remark in report.remarks if "no text in" in remark.text] == said
     if of:
@@ -151,6 +151,25 @@ def test_columns_without_text_in_a_template(
         report = batchinf.validate(spec, overrides={"input.where": " AND ".join(advised)})
         assert report.chosen is not None and report.chosen.num_rows < 3
         assert not [remark for remark in report.remarks if "no text in" in remark.text]
+
+
+@pytest.mark.parametrize(
+    ("more", "is_said"), [({}, True), ({"limit": 3}, False), ({"where": "id > 0"}, False), ({"id_column": None}, False)]
+)
+def test_an_id_that_repeats(more: dict[str, Any], is_said: bool, tmp_path: pathlib.Path) -> None:
+    lines = [json.dumps({"id": number, "prompt": "a"}) for number in (5, None, 7, None, 5, 7)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    where = {"path": str(tmp_path / "rows.jsonl"), "prompt_column": "prompt", **more}
+    spec = jobs.spec_of(tmp_path, input=where, output={"keep_columns": []})
+    said = (
+        "warning: input.id_column: rows 0 and 4 have the same 'id', 5; a merge by id multiplies such rows, a merge by "
+        "row_index does not"
+    )
+    job = open_job(read_spec(spec))
+    with contextlib.closing(job.source):
+        assert list(first_row_warnings(job.spec, job.source)) == [said] * is_said
+    remarks = [remark.text for remark in batchinf.validate(spec).remarks]
+    assert [text for text in remarks if "id_column" in text] == [said] * is_said
 
 
 def test_run_warns_of_columns_without_text(tmp_path: pathlib.Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from batchinf.base.text import plain, plain_line
+from batchinf.base.text import list_names, plain, plain_line
 from batchinf.commands.inspect import InspectedSample, InspectReport, Token
 from batchinf.commands.text.screen import cell
 
@@ -23,6 +23,8 @@ _COLOURS = ((0.9, ""), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "bold red"))
 def row_items(report: InspectReport) -> Iterator[RenderableType]:
     """The row as texts and tables for rich."""
     yield Text(f"{plain_line(report.folder)}: row {plain_line(report.row)}", "bold")
+    if report.same_id:
+        yield Text(f"This id is also that of the row at position {list_names(map(str, report.same_id[:5]))}", "yellow")
     yield Text()
     yield _title("prompt")
     if report.prompt is None:
