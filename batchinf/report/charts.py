@@ -143,7 +143,7 @@ def replicas_chart(timeline: Timeline, width: int) -> str:
                 "field": "replica",
                 "type": "nominal",
                 "sort": list(names),
-                "axis": {"title": "replica", "grid": False},
+                "axis": {"title": "replica", "grid": False, "labelOverlap": False, "titlePadding": 10},
             },
             "x": {
                 "field": "start",

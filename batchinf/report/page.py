@@ -105,14 +105,8 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         *([Card("output tokens", short_count(output), f"{output:,} in parts")] if output else []),
         *([Card("prompt tokens", short_count(prompt), f"{prompt:,} in parts")] if prompt else []),
     ]
-    # As in the closing lines of the run.
-    for speed in (job.speed for job in report.jobs if job.speed is not None and len(report.jobs) == 1):
-        name, rate = "output", speed.output_tokens_per_s
-        if not rate:
-            name, rate = "prompt", speed.prompt_tokens_per_s
-        cards.append(
-            Card(f"{name} tokens/s", short_count(rate), f"while the engines worked ({time_of_work(speed.work_s)})")
-        )
+    if history is not None and history.engines_s:
+        cards.append(_speed_card(report, history))
     if history is not None and work_s:
         name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")
         cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "with the start of the engines"))
@@ -127,6 +121,19 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         if progress.left_s is not None:
             cards.append(Card("time left", duration(progress.left_s), "when the report was made"))
     return cards
+
+
+def _speed_card(report: StatusReport, history: Timeline) -> Card:
+    """Tokens a second over all runs, without the starts of the engines."""
+    prompt, output = (history.mean_of_engines(f"{name}_tokens_per_s") for name in ("prompt", "output"))
+    work_s, runs = history.engines_s, f" in {history.num_runs:,} runs"
+    speed = report.jobs[0].speed
+    # Of the only run, as in its closing lines: these do not depend on samples.
+    if history.num_runs == len(report.jobs) == 1 and speed is not None:
+        prompt, output, work_s = speed.prompt_tokens_per_s, speed.output_tokens_per_s, speed.work_s
+    name, rate = ("output", output) if output else ("prompt", prompt)
+    note = f"while the engines worked ({time_of_work(work_s)}{runs if history.num_runs > 1 else ''})"
+    return Card(f"{name} tokens/s", short_count(rate), note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +173,11 @@ def _run_speed(job: JobFolder, state: State) -> RunSpeed | None:
 
 
 def _replicas(history: Timeline | None) -> list[tuple[str, dict[Any, float], float]]:
-    """Each replica with its seconds in each phase, and their sum."""
+    """Each replica with its seconds in each phase, and their sum without those in which it was stopped."""
     if history is None:
         return []
     found = [(replica, history.seconds(replica)) for replica in history.replicas]
-    return [(replica, seconds, max(sum(seconds.values()), 1e-9)) for replica, seconds in found]
+    return [(replica, seconds, max(sum(seconds.values()) - seconds["stopped"], 1e-9)) for replica, seconds in found]
 
 
 def _spec_text(folder: Folder) -> str:

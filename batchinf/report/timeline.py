@@ -6,6 +6,7 @@ Times are seconds of work: a pause in which no process ran the job takes no time
 import bisect
 import datetime
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -63,9 +64,12 @@ class Timeline:
     """began_at, ended_at: of the first and the last sample, UTC in ISO format. periods: by replica, in order.
 
     phases: by replica, its seconds in each phase. In a long job a period has the phase of most of its time.
+    engines_s: from the first request to the last, summed over all runs. num_runs: in which an engine ran requests.
     """
 
     work_s: float
+    engines_s: float
+    num_runs: int
     began_at: str
     ended_at: str
     throughput: tuple[Throughput, ...]
@@ -79,8 +83,14 @@ class Timeline:
 
     def mean(self, name: str) -> float:
         """The mean of a rate of `Throughput` over the time of work."""
-        total = sum(getattr(one, name) * (one.stop_s - one.start_s) for one in self.throughput)
-        return float(total / self.work_s) if self.work_s else 0.0
+        return self._total(name) / self.work_s if self.work_s else 0.0
+
+    def mean_of_engines(self, name: str) -> float:
+        """The mean of a rate of `Throughput` over `engines_s`."""
+        return self._total(name) / self.engines_s if self.engines_s else 0.0
+
+    def _total(self, name: str) -> float:
+        return float(sum(getattr(one, name) * (one.stop_s - one.start_s) for one in self.throughput))
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -119,6 +129,16 @@ class _Clock:
         return self.works[place] + min(time, self.stops[place]) - self.starts[place] if place >= 0 else 0.0
 
 
+@dataclass(slots=True)
+class _Run:
+    """A run of a job or slice. first, last: times of its samples. began_s, ended_s: of its requests, on the clock."""
+
+    first: float
+    last: float
+    began_s: float = math.inf
+    ended_s: float = 0.0
+
+
 Looks = Callable[[], Iterable[dict[str, Any]]]
 
 
@@ -127,7 +147,8 @@ def timeline(jobs: Mapping[str, tuple[Looks, Sequence[EventLine]]]) -> Timeline 
 
     The samples are read twice, as they may not fit into memory. A sample that is not as it should be is left out.
     """
-    clock = _Clock.of(at for looks, _ in jobs.values() for at, _ in _samples(looks()))
+    runs: dict[str, dict[str, _Run]] = {name: {} for name in jobs}
+    clock = _Clock.of(at for name, (looks, _) in jobs.items() for at in _times(looks(), runs[name]))
     if clock is None:
         return None
     work_s = clock.works[-1]
@@ -138,7 +159,7 @@ def timeline(jobs: Mapping[str, tuple[Looks, Sequence[EventLine]]]) -> Timeline 
         for at, sample in _samples(looks()):
             replica = f"{name}: {sample['replica']:g}" if name else f"{sample['replica']:g}"
             if replica not in histories:
-                histories[replica] = _History(replica, clock, sums, work_s / num_buckets)
+                histories[replica] = _History(replica, clock, runs[name], sums, work_s / num_buckets)
             histories[replica].add(at, sample)
     ordered = sorted(histories.values(), key=lambda history: _natural(history.replica))
     periods = tuple(period for history in ordered for period in history.close())
@@ -150,7 +171,20 @@ def timeline(jobs: Mapping[str, tuple[Looks, Sequence[EventLine]]]) -> Timeline 
     marks = [*_resumes(clock), *(mark for name, (_, events) in jobs.items() for mark in _restarts(name, events, clock))]
     marks.sort(key=lambda mark: mark.at_s)
     phases = {history.replica: history.seconds for history in ordered}
-    return Timeline(work_s, _iso(clock.starts[0]), _iso(clock.stops[-1]), throughput, periods, tuple(marks), phases)
+    worked = sorted(
+        (run.began_s, run.ended_s) for of_job in runs.values() for run in of_job.values() if run.began_s <= run.ended_s
+    )
+    return Timeline(
+        work_s,
+        _length_of_union(worked),
+        len(worked),
+        _iso(clock.starts[0]),
+        _iso(clock.stops[-1]),
+        throughput,
+        periods,
+        tuple(marks),
+        phases,
+    )
 
 
 # Not `num_rows`: rows that a resume takes from the journal would be a peak.
@@ -168,6 +202,28 @@ def _samples(looks: Iterable[dict[str, Any]]) -> Iterable[tuple[float, dict[str,
                     yield float(at), replica
 
 
+def _times(looks: Iterable[dict[str, Any]], runs: dict[str, _Run]) -> Iterable[float]:
+    """The times of all samples; notes the runs by epoch."""
+    for at, sample in _samples(looks):
+        run = runs.setdefault(_epoch(sample), _Run(at, at))
+        run.first, run.last = min(run.first, at), max(run.last, at)
+        yield at
+
+
+def _epoch(sample: dict[str, Any]) -> str:
+    """The start of the job that started this replica; the name of an incarnation begins with it."""
+    return str(sample.get("incarnation")).split(".")[0]
+
+
+def _length_of_union(spans: Sequence[tuple[float, float]]) -> float:
+    """spans: (start, stop), ascending; slices may work at the same time."""
+    length, end = 0.0, 0.0
+    for start, stop in spans:
+        length += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return length
+
+
 def _natural(name: str) -> tuple[object, ...]:
     return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.replace("/", " ").split())
 
@@ -176,12 +232,13 @@ def _natural(name: str) -> tuple[object, ...]:
 class _History:
     """What one replica did, from its samples in order; keeps the last sample of each incarnation.
 
-    sums: of all replicas, in buckets of time. length: of a bucket, in seconds. pieces: phases that are not long enough
-    for a period yet. start_s, stop_s: of these pieces.
+    runs: of its job or slice, by epoch. sums: of all replicas, in buckets of time. length: of a bucket, in seconds.
+    pieces: phases that are not long enough for a period yet. start_s, stop_s: of these pieces.
     """
 
     replica: str
     clock: _Clock
+    runs: Mapping[str, _Run]
     sums: Mapping[str, list[float]]
     length: float
     seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -195,15 +252,21 @@ class _History:
     def add(self, at: float, sample: dict[str, Any]) -> None:
         """The next sample. at: seconds since 1970."""
         now_s = self.clock.work_s(at)
+        incarnation = str(sample.get("incarnation"))
         if self.last is None:
-            self._add_piece("down", 0.0, now_s)
+            self._add_absence(0.0, now_s, None, sample)
         else:
             before, before_s, first = self.last
-            self._add_piece(_phase(first, sample, at - before), before_s, now_s)
+            if str(first.get("incarnation")) != incarnation:
+                self._add_absence(before_s, now_s, first, sample)
+            else:
+                self._add_piece(_phase(first, sample, at - before), before_s, now_s)
         self.last = at, now_s, sample
-        incarnation = str(sample.get("incarnation"))
         start_s, counts = self.known.get(incarnation) or (self.clock.work_s(at - 1.0), {})
         self.known[incarnation] = now_s, sample
+        if sample["steps"]:
+            run = self.runs[_epoch(sample)]
+            run.began_s, run.ended_s = min(run.began_s, start_s), max(run.ended_s, now_s)
         for name, buckets in self.sums.items():
             if (num_new := sample[name] - counts.get(name, 0)) > 0:
                 for place, share in _shares(start_s, now_s, self.length, len(buckets)):
@@ -213,9 +276,30 @@ class _History:
         """All periods over the whole time of work; neighbours in the same phase are one."""
         end_s = self.clock.works[-1]
         if self.last is not None and end_s - self.last[1] > _ENDING_S:
-            self._add_piece("down", self.last[1], end_s)
+            self._add_absence(self.last[1], end_s, self.last[2], None)
         self._end_period()
         return self.periods
+
+    def _add_absence(
+        self, start_s: float, stop_s: float, first: dict[str, Any] | None, second: dict[str, Any] | None
+    ) -> None:
+        """Add the time between two samples of different incarnations; None: before the first or after the last.
+
+        The replica is down from its last sample to the end of that run, and from the beginning of the next run that has
+        it. Between these two the job, or slice, does not run, or runs without it.
+        """
+        if first is not None and second is not None and _epoch(first) == _epoch(second):
+            self._add_piece("down", start_s, stop_s)
+            return
+        ended_s, began_s = start_s, stop_s
+        if first is not None:
+            ended_s = min(stop_s, self.clock.work_s(self.runs[_epoch(first)].last))
+            ended_s = ended_s if ended_s - start_s > _ENDING_S else start_s
+        if second is not None:
+            began_s = max(ended_s, self.clock.work_s(self.runs[_epoch(second)].first))
+        self._add_piece("down", start_s, ended_s)
+        self._add_piece("stopped", ended_s, began_s)
+        self._add_piece("down", began_s, stop_s)
 
     def _add_piece(self, phase: Phase, start_s: float, stop_s: float) -> None:
         if stop_s <= start_s:
@@ -239,10 +323,7 @@ class _History:
 
 
 def _phase(first: dict[str, Any], second: dict[str, Any], passed_s: float) -> Phase:
-    before, now = (str(one.get("incarnation")) for one in (first, second))
-    if before != now:
-        # The name begins with the start of the job: another start follows a stop, and not the replica's own end.
-        return "down" if before.split(".")[0] == now.split(".")[0] else "stopped"
+    """What a replica did between two samples of one incarnation."""
     if second["steps"] == 0 and first.get("state") not in ("running", ON_TRIAL, "ended"):
         return "starting"
     if second["stalled_by_disk_s"] - first["stalled_by_disk_s"] > _DISK_SHARE * passed_s:

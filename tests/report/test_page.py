@@ -19,6 +19,7 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.report import charts
 from batchinf.report.rows import Bin, Histogram, Share
+from batchinf.report.timeline import Period, Timeline
 
 HOSTILE = (
     "<script>document.title='ran'</script>",
@@ -149,6 +150,36 @@ def test_predicted_and_measured_stand_side_by_side(hostile: pathlib.Path, tmp_pa
     assert re.search(r"output tokens/s ?1\.5k ?while the engines worked \(1m40s\)", text), text[:800]
     assert "all 256 ran; to try: engine.max_num_seqs 512 <b>" in text
     assert "Predicted and measured" not in Page(hostile.read_text(encoding="utf-8")).text
+
+
+def test_the_rate_of_a_resumed_job_is_over_all_runs(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    [out] = hostile.parent.glob("out *")
+    job = tmp_path / "out"
+    shutil.copytree(out, job)
+    speed = {"run_s": 150.0, "work_s": 100.0, "prompt_tokens_per_s": 9.0, "output_tokens_per_s": 7.0}
+    with contextlib.closing(Manifest(Folder(job), last_epoch(Folder(job)) + 1, state=read_state(Folder(job)))) as log:
+        log.event("speed", kept_as="speed", speed=speed)
+        log.commit()
+    known = {"stalled_by_disk_s": 0.0, "num_running": 0, "num_prompt_tokens": 0, "num_answered": 0, "state": "running"}
+    for epoch, num_tokens in ((1, 9000), (2, 1000)):
+        lines = [
+            {"at": 1e9 + 1e4 * epoch + at, "replicas": [
+                {**known, "replica": 0, "incarnation": f"{epoch:06d}.0001", "steps": at, "num_output_tokens": tokens}
+            ]}
+            for at, tokens in ((0, 0), (10, num_tokens))
+        ]  # fmt: skip
+        (job / "telemetry" / f"{epoch:06d}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert jobs.run("report", job).returncode == 0
+    text = re.sub(r"\s+", " ", Page((job / "report.html").read_text(encoding="utf-8")).text)
+    assert re.search(r"output tokens/s ?500 ?while the engines worked \(20s in 2 runs\)", text), text[:800]
+
+
+def test_each_replica_has_its_name_at_its_bar() -> None:
+    names = [f"{index}/9: 0" for index in range(9)] * 3
+    periods = tuple(Period(f"{n}{name}", "busy", 0.0, 5.0) for n, name in enumerate(names))
+    drawn = charts.replicas_chart(Timeline(5.0, 5.0, 1, "", "", (), periods, (), {}), 270)
+    shown = [text for text in re.findall("<text.*?</text>", drawn) if 'opacity="0"' not in text]
+    assert all(any(f">{period.replica}<" in text for text in shown) for period in periods)
 
 
 def test_labels_are_text_in_a_chart() -> None:

@@ -101,6 +101,58 @@ def test_a_replica_is_not_down_between_a_stop_and_a_resume() -> None:
     ]  # fmt: skip
 
 
+def test_a_replica_is_down_only_in_a_run_that_has_it() -> None:
+    """Replica 1 joins at the resume; replica 0 was given up in the first run."""
+    looks = [
+        look(0, sample(0, "000001.0001"), sample(2, "000001.0002", steps=1)),
+        *(look(at, sample(2, "000001.0002", steps=at)) for at in (20, 40)),
+        look(45, sample(0, "000002.0001"), sample(2, "000002.0003")),
+        look(50, sample(0, "000002.0001", steps=9), sample(1, "000002.0002"), sample(2, "000002.0003")),
+        look(55, sample(0, "000002.0001", steps=19), sample(1, "000002.0002", steps=9), sample(2, "000002.0003")),
+    ]
+    found = timeline({"": (lambda: looks, [])})
+    assert found is not None
+    periods = {name: [(p.phase, p.start_s) for p in found.periods if p.replica == name] for name in "01"}
+    assert periods["0"] == [("down", 0.0), ("stopped", 40.0), ("busy", 45.0)]
+    assert periods["1"] == [("stopped", 0.0), ("down", 45.0), ("busy", 50.0)]
+
+
+def test_slices_one_after_the_other_are_not_down() -> None:
+    def looks(began_s: float) -> list[dict[str, Any]]:
+        counts: Any = {"steps": 5, "num_output_tokens": 100}
+        return [look(began_s + at, sample(0, "000001.0001", **(counts if at else {}))) for at in (0, 10)]
+
+    found = timeline({"0/2": (lambda: looks(0), ()), "1/2": (lambda: looks(30), ())})
+    assert found is not None
+    assert [(p.replica, p.phase, p.start_s, p.stop_s) for p in found.periods] == [
+        ("0/2: 0", "busy", 0.0, 10.0), ("0/2: 0", "stopped", 10.0, 40.0),
+        ("1/2: 0", "stopped", 0.0, 30.0), ("1/2: 0", "busy", 30.0, 40.0),
+    ]  # fmt: skip
+    assert (found.num_runs, found.engines_s, found.mean_of_engines("output_tokens_per_s")) == (2, 20.0, 10.0)
+    at_once = timeline({"0/2": (lambda: looks(0), ()), "1/2": (lambda: looks(5), ())})
+    assert at_once is not None
+    assert (at_once.num_runs, at_once.engines_s) == (2, 15.0)
+
+
+def test_the_speed_of_engines_is_over_all_runs() -> None:
+    """A run that ends well, one that is killed as its engine starts, and a resume."""
+    looks = [
+        look(0, sample(0, "000001.0001", "starting the engine")),
+        look(10, sample(0, "000001.0001")),
+        look(20, sample(0, "000001.0001", steps=5, num_output_tokens=900)),
+        look(1000, sample(0, "000002.0001", "starting the engine")),
+        look(1010, sample(0, "000002.0001", "starting the engine")),
+        look(2000, sample(0, "000003.0001", "starting the engine")),
+        look(2020, sample(0, "000003.0001")),
+        look(2025, sample(0, "000003.0001", steps=1, num_output_tokens=100)),
+    ]
+    found = timeline({"": (lambda: looks, [])})
+    assert found is not None
+    assert (found.num_runs, found.engines_s, found.work_s) == (2, 15.0, 55.0)
+    assert found.mean_of_engines("output_tokens_per_s") == pytest.approx(1000 / 15)
+    assert found.mean("output_tokens_per_s") == pytest.approx(1000 / 55)
+
+
 def test_a_long_job_takes_little_memory() -> None:
     """A replica that is busy for two of three samples: its periods are fewer, its seconds are all there."""
     num_samples = 20_000
