@@ -308,12 +308,13 @@ def _status(
     from batchinf.commands.text.status import status_lines
 
     if is_watched:
-        from batchinf.commands.text.watch import watch
+        from batchinf.commands.text.watch import watch, why_ended
 
         report = watch(out, as_json=as_json)
+        _show(report, [*status_lines(report), *why_ended(report)], as_json)
     else:
         report = job_status(out)
-    _show(report, status_lines(report), as_json)
+        _show(report, status_lines(report), as_json)
 
 
 @app.command("head", epilog="Example: batchinf head out/job -n 20 --columns id,text")

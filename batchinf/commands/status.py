@@ -184,9 +184,12 @@ def _slice_totals(out: str, begun: Sequence[tuple[Folder, State]]) -> JobTotals:
 
 def _job_state(job: JobFolder, state: State | None) -> JobState:
     name = None if job.slice is None else str(job.slice)
+    holder = None if state is not None and state.is_done else live_holder(job.folder)
+    process = None if holder is None else RunningProcess(holder.pid, holder.host, holder.since)
     if state is None:
-        return JobState(str(job.folder.root), name, "not begun")
-    holder, last = None if state.is_done else live_holder(job.folder), read_status(job.folder)
+        # A process that holds the lock reads the input, before it begins the slice.
+        return JobState(str(job.folder.root), name, "not begun" if holder is None else "starting", process)
+    last = read_status(job.folder)
     # Without a holder, or before this one has written its first, the snapshot is from an earlier run.
     snapshot = last if holder is not None and last is not None and last.updated_at >= _since(holder) else None
     is_stopped = holder is None and not state.is_done
@@ -195,7 +198,7 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
         folder=str(job.folder.root),
         slice=name,
         activity="done" if state.is_done else "stopped" if is_stopped else _activity(snapshot),
-        process=None if holder is None else RunningProcess(holder.pid, holder.host, holder.since),
+        process=process,
         totals=_totals([(job.folder, state)], num_rows, total_shards(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         retry=_retry(state),

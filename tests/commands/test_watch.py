@@ -3,17 +3,22 @@
 import dataclasses
 import io
 import json
+import os
 import pathlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 import jobs
-from batchinf.commands.status import JobState, StatusReport
-from batchinf.commands.text.watch import _print_lines, watch_view
+from batchinf.base.slices import Cut, job_folders, write_cut
+from batchinf.commands.status import JobState, StatusReport, job_status
+from batchinf.commands.text.watch import _print_lines, watch, watch_view, why_ended
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.status import JobStatus, ReplicaStatus
+from batchinf.manifest.lock import JobLock
 
 GIB = 2**30
 
@@ -75,6 +80,30 @@ def test_names_in_the_snapshot_are_not_obeyed(capsys: pytest.CaptureFixture[str]
     progress = dataclasses.replace(report.jobs[0].progress, errors={"\x1b]0;title\x07": 12})
     _print_lines(dataclasses.replace(report, jobs=(dataclasses.replace(report.jobs[0], progress=progress),)))
     assert "12 \\u001b]0;title\\u0007" in capsys.readouterr().out
+
+
+def test_a_slice_that_reads_its_input_is_watched(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path)
+    write_cut(out, Cut(2, 10))
+    first, second = (folder.folder for folder in job_folders(out))
+    second.root.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with JobLock(second).held(lambda: 0):
+            assert [job.activity for job in job_status(out).jobs] == ["not begun", "starting"]
+            assert f"  slice 1/2: starting, by pid {os.getpid()} " in str(job_status(out))
+            watched = pool.submit(watch, out, as_json=True)
+            shown = ""
+            while not shown:
+                shown = capsys.readouterr().out
+                assert not watched.done() or shown
+                time.sleep(0.01)
+        report = watched.result(60)
+    assert json.loads(shown.splitlines()[0])["jobs"][1]["process"]["pid"] == os.getpid()
+    assert [*why_ended(report)] == ["the view ends: no slice runs now, and 2 slices have not begun"]
+    last = dataclasses.replace(report, jobs=report.jobs[1:])
+    assert [*why_ended(last)] == ["the view ends: no slice runs now, and slice 1/2 has not begun"]
+    assert [*why_ended(report_with((), ()))] == []
+    assert not first.root.exists()
 
 
 @pytest.mark.slow

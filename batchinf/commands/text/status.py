@@ -44,7 +44,11 @@ def _slices_lines(report: StatusReport, num_slices: int) -> Iterator[str]:
     yield from _load_lines(report.load, has_rates=True)
     for job in report.jobs:
         if job.totals is None:
-            yield f"  slice {job.slice} has not begun"
+            yield (
+                f"  slice {job.slice} has not begun"
+                if job.process is None
+                else f"  slice {job.slice}: {_activity(job)}"
+            )
             continue
         totals = job.totals
         rows = f"{totals.num_rows_committed:,} of {totals.num_rows:,} output rows, {totals.num_errors:,} errors"

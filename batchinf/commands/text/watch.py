@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -25,7 +25,7 @@ _PAUSE = 4.0
 
 
 def watch(out: str, *, as_json: bool) -> StatusReport:
-    """Show a job until it ends or Ctrl-C is pressed, and return its last state. Without a terminal: in lines.
+    """Show a job until no process runs it or Ctrl-C is pressed, and return its last state. Without a terminal: in lines.
 
     as_json: print one object a second, and no table. Raises OutputError without a job.
     """
@@ -48,6 +48,14 @@ def watch(out: str, *, as_json: bool) -> StatusReport:
     return report
 
 
+def why_ended(report: StatusReport) -> Iterator[str]:
+    """One line if slices have not begun and none runs, so that there is nothing more to watch."""
+    absent = [str(job.slice) for job in report.jobs if job.activity == "not begun"]
+    if absent and all(job.process is None for job in report.jobs):
+        which = f"slice {absent[0]} has" if len(absent) == 1 else f"{len(absent):,} slices have"
+        yield f"the view ends: no slice runs now, and {which} not begun"
+
+
 def _print_json(report: StatusReport) -> None:
     print(to_json(report), flush=True)
 
@@ -61,6 +69,8 @@ def _print_lines(report: StatusReport) -> None:
     for job in report.jobs:
         if job.progress is not None:
             print(plain(f"{_title(job)}: {status_line(job.progress)}"), flush=True)
+        elif job.process is not None:
+            print(_title(job), flush=True)
 
 
 def watch_view(report: StatusReport, width: int) -> RenderableType:
@@ -73,6 +83,7 @@ def watch_view(report: StatusReport, width: int) -> RenderableType:
         line = Table.grid(padding=(0, 1))
         line.add_row(Text(f"{_title(job)}:"), done, Text(rows))
         above += [line, Text(clip(fit(figures(progress), width), width))]
+    above += [Text(_title(job)) for job in report.jobs if job.process is not None and job.progress is None]
     return Group(*above, "", _replicas([(job.slice, progress) for job, progress in live], width))
 
 
