@@ -25,9 +25,9 @@ _PAUSE = 4.0
 
 
 def watch(out: str, *, as_json: bool) -> StatusReport:
-    """Show a job until no process runs it or Ctrl-C is pressed, and return its last state. Without a terminal: in lines.
+    """Show a job until no process runs it or Ctrl-C is pressed, and return its last state.
 
-    as_json: print one object a second, and no table. Raises OutputError without a job.
+    Without a terminal: in lines. as_json: print one object a second, and no table. Raises OutputError without a job.
     """
     report = job_status(out)
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
