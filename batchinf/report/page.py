@@ -105,8 +105,8 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         *([Card("output tokens", short_count(output), f"{output:,} in parts")] if output else []),
         *([Card("prompt tokens", short_count(prompt), f"{prompt:,} in parts")] if prompt else []),
     ]
-    if history is not None and history.engines_s:
-        cards.append(_speed_card(report, history))
+    if history is not None:
+        cards += _speed_cards(report, history)
     if history is not None and work_s:
         name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")
         cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "with the start of the engines"))
@@ -123,17 +123,17 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     return cards
 
 
-def _speed_card(report: StatusReport, history: Timeline) -> Card:
-    """Tokens a second over all runs, without the starts of the engines."""
+def _speed_cards(report: StatusReport, history: Timeline) -> list[Card]:
+    """Tokens a second over all runs, without the starts of the engines; none before the first token."""
     prompt, output = (history.mean_of_engines(f"{name}_tokens_per_s") for name in ("prompt", "output"))
     work_s, runs = history.engines_s, f" in {history.num_runs:,} runs"
     speed = report.jobs[0].speed
     # Of the only run, as in its closing lines: these do not depend on samples.
-    if history.num_runs == len(report.jobs) == 1 and speed is not None:
+    if history.num_runs <= 1 and len(report.jobs) == 1 and speed is not None:
         prompt, output, work_s = speed.prompt_tokens_per_s, speed.output_tokens_per_s, speed.work_s
     name, rate = ("output", output) if output else ("prompt", prompt)
     note = f"while the engines worked ({time_of_work(work_s)}{runs if history.num_runs > 1 else ''})"
-    return Card(f"{name} tokens/s", short_count(rate), note)
+    return [Card(f"{name} tokens/s", short_count(rate), note)] if rate else []
 
 
 @dataclass(frozen=True, slots=True)
