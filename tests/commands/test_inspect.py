@@ -136,7 +136,10 @@ def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:
     lines = [json.dumps({"id": "ab"[n % 2], "prompt": f"Say {n}"}) for n in range(5)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     quick = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
-    shards = {"output": {"rows_per_shard": 2, "include_prompt": True, "keep_columns": []}, "sampling": {"n": 2, "temperature": 1.0}}
+    shards = {
+        "output": {"rows_per_shard": 2, "include_prompt": True, "keep_columns": []},
+        "sampling": {"n": 2, "temperature": 1.0},
+    }
     jobs.finish(jobs.spec_of(tmp_path, input={"path": str(tmp_path / "rows.jsonl")}, **quick, **shards))
     out = tmp_path / "out"
     first, fourth = inspect_row(str(out), "a"), inspect_row(str(out), "3")
