@@ -401,13 +401,16 @@ class JobModel(RuleBasedStateMachine):
         if "--extend" in arguments:
             self.totals |= {self.on_disk}
         struck = 0 if strike is None else strike.seed % max(1, self.num_slices)
+        has_failing_disk = False
         for number, words in enumerate(self._slices()):
             ended = self._command(
                 "run", str(self.spec), *words, *arguments,
                 strike=strike if number == struck else None, may_refuse=may_refuse,
             )  # fmt: skip
+            has_failing_disk |= self.has_failing_disk
             if ended.code != 0:
                 break
+        self.has_failing_disk = has_failing_disk
         if before == 0:
             self.totals = {self.on_disk}
         self._observe()
