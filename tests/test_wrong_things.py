@@ -179,6 +179,9 @@ WRONG = [
     Wrong("chat template argument", {"input": {"chat_template_kwargs": {"enable_thinkng": False}}},
           "job.yaml:4:3: input.chat_template_kwargs: the chat template has no variable 'enable_thinkng'; it "
           "has: none"),
+    Wrong("chat template applied and not", {"input": {"system_prompt": "s", "apply_chat_template": False}},
+          "job.yaml:5:3: input.apply_chat_template: got false beside system_prompt, which applies the chat template; "
+          "give one of them"),
     Wrong("chat template argument elsewhere", {"input": {"chat_template_kwargs": {"add_generation_prompt": True}}},
           "job.yaml:5:5: input.chat_template_kwargs.add_generation_prompt: it is no variable of a chat "
           "template; use input.add_generation_prompt instead"),
@@ -384,7 +387,8 @@ WRONG = [
           "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, token_ids_column, text_column, "
           "context_column, continuation_column, choices_column, choices, answer_column, system_prompt, chat_template, "
-          "chat_template_kwargs, add_generation_prompt, continue_final_message, on_overlong, adapter_column, "
+          "chat_template_kwargs, add_generation_prompt, continue_final_message, apply_chat_template, on_overlong, "
+          "adapter_column, "
           "id_column, where, sample, limit, exclude, order). Where the rows come from, which of them "
           "run, and how a row becomes a prompt."),
     Wrong("not YAML", {},

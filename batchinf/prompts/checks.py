@@ -99,10 +99,11 @@ def prompt_warnings(
     form = "prompt_template" if where.prompt_template is not None else "prompt_column"
     is_text = not where.is_chat and where.token_ids_column is None and not where.is_batch_file
     is_text &= not may_lack_template
-    if is_text and model.has_chat_template and not is_embedded:
+    if is_text and model.has_chat_template and not is_embedded and where.apply_chat_template is None:
         yield (
             f"warning: the model has a chat template, which input.{form} alone does not apply; "
-            "input.add_generation_prompt: true makes each prompt a user's message"
+            "input.add_generation_prompt: true makes each prompt a user's message, and input.apply_chat_template: "
+            "false says that plain text is meant"
         )
     if where.order == "prefix" and reads_prompt_logits:
         yield (

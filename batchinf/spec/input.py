@@ -111,6 +111,8 @@ class InputSpec(Section):
     """End the prompt with the header of the assistant's turn; default true, except with `continue_final_message`."""
     continue_final_message: Annotated[bool | None, IDENTITY] = None
     """Leave the last message open, so that the model continues it."""
+    apply_chat_template: Annotated[Literal[False] | None, RUNTIME] = None
+    """`false` says that plain text is meant, for a model with a chat template. Without it, a warning is printed."""
     on_overlong: Annotated[Literal["error", "truncate_left", "truncate_right"], IDENTITY] = "error"
     """`error`: a row is an error row if its prompt leaves no room for one output token. `truncate_left`,
     `truncate_right`: a prompt that leaves no room for `max_tokens` is cut at its beginning or end, and
@@ -156,6 +158,9 @@ class InputSpec(Section):
         if not self.is_chat:
             return self
         asked = next(field for field in CHAT_FIELDS if getattr(self, field) is not None)
+        if self.apply_chat_template is not None:
+            raise wrong(f"got false beside {asked}, which applies the chat template; give one of them",
+                        "apply_chat_template")  # fmt: skip
         if self.token_ids_column is not None:
             raise wrong("got it beside token_ids_column, whose ids are taken as they are; give one of them", asked)
         if self.on_overlong != "error":

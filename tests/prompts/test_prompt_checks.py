@@ -18,7 +18,8 @@ from batchinf.spec.file import read_spec
 BOS = "<|begin_of_text|>"
 NOT_APPLIED = (
     "warning: the model has a chat template, which input.{} alone does not apply; "
-    "input.add_generation_prompt: true makes each prompt a user's message"
+    "input.add_generation_prompt: true makes each prompt a user's message, and input.apply_chat_template: false says "
+    "that plain text is meant"
 )
 TURNS = [{"role": "user", "content": "{{ prompt }}"}, {"role": "assistant", "content": "So"}]
 
@@ -37,6 +38,7 @@ def warned(folder: pathlib.Path, texts: list[str], **input: Any) -> list[str]:
         ({}, [NOT_APPLIED.format("prompt_column")]),
         ({"prompt_template": "{{ prompt }}!"}, [NOT_APPLIED.format("prompt_template")]),
         ({"add_generation_prompt": True}, []),
+        ({"apply_chat_template": False}, []),
         ({"token_ids_column": "prompt"}, []),
         ({"messages": TURNS, "continue_final_message": True}, []),
         ({"messages": TURNS, "add_generation_prompt": True}, []),
@@ -112,6 +114,18 @@ def test_a_bos_that_is_scored_too(add_bos_token: bool | None, tmp_path: pathlib.
     assert [line.partition(", which your texts need not")[0] for line in warnings] == (
         [f"warning: each request begins with two {BOS}"] if add_bos_token is None else []
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart", "chat", "samples", "score", "logits", "multiple_choice", "embed", "ray"]
+)
+def test_sample_jobs_run_without_warnings(name: str, tmp_path: pathlib.Path) -> None:
+    report = batchinf.validate(
+        jobs.ROOT / "jobs" / f"{name}.yaml",
+        overrides={"output.path": str(tmp_path / "out"), "sampling.structured_outputs": None, "backend": "local"},
+        num_rows=0,
+    )
+    assert [remark.text for remark in report.remarks if remark.kind == "warning"] == []
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,12 @@ def test_quickstart():
     assert spec.model_dump(exclude_unset=True) == {
         "model": {"name": "sample_data/tiny-llama"},
         "task": "generate",
-        "input": {"path": "sample_data/prompts.jsonl", "prompt_column": "prompt", "id_column": "id"},
+        "input": {
+            "path": "sample_data/prompts.jsonl",
+            "prompt_column": "prompt",
+            "apply_chat_template": False,
+            "id_column": "id",
+        },
         "sampling": {"temperature": 0.0, "max_tokens": 64, "logprobs": 5},
         "parallel": {"tensor_parallel_size": 1, "data_parallel_size": 2},
         "engine": {"max_model_len": 512},
