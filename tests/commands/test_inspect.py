@@ -145,7 +145,7 @@ def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:
     first, fourth = inspect_row(str(out), "a"), inspect_row(str(out), "3")
     assert ([sample.fields["row_index"] for sample in first.samples], first.same_id) == ([0, 0], (2, 4))
     assert ([sample.fields["row_index"] for sample in fourth.samples], fourth.same_id) == ([3, 3], ())
-    said = "his id is also that of the row at position 2, 4"
+    said = "Rows at other positions have this id too: 2, 4"
     assert said in jobs.run("inspect", out, "a").stdout and said in row_page(first)
 
 

@@ -24,7 +24,7 @@ def row_items(report: InspectReport) -> Iterator[RenderableType]:
     """The row as texts and tables for rich."""
     yield Text(f"{plain_line(report.folder)}: row {plain_line(report.row)}", "bold")
     if report.same_id:
-        yield Text(f"This id is also that of the row at position {list_names(map(str, report.same_id[:5]))}", "yellow")
+        yield Text(f"Rows at other positions have this id too: {list_names(map(str, report.same_id[:5]))}", "yellow")
     yield Text()
     yield _title("prompt")
     if report.prompt is None:
