@@ -6,7 +6,7 @@ from batchinf.base.errors import OutputError
 from batchinf.commands.check import CheckFinding, CheckReport, JobCheck
 
 _AGAIN = "run the job again: its rows run again"
-# By problem: what is wrong with the file, and what the user can do.
+# For each problem: what is wrong with the file, and what the user can do.
 _WRONG = {
     "manifest_without_job": ("lacks the lines about the job", "restore it from a backup"),
     "selection_lost": (

@@ -13,7 +13,7 @@ on a GPU. Most of these requests only decode: they get one token and do not end.
 loops, `_schedule_head` and `_add_tokens`. vLLM's methods then see a batch of the others; together 12 ms. The loops were
 compared with the methods of 0.26.0 and 0.32.0, step by step; `_decode_block_size` says where they run.
 
-For 1,024 requests with their top 20 it holds at most 176 MB, whatever their length. The constants below give this:
+It holds at most 176 MB for 1,024 requests with their top 20, at any length. The constants below give this sum:
 68 MB of full blocks, as much again in a step in which all send a piece, 23 MB of slots for 2,048 requests, and 17 MB of
 token ids.
 """
