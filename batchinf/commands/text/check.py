@@ -16,7 +16,7 @@ _WRONG = {
     "spec_missing": ("is missing", "check --repair writes it again from the manifest"),
 }  # fmt: skip
 _NOTES = {
-    "journal_damaged": "is damaged and was ignored; its results run again",
+    "journal_damaged": "is damaged; its results run again, unless a part has them",
     "spec_restored": "was missing; it is written again",
 }
 
