@@ -1,9 +1,10 @@
-"""What the device and the engine core do in 20 decoding steps of a job, by a trace of PyTorch's profiler.
+"""What the device and the engine core do in 20 steps of a job, by a trace of PyTorch's profiler.
 
     python benchmarks/kineto.py top20 --out results                                  # one GPU, the workload's shape
     python benchmarks/kineto.py top20 --shape tiny --rows 400 --dtype float32 --out results     # on a CPU
 
-Starts the job with `step_hook` in its engine core and waits for two traces of `--steps` steps each. The first has
+Starts the job with `step_hook` in its engine core and waits for two traces of `--steps` steps each: of decoding steps,
+or of steps that read prompts if the workload only reads. The first has
 kernels and operators, and its steps are as long as without it. The second has Python's functions too, which slows it.
 Writes both traces, gzipped, for Perfetto, and `kineto.md`, then ends the job. An engine of several ranks has its
 kernels in other processes, which are not traced.
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--after", type=int, default=40, help="decoding steps before the first trace")
+    parser.add_argument("--after", type=int, default=40, help="steps before the first trace")
     parser.add_argument("--limit-s", type=float, default=480.0, help="time from the start to the second trace")
     add_size_arguments(parser)
     args = parser.parse_args()
@@ -53,7 +54,7 @@ def main() -> None:
     traces = {kind: pathlib.Path(f"{prefix}-{kind}.json.gz") for kind in _KINDS}
     for path in traces.values():
         path.unlink(missing_ok=True)
-    run(spec, folder, traces.values(), prefix, args)
+    run(spec, folder, traces.values(), prefix, args, takes_prompts=workload.counts_prompts)
     lines = [f"# {args.workload}: {args.steps} steps\n"]
     for kind, path in traces.items():
         with gzip.open(path) as file:
@@ -70,10 +71,14 @@ def run(
     traces: Iterable[pathlib.Path],
     prefix: pathlib.Path,
     args: argparse.Namespace,
+    *,
+    takes_prompts: bool,
 ) -> None:
-    """Run the job until the traces are there, and end it."""
+    """Run the job until the traces are there, and end it. takes_prompts: of any steps, not of decoding steps."""
     path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
     given = {"STEP_TRACE": str(prefix), "STEP_TRACE_AFTER": str(args.after), "STEP_TRACE_STEPS": str(args.steps)}
+    if takes_prompts:
+        given["STEP_TRACE_PROMPTS"] = "1"
     with (folder / "job.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "batchinf", "run", str(spec)],

@@ -5,7 +5,8 @@ a microsecond a step.
 
 `STEP_TRACE-plain.json.gz` and `STEP_TRACE-stacks.json.gz` are traces of PyTorch's profiler, of STEP_TRACE_STEPS steps
 each, the second one with Python's functions, whose recording slows the steps. They begin with a decoding step, after
-STEP_TRACE_AFTER decoding steps. Each begins a block `schedule`.
+STEP_TRACE_AFTER decoding steps; with STEP_TRACE_PROMPTS, steps that read prompts count too. Each begins a block
+`schedule`.
 """
 
 import importlib.abc
@@ -59,7 +60,7 @@ def _log(scheduler: Any) -> None:
 def _trace(scheduler: Any) -> None:
     schedule = scheduler.schedule
     after, num_steps = int(os.environ["STEP_TRACE_AFTER"]), int(os.environ["STEP_TRACE_STEPS"])
-    kinds, seen, left = ["plain", "stacks"], 0, 0
+    kinds, seen, left, takes_prompts = ["plain", "stacks"], 0, 0, "STEP_TRACE_PROMPTS" in os.environ
     running: list[Any] = []
 
     def traced(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -75,7 +76,7 @@ def _trace(scheduler: Any) -> None:
             left -= 1
             return step
         step = schedule(self, *arguments, **named)
-        seen += step.total_num_scheduled_tokens == len(step.num_scheduled_tokens) > 0
+        seen += step.total_num_scheduled_tokens == len(step.num_scheduled_tokens) > 0 or takes_prompts
         if kinds and seen >= after:
             running.append(torch.profiler.profile(with_stack=kinds[0] == "stacks"))  # of all activities there are
             running[0].start()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from batchinf.engines.vllm.kernels import is_right, token_scores
 from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted
 
@@ -52,6 +53,10 @@ class RowsExtension:
         rows = ScoreRows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
         return (_install_v2 if _is_v2(self.model_runner) else _install_v1)(self.model_runner, rows)
 
+    def install_score_kernel(self) -> bool:
+        """Take logprobs of prompts in one pass over the logits; False where vLLM's own kernels stay."""
+        return _is_v2(self.model_runner) and _install_score_kernel(self.model_runner)
+
     def install_late_mask(self) -> bool:
         """Let the grammar mask logits after their raw scores are taken; False where this version cannot."""
         # What checks drafted tokens looks at masked logits alone.
@@ -70,6 +75,13 @@ def install_rows(engine: Any, wanted: RowsWanted) -> bool:
         return False
     token_ids = list(wanted.token_ids) if wanted.token_ids else None
     return all(engine.collective_rpc("install_vocabulary_rows", args=(wanted.dtype, token_ids)))
+
+
+def install_score_kernel(engine: Any) -> bool:
+    """Let an engine's workers take logprobs of prompts by our own kernel. False where vLLM's stay, which are slower."""
+    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
+        return False
+    return all(engine.collective_rpc("install_score_kernel"))
 
 
 def install_late_mask(engine: Any) -> bool:
@@ -245,6 +257,30 @@ def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]
                 scores = scores.log_softmax(dim=-1, dtype=torch.float32)
             found[first : first + _CHUNK] = rows.of(scores)
         return rows.tensors(found, sampled_token_ids)
+
+    return compute_topk_scores
+
+
+def _install_score_kernel(runner: Any) -> bool:
+    if getattr(runner, "prompt_logprobs_worker", None) is None:  # of a pipeline only the last stage has one
+        return not getattr(runner, "is_last_pp_rank", True)
+    module = importlib.import_module(_V2_MODULES[1])
+    theirs = getattr(module, "compute_topk_scores", None)
+    if LogprobsTensors is None or theirs is None:
+        return False
+    if not is_right(theirs, runner.model_config.get_vocab_size(), runner.model_config.dtype, runner.device):
+        return False
+    module.compute_topk_scores = scores_in_one_pass(theirs)  # type: ignore[attr-defined]
+    return True
+
+
+def scores_in_one_pass(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces `compute_topk_scores` of prompts. Calls `theirs` for more than one logprob beside a token's own."""
+
+    def compute_topk_scores(logits: Any, num_logprobs: int, token_ids: Any, *rest: Any, **named: Any) -> Any:
+        if num_logprobs > 1 or rest or any(named.values()):
+            return theirs(logits, num_logprobs, token_ids, *rest, **named)
+        return LogprobsTensors(*token_scores(logits, token_ids, num_logprobs))
 
     return compute_topk_scores
 

@@ -1,0 +1,191 @@
+"""The kernel for logprobs of prompts, held against PyTorch's own functions.
+
+Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language: the same code runs, one row at a time.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from batchinf.engines.vllm import kernels, worker
+
+pytestmark = pytest.mark.skipif(kernels.HAS_TRITON, reason="the kernel is compiled here")
+
+
+class Pointer:
+    """The memory of a tensor, from an element on."""
+
+    def __init__(self, tensor: torch.Tensor, offset: Any = 0) -> None:
+        # A kernel is given strides and reads the memory behind a view.
+        self.memory = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        self.offset = offset
+
+    def __add__(self, places: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset + places)
+
+
+def load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0.0) -> torch.Tensor:
+    if mask is None:
+        return pointer.memory[pointer.offset]
+    return torch.where(mask, pointer.memory[torch.where(mask, pointer.offset, 0)], other)
+
+
+def store(pointer: Pointer, value: torch.Tensor) -> None:
+    pointer.memory[pointer.offset] = value.to(pointer.memory.dtype)
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces Triton's language and the launch of the kernel."""
+    program = [0]
+    language = types.SimpleNamespace(
+        int32=torch.int32, int64=torch.int64, float32=torch.float32, load=load, store=store,
+        program_id=lambda axis: torch.tensor(program[0]),
+        arange=torch.arange, where=torch.where, exp=torch.exp, log=torch.log, abs=torch.abs,
+        full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
+        zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        sum=lambda values, axis: values.sum(axis), max=lambda values, axis: values.amax(axis),
+        min=lambda values, axis: values.amin(axis),
+    )  # fmt: skip
+    kernel: Callable[..., None] = kernels.score_kernel
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def launch(*arguments: Any, num_warps: int, **named: Any) -> None:
+                given = [Pointer(item) if isinstance(item, torch.Tensor) else item for item in arguments]
+                for program[0] in range(*grid):
+                    kernel(*given, **named)
+
+            return launch
+
+    monkeypatch.setattr(kernels, "tl", language)
+    monkeypatch.setattr(kernels, "score_kernel", Launcher())
+    monkeypatch.setattr(kernels, "_BLOCK", 16)
+
+
+def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(vocab_size)) * 5).to(dtype)
+
+
+def check(logits: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """`token_scores` gives PyTorch's logprobs, likeliest token and ranks, with and without the likeliest token."""
+    expected = logits.float().log_softmax(-1)
+    own = logits.gather(1, token_ids[:, None])
+    for k in (0, 1):
+        ids, logprobs, ranks = kernels.token_scores(logits, token_ids, k)
+        assert ids.shape == logprobs.shape == (len(logits), k + 1)
+        assert ids[:, 0].tolist() == token_ids.tolist()
+        assert ranks.tolist() == (logits >= own).sum(-1).tolist()
+        torch.testing.assert_close(logprobs, expected.gather(1, ids), rtol=1e-6, atol=1e-6)
+        if k:
+            # The first of several equally likely tokens.
+            assert ids[:, 1].tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 100, 1024])
+def test_logprobs_are_those_of_pytorch(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = random_logits(7, vocab_size, dtype)
+    check(logits, torch.arange(7) * 31 % vocab_size)
+
+
+def test_the_likeliest_token_scored() -> None:
+    logits = random_logits(5, 100)
+    check(logits, logits.argmax(-1))
+
+
+def test_tokens_with_equal_logits() -> None:
+    logits = torch.full((3, 50), 2.5)
+    logits[1, 20:] = -1.0
+    check(logits, torch.tensor([0, 49, 17]))
+
+
+def test_impossible_tokens() -> None:
+    logits = random_logits(4, 40)
+    logits[0, :30] = -torch.inf  # a whole step of the kernel
+    logits[1, 1:] = -torch.inf
+    logits[2, ::2] = -torch.inf
+    check(logits, torch.tensor([0, 0, 4, 39]))
+
+
+def test_very_large_logits() -> None:
+    check(random_logits(3, 60) * 1e4 - 1e5, torch.tensor([1, 2, 3]))
+
+
+def test_rows_of_a_wider_matrix() -> None:
+    """vLLM cuts off the logits of tokens that pad the vocabulary."""
+    logits = random_logits(6, 64)[:, :50]
+    assert not logits.is_contiguous()
+    check(logits, torch.tensor([0, 10, 20, 30, 40, 49]))
+
+
+def test_a_row_that_is_not_a_number() -> None:
+    logits = random_logits(2, 40)
+    logits[0, 33] = torch.nan
+    _, logprobs, _ = kernels.token_scores(logits, torch.tensor([3, 3]), 1)
+    assert logprobs[0].isnan().all() and not logprobs[1].isnan().any()
+
+
+def theirs(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, **_: Any) -> Any:
+    """What vLLM's function gives, by PyTorch."""
+    ids = torch.cat((token_ids[:, None], logits.topk(num_logprobs).indices), dim=1)
+    ranks = (logits >= logits.gather(1, token_ids[:, None])).sum(-1)
+    return worker.LogprobsTensors(ids, logits.float().log_softmax(-1).gather(1, ids), ranks)
+
+
+def off_by_one(*arguments: Any) -> Any:
+    right = theirs(*arguments)
+    return right._replace(selected_token_ranks=right.selected_token_ranks + 1)
+
+
+def test_it_is_used_only_where_it_gives_what_vllm_gives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    device = torch.device("cpu")
+    assert kernels.is_right(theirs, 100, torch.bfloat16, device)
+    assert capsys.readouterr().out == ""
+    assert not kernels.is_right(off_by_one, 100, torch.bfloat16, device)
+    assert "not used: AssertionError" in capsys.readouterr().out
+    monkeypatch.setattr(kernels, "token_scores", lambda *_: 1 / 0)
+    assert not kernels.is_right(theirs, 100, torch.bfloat16, device)
+    assert "not used: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_requests_for_more_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "token_scores", lambda *_: ("ids", "logprobs", "ranks"))
+    scores = worker.scores_in_one_pass(lambda *_, **__: "their own")
+    logits, token_ids = random_logits(2, 40), torch.tensor([1, 2])
+    for k in (0, 1):
+        assert scores(logits, k, token_ids, logits_mode=False)[:3] == ("ids", "logprobs", "ranks")
+    assert scores(logits, 2, token_ids, logits_mode=False) == "their own"
+    assert scores(logits, 1, token_ids, logits_mode=True) == "their own"
+    assert scores(logits, 1, token_ids, [1, 1]) == "their own"
+    assert scores(logits, 1, token_ids, max_per_req_token_ids=3) == "their own"
+
+
+def runner(**changed: Any) -> Any:
+    config = types.SimpleNamespace(get_vocab_size=lambda: 100, dtype=torch.float32)
+    found = {"prompt_logprobs_worker": object(), "model_config": config, "device": torch.device("cpu"), **changed}
+    return types.SimpleNamespace(**found)
+
+
+def test_a_worker_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.SimpleNamespace(compute_topk_scores=theirs)
+    monkeypatch.setattr(worker.importlib, "import_module", lambda name: module)
+    assert not worker._install_score_kernel(runner())  # without Triton
+    assert module.compute_topk_scores is theirs
+    # Stages of a pipeline but the last have no logits, and the last one decides.
+    assert worker._install_score_kernel(runner(prompt_logprobs_worker=None, is_last_pp_rank=False))
+    assert not worker._install_score_kernel(runner(prompt_logprobs_worker=None))
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    assert worker._install_score_kernel(runner())
+    logits, token_ids = random_logits(3, 100), torch.tensor([1, 2, 3])
+    own, expected = module.compute_topk_scores(logits, 1, token_ids), theirs(logits, 1, token_ids)
+    torch.testing.assert_close(own.logprobs, expected.logprobs)
+    assert own.logprob_token_ids.tolist() == expected.logprob_token_ids.tolist()
