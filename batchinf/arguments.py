@@ -67,9 +67,17 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def plan_target(context: typer.Context, target: str) -> str:
+def _plan_target(context: typer.Context, target: str) -> str:
     """Return the argument, or raise UserError for a job's output folder. A folder may be a model's."""
     return _spec_file(context, target) if os.path.isfile(os.path.join(target, "job.yaml")) else target
+
+
+PlanTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB.yaml|MODEL", help="A job spec; or a model: hub id, folder or config.json.", callback=_plan_target
+    ),
+]
 
 
 def new_spec_file(path: str) -> str:

@@ -23,11 +23,11 @@ from batchinf.arguments import (
     LogFormat,
     Out,
     Overrides,
+    PlanTarget,
     SliceText,
     SpecPath,
     new_spec_file,
     output_folder,
-    plan_target,
 )
 from batchinf.base.errors import BatchinfError, Interrupted, UserError, memory_words
 from batchinf.base.process import search_as_usual
@@ -200,14 +200,7 @@ def _validate(
 
 @app.command("plan", epilog="Example: batchinf plan job.yaml --gpu h100-80 --gpus 8")
 def _plan(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="JOB.yaml|MODEL",
-            help="A job spec; or a model: hub id, folder or config.json.",
-            callback=plan_target,
-        ),
-    ],
+    target: PlanTarget,
     gpu: Annotated[
         list[str] | None,
         typer.Option("--gpu", metavar="NAME", help="A GPU, such as h100-80 or h100-80:3g (MIG). May be repeated."),
@@ -229,12 +222,16 @@ def _plan(
             "--output-tokens", min=1, metavar="N", help="Tokens of an output on average; default: max_tokens."
         ),
     ] = None,
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the degrees, or a model's memory.")
+    ] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
     from batchinf.commands.text.plan import plan_lines
+    from batchinf.commands.text.plan_chart import write_chart
 
     report = api.plan(
         target,
@@ -247,6 +244,8 @@ def _plan(
         price=price,
         output_tokens=output_tokens,
     )
+    if plot is not None:
+        write_chart(report, plot)
     _show(report, plan_lines(report), as_json)
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn by Vega-Lite within `vl_convert`: no browser, no network, and no script in the result.
+"""The charts of the report.
 
 The colours are CSS variables of the page, so that a chart follows its dark mode. Each mark says its figures in its
 `aria-label`, which is also its `<title>`: browsers show it when the pointer rests there.
@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-import vl_convert
-
+from batchinf.base.chart import svg_of
 from batchinf.base.text import duration, short_count
 from batchinf.report.rows import Histogram, Share
 from batchinf.report.timeline import PHASES, Timeline
 
 _SVG = "http://www.w3.org/2000/svg"
-_VEGA_LITE = "5.21"
 _FONT = "system-ui, sans-serif"
 _AXIS = {
     "labelColor": "var(--faint)",
@@ -232,10 +230,8 @@ def _unit(work_s: float) -> tuple[float, str]:
 
 def _svg(spec: dict[str, Any], title: str) -> str:
     """The chart as an element of HTML. title: what a screen reader says of it."""
-    schema = f"https://vega.github.io/schema/vega-lite/v{_VEGA_LITE.partition('.')[0]}.json"
-    text = vl_convert.vegalite_to_svg({"$schema": schema, "config": _CONFIG, **spec}, vl_version=_VEGA_LITE)
     ElementTree.register_namespace("", _SVG)
-    root = ElementTree.fromstring(text)
+    root = ElementTree.fromstring(svg_of({"config": _CONFIG, **spec}))
     root.set("role", "img")
     root.set("aria-label", title)
     for element in list(root.iter()):

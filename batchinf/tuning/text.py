@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from batchinf.base.chart import svg_of
 from batchinf.base.text import clip, duration, short_count
 from batchinf.tuning.search import SearchResult
 from batchinf.tuning.trial import TuneTrial
-
-_VEGA_LITE = "5.21"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,6 @@ def chart(found: SearchResult) -> str:
         if not trial.error
     ]
     spec = {
-        "$schema": f"https://vega.github.io/schema/vega-lite/v{_VEGA_LITE.partition('.')[0]}.json",
         "data": {"values": values},
         "facet": {"row": {"field": "rows", "title": None, "sort": None}},
         "resolve": {"scale": {"y": "independent"}},
@@ -86,6 +84,4 @@ def chart(found: SearchResult) -> str:
             },
         },
     }
-    import vl_convert  # a large library, and every command imports this module
-
-    return str(vl_convert.vegalite_to_svg(spec, vl_version=_VEGA_LITE))
+    return svg_of(spec)

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 from typing import Any
+from xml.etree import ElementTree
 
 import hub_server
 import numpy as np
@@ -17,6 +18,7 @@ import jobs
 from batchinf.base.errors import UserError
 from batchinf.commands.plan import PlanWanted, make_plan
 from batchinf.commands.text.plan import plan_lines
+from batchinf.commands.text.plan_chart import plan_chart
 from batchinf.model.memory import GIB
 from batchinf.source.files import InputLocation
 from batchinf.source.sample import sample_input
@@ -52,6 +54,47 @@ def test_a_job_without_its_input_and_a_model_by_its_config(tmp_path: pathlib.Pat
     of_model = planned(str(jobs.MODEL / "config.json"), "--gpu", "a100", "--set", "model.quantization=fp8")
     assert of_model["model"]["weight_bytes"] < report["model"]["weight_bytes"]
     assert len(planned(str(jobs.MODEL))["gpus"]) > 12
+
+
+def marks(svg: str) -> list[str]:
+    """The words of each bar."""
+    return [
+        words for element in ElementTree.fromstring(svg).iter() if (words := element.get("aria-label", "")).count(";")
+    ]
+
+
+def test_the_plot_of_a_job_has_each_degree(tmp_path: pathlib.Path) -> None:
+    arguments = (jobs.spec_of(tmp_path), "--gpu", "h200", "--gpu", "l4", "--gpus", "2", "--plot", tmp_path / "plan.svg")
+    done = jobs.run("plan", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    bars = marks((tmp_path / "plan.svg").read_text())
+    report = json.loads(done.stdout)
+    options = [option for gpu in report["gpus"] for option in gpu["options"]]
+    speeds = [bar for bar in bars if bar.startswith("tokens/s per GPU: ")]
+    hours = [bar for bar in bars if bar.startswith("GPU-hours without the start: ")]
+    assert len(speeds) == len(hours) == len(options) == 4
+    for bar, option in zip(speeds, options, strict=True):
+        assert option["degrees"]["pipeline"] == 1
+        assert f": tensor {option['degrees']['tensor']} × data {option['data']};" in bar
+    assert [bar.endswith("is: chosen") for bar in speeds] == [
+        option == gpu["chosen"] for gpu in report["gpus"] for option in gpu["options"]
+    ]
+
+
+def test_the_plot_of_a_model_has_the_memory_of_each_gpu() -> None:
+    report = make_plan(str(jobs.MODEL), (), PlanWanted(gpus=("h100", "t4")))
+    bars = marks(plan_chart(report))  # a T4 has no bfloat16
+    assert [bar.split("; ")[2] for bar in bars] == ["part: weights", "part: KV cache", "part: activations and graphs"]
+    sizes = [float(bar.split(";")[0].removeprefix("GiB: ")) for bar in bars]
+    assert sum(sizes) == pytest.approx(report.gpus[0].gpu.memory_bytes / GIB * 0.92)
+    assert sizes[0] * GIB == pytest.approx(report.model.weight_bytes)
+    assert marks(plan_chart(make_plan(str(jobs.MODEL), (), PlanWanted(gpus=("t4",))))) == []
+
+
+def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> None:
+    done = jobs.run("plan", jobs.MODEL, "--gpu", "h100", "--plot", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: cannot write {tmp_path}: is a directory; name another file with --plot\n"
 
 
 def test_the_table_is_straight_and_fits_80_columns(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,96 @@
+"""The plot of `batchinf plan --plot`."""
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from batchinf.base.chart import svg_of
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder, reason
+from batchinf.commands.plan import GpuPlan, PlanReport
+from batchinf.model.memory import GIB
+from batchinf.planning.choose import shape_text
+
+_WIDTH = 420
+_SPEED, _HOURS = "tokens/s per GPU", "GPU-hours without the start"
+_PARTS = ("weights", "KV cache", "activations and graphs")
+_CHOSEN, _OTHER = "chosen", "other degrees"
+
+
+def write_chart(report: PlanReport, file: str) -> None:
+    """Write the plot as SVG. Raises OutputError if the file cannot be written."""
+    path = pathlib.Path(file)
+    try:
+        Folder(path.parent).write_atomic(path.name, plan_chart(report).encode(), durable=False)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {reason(error)}; name another file with --plot") from error
+
+
+def plan_chart(report: PlanReport) -> str:
+    """Of a job: tokens/s of one GPU, and GPU-hours, at each degree that fits. Of a model: the memory of one GPU."""
+    if any(plan.seconds is not None for plan in report.gpus):
+        return svg_of(_of_job(report))
+    return svg_of(_of_model(report))
+
+
+def _of_job(report: PlanReport) -> dict[str, Any]:
+    values = [value for plan in report.gpus for value in _options(plan)]
+    panels = [_bars(values, field) for field in (_SPEED, _HOURS)]
+    return {"title": f"{report.model.name}, {report.job.path if report.job else ''}", "hconcat": panels}
+
+
+def _options(plan: GpuPlan) -> Iterator[dict[str, Any]]:
+    for option in plan.options:
+        if option.prediction is not None:
+            num_gpus = option.data * option.degrees.num_devices
+            yield {
+                "GPUs": f"{num_gpus} × {plan.gpu.name}: {shape_text(option.degrees, option.data)}",
+                _SPEED: option.tokens_per_s / num_gpus,
+                _HOURS: option.prediction.seconds * num_gpus / 3600,
+                "is": _CHOSEN if option == plan.chosen else _OTHER,
+            }
+
+
+def _bars(values: list[dict[str, Any]], field: str) -> dict[str, Any]:
+    axis = {"labelLimit": 480} if field == _SPEED else None  # the second panel has the same rows
+    return {
+        "data": {"values": values},
+        "width": _WIDTH if axis else _WIDTH / 2,
+        "mark": "bar",
+        "encoding": {
+            "y": {"field": "GPUs", "type": "nominal", "sort": None, "title": None, "axis": axis},
+            "x": {"field": field, "type": "quantitative"},
+            "color": {
+                "field": "is",
+                "title": None,
+                "scale": {"domain": [_CHOSEN, _OTHER], "range": ["#4c78a8", "#bab0ac"]},
+            },
+        },
+    }
+
+
+def _of_model(report: PlanReport) -> dict[str, Any]:
+    values = [value for plan in report.gpus for value in _memory(plan)]
+    return {
+        "title": f"{report.model.name}: memory of each GPU at the least degree",
+        "data": {"values": values},
+        "width": _WIDTH,
+        "mark": "bar",
+        "encoding": {
+            "y": {"field": "GPUs", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 480}},
+            "x": {"field": "GiB", "type": "quantitative"},
+            "color": {"field": "part", "type": "nominal", "title": None, "sort": _PARTS},
+            "order": {"field": "place"},
+        },
+    }
+
+
+def _memory(plan: GpuPlan) -> Iterator[dict[str, Any]]:
+    shown = plan.needs if plan.chosen is None else plan.chosen.degrees
+    if shown is None or plan.why_not is not None:
+        return
+    room = plan.share * plan.gpu.memory_bytes - shown.weight_bytes - shown.step_bytes
+    sizes = (shown.weight_bytes, max(0.0, room), shown.step_bytes)
+    name = f"{shown.num_devices} × {plan.gpu.name}"
+    for place, (part, size) in enumerate(zip(_PARTS, sizes, strict=True)):
+        yield {"GPUs": name, "part": part, "GiB": size / GIB, "place": place}
