@@ -23,8 +23,8 @@ def score_kernel(
     stride: Any,
     token_ids: Any,
     vocab_size: Any,
-    WIDTH: "tl.constexpr",  # noqa: N803
-    BLOCK: "tl.constexpr",  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     """One program a row. WIDTH: 1, or 2 with the likeliest token.
 
