@@ -193,9 +193,9 @@ def start(
         if state.committed.all():
             _end(fleet, manifest)  # the recovery adopted all parts that were missing
         else:
+            fleet.give_work(work_of(job, state, None))  # the replicas open the input during the next look at it
             for line in (*job.task.prompt_warnings(job.model, job.source), *first_row_warnings(job.spec, job.source)):
                 display.say(line)
-            fleet.give_work(work_of(job, state, None))
             _note_expected(job, state, launcher, manifest, display)
         yield StartedJob(job, state, manifest, launcher, fleet, request)
     except BaseException:

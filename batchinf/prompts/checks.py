@@ -2,7 +2,8 @@
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 import jinja2
 
@@ -19,6 +20,8 @@ from batchinf.spec.job import JobSpec
 # Rows to search for a second BOS. Usually one template writes it into all of them.
 _LOOKED_AT = 256
 _LOOKED_AT_IDS = 10_000
+# A look at the first rows delays the first request. Where rows are large, it ends after this time.
+_LOOK_S, _ROWS_AT_ONCE = 0.2, 32
 
 
 def check_prompts(spec: JobSpec, model: Model) -> None:
@@ -160,17 +163,17 @@ def first_row_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
     """Warnings of empty values and repeated ids in the first rows."""
     found = EmptyValues(spec)
     if found.columns:
-        found.add(source.read(0, _num_first(spec, source, _LOOKED_AT), found.columns))
+        found.add(_first_rows(source, _num_first(spec, source, _LOOKED_AT), found.columns))
     yield from found.warnings()
     yield from repeated_id_warning(spec, source)
 
 
 def repeated_id_warning(spec: JobSpec, source: Source) -> Iterator[str]:
-    """A warning of the first id that two of the first 10,000 rows have."""
+    """A warning of the first id that two of the first 10,000 rows have, or of as many as can be read in 0.2 s."""
     name, firsts = spec.input.id_column, dict[str, int]()
     if name is None:
         return
-    for row in source.read(0, _num_first(spec, source, _LOOKED_AT_IDS), [name]):
+    for row in _first_rows(source, _num_first(spec, source, _LOOKED_AT_IDS), [name]):
         value, number = row.values.get(name), row.row_index
         if value is not None and (first := firsts.setdefault(str(value), number)) != number:
             yield (
@@ -187,12 +190,20 @@ def _num_first(spec: JobSpec, source: Source, most: int) -> int:
     return 0 if chooses else min(source.num_rows, most, where.limit or most)
 
 
+def _first_rows(source: Source, most: int, columns: Sequence[str]) -> Iterator[Row]:
+    ends_at = time.monotonic() + _LOOK_S
+    for start in range(0, most, _ROWS_AT_ONCE):
+        yield from source.read(start, min(start + _ROWS_AT_ONCE, most), columns)
+        if time.monotonic() >= ends_at:
+            return
+
+
 def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
     bos = _bos(pathlib.Path(model.tokenizer))
     renderer = Renderer(spec)
     if bos is None:
         return None
-    looked_at = source.read(0, min(source.num_rows, _LOOKED_AT), renderer.columns)
+    looked_at = _first_rows(source, min(source.num_rows, _LOOKED_AT), renderer.columns)
     texts = [renderer.render(row) for row in looked_at]
     doubled = [number for number, text in enumerate(texts) if isinstance(text, str) and text.startswith(bos)]
     if not doubled:

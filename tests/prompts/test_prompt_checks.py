@@ -11,6 +11,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.job.open import open_job
+from batchinf.prompts import checks
 from batchinf.prompts.checks import first_row_warnings
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.file import read_spec
@@ -184,6 +185,18 @@ def test_an_id_that_repeats(more: dict[str, Any], is_said: bool, tmp_path: pathl
         assert list(first_row_warnings(job.spec, job.source)) == [said] * is_said
     remarks = [remark.text for remark in batchinf.validate(spec).remarks]
     assert [text for text in remarks if "id_column" in text] == [said] * is_said
+
+
+def test_the_look_at_large_rows_ends(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6,000 rows of a megabyte took 11 s, before the first request."""
+    lines = [json.dumps({"id": number % 40, "prompt": ""}) for number in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    where = {"path": str(tmp_path / "rows.jsonl"), "prompt_template": "{{ prompt }}"}
+    job = open_job(read_spec(jobs.spec_of(tmp_path, input=where, output={"keep_columns": []})))
+    with contextlib.closing(job.source):
+        assert [line.split()[1] for line in first_row_warnings(job.spec, job.source)] == ["200", "input.id_column:"]
+        monkeypatch.setattr(checks, "_LOOK_S", 0.0)
+        assert [line.split()[1] for line in first_row_warnings(job.spec, job.source)] == ["32"]
 
 
 def test_run_warns_of_columns_without_text(tmp_path: pathlib.Path) -> None:

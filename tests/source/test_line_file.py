@@ -40,11 +40,17 @@ def expected_of_line(line: str) -> dict[str, object] | None:
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=st.lists(json_lines, max_size=20), end=st.sampled_from(["", "\n"]), block=st.sampled_from([3, 7, 1 << 20]))
+@given(
+    lines=st.lists(json_lines, max_size=20),
+    end=st.sampled_from(["", "\n"]),
+    block=st.sampled_from([3, 7, 1 << 20]),
+    few=st.sampled_from([0, 2, 64]),
+)
 def test_jsonl_of_any_lines(
-    lines: list[str], end: str, block: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    lines: list[str], end: str, block: int, few: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(input_files, "BLOCK_BYTES", block)
+    monkeypatch.setattr(line_format, "_FEW_LINES", few)
     path = tmp_path / "x.jsonl"
     path.write_bytes(("\n".join([*lines, '{"last": 1}']) + end).encode())
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
