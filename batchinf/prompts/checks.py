@@ -21,7 +21,7 @@ from batchinf.spec.job import JobSpec
 _LOOKED_AT = 256
 _LOOKED_AT_IDS = 10_000
 # A look at the first rows delays the first request. Where rows are large, it ends after this time.
-_LOOK_S, _ROWS_AT_ONCE = 0.2, 32
+_LOOK_S, _FIRST_READ = 0.2, 32
 
 
 def check_prompts(spec: JobSpec, model: Model) -> None:
@@ -191,11 +191,13 @@ def _num_first(spec: JobSpec, source: Source, most: int) -> int:
 
 
 def _first_rows(source: Source, most: int, columns: Sequence[str]) -> Iterator[Row]:
-    ends_at = time.monotonic() + _LOOK_S
-    for start in range(0, most, _ROWS_AT_ONCE):
-        yield from source.read(start, min(start + _ROWS_AT_ONCE, most), columns)
-        if time.monotonic() >= ends_at:
+    began, start, num_rows = time.monotonic(), 0, _FIRST_READ
+    while start < most:
+        yield from source.read(start, min(start + num_rows, most), columns)
+        # The next read takes twice as long. Many small ones would decode a row group of Parquet again and again.
+        if 3 * (time.monotonic() - began) >= _LOOK_S:
             return
+        start, num_rows = start + num_rows, 2 * num_rows
 
 
 def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
