@@ -13,6 +13,10 @@ import torch
 pytest.importorskip("vllm")
 
 from batchinf.engines.vllm import kernels, worker
+from batchinf.engines.vllm.arguments import engine_arguments
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+from jobs import MODEL
 
 pytestmark = pytest.mark.skipif(kernels.HAS_TRITON, reason="the kernel is compiled here")
 
@@ -189,3 +193,38 @@ def test_a_worker_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     own, expected = module.compute_topk_scores(logits, 1, token_ids), theirs(logits, 1, token_ids)
     torch.testing.assert_close(own.logprobs, expected.logprobs)
     assert own.logprob_token_ids.tolist() == expected.logprob_token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_there"),
+    [
+        ({"task": "score", "input": {"path": "rows.jsonl", "text_column": "text"}}, True),
+        ({"sampling": {"max_tokens": 2, "prompt_logprobs": 0}}, True),
+        ({"sampling": {"max_tokens": 2, "logprobs": 5}}, False),
+    ],
+)
+def test_jobs_with_logprobs_of_prompts_can_be_given_it(changed: dict[str, Any], is_there: bool) -> None:
+    sections = {"model": {"name": str(MODEL)}, "input": {"path": "rows.jsonl"}, "output": {"path": "out"}}
+    task = task_of(JobSpec.model_validate({**sections, **changed}))
+    given = engine_arguments(task, str(MODEL), str(MODEL), None)
+    assert (given.get("worker_extension_cls") == worker.WORKER_EXTENSION) == is_there
+
+
+def test_an_engine_asks_its_workers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Real vLLM on a CPU: its runner has other kernels, so it keeps them and says so."""
+    from batchinf.engines.vllm.engine import VllmEngine
+
+    asked: list[bool] = []
+    install = worker.RowsExtension.install_score_kernel
+    monkeypatch.setattr(
+        worker.RowsExtension, "install_score_kernel", lambda self: asked.append(install(self)) or asked[-1]
+    )
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    spec = {
+        "model": {"name": str(MODEL), "dtype": "float32"}, "task": "score", "engine": {"max_model_len": 512},
+        "input": {"path": "rows.jsonl", "text_column": "text"}, "output": {"path": "out"},
+    }  # fmt: skip
+    engine = VllmEngine(task_of(JobSpec.model_validate(spec)), str(MODEL), str(MODEL))
+    engine.close()
+    assert asked == [False]
+    assert "logprobs of prompts are taken by vLLM's own kernels, which are slower" in capfd.readouterr().out
