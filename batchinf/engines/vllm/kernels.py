@@ -1,6 +1,6 @@
 """A kernel for logprobs of prompts: a token's logprob and rank, and the likeliest token, in one pass over the logits.
 
-vLLM's V2 runner makes three passes after `torch.topk`. Written against 0.26.0 and 0.32.0.
+vLLM's V2 runner makes three passes after `torch.topk`. Written for vLLM 0.26.0 and 0.32.0.
 """
 
 from collections.abc import Callable
