@@ -119,7 +119,7 @@ def _by_type(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 def stopped_lines(
     folder: Folder, state: State, num_rows: int, num_kept_rows: int, num_unfinished: int, advice: str
 ) -> Iterator[str]:
-    """The lines of a stopped job: rows kept, rows that run again, the setting that keeps more, and rows still to run.
+    """The lines of a stopped job: rows kept, rows that run again, the setting that keeps more, rows still to run.
 
     num_rows: output rows of the job. num_kept_rows: finished ones that are in no part; some may not be in the journal.
     num_unfinished: requests that were in the engines at the end.

@@ -91,7 +91,7 @@ def _is_whole(folder: Folder, state: State) -> bool:
 
 
 def _hold_and_run(checked: CheckedJob, backend: Backend, display: ProgressDisplay, began: float) -> None:
-    """began: the run, in seconds of the monotonic clock."""
+    """began: start of the run, in seconds of the monotonic clock."""
     file, folder, lock = checked.prepared.file, checked.prepared.folder, JobLock(checked.prepared.folder)
     with lock.held(lambda: last_epoch(folder), display.say) as epoch:
         if file.slice is not None:
@@ -191,7 +191,7 @@ def _run_retries(begun: StartedJob, lock: JobLock, display: ProgressDisplay) -> 
 
 
 def _note_speed(begun: StartedJob, run_s: float) -> None:
-    """Add the run's speed to the manifest's next commit; without one, that of an earlier run does not count."""
+    """Add the run's speed to the manifest's next commit. If the run has none, remove that of an earlier run."""
     state = read_state(begun.job.folder)
     assert state is not None
     speed = measured_speed(begun.job.folder, state, run_s)

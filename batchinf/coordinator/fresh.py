@@ -85,7 +85,7 @@ def _refuse_others(link: pathlib.Path, moved: list[Folder]) -> None:
 
 
 def _end_leftovers(folder: Folder, backend: Backend) -> None:
-    """End the replicas that the coordinator of an old job left running: they occupy devices, and write into it."""
+    """End the replicas that an old job's coordinator left running: they occupy devices and write into the folder."""
     with contextlib.suppress(OutputError):  # a damaged manifest names no replicas, and is moved aside too
         old = read_state(folder) or read_beginning(folder)
         backend.end_leftovers(old.running_replicas, old.job_id)
@@ -100,7 +100,7 @@ def _sweep_moved(root: pathlib.Path) -> None:
 
 
 def _beside(file: SpecFile, folder: Folder) -> list[Folder]:
-    """The folders whose holders must not run: of a whole job its slices, and of a slice the whole."""
+    """The other folders in which no job may run: for a whole job its slices, for a slice the whole job's folder."""
     if file.slice is not None:
         return [Folder(file.spec.output.path)]
     return [Folder(folder.path(name)) for name in folder.list("") if is_slice_folder(name)]

@@ -268,7 +268,7 @@ def _begin(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice | No
 
 
 def _state_of(folder: Folder) -> State:
-    """The state that has just been committed. Raises OutputError if it was taken away at once."""
+    """The state that has just been committed. Raises OutputError if the manifest was deleted or replaced meanwhile."""
     state = read_state(folder)
     if state is None:
         raise OutputError(

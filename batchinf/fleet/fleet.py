@@ -1,4 +1,4 @@
-"""All replicas of a job: starts, watches, restarts and gives them up, and knows the shards of each."""
+"""Manages all replicas of a job: starts, watches, restarts and gives them up, and knows the shards of each."""
 
 import pathlib
 import re
@@ -262,7 +262,7 @@ def _may_be_a_rows_doing(failed: Failed | None, verdict: Verdict | None) -> bool
 
 
 def _begin_ends(replicas: Iterable[FleetReplica]) -> None:
-    """Let all end at one time: a device needs up to a second until it is free."""
+    """Let all replicas end at the same time: a device needs up to a second until it is free."""
     for replica in replicas:
         if replica.handle is not None:
             replica.handle.begin_end()

@@ -158,10 +158,11 @@ Kind = Literal["memory", "sequences", "input", "compute"]
 def bottleneck(
     looks: Sequence[Mapping[str, Any]], engines: Mapping[int, StartedEngine], num_gpus: int
 ) -> Bottleneck | None:
-    """What limited the engines for most of the time, in which rows were left for all of them; None: too short to say.
+    """What limited the engines for most of the time in which all had rows; None if that time is too short to say.
 
-    The rules, in this order: the cache is full and fewer than `max_num_seqs` run: memory. All run and half of the cache
-    is empty: sequences. The engine has room and no row is ready: input. Else compute.
+    The rules, in this order. memory: the cache is full and fewer than `max_num_seqs` sequences run. sequences:
+    `max_num_seqs` run and half of the cache is empty. input: the engine has room and no row is ready. compute: none of
+    these.
     """
     shares: dict[Kind, float] = {}
     num_looks = 0

@@ -1,4 +1,4 @@
-"""The speed of a run for people. A module of its own, because `status` needs nothing else of `speed`."""
+"""The speed of a run as text for people. A separate module, because `status` needs nothing else of `speed`."""
 
 from collections.abc import Iterator
 

@@ -1,1 +1,1 @@
-"""What a job will need, before it runs: devices, degrees, time. It starts nothing and needs no device."""
+"""Computes what a job will need, before it runs: devices, degrees, time. It starts nothing and needs no device."""

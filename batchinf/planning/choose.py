@@ -1,6 +1,6 @@
-"""Which degrees a job should run at on a number of GPUs, and the reason in one sentence. Pure arithmetic.
+"""Chooses the degrees of a job on a number of GPUs, and gives the reason in one sentence. Pure arithmetic.
 
-`plan` shows the choice, and `auto` for the degrees takes it. It rests on spec, model, devices and input alone.
+`plan` shows the choice, and `auto` degrees use it. The choice depends only on spec, model, devices and input.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def options(fit: Fit, machine: Machine, context: int, shape: Shape | None, work:
 
 
 def best(found: list[Option]) -> Option | None:
-    """The least degree, or a larger one that predicts clearly more tokens a second on the same GPUs."""
+    """The smallest degree, or a larger one with clearly more predicted tokens a second on the same GPUs."""
     chosen: Option | None = None
     for option in found:
         if option.degrees.pipeline > 1 and chosen is not None and chosen.degrees.pipeline == 1:

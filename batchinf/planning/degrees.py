@@ -1,4 +1,4 @@
-"""The degrees at which a model fits a number of GPUs, and how much is missing at others. Pure arithmetic."""
+"""Finds the degrees at which a model fits a number of GPUs, and the memory missing at others. Pure arithmetic."""
 
 import dataclasses
 import math
@@ -14,8 +14,9 @@ MOST_DEVICES = 64
 class Degrees:
     """One way to split a replica, and what it leaves on each GPU. Sizes are in bytes.
 
-    weight_bytes, step_bytes: of one GPU: weights, and what a step takes beside weights and cache. cache_tokens: that a
-    replica's cache holds. sequences: of the context, at the same time. missing_bytes: on each GPU; 0: it fits.
+    weight_bytes: weights on one GPU. step_bytes: memory of a step on one GPU, beside weights and cache. cache_tokens:
+    tokens that a replica's cache holds. sequences: sequences of the context's length that fit at the same time.
+    missing_bytes: on each GPU; 0 if the model fits.
     """
 
     tensor: int
@@ -56,10 +57,10 @@ def degrees_of(fit: Fit, tensor: int, pipeline: int, context: int, share: float)
 
 
 def _legal(fit: Fit, most: int, devices_per_node: int, *, has_pipelines: bool) -> Iterator[tuple[int, int]]:
-    """(tensor, pipeline), the fewest devices first, then the largest tensor-parallel size, which stays within a node.
+    """Pairs (tensor, pipeline), by number of devices, then the largest tensor-parallel size, which stays within a node.
 
-    Beyond a node, whole nodes. has_pipelines: also within a node, where tensor parallel is faster. A pipeline is for
-    heads that do not divide.
+    A replica larger than a node takes whole nodes. has_pipelines: also give pipelines within a node, for models whose
+    heads no larger tensor-parallel size divides. Tensor parallelism is faster there.
     """
     for number in range(1, most + 1):
         if number > devices_per_node and number % devices_per_node:

@@ -26,10 +26,12 @@ _LONG = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of a sample of rows. num_rows: that run; is_estimated: the input was not scanned. num_sampled: with error rows.
+    """Token lengths of a sample of rows.
 
-    prompts, outputs: tokens of each request of the sample, those of rows with errors left out. requests_per_row: on
-    average, over all rows. output_bytes: estimated, of all rows. is_assumed: the spec gives no `max_tokens`.
+    num_rows: rows that run. is_estimated: num_rows is an estimate, because the input was not scanned. num_sampled: rows
+    of the sample, with error rows. prompts, outputs: tokens of each request of the sample, without error rows.
+    requests_per_row: on average, over all rows. output_bytes: estimated, of all rows. is_assumed: the spec gives no
+    `max_tokens`.
     """
 
     num_rows: int
@@ -74,10 +76,10 @@ class Lengths:
 
 @contextlib.contextmanager
 def opened(file: SpecFile, *, may_scan: bool = True) -> Iterator[tuple[Job, int | None] | None]:
-    """The job over its input, or over a small copy of a large one, and then the number of rows of the whole.
+    """The job over its input and None, or the job over a small copy of a large input and the input's number of rows.
 
-    may_scan: read the whole input if there is no quick sample of it; else None then, unless the input is small. Nothing
-    is written outside of a temporary folder.
+    may_scan: read the whole input if no quick sample of it can be taken. Without it, the result is None for such an
+    input, unless the input is small. Nothing is written outside a temporary folder.
     """
     with tempfile.TemporaryDirectory() as scratch:
         copy, number = pathlib.Path(scratch, "rows"), None
@@ -117,7 +119,7 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
 
 
 def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
-    """Read a sample of the rows at these positions. num_rows: for which they stand."""
+    """Read a sample of the rows at these positions. num_rows: the number of rows that the positions stand for."""
     sampling = job.spec.sampling
     # One request stands for all samples of a row, which may be millions.
     task = task_of(job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))

@@ -1,4 +1,4 @@
-"""Predicts tokens a second by a roofline: the engine's steps, by arithmetic, memory, links and the engine's Python.
+"""Predicts tokens a second with a roofline model of the engine's steps: arithmetic, memory, links and Python.
 
 Williams, Waterman and Patterson, "Roofline" (CACM 52:4, 2009): a step takes as long as its arithmetic or its reads of
 memory, whichever is more. Arithmetic of a transformer: 2 FLOP for each active parameter and token (Kaplan et al.,
@@ -31,10 +31,11 @@ _PCIE = 25e9  # bytes a second in one direction, between GPUs without NVLink
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a token costs. Parameters of the matrices that compute one token: all layers, and the head.
+    """The cost of a token: the parameters of the matrices that compute it, in all layers and the head.
 
-    layer_parameters: only the chosen experts. layer_bytes: of all weights of the layers. attention_width: heads × size
-    of a head, over all layers that see all tokens. window_width, window: the same of layers with a window.
+    layer_parameters: with the chosen experts only. layer_bytes: of all weights of the layers. attention_width: heads ×
+    head size, summed over all layers that see all tokens. window_width: the same for layers with a window. window:
+    their window in tokens. hidden: the hidden size.
     """
 
     layer_parameters: float
@@ -49,7 +50,7 @@ class Shape:
 
 
 def shape_of(needs: Needs) -> Shape | None:
-    """The shape by the counted parameters and the config; None if they are not known."""
+    """The shape, from the counted parameters and the config; None if they are not known."""
     weights, cache, counts, config = needs.weights, needs.kv_cache, needs.parameters, needs.config
     hidden, heads, head_dim = config.get("hidden_size"), num_attention_heads(config), head_dim_of(config)
     if weights is None or cache is None or not counts or not isinstance(hidden, int):
@@ -81,7 +82,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The rows of a job, on average. prompt_tokens, output_tokens: of a request. longest_output: of all requests.
+    """The requests of a job. prompt_tokens, output_tokens: of a request on average. longest_output: of all requests.
 
     logits: the tokens that the head computes; `none` means that nothing is generated.
     """
@@ -95,7 +96,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How long one replica takes. limited_by: what takes the longest of a step. running: sequences at the same time."""
+    """How long one replica takes. limited_by: the longest part of a step. running: sequences at the same time."""
 
     seconds: float
     prompt_tokens_per_s: float

@@ -1,4 +1,4 @@
-"""Digests by which a job knows whether the bytes that it reads are still those that it has taken in.
+"""Digests that tell a job whether the bytes that it reads are still those that it has taken in.
 
 A file is trusted while its size, mtime and inode are unchanged. If they are not, its content is compared: lines with
 the digests of their blocks, which the scan keeps; Parquet with the digests of the column chunks that the job has read,
@@ -106,7 +106,7 @@ class BlockDigests:
 class CheckedBytes:
     """A file that is read by offset. If it is not as in the scan, the read blocks are compared with their digests.
 
-    Bytes behind those that were scanned do not count: rows may be appended.
+    Bytes after those that were scanned do not count: rows may be appended.
     """
 
     def __init__(self, name: str, path: str, digests: bytes | None, trusted: Stamp, num_bytes: int) -> None:
@@ -144,7 +144,7 @@ class ReadDigests:
     """The digests of all ranges that a job, and its other slices, have read of files that no scan reads whole.
 
     In the cache's folder `digests` each process appends to a file of its own. `content` is the number of a file's
-    content, see `FileEntry`. Whoever makes a result durable calls `keep` first.
+    content, see `FileEntry`. `keep` must be called before a result is made durable.
     """
 
     def __init__(self, cache: Folder) -> None:
@@ -165,7 +165,8 @@ class ReadDigests:
     def compare_all(self) -> None:
         """Compare each file of the source whose stamp has changed. Raises DriftError for one that has changed.
 
-        A file that nobody has read yet has nothing to compare. But it may have got the rows of one that was read.
+        A file that no process has read yet has no digests to compare, but it may now have the rows of a file that was
+        read.
         """
         for file, trusted, is_same in self._files:
             now = stamp(file.path) if os.path.exists(file.path) else None

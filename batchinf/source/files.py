@@ -69,7 +69,7 @@ def stamp_of(status: os.stat_result) -> Stamp:
 
 
 def settled_stamp(path: str) -> Stamp:
-    """The stamp, once a later change of the file is sure to change it. Waits if the file has just been changed."""
+    """The stamp, at a time when any later change changes the stamp. Waits if the file has just been changed."""
     found = stamp(path)
     if 0 <= time.time_ns() - found[1] < _TICK_NS:
         time.sleep(_TICK_NS / 1e9)

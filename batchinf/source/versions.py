@@ -381,7 +381,7 @@ def _match(
 ) -> list[FileRange]:
     """Move the files that have the content of known ones from `free` to `compared`. Returns the other known ones.
 
-    A file that was scanned anew may stand for a known one of which nothing was read, but only after all others.
+    A file that was scanned again may be matched with a known one of which nothing was read, but only after all others.
     """
     names = defaultdict[str, list[str]](list)
     for name in sorted(free):

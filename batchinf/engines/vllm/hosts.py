@@ -1,7 +1,7 @@
 """Starts one engine whose ranks are on several hosts, as actors of a Ray cluster in a given placement group.
 
-Read in vLLM 0.32.0 (`RayExecutorV2`). `EngineArgs` has no field for a placement group. Without one, vLLM would make its
-own, and ranks could be on the wrong nodes (ray#63328).
+Tested with vLLM 0.32.0 (`RayExecutorV2`). `EngineArgs` has no field for a placement group. Without one, vLLM would make
+its own, and ranks could be on the wrong nodes (ray#63328).
 """
 
 import os

@@ -6,16 +6,17 @@ logprobs 0.1 and 0.2 ms. A step of a small model takes 17 ms. This subclass keep
 all requests, and sends a finished request in one piece. A long output leaves in several pieces: the front end joins
 them, and the engine process never holds more than about `_PIECE_BYTES` of a request. Requests with stop strings go
 through unchanged, because the front end looks at their text after every token. `engine: {scheduler_cls: null}` in a
-spec restores vLLM's scheduler. Read against 0.26.0 and run with 0.32.0.
+spec restores vLLM's scheduler. Tested with 0.32.0 and compared with the source of 0.26.0.
 
 For 2,048 requests vLLM's Python takes 45 ms a step (`benchmarks/scheduler_steps.py`), longer than a small model's step
 on a GPU. Most of these requests only decode: they get one token and do not end. This subclass handles them in two short
-loops, `_schedule_head` and `_add_tokens`. vLLM's methods then see a batch of the others; together 12 ms. The loops were
-compared with the methods of 0.26.0 and 0.32.0, step by step; `_decode_block_size` says where they run.
+loops, `_schedule_head` and `_add_tokens`. vLLM's methods then get a batch of the other requests. Loops and methods
+together take 12 ms. The loops were compared with the methods of 0.26.0 and 0.32.0, step by step; `_decode_block_size`
+says where they run.
 
-It holds at most 176 MB for 1,024 requests with their top 20, at any length. The constants below give this sum:
-68 MB of full blocks, as much again in a step in which all send a piece, 23 MB of slots for 2,048 requests, and 17 MB of
-token ids.
+The subclass holds at most 176 MB for 1,024 requests with their top 20, at any length. The constants below give this
+sum: 68 MB of full blocks, as much again in a step in which all send a piece, 23 MB of slots for 2,048 requests, and 17
+MB of token ids.
 """
 
 import copy
@@ -71,7 +72,7 @@ Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.in
 
 
 def scheduler(**arguments: Any) -> Any:
-    """vLLM's scheduler that holds outputs back. vLLM's own if its methods have other names or a setting needs steps."""
+    """Our scheduler, or vLLM's own if its methods have other names or a setting needs the outputs of every step."""
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
     if not all(hasattr(base, name) for name in _SEAM):
         return base(**arguments)
@@ -83,10 +84,10 @@ def scheduler(**arguments: Any) -> Any:
 
 
 def _decode_block_size(made: Any) -> int | None:
-    """Tokens of a KV cache block if the loops for requests that only decode do what vLLM's methods do. None if not.
+    """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None.
 
-    In one group of full attention no block leaves a window, so a token inside a block needs nothing of the cache. First
-    come, first served: a request never preempts one before it in the batch.
+    With one group of full attention no block leaves a window, so a token inside a block needs no change of the cache.
+    With the policy `fcfs`, a request never preempts one before it in the batch.
     """
     managers = made.kv_cache_manager.coordinator.single_type_managers
     is_exact = (
@@ -170,7 +171,7 @@ class RowStore:
 
 
 class _Held:
-    """What a request has made and not sent. store: None without logprobs.
+    """The output that a request has made and not sent yet. store: None without logprobs.
 
     quiet_until: with fewer tokens than this, prompt included, the request is quiet: it neither is at its longest nor
     sends a piece.
@@ -247,8 +248,9 @@ class HoldingMixin:
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """See vLLM. Schedules the requests at the head of the batch that only decode, and gives vLLM the others.
 
-        vLLM goes through the batch in order and then admits requests, so it does the same without the head, with the
-        limits that the head leaves. It always gets the last request: it looks whether a batch is empty.
+        vLLM goes through the batch in order and then admits requests. So the result is the same if vLLM gets only the
+        rest of the batch, with the limits that the head leaves. It always gets the last request, because it checks
+        whether the batch is empty.
         """
         vllms_own: Any = super()
         if (
@@ -278,7 +280,7 @@ class HoldingMixin:
         return output
 
     def _schedule_head(self, block_size: int) -> tuple[int, Any]:
-        """Schedule requests from the first to the first that does not only decode, or finds no free block.
+        """Schedule requests from the head of the batch up to one that does not only decode or finds no free block.
 
         Returns their number, and the CachedRequestData of those that take part in the step.
         """
@@ -385,7 +387,7 @@ class HoldingMixin:
         return others
 
     def _hold(self, outputs: list[Any], index: dict[str, int], step: Any, rows_of: Any) -> list[Any]:
-        """The outputs of a step that are sent now: of finished requests, of long ones a piece, and first outputs.
+        """The outputs of a step that are sent now: of finished requests, pieces of long outputs, and first outputs.
 
         rows_of: slots and rows, by their store, of requests without an output.
         """

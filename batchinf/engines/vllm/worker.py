@@ -1,4 +1,4 @@
-"""What runs in vLLM's worker processes: rows of the whole vocabulary without a sort, and raw scores before the grammar.
+"""Changes vLLM's worker processes: rows of the whole vocabulary without a sort, and raw scores before the grammar.
 
 For `logprobs=-1` vLLM sorts each row and sends it in rank order with its ids, 8 bytes a number. For prompts it holds 14
 bytes a number of all positions on the device. Here a row is sent in the order of the vocabulary and in the stored type,
@@ -7,8 +7,8 @@ which `logprobs.py` recognises it. If a request asks for some positions of its p
 only these; V2 does not know whose rows it makes, so it sends all, and the front end keeps some. All ranks of a
 tensor-parallel group have each row, and only the first copies and sends it. In a pipeline vLLM asks the last stage.
 
-Run with 0.32.0 (V1 runner) and read against both runners of 0.26.0, which uses V2 for dense models on a GPU. If a name
-is missing in another version, rows are sent in vLLM's own order.
+Tested with vLLM 0.32.0 (V1 runner) and compared with the source of both runners of 0.26.0, which uses V2 for dense
+models on a GPU. If a name is missing in another version, rows are sent in vLLM's own order.
 """
 
 import functools
@@ -54,7 +54,7 @@ class RowsExtension:
         return (_install_v2 if _is_v2(self.model_runner) else _install_v1)(self.model_runner, rows)
 
     def install_score_kernel(self) -> bool:
-        """Take logprobs of prompts in one pass over the logits; False where vLLM's own kernels stay."""
+        """Take logprobs of prompts in one pass over the logits. False if vLLM's own kernels are kept."""
         return _is_v2(self.model_runner) and _install_score_kernel(self.model_runner)
 
     def install_late_mask(self) -> bool:
@@ -78,7 +78,7 @@ def install_rows(engine: Any, wanted: RowsWanted) -> bool:
 
 
 def install_score_kernel(engine: Any) -> bool:
-    """Let an engine's workers take logprobs of prompts by our own kernel. False where vLLM's stay, which are slower."""
+    """Let an engine's workers take logprobs of prompts by our own kernel. False if they keep vLLM's slower kernels."""
     if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
         return False
     return all(engine.collective_rpc("install_score_kernel"))
@@ -288,7 +288,7 @@ def scores_in_one_pass(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _mask_late_v2(runner: Any) -> bool:
     """vLLM's sampler calls `sample`, which may not change the logits, and then takes raw scores of them.
 
-    Read against 0.32.0, not run.
+    Compared with the source of 0.32.0, not tested.
     """
     grammar: Any = getattr(runner, "structured_outputs_worker", None)
     sampler: Any = getattr(runner, "sampler", None)
@@ -317,8 +317,8 @@ def _mask_late_v2(runner: Any) -> bool:
 class PiecesOfPrompts(dict[str, list[Any]]):
     """Replaces the V2 runner's dict: by request, rows of a prompt whose last piece has not run yet.
 
-    vLLM keeps and joins them on the device. For a long prompt and a whole vocabulary that takes gigabytes that memory
-    profiling does not see. Beyond `_DEVICE_BYTES` they move to the host's memory.
+    vLLM keeps and joins them on the device. For a long prompt and a whole vocabulary this takes gigabytes, which memory
+    profiling does not count. Beyond `_DEVICE_BYTES` they move to the host's memory.
     """
 
     def __setitem__(self, request_id: str, pieces: list[Any]) -> None:

@@ -227,7 +227,7 @@ def own_cache_folder(launch: Launch) -> pathlib.Path:
 
 
 def _make_own_cache(launch: Launch) -> pathlib.Path:
-    """The folder, with what vLLM has found out about the classes of models: without it, a start takes 18 s longer."""
+    """Make the folder, with a copy of vLLM's information about model classes. Without it, a start takes 18 s longer."""
     folder = own_cache_folder(launch)
     known = cache_root().parent / _MODEL_CLASSES
     if known.is_dir():

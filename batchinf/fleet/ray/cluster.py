@@ -71,9 +71,9 @@ class Cluster:
     def call_on_each(
         self, nodes: Sequence[Node], function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
     ) -> list[Any]:
-        """Call a function of a module on each node at once, and return the results. Raises UserError for a node.
+        """Call a function of a module on all nodes at the same time, and return the results.
 
-        arguments: for each node.
+        arguments: for each node. Raises UserError with the node's name if a node cannot run it.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

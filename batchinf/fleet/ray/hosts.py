@@ -1,4 +1,4 @@
-"""What each node is asked before a replica starts: its software, and whether it shares the job's folders.
+"""Checks of each node before a replica starts: its software, and whether it shares the job's folders.
 
 The functions run on the nodes, by `Cluster.call_on_each`.
 """
@@ -78,7 +78,7 @@ def _digest(folder: pathlib.Path) -> str:
 
 
 def unseen(folders: Sequence[str], tokens: Sequence[Sequence[str]]) -> list[list[str]]:
-    """For each folder the tokens that are not there, although somebody wrote them. tokens: of each folder."""
+    """For each folder, the tokens that other hosts wrote and that are not visible here. tokens: of each folder."""
     return [_unseen(pathlib.Path(folder), own) for folder, own in zip(folders, tokens, strict=True)]
 
 

@@ -72,7 +72,7 @@ class Parquet(FileFormat):
         return self.content_hash(file) == entry.hash and digests.is_same(entry.content, file.path)
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
-        """See `FileFormat`. Another process reads the footers; it takes half a second and a read of each."""
+        """See `FileFormat`. Another process reads the footers, which takes half a second and a second read of each."""
         if not new:
             return
         paths = json.dumps([file.path for file in new])
