@@ -1,7 +1,7 @@
 """A kernel for logprobs of prompts: a token's logprob and rank, and the likeliest token, in one pass over the logits.
 
-vLLM's V2 runner makes three passes after `torch.topk`. Compared with the functions of 0.26.0 in Triton's interpreter, for
-float16 and float32 and vocabularies of 3,000 and 151,936, and with the source of 0.32.0. Not run on a GPU yet.
+vLLM's V2 runner makes three passes after `torch.topk`. Compared with the functions of 0.26.0 in Triton's interpreter,
+for float16 and float32 and vocabularies of 3,000 and 151,936, and with the source of 0.32.0. Not run on a GPU yet.
 """
 
 from collections.abc import Callable
