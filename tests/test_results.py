@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import batchinf
@@ -110,6 +111,19 @@ def test_one_vector_a_row_is_a_matrix(tmp_path: pathlib.Path) -> None:
     lists = results.ragged("logits")
     assert np.array_equal(np.delete(logits, 7, axis=0), lists.values)
     assert logits[9].tolist() == lists[9][0].tolist()
+
+
+def test_a_name_with_a_dot_beside_a_struct(tmp_path: pathlib.Path) -> None:
+    rows = [{"prompt": f"Say {i}.", "a": {"b": "inside", "c": i}, "a.b": f"beside {i}"} for i in range(3)]
+    path, kept = tmp_path / "rows.parquet", ["a", "a.b"]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    given = {"path": str(path), "id_column": None, "prompt_column": "prompt"}
+    jobs.finish(jobs.spec_of(tmp_path, input=given, output={"keep_columns": kept}))
+    results = batchinf.open(tmp_path / "out")
+    assert results.table(kept).to_pylist() == [{name: row[name] for name in kept} for row in rows]
+    assert results.table(["a.b"]).column_names == ["a.b"]
+    assert results.array("a.b").tolist() == [row["a.b"] for row in rows]
+    assert [batch.column_names for batch in results.batches(["a.b"])] == [["a.b"]]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import contextlib
 import pathlib
 
 import pyarrow as pa
@@ -17,6 +18,15 @@ def test_changed_parquet_changes_the_fingerprint(tmp_path: pathlib.Path) -> None
         found.append(open_source(InputLocation(str(tmp_path / "x.parquet")), tmp_path / str(i)))
         found[-1].close()
     assert found[0].fingerprint != found[1].fingerprint
+
+
+def test_a_name_with_a_dot_beside_a_struct(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"a": [{"b": "inside", "c": 1}], "a.b": ["beside"], "p": ["x"]}), path)
+    with contextlib.closing(open_source(InputLocation(str(path)), tmp_path / "cache")) as source:
+        for columns in (["a.b", "p"], ["a", "p"], ["a", "a.b"]):  # the reader keeps what it has read
+            [row] = source.read_columns(0, 1, columns).to_pylist()
+            assert row == {name: {"a": {"b": "inside", "c": 1}, "a.b": "beside", "p": "x"}[name] for name in columns}
 
 
 @pytest.mark.parametrize(

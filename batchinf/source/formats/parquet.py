@@ -236,7 +236,9 @@ class _ParquetReader(ColumnarReader):
     def _read(self, i: int, columns: list[str]) -> tuple[pa.Table, tuple[ReadRange, ...]]:
         self._open()
         self._bytes.taken()
-        return self._file.read_row_group(i, columns, use_threads=False), self._bytes.taken()
+        read = self._file.read_row_group(i, columns, use_threads=False)
+        # For pyarrow, the name `a.b` is also field `b` of a struct `a`, and it adds `a` with this field alone.
+        return read.select(columns), self._bytes.taken()
 
     def close(self) -> None:
         self._groups.clear()
