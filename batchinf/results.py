@@ -86,8 +86,7 @@ class Results:
         for path in self.parts:
             # With pre_buffer, Parquet would read all wanted columns of a part at once.
             with open_part(path, pre_buffer=False, buffer_size=1 << 20) as file:
-                # `select`, because for pyarrow the name `a.b` is also field `b` of a struct `a`, which it adds.
-                yield from (batch.select(names) for batch in file.iter_batches(num_rows, columns=names))
+                yield from file.iter_batches(num_rows, columns=names)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows in order, in memory. Name the columns that you need: columns of tokens are large."""
@@ -203,7 +202,7 @@ class Results:
 def _read_part(path: pathlib.Path, columns: Sequence[str]) -> pa.Table:
     # One descriptor: a retry may put another file in the part's place between two.
     with open_part(path) as file:
-        return file.read(columns=columns).select(columns)
+        return file.read(columns=columns)
 
 
 def _one_each(lists: Ragged, column: str) -> npt.NDArray[Any]:

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
+from batchinf.base.parquet import ParquetFile
 from batchinf.base.text import one_line
 
 
 @contextlib.contextmanager
-def open_part(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.ParquetFile]:
+def open_part(path: str | os.PathLike[str], **options: Any) -> Iterator[ParquetFile]:
     """A part, for the block that reads it. options: of `ParquetFile`. Raises OutputError if it is damaged or missing.
 
     Besides Arrow's own errors, pyarrow raises UnicodeDecodeError for names in a footer, and EOFError.
     """
     try:
-        with pq.ParquetFile(pathlib.Path(path), **options) as file:
+        with ParquetFile(pathlib.Path(path), **options) as file:
             yield file
     except MemoryError:  # also Arrow's: the file may be whole
         raise

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.errors import OutputError
+from batchinf.base.parquet import ParquetFile
 from batchinf.base.storage import Folder, reason
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
@@ -253,7 +254,7 @@ def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
 def _key_flaw(path: pathlib.Path, own: ShardRows, num_samples: int) -> str | None:
     """Check that the file has each (row_index, sample_index) of the shard once and in order."""
     num_rows, positions = 0, own.positions()
-    with pq.ParquetFile(path) as file:
+    with ParquetFile(path) as file:
         names = [name for name in ("row_index", "sample_index") if name in file.schema_arrow.names]
         for batch in file.iter_batches(_KEY_ROWS, columns=names):
             places = np.arange(num_rows, min(num_rows + batch.num_rows, len(own) * num_samples))

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.errors import InputError
+from batchinf.base.parquet import ParquetFile
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
 from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_input
@@ -96,7 +97,7 @@ class Parquet(FileFormat):
         groups = [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
         chosen = sorted(draw.sample(groups, min(num_runs, len(groups))))
         batches = []
-        with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES) as parquet:
+        with ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES) as parquet:
             for group in chosen:
                 rows = min(metadata.row_group(group).num_rows, _SKIPPED_ROWS)
                 # As many runs from each group, at least one, one after the other.
@@ -159,9 +160,7 @@ def _batches(file: DigestedFile, metadata: pq.FileMetaData, batch_rows: int) -> 
     # A buffered stream without pre-buffering reads a row group page by page. A group of 1 million rows and 208 MB takes
     # 24 MiB of memory; the defaults take 190 MiB before the first row, and a memory map keeps as much resident.
     repeated = _repeated_columns(metadata)
-    parquet = pq.ParquetFile(
-        file, metadata=metadata, pre_buffer=False, buffer_size=BLOCK_BYTES, read_dictionary=repeated
-    )
+    parquet = ParquetFile(file, metadata=metadata, pre_buffer=False, buffer_size=BLOCK_BYTES, read_dictionary=repeated)
     with parquet:
         yield from parquet.iter_batches(batch_size=batch_rows, use_threads=False)
 
@@ -213,7 +212,7 @@ class _ParquetReader(ColumnarReader):
         self._opened, metadata = self._watch.trusted, pq.read_metadata(self._path)
         repeated = _repeated_columns(metadata)
         self._bytes = DigestedFile(self._path)
-        self._file = pq.ParquetFile(self._bytes, metadata=metadata, pre_buffer=False, read_dictionary=repeated)
+        self._file = ParquetFile(self._bytes, metadata=metadata, pre_buffer=False, read_dictionary=repeated)
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
         self._firsts = [0, *itertools.accumulate(group.num_rows for group in groups)]
 
@@ -236,9 +235,7 @@ class _ParquetReader(ColumnarReader):
     def _read(self, i: int, columns: list[str]) -> tuple[pa.Table, tuple[ReadRange, ...]]:
         self._open()
         self._bytes.taken()
-        read = self._file.read_row_group(i, columns, use_threads=False)
-        # For pyarrow, the name `a.b` is also field `b` of a struct `a`, and it adds `a` with this field alone.
-        return read.select(columns), self._bytes.taken()
+        return self._file.read_row_group(i, columns, use_threads=False), self._bytes.taken()
 
     def close(self) -> None:
         self._groups.clear()
