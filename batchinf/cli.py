@@ -231,8 +231,10 @@ def _plan(
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
     from batchinf.commands.text.plan import plan_lines
-    from batchinf.commands.text.plan_chart import write_chart
+    from batchinf.commands.text.plan_chart import check_name, write_chart
 
+    if plot is not None:
+        check_name(plot)
     report = api.plan(
         target,
         overrides=set_ or (),

@@ -11,6 +11,7 @@ import io
 import os
 import pathlib
 import shutil
+import stat
 import struct
 import uuid
 from collections.abc import Iterator
@@ -221,6 +222,18 @@ class Folder:
     def delete(self, name: str) -> None:
         """Delete the file `name` if it exists."""
         self.path(name).unlink(missing_ok=True)
+
+
+def write_named(path: pathlib.Path, data: bytes) -> None:
+    """Write a file that the user has named, outside of a job. A regular file is replaced in one step.
+
+    A link, a device or a pipe stays, and what it stands for is written: a rename would put a file in the place of
+    /dev/null, if root runs it. Raises OSError.
+    """
+    if path.name and (not os.path.lexists(path) or stat.S_ISREG(path.lstat().st_mode)):
+        Folder(path.parent).write_atomic(path.name, data, durable=False)
+    else:
+        path.write_bytes(data)
 
 
 class _NoLinksError(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 from batchinf import __version__
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
-from batchinf.base.storage import Folder, reason
+from batchinf.base.storage import Folder, reason, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
 from batchinf.fleet.speed_text import time_of_work
@@ -35,7 +35,7 @@ def write_report(out: str, file: str | None = None) -> pathlib.Path:
     html = report_page(out).encode()
     path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
     try:
-        Folder(path.parent).write_atomic(path.name, html, durable=False)
+        write_named(path, html)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {reason(error)}; name another file with -o") from error
     return path

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, write_named
 
 
 def test_a_folder_is_durable_before_files_are_put_into_it(
@@ -33,3 +33,19 @@ def test_a_folder_is_made_where_names_may_not_be_listed(
     monkeypatch.setattr(os, "open", refuse)
     Folder(tmp_path / "a").make("c")
     assert (tmp_path / "a" / "c").is_dir()
+
+
+def test_links_and_devices_stay_when_they_are_written(tmp_path: pathlib.Path) -> None:
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    file.write_text("old")
+    link.symlink_to(file)
+    write_named(link, b"new")
+    assert (link.is_symlink(), file.read_text()) == (True, "new")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_named(pipe, b"new")
+    assert (pipe.is_fifo(), os.read(reader, 100)) == (True, b"new")
+    os.close(reader)
+    with pytest.raises(IsADirectoryError):
+        write_named(pathlib.Path(""), b"new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]

@@ -92,9 +92,23 @@ def test_the_plot_of_a_model_has_the_memory_of_each_gpu() -> None:
 
 
 def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> None:
-    done = jobs.run("plan", jobs.MODEL, "--gpu", "h100", "--plot", tmp_path)
+    folder = tmp_path / "plan.svg"
+    folder.mkdir()
+    done = jobs.run("plan", jobs.MODEL, "--gpu", "h100", "--plot", folder)
     assert done.returncode == 2
-    assert done.stderr == f"error: cannot write {tmp_path}: is a directory; name another file with --plot\n"
+    assert done.stderr == f"error: cannot write {folder}: is a directory; name another file with --plot\n"
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "plan.png", ""])
+def test_a_plot_replaces_no_file_of_another_kind(name: str, tmp_path: pathlib.Path) -> None:
+    file = jobs.spec_of(tmp_path).with_name(name) if name else pathlib.Path()
+    before = file.read_bytes() if file.is_file() else None
+    done = jobs.run("plan", jobs.MODEL, "--gpu", "h100", "--plot", file if name else "")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: --plot: got '{file if name else ''}'; the plot is SVG, so give a name that ends with .svg\n"
+    )
+    assert (file.read_bytes() if file.is_file() else None) == before
 
 
 def test_the_table_is_straight_and_fits_80_columns(tmp_path: pathlib.Path) -> None:

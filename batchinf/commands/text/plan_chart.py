@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from batchinf.base.chart import svg_of
-from batchinf.base.errors import OutputError
-from batchinf.base.storage import Folder, reason
+from batchinf.base.errors import OutputError, UserError
+from batchinf.base.storage import reason, write_named
 from batchinf.commands.plan import GpuPlan, PlanReport
 from batchinf.model.memory import GIB
 from batchinf.planning.choose import shape_text
@@ -17,11 +17,17 @@ _PARTS = ("weights", "KV cache", "activations and graphs")
 _CHOSEN, _OTHER = "chosen", "other degrees"
 
 
+def check_name(file: str) -> None:
+    """Raise UserError unless a plot may have this name: `--plot job.yaml` would replace the spec."""
+    if not file.lower().endswith(".svg"):
+        raise UserError(f"--plot: got '{file}'; the plot is SVG, so give a name that ends with .svg")
+
+
 def write_chart(report: PlanReport, file: str) -> None:
     """Write the plot as SVG. Raises OutputError if the file cannot be written."""
     path = pathlib.Path(file)
     try:
-        Folder(path.parent).write_atomic(path.name, plan_chart(report).encode(), durable=False)
+        write_named(path, plan_chart(report).encode())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {reason(error)}; name another file with --plot") from error
 
