@@ -65,8 +65,11 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         raise UserError(f"{path}: no row can be read; the first: {first.error}")
     values = {name: [row.values.get(name) for row in rows] for name in names}
     values = {name: [value for value in column if value is not None] for name, column in values.items()}
-    texts = [field.name for field in source.schema if _is_text(field.type) and values[field.name]]
-    lists = [field.name for field in source.schema if pa.types.is_list(field.type)]
+    # A column with values of several types has the type of text, too.
+    texts = [field.name for field in source.schema if _is_text(field.type) and _are_mostly(str, values[field.name])]
+    lists = [
+        field.name for field in source.schema if pa.types.is_list(field.type) or _are_mostly(list, values[field.name])
+    ]
     ids = [name for name in names if _named(name, _IDS) and len(set(map(str, values[name]))) == len(rows)]
     ids.sort(key=lambda name: name.lower() != "id")
     free = [name for name in texts if name not in ids]
@@ -103,6 +106,10 @@ def _is_text(type: pa.DataType) -> bool:
     return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
 
 
+def _are_mostly(kind: type, values: Sequence[Any]) -> bool:
+    return 2 * sum(isinstance(value, kind) for value in values) > len(values)
+
+
 def _named(name: str, known: str) -> bool:
     return name.lower() in known.lower().split() or re.sub(r"^[a-z]+_", "", name.lower()) in known.lower().split()
 
@@ -118,9 +125,11 @@ def _mean_length(values: Sequence[Any]) -> float:
 
 
 def _are_labels(values: Sequence[Any]) -> bool:
+    if not all(isinstance(value, str) for value in values):
+        return False
     kinds = set(values)
     return 2 <= len(kinds) <= min(_MOST_LABELS, len(values) // 2) and all(
-        isinstance(kind, str) and 0 < len(kind) <= _MOST_LABEL_CHARS and kind.isprintable() for kind in kinds
+        0 < len(kind) <= _MOST_LABEL_CHARS and kind.isprintable() for kind in kinds
     )
 
 

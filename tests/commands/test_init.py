@@ -146,6 +146,18 @@ def test_conversations_are_used_as_they_are(tmp_path: pathlib.Path) -> None:
     path = written("generate", rows_file(tmp_path, [{"messages": turns, "id": 1}]), tmp_path)
     assert yaml.safe_load(path.read_text())["input"]["messages_column"] == "messages"
     assert "Once?" in batchinf.validate(path).rows[0].text
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Twice?"}]}]
+    mixed = [{"messages": turns, "id": 1}, {"messages": parts, "id": 2}]
+    assert look_at(str(rows_file(tmp_path, mixed))).messages == "messages"
+
+
+def test_columns_of_several_types_are_no_text(tmp_path: pathlib.Path) -> None:
+    kinds = [{"source": {"url": "x" * 99}}, ["x" * 99], {}, 5]
+    rows = [{"said": f"Say {n}.", "about": kind, "mark": {}} for n, kind in enumerate(kinds)]
+    found = look_at(str(rows_file(tmp_path, rows * 3)))
+    assert (found.text, found.labelled, found.messages) == ("said", None, None)
+    report = batchinf.validate(written("generate", tmp_path / "rows.jsonl", tmp_path), overrides=NO_VLLM)
+    assert [row.error for row in report.rows] == [None, None]
 
 
 def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -> None:
