@@ -137,7 +137,7 @@ def plan(
     target: SpecSource,
     *,
     overrides: Overrides = (),
-    gpu: Sequence[str] = (),
+    gpu: str | Sequence[str] = (),
     gpus: int | None = None,
     nodes: int = 1,
     free_gib: float | None = None,
@@ -147,13 +147,15 @@ def plan(
 ) -> PlanReport:
     """What fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine.
 
-    target: a spec as in `run`, or a model: a hub id, a folder or a config.json. gpu: names such as `h100-80`; default:
-    all of the table. gpus: of each node. free_gib: memory of each GPU that other programs leave. context: tokens of the
-    longest sequence. price: of one GPU for an hour. output_tokens: of an output, on average; default: `max_tokens`.
+    target: a spec as in `run`, or a model: a hub id, a folder or a config.json. gpu: a name such as `h100-80`, or
+    several; default: all of the table. gpus: of each node. free_gib: memory of each GPU that other programs leave.
+    context: tokens of the longest sequence. price: of one GPU for an hour. output_tokens: of an output, on average;
+    default: `max_tokens`.
 
     Raises UserError or one of its subclasses.
     """
-    return make_plan(target, overrides, PlanWanted(tuple(gpu), gpus, nodes, free_gib, context, price, output_tokens))
+    names = (gpu,) if isinstance(gpu, str) else tuple(gpu)
+    return make_plan(target, overrides, PlanWanted(names, gpus, nodes, free_gib, context, price, output_tokens))
 
 
 def tune(

@@ -205,10 +205,11 @@ def _plan(
         list[str] | None,
         typer.Option("--gpu", metavar="NAME", help="A GPU, such as h100-80 or h100-80:3g (MIG). May be repeated."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs of each node.")] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")] = 1,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1024, help="GPUs of each node.")] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=10_000, help="Number of nodes.")] = 1,
     free: Annotated[
-        float | None, typer.Option("--free", min=0.1, metavar="GIB", help="Memory that others leave free on each GPU.")
+        float | None,
+        typer.Option("--free", min=0.1, max=10_000, metavar="GIB", help="Memory that others leave free on each GPU."),
     ] = None,
     context: Annotated[
         int | None, typer.Option("--context", min=1, metavar="TOKENS", help="Tokens of the longest sequence.")
@@ -219,7 +220,7 @@ def _plan(
     output_tokens: Annotated[
         float | None,
         typer.Option(
-            "--output-tokens", min=1, metavar="N", help="Tokens of an output on average; default: max_tokens."
+            "--output-tokens", min=1, max=1e9, metavar="N", help="Tokens of an output on average; default: max_tokens."
         ),
     ] = None,
     plot: Annotated[

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from batchinf.base.errors import InputError, UserError
 from batchinf.commands.shown_rows import LengthRange, histogram
 from batchinf.job.disk_space import free_bytes
-from batchinf.job.model_len import rounded
+from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import with_length
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of
@@ -152,6 +152,8 @@ def make_plan(target: SpecSource, overrides: Overrides, wanted: PlanWanted) -> P
     if base.needs.weights is None or base.needs.kv_cache is None:
         raise UserError(f"the memory of '{model.name}' is not known by its config: {base.needs.unknown[0]}")
     context = _context(wanted, file.spec, model)
+    if (warning := length_warning(file.spec, model, wanted.context)) is not None:
+        notes.append(f"warning: {warning}")
     shape, work = shape_of(base.needs), None if found is None else found[1]
     plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, work) for gpu in gpus)
     job = None if found is None else dataclasses.replace(found[0], host_bytes=_PROCESS_BYTES + base.offloaded_bytes)

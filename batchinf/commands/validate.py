@@ -30,7 +30,7 @@ from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.model_len import with_known_length
+from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing, prepare_job
 from batchinf.job.sample import sample_rows
 from batchinf.manifest.names import others_note
@@ -232,6 +232,8 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
             yield model
             with placing(file):
                 remarks += _on_devices(job, model.fit)
+            if (warning := length_warning(job.spec, job.model)) is not None:
+                remarks.append(warning)
             yield from (Remark("warning", text) for text in remarks)
             yield _input(job)
             chosen = None

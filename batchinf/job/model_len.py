@@ -14,9 +14,11 @@ import numpy as np
 from batchinf.base.storage import Folder
 from batchinf.job.choose import Say, choose
 from batchinf.job.open import Job, PreparedJob, with_length
+from batchinf.model.identity import Model, text_section
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array
 from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
 # Lengths are multiples of it, so that a few more tokens in later rows still fit.
@@ -46,6 +48,24 @@ def rounded(job: Job, longest: int) -> int:
     """`max_model_len` for a job whose longest request takes so many tokens; at most what the model takes."""
     wanted = max(-(-longest // _STEP) * _STEP, job.task.least_model_len)
     return min(wanted, job.spec.length_limit(job.model.max_model_len) or wanted)
+
+
+def length_warning(spec: JobSpec, model: Model, given: object = None) -> str | None:
+    """Why vLLM refuses the length of `engine.max_model_len`, or `given` of `plan --context`; None if it does not."""
+    field, number = "--context", given
+    if given is None:
+        field, number = "engine.max_model_len", spec.engine.get("max_model_len")
+    # With LongRoPE, the config's `max_position_embeddings` is more than what vLLM takes without a number.
+    lengths = (model.max_model_len, text_section(model.config).get("max_position_embeddings"))
+    most = max((length for length in lengths if isinstance(length, int)), default=None)
+    if spec.scripted is not None or spec.engine.get("hf_overrides") or most is None:
+        return None
+    if not isinstance(number, int) or number <= most:
+        return None
+    return (
+        f"{field} {number:,} is more than the {most:,} tokens that the model's config allows; vLLM refuses it, unless "
+        "engine.hf_overrides changes the config"
+    )
 
 
 def _longest(job: Job, file: SpecFile) -> int:

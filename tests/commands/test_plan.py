@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import batchinf
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.commands.plan import PlanWanted, make_plan
@@ -140,6 +141,40 @@ def test_wrong_inputs_are_one_line(arguments: tuple[str, ...], words: str) -> No
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--free", "inf"), ("--gpus", "1000000"), ("--nodes", "100000000"), ("--output-tokens", "inf")],
+)
+def test_numbers_that_no_machine_has_are_refused(option: str, value: str) -> None:
+    done = jobs.run("plan", jobs.MODEL, "--gpu", "h200", option, value)
+    assert done.returncode == 2
+    assert f"Invalid value for '{option}'" in done.stderr
+
+
+def test_one_gpu_is_a_text_in_python() -> None:
+    assert [plan.gpu.name for plan in batchinf.plan(str(jobs.MODEL), gpu="l4").gpus] == ["l4"]
+
+
+def test_more_context_than_the_config_allows_is_a_warning(tmp_path: pathlib.Path) -> None:
+    config = json.loads((jobs.MODEL / "config.json").read_text())
+    most = config["max_position_embeddings"]
+    assert not make_plan(str(jobs.MODEL), (), PlanWanted(gpus=("l4",), context=most)).notes
+    [note] = make_plan(str(jobs.MODEL), (), PlanWanted(gpus=("l4",), context=most + 1)).notes
+    assert note.startswith(f"warning: --context {most + 1:,} is more than the {most:,} tokens")
+    path = jobs.spec_of(tmp_path, scripted=None, engine={"max_model_len": most + 1})
+    words = f"engine.max_model_len {most + 1:,} is more than the {most:,} tokens"
+    assert any(words in note for note in make_plan(str(path), (), PlanWanted(gpus=("l4",))).notes)
+    assert words in jobs.run("validate", path).stdout
+    other = {"engine.hf_overrides": {"max_position_embeddings": 2 * most}}
+    assert not any("is more than" in note for note in make_plan(str(path), other, PlanWanted(gpus=("l4",))).notes)
+
+
+def test_a_quantization_that_is_no_object_is_one_line_or_none(tmp_path: pathlib.Path) -> None:
+    config = json.loads((jobs.MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": "fp8"}))
+    assert "Traceback" not in jobs.run("plan", tmp_path, "--gpu", "h200").stderr
 
 
 def test_a_config_without_the_fields_says_what_is_unknown(tmp_path: pathlib.Path) -> None:
