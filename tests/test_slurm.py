@@ -16,7 +16,7 @@ import pytest
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.cli import app
-from batchinf.commands.slurm import Wishes, script_of
+from batchinf.commands.slurm import Wishes, script_of, write_script
 from batchinf.spec.file import SpecFile, read_spec
 
 FILES = sorted((jobs.ROOT / "jobs" / "slurm").glob("*.sbatch"))
@@ -194,6 +194,17 @@ def test_wishes_that_cannot_be_met_are_refused(
     with pytest.raises(UserError, match=re.escape(message)) as raised:
         script_of(spec_in(tmp_path, **fields), Wishes(**wishes))  # type: ignore[arg-type]
     assert "\n" not in str(raised.value)
+
+
+def test_a_script_replaces_scripts_only(tmp_path: pathlib.Path) -> None:
+    file = spec_in(tmp_path)
+    for _ in range(2):
+        write_script(tmp_path / "job.sbatch", "#!/bin/bash\n", file)
+    spec = tmp_path / "job.yaml"
+    before = spec.read_text()
+    with pytest.raises(UserError, match="is there already and is no script"):
+        write_script(spec, "#!/bin/bash\n", file)
+    assert spec.read_text() == before
 
 
 def test_replicas_that_share_a_device_need_one(tmp_path: pathlib.Path) -> None:

@@ -75,6 +75,10 @@ WRONG = [
           "job.yaml:2:1: input.prompt_column: the input has no column 'prompt', the default of this field; it has: "
           "text; name one of them",
           rows=({"text": "Once"},)),
+    Wrong("JSON in place of JSON lines", {"input": {"path": "list.jsonl"}},
+          "list.jsonl: no row can be read; the first: list.jsonl line 1: not a JSON object but an array; write {...} "
+          "on each line",
+          files={"list.jsonl": '[{"id": 1, "prompt": "Once"}]'}),
     # Templates
     Wrong("template without a column", {"input": {"prompt_template": "Tell me a story."}},
           "job.yaml:4:3: input.prompt_template: it names no column; write {{ column }} where a row's value goes"),

@@ -160,6 +160,8 @@ def has_chat_template(model: str) -> bool | None:
 
     Raises ModelError if the name is neither that of a folder nor an id of the hub.
     """
+    if not model:
+        raise ModelError("--model: got empty text; give a Hugging Face id or a folder")
     check_name("--model", model)
     try:
         return resolve(ModelSpec(name=model)).has_chat_template

@@ -322,7 +322,14 @@ done""",
 
 
 def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
-    """Write a script, and make the folder of its logs, without which Slurm cannot start the job."""
+    """Write a script, and make the folder of its logs, without which Slurm cannot start the job.
+
+    Raises UserError instead of replacing a file that is no script, such as the job's spec.
+    """
+    if path.is_file():
+        with path.open("rb") as there:
+            if there.read(2) not in (b"", b"#!"):
+                raise UserError(f"--script: {path} is there already and is no script; give another name")
     folder_of(file).mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from batchinf.base import faults
-from batchinf.base.errors import DriftError, OutputError, SpecError
+from batchinf.base.errors import DriftError, InputError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.base.storage import Folder
 from batchinf.base.text import size_text
@@ -139,6 +139,8 @@ class PreparedJob:
 
     def over(self, rows: Sequence[Mapping[str, object]]) -> "PreparedJob":
         """The job over an input with such rows. Raises SpecError if they lack what the spec needs."""
+        if not any(rows):  # none of them can be read; later ones may be
+            return self
         with placing(self.file):
             spec = _with_columns(self.spec, {name: None for row in rows for name in row})
             check_batch_models(spec, rows)
@@ -171,6 +173,10 @@ class PreparedJob:
         with _refusing_other_job(self.folder, self.spec, self.model, self.state):
             source = open_job_input(self.spec, cache, _taken(self.file, self.state), self.new)
         faults.point("job.input_open")
+        if not source.schema.names:
+            with contextlib.closing(source):
+                [first] = source.read(0, 1)
+            raise InputError(f"{self.spec.input.path}: no row can be read; the first: {first.error}")
         spec = _with_columns(self.spec, source.schema.names)
         check_sampling_columns(spec.sampling, source.schema)
         if self.state is None and spec.input.is_batch_file:

@@ -13,7 +13,7 @@ import yaml
 
 import batchinf
 import jobs
-from batchinf.base.errors import UserError
+from batchinf.base.errors import ModelError, UserError
 from batchinf.commands.init import has_chat_template, look_at
 from batchinf.tasks.starters import PURPOSES, StarterWanted, write_spec
 
@@ -63,6 +63,8 @@ def test_a_model_without_a_chat_template(purpose: str, tmp_path: pathlib.Path) -
     assert has_chat_template(str(jobs.MODEL)) is True
     assert has_chat_template(str(model)) is False
     assert has_chat_template("nobody/nothing-of-this-name") is None
+    with pytest.raises(ModelError, match="--model: got empty text"):
+        has_chat_template("")
     path = written(purpose, jobs.PROMPTS, tmp_path, is_chat=False)
     report = batchinf.validate(path, overrides={"model": str(model), **NO_VLLM}, num_rows=1)
     assert [remark.text for remark in report.remarks if remark.kind == "warning"] == []
