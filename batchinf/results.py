@@ -82,6 +82,8 @@ class Results:
 
         Rows come in the order of the input. With an `input.order` in the spec only the rows within a part do.
         """
+        if num_rows < 1:
+            raise OutputError(f"num_rows: got {num_rows}; must be at least 1")
         names = self._names(columns)
         for path in self.parts:
             # With pre_buffer, Parquet would read all wanted columns of a part at once.
@@ -189,6 +191,8 @@ class Results:
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:
         schema = self.schema
+        if isinstance(columns, str):  # it is a sequence of letters, which nobody means
+            columns = [columns]
         for name in columns or ():
             if name not in schema.names:
                 raise OutputError(f"{self.folder} has no column {name!r}; it has {', '.join(schema.names)}")

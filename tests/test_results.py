@@ -36,6 +36,7 @@ def test_a_whole_job(out: pathlib.Path) -> None:
     assert results.table().equals(rows)
     assert pa.Table.from_batches(results.batches(num_rows=7)).equals(rows)
     assert results.schema.names == rows.schema.names
+    assert results.table("text").column_names == ["text"]
     assert results.array("row_index").tolist() == list(range(240))
     assert results.array("finish_reason").tolist() == rows["finish_reason"].to_pylist()
     assert np.isnan(results.array("num_output_tokens")).sum() == 30
@@ -131,6 +132,7 @@ def test_a_name_with_a_dot_beside_a_struct(tmp_path: pathlib.Path) -> None:
     [
         (lambda results: results.array("txt"), "has no column 'txt'; it has id, row_index"),
         (lambda results: results.array("logprobs"), "read it with ragged()"),
+        (lambda results: list(results.batches(num_rows=0)), "num_rows: got 0; must be at least 1"),
         (lambda results: results.ragged("text"), "no lists: read it with array()"),
     ],
 )

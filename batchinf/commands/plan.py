@@ -140,6 +140,7 @@ class PlanReport:
 
 def make_plan(target: SpecSource, overrides: Overrides, wanted: PlanWanted) -> PlanReport:
     """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError."""
+    _check_numbers(wanted)
     gpus = [gpu_named(name) for name in wanted.gpus] or list(GPUS.values())
     file, is_job = _spec_of(target, overrides)
     notes: list[str] = []
@@ -158,6 +159,21 @@ def make_plan(target: SpecSource, overrides: Overrides, wanted: PlanWanted) -> P
     plans = tuple(_on_gpu(gpu, base, file.spec, wanted, context, shape, work) for gpu in gpus)
     job = None if found is None else dataclasses.replace(found[0], host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
     return PlanReport(_model_plan(model, base.needs, context), job, plans, tuple(notes), _choice(plans))
+
+
+def _check_numbers(wanted: PlanWanted) -> None:
+    """Raise UserError for numbers from Python that the command line does not take."""
+    least: tuple[tuple[str, float | None, float], ...] = (
+        ("gpus", wanted.gpus_per_node, 1),
+        ("nodes", wanted.num_nodes, 1),
+        ("free_gib", wanted.free_gib, 0.1),
+        ("context", wanted.context, 1),
+        ("price", wanted.price, 0),
+        ("output_tokens", wanted.output_tokens, 1),
+    )
+    for name, number, bound in least:
+        if number is not None and not bound <= number < math.inf:
+            raise UserError(f"{name}: got {number}; must be a number of at least {bound}")
 
 
 def _job(file: SpecFile, wanted: PlanWanted, notes: list[str]) -> tuple[JobPlan, Workload] | None:

@@ -153,6 +153,15 @@ def test_numbers_that_no_machine_has_are_refused(option: str, value: str) -> Non
     assert f"Invalid value for '{option}'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "wanted", [{"nodes": 0}, {"gpus": -1}, {"context": -5}, {"free_gib": float("nan")}, {"free_gib": float("inf")}]
+)
+def test_numbers_that_make_no_plan_are_refused_in_python(wanted: dict[str, Any]) -> None:
+    [(name, number)] = wanted.items()
+    with pytest.raises(UserError, match=f"{name}: got {number}; must be a number of at least "):
+        batchinf.plan(str(jobs.MODEL), **wanted)
+
+
 def test_one_gpu_is_a_text_in_python() -> None:
     assert [plan.gpu.name for plan in batchinf.plan(str(jobs.MODEL), gpu="l4").gpus] == ["l4"]
 
