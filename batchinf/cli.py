@@ -341,7 +341,7 @@ def _head(
     if not found.rows:
         print(plain(nothing_line(out, only_errors=only_errors)), file=sys.stderr if as_json else sys.stdout)
     elif as_json:
-        _print_json(json.dumps(row, ensure_ascii=False, default=str) for row in found.rows)
+        _print_json(to_json(row, ensure_ascii=False) for row in found.rows)
     else:
         from batchinf.commands.text.screen import console
 

@@ -82,10 +82,10 @@ def name_type(value: object) -> str:
     return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
-def to_json(report: Any) -> str:
+def to_json(report: Any, *, ensure_ascii: bool = True) -> str:
     """A report as one line of JSON. A number that is not finite becomes null."""
     # An input row may have dates or bytes; they become text.
-    return json.dumps(_values(report), default=str)
+    return json.dumps(_values(report), default=str, ensure_ascii=ensure_ascii)
 
 
 def _values(value: Any) -> Any:

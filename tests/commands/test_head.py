@@ -174,3 +174,10 @@ def test_a_job_without_finished_rows_says_so(out: pathlib.Path, tmp_path: pathli
     assert head(tmp_path / "good", "--errors") == [
         f"{tmp_path / 'good'}: none of the 5 finished output rows is an error row"
     ]
+
+
+def test_a_number_that_is_not_finite_is_null_in_json(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "Once", "score": NaN}\n')
+    given = {"path": str(tmp_path / "rows.jsonl")}
+    jobs.finish(jobs.spec_of(tmp_path, input=given, output={"keep_columns": ["score"]}))
+    assert head(tmp_path / "out", "--json", "--columns", "score") == ['{"score": null}']
