@@ -281,7 +281,7 @@ for attempt in 1 2 3; do
     [ -n "${{is_over:-}}" ] || "$@" --block --num-cpus="$SLURM_CPUS_ON_NODE" \\
         --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0
 done
-rm -rf "$ray_folder"'""",
+rm -rf "$ray_folder" 2>/dev/null || {{ sleep 1; rm -rf "$ray_folder"; }}  # Ray may still have written'""",
     """\
 # The head's address is the one that leads to the last node. Ray's client server takes no 0 for a free port.
 last=$(scontrol --oneliner show node "${{nodes[-1]}}" | sed 's/.* NodeAddr=\\([^ ]*\\).*/\\1/')
