@@ -3,6 +3,8 @@
 Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language: the same code runs, one row at a time.
 """
 
+import ast
+import pathlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +128,15 @@ def test_rows_of_a_wider_matrix() -> None:
     logits = random_logits(6, 64)[:, :50]
     assert not logits.is_contiguous()
     check(logits, torch.tensor([0, 10, 20, 30, 40, 49]))
+
+
+def test_annotations_are_those_of_triton() -> None:
+    """Triton's compiler looks up the names in annotations and refuses names of Python."""
+    source = pathlib.Path(kernels.__file__).read_text()
+    [kernel] = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", None) == "score_kernel"]
+    assert isinstance(kernel, ast.FunctionDef) and kernel.returns is None
+    annotations = [argument.annotation for argument in kernel.args.args if argument.annotation is not None]
+    assert {ast.unparse(annotation) for annotation in annotations} == {"tl.constexpr"}
 
 
 def test_a_row_that_is_not_a_number() -> None:
