@@ -24,7 +24,10 @@ LOGITS: dict[str, Literal["all", "last", "none"]] = {"generate": "last", "score"
 
 @dataclass(frozen=True)
 class Measured:
-    """One job. num_rows: of one replica. tokens_per_s: of the output for `generate`, else of the prompts."""
+    """One job. num_rows: of one replica. tokens_per_s: of the output for `generate`, else of the prompts.
+
+    lengths: tokens of a prompt and of an output; default: `LENGTHS`.
+    """
 
     shape: str
     task: str
@@ -36,6 +39,8 @@ class Measured:
     tensor: int = 1
     pipeline: int = 1
     cache_gb: float | None = None
+    lengths: tuple[int, int] | None = None
+    max_num_seqs: int | None = None
 
 
 MEASURED = [
@@ -52,10 +57,11 @@ MEASURED = [
     Measured("llama-3.3-70b", "generate", 750, 4_048, 606_992, "fp8", tensor=2),
     # Its speed was 2,808: the stages of this pipeline waited for each other, which no term knows.
     Measured("llama-3.3-70b", "generate", 512, None, 596_976, "fp8", pipeline=2),
-    Measured("llama-3.2-1b", "generate", 3776, 43_574, 4_097_504),
+    Measured("llama-3.2-1b", "generate", 12_288, 73_902, 4_097_440, lengths=(128, 128), max_num_seqs=2048),
     Measured("llama-3.2-1b", "score", 3072, 173_909, 4_113_184),
     Measured("llama-3.2-1b", "embed", 48_000, 245_974, 4_092_192),
     Measured("qwen3-0.6b", "embed", 131_072, 338_455, None),
+    Measured("qwen3-0.6b", "score", 32_768, 176_488, 1_188_400, lengths=(129, 1)),
     Measured("llama-2-7b", "generate", 64, 883, 1_728, cache_gb=0.9),
     Measured("llama-2-7b", "generate", 640, 9_384, 29_168, cache_gb=7.65, tensor=2),
 ]
@@ -109,10 +115,12 @@ def predict(measured: Measured) -> tuple[Prediction, int]:
     engine: dict[str, Any] = {"max_model_len": context, "kv_cache_dtype": measured.cache}
     if measured.cache_gb is not None:
         engine["kv_cache_memory_bytes"] = int(measured.cache_gb * 1e9)
+    if measured.max_num_seqs is not None:
+        engine["max_num_seqs"] = measured.max_num_seqs
     gpu = gpu_named("h200")
     fit = fit_on(measured.shape, measured.task, engine, measured.quantization, gpu.memory_bytes)
     degrees = degrees_of(fit, measured.tensor, measured.pipeline, context, SHARE)
-    prompt, output = LENGTHS[measured.task]
+    prompt, output = measured.lengths or LENGTHS[measured.task]
     work = Workload(measured.num_rows, prompt, output, output, LOGITS[measured.task])
     shape = shape_of(fit.needs)
     assert shape is not None
