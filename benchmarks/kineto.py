@@ -4,14 +4,14 @@
     python benchmarks/kineto.py top20 --shape tiny --rows 400 --dtype float32 --out results     # on a CPU
 
 Starts the job with `step_hook` in its engine core and waits for two traces of `--steps` steps each: of decoding steps,
-or of steps that read prompts if the workload only reads. The first has
-kernels and operators, and its steps are as long as without it. The second has Python's functions too, which slows it.
-Writes both traces, gzipped, for Perfetto, and `kineto.md`, then ends the job. An engine of several ranks has its
-kernels in other processes, which are not traced.
+or of steps that read prompts if the workload only reads. The first has kernels and operators, and its steps are as long
+as without it. The second has Python's functions too, which slows it. Writes both traces, gzipped, for Perfetto, and
+`kineto.md`, then ends the job. An engine of several ranks has its kernels in other processes, which are not traced.
 """
 
 import argparse
 import collections
+import dataclasses
 import gzip
 import json
 import os
@@ -44,9 +44,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--after", type=int, default=40, help="steps before the first trace")
     parser.add_argument("--limit-s", type=float, default=480.0, help="time from the start to the second trace")
+    parser.add_argument("--job-engine", type=json.loads, help="JSON: engine arguments of the job")
     add_size_arguments(parser)
     args = parser.parse_args()
     workload = sized_by(args)
+    if args.job_engine is not None:
+        workload = dataclasses.replace(workload, job_engine=args.job_engine)
     model, prompts = prepare(workload, args.out)
     folder = args.out / workload.name
     spec, _ = write_spec(workload, folder, model, prompts)

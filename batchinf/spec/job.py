@@ -109,7 +109,8 @@ class ParallelSpec(Section):
     """Devices over which the layers are distributed; `auto`: 1, unless no tensor-parallel size fits. Only for CUDA
     devices: vLLM has no pipelines on a CPU."""
     replicas_per_device: Annotated[Positive | Literal["auto"], RUNTIME] = "auto"
-    """Replicas that share a CUDA device; `auto`: 2 for a small model with a large input, otherwise 1."""
+    """Replicas that share a CUDA device; `auto`: 2 for a small model that only reads prompts from a large input,
+    otherwise 1."""
     devices: Annotated[Devices | None, RUNTIME] = None
     """The CUDA devices of this job, named as in `nvidia-smi` and `CUDA_VISIBLE_DEVICES`, such as `[0, 1]`; default: all
     that `CUDA_VISIBLE_DEVICES` lets it see. Jobs on other devices can run beside it."""

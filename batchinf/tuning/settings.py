@@ -10,12 +10,13 @@ import yaml
 
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.settings import chosen_arguments
+from batchinf.fleet.settings import GRAPHS, chosen_arguments, prompt_graph_sizes, shown
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
 from batchinf.planning.degrees import that_fit
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec, fields
+from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
 
 Settings = Mapping[str, Any]  # dotted field of the spec → value
@@ -39,7 +40,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The settings as people write them."""
-        return ", ".join(f"{name} {json.dumps(value)}" for name, value in self.settings.items()) or "the spec as it is"
+        return ", ".join(f"{name} {shown(value)}" for name, value in self.settings.items()) or "the spec as it is"
 
 
 def candidates(dimensions: Sequence[Sequence[Settings]]) -> Iterator[Candidate]:
@@ -98,7 +99,7 @@ def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
         _replicas(spec, fit),
         _engine(spec, "max_num_seqs", _MAX_NUM_SEQS, now),
         [{"engine.compilation_config": None}] if "compilation_config" in chosen else [],
-        _engine(spec, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS, now),
+        *_steps(spec, task, fit, now),
         [] if "order" in spec.input.model_fields_set else [{"input.order": "prefix"}],
     ]
     return [dimension for dimension in dimensions if dimension]
@@ -108,6 +109,24 @@ def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, A
     if name in spec.engine or spec.scripted is not None:
         return []
     return [{f"engine.{name}": value} for value in values if value != now.get(name)]
+
+
+def _steps(spec: JobSpec, task: Task, fit: Fit, now: Mapping[str, Any]) -> list[list[Settings]]:
+    """How many tokens a step has. Where steps only read prompts: also with a CUDA graph for a whole step."""
+    numbers = _engine(spec, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS, now)
+    if task.draws_tokens or fit.device_bytes is None:
+        return [numbers]
+    if not GRAPHS & spec.engine.keys():
+        name = "max_num_batched_tokens"
+        numbers = [{**settings, **_graphs(settings.get(f"engine.{name}", now[name]))} for settings in ({}, *numbers)]
+    pooling = task.pooling
+    is_async = pooling is not None and not pooling.all_positions and "async_scheduling" not in spec.engine
+    # vLLM schedules a step of a pooling model only after the previous step, unless it is told otherwise.
+    return [numbers, [{"engine.async_scheduling": True}] if is_async else []]
+
+
+def _graphs(max_num_batched_tokens: int) -> Settings:
+    return {"engine.compilation_config": {"cudagraph_capture_sizes": prompt_graph_sizes(max_num_batched_tokens)}}
 
 
 def _replicas(spec: JobSpec, fit: Fit) -> list[Settings]:

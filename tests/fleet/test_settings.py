@@ -14,7 +14,7 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import backend
 from batchinf.fleet.local.devices import place
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, applies_to, effective, kept, step_down
-from batchinf.fleet.settings import chosen_arguments, graph_sizes, replicas_per_device
+from batchinf.fleet.settings import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
 from batchinf.spec.job import JobSpec
@@ -45,8 +45,8 @@ def large_input(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_small_model_with_a_large_input_shares_its_device(large_input: str) -> None:
-    assert number(spec_of(large_input)) == 2
-    assert number(spec_of(str(pathlib.Path(large_input).parent))) == 2
+    assert number(spec_of(large_input, task="embed")) == 2
+    assert number(spec_of(str(pathlib.Path(large_input).parent), task="embed")) == 2
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,7 @@ def test_a_small_model_with_a_large_input_shares_its_device(large_input: str) ->
         (LARGE, {}),
         (dataclasses.replace(SMALL, device_bytes=40 * GIB), {}),
         (dataclasses.replace(SMALL, needs=Needs(None, None)), {}),
+        (SMALL, {"task": "generate"}),
         (SMALL, {"input": {"limit": 1000}}),
         (SMALL, {"engine": {"gpu_memory_utilization": 0.9}}),
         (SMALL, {"parallel": {"tensor_parallel_size": 2}}),
@@ -65,15 +66,15 @@ def test_a_small_model_with_a_large_input_shares_its_device(large_input: str) ->
     ],
 )
 def test_other_jobs_do_not(large_input: str, fit: Fit, sections: dict[str, Any]) -> None:
-    assert number(spec_of(large_input, **sections), fit) == 1
+    assert number(spec_of(large_input, **{"task": "embed", **sections}), fit) == 1
 
 
 def test_a_host_with_few_cores_does_not(large_input: str) -> None:
-    assert number(spec_of(large_input), num_devices=4) == 1
+    assert number(spec_of(large_input, task="embed"), num_devices=4) == 1
 
 
 def test_an_unknown_input_does_not(large_input: str) -> None:
-    assert number(spec_of("some-user/some-dataset")) == 1
+    assert number(spec_of("some-user/some-dataset", task="embed")) == 1
 
 
 def test_a_number_in_the_spec_counts() -> None:
@@ -163,6 +164,14 @@ def test_graph_sizes_end_at_the_batch(most: int) -> None:
     assert sizes == sorted(set(sizes)) and max(sizes) == max(most, 4) and len(sizes) <= 50
     # A batch is padded to the next size: by at most a quarter from 32 on.
     assert all(after <= before * 1.25 + 8 for before, after in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize("whole", [1, 16, 1000, 6400, 16384])
+def test_graph_sizes_of_prompts_end_at_a_whole_step(whole: int) -> None:
+    sizes = prompt_graph_sizes(whole)
+    assert sizes == sorted(set(sizes)) and max(sizes) == whole and min(sizes) == 1 and len(sizes) <= 32
+    # A step is padded by at most a sixteenth of a whole one, and small steps at most double.
+    assert all(after <= max(2 * before, before + whole // 16 + 1) for before, after in itertools.pairwise(sizes))
 
 
 def test_a_step_down_starts_from_the_chosen_values() -> None:

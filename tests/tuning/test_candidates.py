@@ -57,6 +57,28 @@ def test_a_small_model_on_one_device(tmp_path: pathlib.Path) -> None:
     ]  # fmt: skip
 
 
+def test_tasks_that_only_read_prompts_get_graphs_for_whole_steps(tmp_path: pathlib.Path) -> None:
+    file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, parallel={"replicas_per_device": 1})
+    *_, steps, schedule, order = opened(file, 1)
+    assert [settings.get("engine.max_num_batched_tokens") for settings in steps] == [None, 8192, 32768, 4096]
+    sizes = [settings["engine.compilation_config"]["cudagraph_capture_sizes"] for settings in steps]
+    assert [max(each) for each in sizes] == [16384, 8192, 32768, 4096]
+    assert (schedule, order) == ([{"engine.async_scheduling": True}], [{"input.order": "prefix"}])
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"task": "score", "input": {"text_column": "text"}},
+        {"task": "embed", "engine": {"async_scheduling": False}},
+        {"task": "hidden_states", "pooling": {"positions": "all"}},
+    ],
+)
+def test_pooling_that_can_wait_for_no_step(tmp_path: pathlib.Path, sections: dict[str, Any]) -> None:
+    found = opened(spec_of(tmp_path, "qwen3-0.6b", sampling=None, **sections), 1)
+    assert {"engine.async_scheduling": True} not in [settings for dimension in found for settings in dimension]
+
+
 def test_degrees_where_several_devices_are_seen(tmp_path: pathlib.Path) -> None:
     degrees = opened(spec_of(tmp_path, "llama-3.3-70b", engine={"max_model_len": 8192}), 4)[0]
     assert degrees == [
