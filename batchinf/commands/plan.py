@@ -253,7 +253,7 @@ def _on_gpu(
     share = float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
     if wanted.free_gib is not None:
         share = min(share, math.floor(wanted.free_gib * GIB / gpu.memory_bytes * 100) / 100)
-    limits = task_of(spec).default_batch_limits(base.needs.config.get("vocab_size"), gpu.memory_bytes, share)
+    limits = task_of(spec).default_batch_limits(base.needs.config.get("vocab_size"), gpu.memory_bytes)
     fit = dataclasses.replace(base, device_bytes=gpu.memory_bytes, device_name=gpu.title, batch_limits=limits)
     empty = GpuPlan(gpu, 0, share, why_not(gpu, base.needs.dtype), None, 0, (), None, "")
     if empty.why_not is not None or base.needs.weights is None or base.needs.kv_cache is None:

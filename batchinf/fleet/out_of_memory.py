@@ -417,9 +417,7 @@ class EngineSettings:
     def _take(self, step: dict[str, Any], cause: OutOfMemory, words: str) -> Verdict:
         now = effective(self.engine, self._fit)
         before = {name: now[name] for name in step}
-        # The task's limits depend on the memory outside of vLLM's share. They stay as they are, because with a smaller
-        # share they would grow and use up what was just freed.
-        self._lowered = {name: now[name] for name in self._fit.batch_limits} | self._lowered | step
+        self._lowered = self._lowered | step
         self._generation += 1
         line = Lowered(cause.words, before, step, dict(self._lowered), applies_to(self._spec, self._lowered))
         changes = ", ".join(f"{name} {before[name]} -> {value}" for name, value in step.items())

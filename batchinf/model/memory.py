@@ -24,24 +24,8 @@ from batchinf.model.parameters import Described, Part, Tensor, described, stored
 from batchinf.model.weights import UnknownWeightsError, Weights, indexed_bytes, quantization_of, weigh
 from batchinf.spec.job import JobSpec, ModelSpec
 
-# For each prompt token and vocabulary entry: a logit of 16 bits and a logprob of 32.
-_SCORED_BYTES = 6
-_LARGE_VOCABULARY = 262_144
-# `Task.default_batch_limits`: engine arguments by vocabulary size, device bytes (None on a CPU) and
-# `gpu_memory_utilization`.
-LimitsOf = Callable[[int | None, int | None, float], Mapping[str, int]]
-
-
-def scored_tokens_at_once(device_bytes: int, gpu_memory_utilization: float, vocab_size: int | None) -> int:
-    """`max_num_batched_tokens` for prompt logprobs, so that their logits fit beside vLLM's share.
-
-    vLLM's V1 runner allocates tokens × vocabulary × 6 bytes that its memory profiling does not see; the V2 runner works
-    on 1,024 rows at a time. The logits get half of what vLLM leaves free. At least 1,024, because each of the running
-    sequences may have a token in a step.
-    """
-    free_bytes = device_bytes * (1 - gpu_memory_utilization) / 2
-    fit = int(free_bytes / (_SCORED_BYTES * (vocab_size or _LARGE_VOCABULARY)))
-    return max(1024, min(8192, fit // 256 * 256))
+# `Task.default_batch_limits`: engine arguments by vocabulary size and device bytes (None on a CPU).
+LimitsOf = Callable[[int | None, int | None], Mapping[str, int]]
 
 
 def vocab_size_of(config: Mapping[str, Any]) -> int | None:
@@ -347,14 +331,13 @@ def fit_of(
 ) -> Fit:
     """The job's model on devices of this size. device_bytes: None without a device. limits_of: of the task."""
     length = spec.engine.get("max_model_len")
-    share = spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     return Fit(
         needs_of(model, spec.model, spec.engine),
         device_bytes,
         device_name,
         *spec.parallel.sizes,
         length if isinstance(length, int) and length > 0 else model.max_model_len,
-        {} if limits_of is None else limits_of(vocab_size_of(model.config), device_bytes, float(share)),
+        {} if limits_of is None else limits_of(vocab_size_of(model.config), device_bytes),
         spec.engine,
     )
 

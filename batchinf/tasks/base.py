@@ -13,7 +13,6 @@ import xxhash
 
 from batchinf.base.errors import SpecError
 from batchinf.model.identity import Model
-from batchinf.model.memory import scored_tokens_at_once
 from batchinf.prompts import checks, encoder
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, Result, RowsWanted, TokenLogprobs
@@ -399,16 +398,12 @@ class Task(abc.ABC):
         """
         raise NotImplementedError
 
-    def default_batch_limits(
-        self, vocab_size: int | None, device_bytes: int | None, gpu_memory_utilization: float
-    ) -> dict[str, int]:
+    def default_batch_limits(self, vocab_size: int | None, device_bytes: int | None) -> dict[str, int]:
         """`max_num_seqs` and `max_num_batched_tokens`, if vLLM's defaults do not fit the task.
 
         vocab_size: None if unknown. device_bytes: memory of one device; None on a CPU.
         """
-        if not self.reads_prompt_logits or device_bytes is None:
-            return {}
-        return {"max_num_batched_tokens": scored_tokens_at_once(device_bytes, gpu_memory_utilization, vocab_size)}
+        return {}
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,9 @@ pytest.importorskip("vllm")
 
 from batchinf.engines.vllm import kernels, worker
 from batchinf.engines.vllm.arguments import engine_arguments
+from batchinf.records import Request
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.registry import task_of
 from jobs import MODEL
 
@@ -221,21 +224,62 @@ def test_jobs_with_logprobs_of_prompts_can_be_given_it(changed: dict[str, Any], 
     assert (given.get("worker_extension_cls") == worker.WORKER_EXTENSION) == is_there
 
 
-def test_an_engine_asks_its_workers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Real vLLM on a CPU: its runner has other kernels, so it keeps them and says so."""
+def start(**engine: Any) -> Any:
+    """Real vLLM on a CPU, which has the V1 runner, for a job that scores."""
     from batchinf.engines.vllm.engine import VllmEngine
 
-    asked: list[bool] = []
-    install = worker.RowsExtension.install_score_kernel
-    monkeypatch.setattr(
-        worker.RowsExtension, "install_score_kernel", lambda self: asked.append(install(self)) or asked[-1]
-    )
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     spec = {
-        "model": {"name": str(MODEL), "dtype": "float32"}, "task": "score", "engine": {"max_model_len": 512},
+        "model": {"name": str(MODEL), "dtype": "float32"}, "task": "score", "engine": {"max_model_len": 512, **engine},
         "input": {"path": "rows.jsonl", "text_column": "text"}, "output": {"path": "out"},
     }  # fmt: skip
-    engine = VllmEngine(task_of(JobSpec.model_validate(spec)), str(MODEL), str(MODEL))
-    engine.close()
-    assert asked == [False]
-    assert "logprobs of prompts are taken by vLLM's own kernels, which are slower" in capfd.readouterr().out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        return VllmEngine(task_of(JobSpec.model_validate(spec)), str(MODEL), str(MODEL))
+
+
+def scored(engine: Any, mode: str) -> list[Any]:
+    """Prompts of several lengths in one batch, with several numbers of logprobs."""
+    engine._engine.vllm_config.model_config.logprobs_mode = mode
+    for row, (length, k) in enumerate([(300, 1), (1, 2), (2, 0), (65, 5), (64, 1), (130, 0), (33, 20)]):
+        prompt = [(7 * row + 13 * place) % 1500 + 3 for place in range(length)]
+        engine.add(Request(row, 0, prompt, SamplingSpec(temperature=0, prompt_logprobs=k), 2, None))
+    found = {}
+    while engine.num_unfinished():
+        found |= {completion.request.row_index: completion.prompt_logprobs for completion in engine.step()}
+    return [found[row] for row in sorted(found)]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+@pytest.mark.parametrize("engine", [{}, {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}])
+def test_the_v1_runner_takes_them_in_pieces(mode: str, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are equal to those of vLLM's own code, which takes those of a whole prompt at once."""
+    monkeypatch.setattr(worker, "_CHUNK", 30)
+    widest, running = [0], start(**engine)
+    runner = running._engine.model_executor.driver_worker.worker.model_runner
+    gather = runner.sampler.gather_logprobs
+
+    def watched(scores: torch.Tensor, *arguments: Any) -> Any:
+        widest.append(len(scores))
+        return gather(scores, *arguments)
+
+    monkeypatch.setattr(runner.sampler, "gather_logprobs", watched)
+    try:
+        ours = scored(running, mode)
+        assert max(widest) <= 30
+        del runner._get_prompt_logprobs_dict  # vLLM's own is behind it
+        theirs = scored(running, mode)
+        assert max(widest) > 30
+    finally:
+        running.close()
+    assert any((rows.logprobs > 0).any() for rows in ours) == (mode == "raw_logits")
+    assert [len(rows.ranks) for rows in ours] == [299, 0, 1, 64, 63, 129, 32]
+    for mine, their in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(mine.token_ids, their.token_ids)
+        np.testing.assert_allclose(mine.logprobs, their.logprobs, atol=1e-5, rtol=0)
+        np.testing.assert_array_equal(mine.ranks, their.ranks)
+
+
+def test_a_version_with_other_names_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(worker, "LogprobsTensors", None)
+    start().close()
+    assert "vLLM's own code takes logprobs of prompts" in capfd.readouterr().out

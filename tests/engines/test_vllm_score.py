@@ -180,17 +180,6 @@ def test_choices_are_the_harness_s(vllm_engine: "VllmEngine", harness: Any, choi
         assert together[0]["num_prompt_tokens"] < apart[0]["num_prompt_tokens"] / 3
 
 
-def test_the_logits_of_a_batch_fit_beside_vllm_s_share() -> None:
-    from batchinf.model.memory import scored_tokens_at_once
-
-    for gib, share, vocab_size in ((24, 0.9, 152_000), (80, 0.9, 128_256), (141, 0.92, 128_256), (141, 0.9, None)):
-        tokens = scored_tokens_at_once(gib << 30, share, vocab_size)
-        assert 1024 <= tokens <= 8192 and tokens % 256 == 0
-        assert tokens == 1024 or tokens * (vocab_size or 262_144) * 6 <= (gib << 30) * (1 - share) / 2
-    assert scored_tokens_at_once(24 << 30, 0.98, 152_000) == 1024
-    assert scored_tokens_at_once(80 << 30, 0.9, 32_000) == 8192
-
-
 def test_a_conversation_is_the_context(vllm_engine: "VllmEngine", harness: Any) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     [row] = score(vllm_engine, [{"m": messages, "t": "Once upon a time"}],

@@ -401,10 +401,8 @@ def test_an_engine_that_was_up_has_its_tries_again() -> None:
 @pytest.mark.parametrize(
     ("task", "limits", "first"),
     [
-        ({"task": "score", "input": {"path": "p", "text_column": "t"}}, {"max_num_batched_tokens": 4352},
-         {"max_num_seqs": 512, "max_num_batched_tokens": 2176}),
-        ({"sampling": {"prompt_logprobs": 0}}, {"max_num_batched_tokens": 4352},
-         {"max_num_seqs": 512, "max_num_batched_tokens": 2176}),
+        ({"task": "score", "input": {"path": "p", "text_column": "t"}}, {},
+         {"max_num_seqs": 512, "max_num_batched_tokens": 8192}),
         ({"task": "logits", "logits": {"positions": "all"}}, {"max_num_seqs": 256, "max_num_batched_tokens": 2092},
          {"max_num_seqs": 128, "max_num_batched_tokens": 1046}),
         ({"task": "logits", "logits": {}}, {"max_num_seqs": 256},
@@ -417,7 +415,7 @@ def test_steps_begin_at_what_the_task_sets_itself(
     task: dict[str, Any], limits: dict[str, int], first: dict[str, int]
 ) -> None:
     spec, bare = spec_with(**task), fit()
-    place = replace(bare, batch_limits=task_of(spec).default_batch_limits(128_256, bare.device_bytes, 0.92))
+    place = replace(bare, batch_limits=task_of(spec).default_batch_limits(128_256, bare.device_bytes))
     assert place.batch_limits == limits
     assert step_down({}, oom(CACHE), place) == first
     settings = EngineSettings(spec, place)
@@ -427,26 +425,23 @@ def test_steps_begin_at_what_the_task_sets_itself(
         step = settings.judge(0, incarnation, oom(CUBLAS, was_up=True), was_up=True).step
         assert step is not None
         shares.append(step.after)
-        # With a smaller share the task's own would be reckoned anew, and larger.
-        assert settings.engine == {**limits, **step.after}
+        assert settings.engine == step.after
         assert kept(spec, json.loads(json.dumps(step.fields()))) == settings.engine
     assert shares == [{"gpu_memory_utilization": 0.87}, {"gpu_memory_utilization": 0.82}]
     settings.launch_spec("c")
     last = settings.judge(0, "c", oom(CPU_ALLOCATOR, was_up=True), was_up=True).step
     assert last is not None and last.before == {name: {**effective({}, fit()), **limits}[name] for name in first}
-    assert settings.engine == {"gpu_memory_utilization": 0.82, **limits, **first}
+    assert settings.engine == {"gpu_memory_utilization": 0.82, **first}
 
 
 def test_what_the_spec_says_counts_before_what_the_task_sets() -> None:
     spec = spec_with(task="score", input={"path": "p", "text_column": "t"}, engine={"max_num_batched_tokens": 3000})
-    place = replace(fit(), batch_limits=task_of(spec).default_batch_limits(128_256, H100_BYTES, 0.92))
+    place = replace(fit(), batch_limits=task_of(spec).default_batch_limits(128_256, H100_BYTES))
     settings = EngineSettings(spec, place)
     settings.launch_spec("a")
     step = settings.judge(0, "a", oom(CUBLAS, was_up=True), was_up=True).step
     assert step is not None
     assert settings.engine == {"max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.87}
-    # On a CPU a scored prompt comes whole.
-    assert task_of(spec).default_batch_limits(128_256, None, 0.92) == {}
 
 
 def test_at_the_floor_it_is_a_death_like_any_other() -> None:

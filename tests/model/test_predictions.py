@@ -1,6 +1,6 @@
 """Predicted tokens a second and caches beside those measured on H200s (benchmarks/RESULTS.md)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
@@ -26,7 +26,7 @@ LOGITS: dict[str, Literal["all", "last", "none"]] = {"generate": "last", "score"
 class Measured:
     """One job. num_rows: of one replica. tokens_per_s: of the output for `generate`, else of the prompts.
 
-    lengths: tokens of a prompt and of an output; default: `LENGTHS`.
+    lengths: tokens of a prompt and of an output; default: `LENGTHS`. engine: more arguments of the engine.
     """
 
     shape: str
@@ -40,28 +40,32 @@ class Measured:
     pipeline: int = 1
     cache_gb: float | None = None
     lengths: tuple[int, int] | None = None
-    max_num_seqs: int | None = None
+    engine: dict[str, int] = field(default_factory=dict)
+
+
+def _tokens_in_a_step(number: int) -> dict[str, int]:
+    return {"max_num_batched_tokens": number}
 
 
 MEASURED = [
     Measured("llama-3.1-8b", "generate", 2240, 11_485, 914_304),
-    Measured("llama-3.1-8b", "score", 900, 38_165, 919_888),
+    Measured("llama-3.1-8b", "score", 900, 38_165, 919_888, engine=_tokens_in_a_step(7680)),
     Measured("llama-3.1-8b", "embed", 4800, 43_070, 919_600),
     Measured("llama-3.1-8b", "generate", 3500, 16_710, 1_934_400, "fp8", "fp8"),
     Measured("llama-3.1-8b", "generate", 3500, None, 4_037_840, "fp8", "fp8", tensor=2),
     Measured("llama-3.1-8b", "generate", 2176, 19_275, 1_965_344, tensor=2),
     Measured("llama-3.1-8b", "generate", 2240, 19_624, 1_953_776, pipeline=2),
     Measured("llama-3.3-70b", "generate", 704, 1_791, 187_104, "fp8"),
-    Measured("llama-3.3-70b", "score", 128, 7_564, 191_392, "fp8"),
+    Measured("llama-3.3-70b", "score", 128, 7_564, 191_392, "fp8", engine=_tokens_in_a_step(7680)),
     Measured("llama-3.3-70b", "generate", 448, 3_833, 606_992, "fp8", tensor=2),
     Measured("llama-3.3-70b", "generate", 750, 4_048, 606_992, "fp8", tensor=2),
     # Its speed was 2,808: the stages of this pipeline waited for each other, which no term knows.
     Measured("llama-3.3-70b", "generate", 512, None, 596_976, "fp8", pipeline=2),
-    Measured("llama-3.2-1b", "generate", 12_288, 73_902, 4_097_440, lengths=(128, 128), max_num_seqs=2048),
-    Measured("llama-3.2-1b", "score", 3072, 173_909, 4_113_184),
+    Measured("llama-3.2-1b", "generate", 12_288, 73_902, 4_097_440, lengths=(128, 128), engine={"max_num_seqs": 2048}),
+    Measured("llama-3.2-1b", "score", 3072, 173_909, 4_113_184, engine=_tokens_in_a_step(7680)),
     Measured("llama-3.2-1b", "embed", 48_000, 245_974, 4_092_192),
     Measured("qwen3-0.6b", "embed", 131_072, 338_455, None),
-    Measured("qwen3-0.6b", "score", 32_768, 176_488, 1_188_400, lengths=(129, 1)),
+    Measured("qwen3-0.6b", "score", 32_768, 176_488, 1_188_400, lengths=(129, 1), engine=_tokens_in_a_step(6400)),
     Measured("llama-2-7b", "generate", 64, 883, 1_728, cache_gb=0.9),
     Measured("llama-2-7b", "generate", 640, 9_384, 29_168, cache_gb=7.65, tensor=2),
 ]
@@ -112,11 +116,9 @@ def fit_on(shape: str, task: str, engine: dict[str, Any], quantization: str | No
 def predict(measured: Measured) -> tuple[Prediction, int]:
     """The speed of one replica, and the tokens of its cache."""
     context = CONTEXT if measured.cache_gb is None else 512
-    engine: dict[str, Any] = {"max_model_len": context, "kv_cache_dtype": measured.cache}
+    engine: dict[str, Any] = {"max_model_len": context, "kv_cache_dtype": measured.cache, **measured.engine}
     if measured.cache_gb is not None:
         engine["kv_cache_memory_bytes"] = int(measured.cache_gb * 1e9)
-    if measured.max_num_seqs is not None:
-        engine["max_num_seqs"] = measured.max_num_seqs
     gpu = gpu_named("h200")
     fit = fit_on(measured.shape, measured.task, engine, measured.quantization, gpu.memory_bytes)
     degrees = degrees_of(fit, measured.tensor, measured.pipeline, context, SHARE)

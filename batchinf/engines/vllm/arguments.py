@@ -114,7 +114,6 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     chosen |= task.default_batch_limits(
         _vocab_size(model_path),
         None if current_platform.is_cpu() else current_platform.get_device_total_memory(),
-        float(spec.engine.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)),
     )
     known = EngineArgs.__dataclass_fields__  # names differ between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine

@@ -1,11 +1,13 @@
-"""Changes vLLM's worker processes: rows of the whole vocabulary without a sort, and raw scores before the grammar.
+"""Changes vLLM's workers: rows of the vocabulary without a sort, logprobs of prompts, raw scores before the grammar.
 
 For `logprobs=-1` vLLM sorts each row and sends it in rank order with its ids, 8 bytes a number. For prompts it holds 14
 bytes a number of all positions on the device. Here a row is sent in the order of the vocabulary and in the stored type,
 2 bytes a number for float16, and a prompt is processed a few hundred positions at a time. Each row has one token id, by
-which `logprobs.py` recognises it. If a request asks for some positions of its prompt, the V1 runner makes and sends
-only these; V2 does not know whose rows it makes, so it sends all, and the front end keeps some. All ranks of a
-tensor-parallel group have each row, and only the first copies and sends it. In a pipeline vLLM asks the last stage.
+which `logprobs.py` recognises it. Logprobs of a prompt are taken in such pieces too in the V1 runner, which would hold
+6 bytes a number of all positions. In V2 a kernel of our own takes them. If a request asks for some positions of its
+prompt, the V1 runner makes and sends only these; V2 does not know whose rows it makes, so it sends all, and the front
+end keeps some. All ranks of a tensor-parallel group have each row, and only the first copies and sends it. In a
+pipeline vLLM asks the last stage.
 
 Tested with vLLM 0.32.0 (V1 runner) and compared with the source of both runners of 0.26.0, which uses V2 for dense
 models on a GPU. If a name is missing in another version, rows are sent in vLLM's own order.
@@ -53,9 +55,10 @@ class RowsExtension:
         rows = ScoreRows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
         return (_install_v2 if _is_v2(self.model_runner) else _install_v1)(self.model_runner, rows)
 
-    def install_score_kernel(self) -> bool:
-        """Take logprobs of prompts in one pass over the logits. False if vLLM's own kernels are kept."""
-        return _is_v2(self.model_runner) and _install_score_kernel(self.model_runner)
+    def install_prompt_scores(self) -> bool:
+        """Take logprobs of prompts by our own kernel (V2), or in pieces (V1). False if vLLM's own code is kept."""
+        runner = self.model_runner
+        return _install_score_kernel(runner) if _is_v2(runner) else _install_prompt_scores(runner, None)
 
     def install_late_mask(self) -> bool:
         """Let the grammar mask logits after their raw scores are taken; False where this version cannot."""
@@ -77,11 +80,11 @@ def install_rows(engine: Any, wanted: RowsWanted) -> bool:
     return all(engine.collective_rpc("install_vocabulary_rows", args=(wanted.dtype, token_ids)))
 
 
-def install_score_kernel(engine: Any) -> bool:
-    """Let an engine's workers take logprobs of prompts by our own kernel. False if they keep vLLM's slower kernels."""
+def install_prompt_scores(engine: Any) -> bool:
+    """Let an engine's workers take logprobs of prompts by our own code. False if they keep vLLM's."""
     if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
         return False
-    return all(engine.collective_rpc("install_score_kernel"))
+    return all(engine.collective_rpc("install_prompt_scores"))
 
 
 def install_late_mask(engine: Any) -> bool:
@@ -123,10 +126,9 @@ class ScoreRows:
 
 
 def _install_v1(runner: Any, rows: ScoreRows) -> bool:
-    sampler: Any = getattr(runner, "sampler", None)
-    names = ("num_prompt_logprobs", "requests", "input_batch", "query_start_loc", "_get_prompt_logprobs_dict")
-    if not (hasattr(sampler, "gather_logprobs") and all(hasattr(runner, name) for name in names)):
+    if not _install_prompt_scores(runner, rows):
         return False
+    sampler = runner.sampler
     theirs = sampler.gather_logprobs
 
     def gather_logprobs(logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
@@ -135,18 +137,29 @@ def _install_v1(runner: Any, rows: ScoreRows) -> bool:
         return rows.tensors(rows.of(logprobs), token_ids)
 
     sampler.gather_logprobs = gather_logprobs
-    runner._get_prompt_logprobs_dict = _prompt_rows(runner, rows, runner._get_prompt_logprobs_dict)
     return True
 
 
-def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces `GPUModelRunner._get_prompt_logprobs_dict` and follows it step by step."""
+def _install_prompt_scores(runner: Any, rows: ScoreRows | None) -> bool:
+    names = ("num_prompt_logprobs", "requests", "input_batch", "query_start_loc", "_get_prompt_logprobs_dict")
+    sampler: Any = getattr(runner, "sampler", None)
+    has_names = hasattr(sampler, "gather_logprobs") and all(hasattr(runner, name) for name in names)
+    if not has_names or LogprobsTensors is None:
+        return False
+    runner._get_prompt_logprobs_dict = _prompt_scores(runner, rows)
+    return True
 
-    def prompt_rows(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+
+def _prompt_scores(runner: Any, rows: ScoreRows | None) -> Callable[..., Any]:
+    """Replaces `GPUModelRunner._get_prompt_logprobs_dict` and follows it step by step, in pieces of `_CHUNK` positions.
+
+    rows: what is sent for requests that want the whole vocabulary; None sends it in vLLM's own order.
+    """
+
+    def prompt_scores(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         wanted = runner.num_prompt_logprobs
         vocab_size = runner.model_config.get_vocab_size()
-        if any(k < vocab_size for k in wanted.values()):
-            return theirs(hidden_states, num_scheduled_tokens)  # type: ignore[no-any-return]
+        is_logits = runner.model_config.logprobs_mode in ("raw_logits", "processed_logits")
         done: dict[str, Any] = {}
         for request_id in list(wanted):
             num_tokens = num_scheduled_tokens.get(request_id)
@@ -154,11 +167,16 @@ def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Ca
                 continue
             request = runner.requests[request_id]
             num_prompt_tokens, start = len(request.prompt_token_ids), request.num_computed_tokens
-            chosen = (getattr(request.sampling_params, "extra_args", None) or {}).get(POSITIONS)
-            kept = request.in_progress_prompt_logprobs_cpu
+            k, chosen, kept = wanted[request_id], None, request.in_progress_prompt_logprobs_cpu
+            own = rows if k >= vocab_size else None
+            if own is not None:
+                chosen = (getattr(request.sampling_params, "extra_args", None) or {}).get(POSITIONS)
             if kept is None:
-                kept = request.in_progress_prompt_logprobs_cpu = _empty(
-                    num_prompt_tokens - 1, rows.width(vocab_size), rows.dtype, chosen
+                num_kept = num_prompt_tokens - 1
+                kept = request.in_progress_prompt_logprobs_cpu = (
+                    LogprobsTensors.empty_cpu(num_kept, k + 1)
+                    if own is None
+                    else _empty(num_kept, own.width(vocab_size), own.dtype, chosen)
                 )
             # A chunk that ends at the last token but one is returned with the next step, which has an output token.
             num_left = num_prompt_tokens - (start + 1)
@@ -171,12 +189,20 @@ def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Ca
                 place, end = bisect_left(chosen, start), bisect_left(chosen, start + num_rows)
                 here = torch.tensor([position - start for position in chosen[place:end]], device=states.device)
                 states = states[here.long()]
+            if own is None:
+                following = request.prompt_token_ids[start + 1 : start + 1 + num_rows]
+                targets = torch.tensor(following, dtype=torch.int64, device=states.device)
             for first in range(0, len(states), _CHUNK):
                 logits = runner.model.compute_logits(states[first : first + _CHUNK])
-                is_logits = runner.model_config.logprobs_mode in ("raw_logits", "processed_logits")
-                scores = logits if is_logits else runner.sampler.compute_logprobs(logits)
-                at = place + first
-                kept.logprobs[at : at + len(scores)].copy_(rows.of(scores), non_blocking=True)
+                at = slice(place + first, place + first + len(logits))
+                if own is not None:
+                    scores = logits if is_logits else runner.sampler.compute_logprobs(logits)
+                    kept.logprobs[at].copy_(own.of(scores), non_blocking=True)
+                    continue
+                scores = logits.to(torch.float32) if is_logits else runner.sampler.compute_logprobs(logits)
+                found = runner.sampler.gather_logprobs(scores, k, targets[first : first + len(logits)])
+                for mine, new in zip(kept[:3], found[:3], strict=True):
+                    mine[at].copy_(new, non_blocking=True)
         for request_id in done:
             del wanted[request_id]
             runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
@@ -184,7 +210,7 @@ def _prompt_rows(runner: Any, rows: ScoreRows, theirs: Callable[..., Any]) -> Ca
             torch.accelerator.synchronize()  # the copies above are asynchronous
         return done
 
-    return prompt_rows
+    return prompt_scores
 
 
 def _empty(num_rows: int, width: int, dtype: Any, chosen: list[int] | None) -> Any:

@@ -339,9 +339,7 @@ class Logits(Task):
         logits = self._logits
         return RowsWanted(None, logits.token_ids or None, logits.width, logits.dtype)
 
-    def default_batch_limits(
-        self, vocab_size: int | None, device_bytes: int | None, gpu_memory_utilization: float
-    ) -> dict[str, int]:
+    def default_batch_limits(self, vocab_size: int | None, device_bytes: int | None) -> dict[str, int]:
         if not self._logits.is_full:
             return {}
         limits = {"max_num_seqs": _MAX_NUM_SEQS}
