@@ -1,10 +1,11 @@
 """What a step costs in the scheduler of vLLM's engine core: vLLM's own, and ours with and without its short loops.
 
     python benchmarks/scheduler_steps.py --requests 2048 --logprobs 20
+    python benchmarks/scheduler_steps.py --score        # prompts of 128 tokens that are only read, 16,384 tokens a step
 
 Prints processor milliseconds a step in the schedulers of the installed vLLM, with asynchronous scheduling and without a
 model: the tokens and logprobs of a step are made up. The batch is full, requests end all the time and others wait, as
-in a job. Needs no device.
+in a job. `admit` makes the requests and adds them, with the hashes of their blocks. Needs no device.
 """
 
 import argparse
@@ -68,14 +69,17 @@ def request(name: str, prompt: list[int], is_caching: bool, **params: Any) -> Re
 
 
 class Load:
-    """A full batch of requests that end at different steps, of which some always wait."""
+    """A full batch of requests that end at different steps, of which some always wait.
 
-    def __init__(self, made: Any, num: int, k: int | None) -> None:
-        self.made, self.num, self.k = made, num, k
+    k: logprobs of output tokens. is_scored: the prompts alone are read, with a logprob of each token.
+    """
+
+    def __init__(self, made: Any, num: int, k: int | None, *, is_scored: bool = False) -> None:
+        self.made, self.num, self.k, self.is_scored = made, num, k, is_scored
         self.num_added = 0
         self.random = np.random.default_rng(1)
         self.flying: deque[tuple[Any, list[str]]] = deque()
-        self.spent = {"schedule": 0.0, "update": 0.0}
+        self.spent = {"admit": 0.0, "schedule": 0.0, "update": 0.0}
         rows = num + 1
         if k is not None:
             shape = rows, k + 1
@@ -87,9 +91,10 @@ class Load:
             most = 1 + self.num_added % 128 if self.num_added < self.num else 128
             prompt = self.random.integers(0, 1000, _PROMPT_TOKENS).tolist()
             caches = self.made.kv_cache_manager.enable_caching
-            self.made.add_request(
-                request(f"{self.num_added}-0-0123abcd", prompt, caches, max_tokens=most, logprobs=self.k)
-            )
+            wanted = {"max_tokens": 1, "prompt_logprobs": 1} if self.is_scored else {"max_tokens": most}
+            began = time.process_time()
+            self.made.add_request(request(f"{self.num_added}-0-0123abcd", prompt, caches, logprobs=self.k, **wanted))
+            self.spent["admit"] += time.process_time() - began
             self.num_added += 1
         began = time.process_time()
         scheduled = self.made.schedule()
@@ -118,25 +123,26 @@ def main() -> None:
     parser.add_argument("--logprobs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--score", action="store_true", help="prompts are only read")
     args = parser.parse_args()
     num, is_caching = args.requests, not args.no_prefix_caching
     made_of = arguments(num * 20, num, True, is_caching)
-    lines = ["| of a step | schedule, ms | update, ms | both, ms |", "| --- | ---: | ---: | ---: |"]
-    for k in (None, args.logprobs):
+    lines = ["| of a step | admit, ms | schedule, ms | update, ms | all, ms |", "| --- | ---: | ---: | ---: | ---: |"]
+    for k in (None,) if args.score else (None, args.logprobs):
         for title in ("vLLM's own", "outputs held back", "outputs held back, short loops"):
             made = AsyncScheduler(**made_of) if title == "vLLM's own" else scheduler(**made_of)
             made.use_v2_model_runner = True  # as on GPUs
             if title == "outputs held back":
                 made._block_size = None
-            load = Load(made, num, k)
+            load = Load(made, num, k, is_scored=args.score)
             for _ in range(150):  # until the first requests are gone
                 load.step()
             load.spent = dict.fromkeys(load.spent, 0.0)
             for _ in range(args.steps):
                 load.step()
-            schedule, update = (spent / args.steps * 1e3 for spent in load.spent.values())
-            name = f"{title}, " + ("no logprobs" if k is None else f"top {k}")
-            lines.append(f"| {name} | {schedule:.2f} | {update:.2f} | {schedule + update:.2f} |")
+            spent = [each / args.steps * 1e3 for each in load.spent.values()]
+            name = f"{title}, " + ("scoring" if args.score else "no logprobs" if k is None else f"top {k}")
+            lines.append(" | ".join([f"| {name}", *(f"{each:.2f}" for each in (*spent, sum(spent)))]) + " |")
     print("\n".join(lines))
 
 

@@ -331,6 +331,11 @@ class Task(abc.ABC):
         return self.spec.sampling.prompt_logprobs is not None
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether some requests may read vLLM's prefix cache. If none does, vLLM need not fill it."""
+        return self.spec.sampling.prompt_logprobs is None or self.spec.input.is_batch_file
+
+    @property
     def input_columns(self) -> tuple[tuple[str, str], ...]:
         """Pairs of a spec field and the input column that it names, for columns other than the prompt's."""
         return ()

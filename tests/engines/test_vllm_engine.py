@@ -587,6 +587,29 @@ def job(engine_arguments: dict[str, Any], **sampling: Any) -> JobSpec:
     )
 
 
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"sampling": {"prompt_logprobs": 0}}, False),
+        ({"task": "score", "input": {"text_column": "t"}}, False),
+        (
+            {"task": "score", "input": {"context_column": "c", "choices": ["a", "b"]}, "score": {"one_pass": False}},
+            False,
+        ),
+        ({"task": "score", "input": {"text_column": "t"}, "engine": {"enable_prefix_caching": True}}, True),
+        # One request for all choices of a row reads the cache.
+        ({"task": "score", "input": {"context_column": "c", "choices": ["a", "b"]}}, None),
+        ({"task": "logits", "logits": {"positions": {"column": "places"}, "vocab_size": 100}}, None),
+        ({"task": "embed"}, None),
+        ({}, None),
+    ],
+)
+def test_the_prefix_cache_is_off_if_no_request_can_read_it(sections: dict[str, Any], expected: bool | None) -> None:
+    own = {"model": {"name": str(MODEL)}, "input": {"path": "x", **sections.pop("input", {})}, "output": {"path": "y"}}
+    arguments = adapter.engine_arguments(task_of(JobSpec.model_validate({**own, **sections})), "m", "t", None)
+    assert arguments.get("enable_prefix_caching") is expected
+
+
 def test_engine_arguments_come_from_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 2}
 

@@ -109,6 +109,8 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     has_steps_in_flight = spec.parallel.pipeline_parallel_size != 1 or bool(spec.engine.get("speculative_config"))
     if has_steps_in_flight and not PREEMPTS_IN_FLIGHT:
         chosen["async_scheduling"] = False
+    if not task.reads_prefix_cache:  # filling it takes up to half of the scheduler's Python
+        chosen["enable_prefix_caching"] = False
     if wants_late_mask(task) or task.reads_prompt_logits:
         chosen["worker_extension_cls"] = WORKER
     chosen |= task.default_batch_limits(

@@ -85,6 +85,11 @@ class Score(Task):
         return True
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """See `Task`. The request for all choices of a row asks for no logprobs of its prompt."""
+        return self._together
+
+    @property
     def least_model_len(self) -> int:
         """See `Task`: windows are longer than their overlap."""
         return score_of(self.spec).window_overlap + NUM_RESERVED + 1
