@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-from batchinf.engines.vllm.kernels import is_right, token_scores
+from batchinf.engines.vllm.kernels import is_right, takes, token_scores
 
 _ROUNDS, _CALLS, _WARM_UPS = 5, 20, 3
 
@@ -30,15 +30,15 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     logits = torch.randn(args.requests, args.vocab_size, device="cuda").to(dtype)
     sampled = logits.argmax(dim=-1)
-    if not is_right(compute_topk_scores, args.vocab_size, dtype, logits.device):
-        sys.exit("batchinf's kernel does not give what vLLM's kernels give")
+    if not is_right(compute_topk_scores, args.vocab_size, dtype, logits.device, args.k):
+        sys.exit("batchinf's kernels do not give what vLLM's kernels give")
     print("| per step | ms |\n| --- | ---: |")
     print(f"| argmax | {milliseconds(lambda: logits.argmax(dim=-1)):.2f} |")
     for k in args.k:
         print(f"| logprobs={k} | {milliseconds(functools.partial(compute_topk_scores, logits, k, sampled)):.2f} |")
-        if k <= 1:
+        if takes(k, args.vocab_size):
             ms = milliseconds(functools.partial(token_scores, logits, sampled, k))
-            print(f"| logprobs={k}, batchinf's kernel | {ms:.2f} |")
+            print(f"| logprobs={k}, batchinf's kernels | {ms:.2f} |")
         if k:
             print(f"| of it torch.topk | {milliseconds(functools.partial(torch.topk, logits, k, dim=-1)):.2f} |")
 

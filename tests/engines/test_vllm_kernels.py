@@ -1,4 +1,4 @@
-"""The kernel for logprobs of prompts, held against PyTorch's own functions.
+"""The kernels for logprobs, held against PyTorch's own functions.
 
 Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language: the same code runs, one row at a time.
 """
@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("vllm")
 
 from batchinf.engines.vllm import kernels, worker
-from batchinf.engines.vllm.arguments import engine_arguments
+from batchinf.engines.vllm.arguments import engine_arguments, scored_ks
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -44,8 +44,12 @@ def load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0.0)
     return torch.where(mask, pointer.memory[torch.where(mask, pointer.offset, 0)], other)
 
 
-def store(pointer: Pointer, value: torch.Tensor) -> None:
-    pointer.memory[pointer.offset] = value.to(pointer.memory.dtype)
+def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    value = value.to(pointer.memory.dtype)
+    if mask is None:
+        pointer.memory[pointer.offset] = value
+    else:
+        pointer.memory[pointer.offset[mask]] = value[mask]
 
 
 @pytest.fixture(autouse=True)
@@ -59,22 +63,33 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
         full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
         zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
         sum=lambda values, axis: values.sum(axis), max=lambda values, axis: values.amax(axis),
-        min=lambda values, axis: values.amin(axis),
+        min=lambda values, axis: values.amin(axis), reshape=torch.reshape,
     )  # fmt: skip
-    kernel: Callable[..., None] = kernels.score_kernel
 
     class Launcher:
+        def __init__(self, kernel: Callable[..., None]) -> None:
+            self.kernel = kernel
+
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             def launch(*arguments: Any, num_warps: int, **named: Any) -> None:
                 given = [Pointer(item) if isinstance(item, torch.Tensor) else item for item in arguments]
                 for program[0] in range(*grid):
-                    kernel(*given, **named)
+                    self.kernel(*given, **named)
 
             return launch
 
     monkeypatch.setattr(kernels, "tl", language)
-    monkeypatch.setattr(kernels, "score_kernel", Launcher())
+    for name in ("score_kernel", "maxima_kernel"):
+        monkeypatch.setattr(kernels, name, Launcher(getattr(kernels, name)))
     monkeypatch.setattr(kernels, "_BLOCK", 16)
+    monkeypatch.setattr(kernels, "_SEGMENT", 4)
+    monkeypatch.setattr(torch.Tensor, "topk", topk)
+
+
+def topk(values: torch.Tensor, k: int, dim: int = -1, sorted: bool = True) -> Any:
+    """As on a GPU: of equal values the first ones are taken."""
+    found = torch.sort(values, dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((found.values[..., :k], found.indices[..., :k]))
 
 
 def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -82,18 +97,19 @@ def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.flo
 
 
 def check(logits: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """`token_scores` gives PyTorch's logprobs, likeliest token and ranks, with and without the likeliest token."""
+    """`token_scores` gives PyTorch's logprobs, likeliest tokens and ranks."""
     expected = logits.float().log_softmax(-1)
     own = logits.gather(1, token_ids[:, None])
-    for k in (0, 1):
+    for k in (0, 1, 2, 5):
+        if k > -(-logits.shape[1] // 4):  # the number of segments
+            continue
         ids, logprobs, ranks = kernels.token_scores(logits, token_ids, k)
         assert ids.shape == logprobs.shape == (len(logits), k + 1)
         assert ids[:, 0].tolist() == token_ids.tolist()
         assert ranks.tolist() == (logits >= own).sum(-1).tolist()
         torch.testing.assert_close(logprobs, expected.gather(1, ids), rtol=1e-6, atol=1e-6)
-        if k:
-            # The first of several equally likely tokens.
-            assert ids[:, 1].tolist() == [row.index(max(row)) for row in logits.tolist()]
+        # The first of several equally likely tokens.
+        assert ids[:, 1:].tolist() == topk(logits, k).indices.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -136,10 +152,12 @@ def test_rows_of_a_wider_matrix() -> None:
 def test_annotations_are_those_of_triton() -> None:
     """Triton's compiler looks up the names in annotations and refuses names of Python."""
     source = pathlib.Path(kernels.__file__).read_text()
-    [kernel] = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", None) == "score_kernel"]
-    assert isinstance(kernel, ast.FunctionDef) and kernel.returns is None
-    annotations = [argument.annotation for argument in kernel.args.args if argument.annotation is not None]
-    assert {ast.unparse(annotation) for annotation in annotations} == {"tl.constexpr"}
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    assert [kernel.name for kernel in found] == ["one_pass", "score_kernel", "maxima_kernel"]
+    for kernel in found:
+        assert kernel.returns is None
+        annotations = [argument.annotation for argument in kernel.args.args if argument.annotation is not None]
+        assert {ast.unparse(annotation) for annotation in annotations} == {"tl.constexpr"}
 
 
 def test_a_row_that_is_not_a_number() -> None:
@@ -161,30 +179,46 @@ def off_by_one(*arguments: Any) -> Any:
     return right._replace(selected_token_ranks=right.selected_token_ranks + 1)
 
 
+def other_tokens(*arguments: Any) -> Any:
+    right = theirs(*arguments)
+    ids = right.logprob_token_ids.clone()
+    ids[0, -1] = (ids[0].max() + 1) % 100
+    return right._replace(logprob_token_ids=ids)
+
+
 def test_it_is_used_only_where_it_gives_what_vllm_gives(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kernels, "HAS_TRITON", True)
     device = torch.device("cpu")
-    assert kernels.is_right(theirs, 100, torch.bfloat16, device)
-    assert capsys.readouterr().out == ""
-    assert not kernels.is_right(off_by_one, 100, torch.bfloat16, device)
+    for k in (0, 1, 3):
+        assert kernels.is_right(theirs, 100, torch.bfloat16, device, [k])
+        assert capsys.readouterr().out == ""
+        assert not kernels.is_right(off_by_one, 100, torch.bfloat16, device, [k])
+        assert "not used: AssertionError" in capsys.readouterr().out
+    assert not kernels.is_right(other_tokens, 100, torch.bfloat16, device, [3])
     assert "not used: AssertionError" in capsys.readouterr().out
     monkeypatch.setattr(kernels, "token_scores", lambda *_: 1 / 0)
-    assert not kernels.is_right(theirs, 100, torch.bfloat16, device)
+    assert kernels.is_right(theirs, 100, torch.bfloat16, device, [4])  # too many of 25 segments: vLLM's are used
+    assert not kernels.is_right(theirs, 100, torch.bfloat16, device, [3])
     assert "not used: ZeroDivisionError" in capsys.readouterr().out
 
 
-def test_requests_for_more_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "token_scores", lambda *_: ("ids", "logprobs", "ranks"))
-    scores = worker.scores_in_one_pass(lambda *_, **__: "their own")
-    logits, token_ids = random_logits(2, 40), torch.tensor([1, 2])
-    for k in (0, 1):
+    scores = worker.scores_in_one_pass(lambda *_, **__: "their own", [0, 5])
+    logits, token_ids = random_logits(2, 1000), torch.tensor([1, 2])
+    state = {"logprob_token_ids_state": object(), "expanded_idx_mapping": torch.tensor([0, 1])}
+    for k in (0, 2, 5, 31):
         assert scores(logits, k, token_ids, logits_mode=False)[:3] == ("ids", "logprobs", "ranks")
-    assert scores(logits, 2, token_ids, logits_mode=False) == "their own"
-    assert scores(logits, 1, token_ids, logits_mode=True) == "their own"
-    assert scores(logits, 1, token_ids, [1, 1]) == "their own"
-    assert scores(logits, 1, token_ids, max_per_req_token_ids=3) == "their own"
+        plain = {**state, "max_per_req_token_ids": 0, "logits_mode": False}
+        assert scores(logits, k, token_ids, None, **plain)[:3] == ("ids", "logprobs", "ranks")
+    assert scores(logits, 1, token_ids) == "their own"  # its kernel was not compared
+    assert scores(logits, 32, token_ids) == "their own"  # too many
+    assert scores(logits, 2, token_ids, logits_mode=True) == "their own"
+    assert scores(logits, 2, token_ids, [1, 1]) == "their own"
+    assert scores(logits, 2, token_ids, **state, max_per_req_token_ids=3) == "their own"
+    assert scores(logits, 2, token_ids, new=torch.tensor([0, 0])) == "their own"
 
 
 def runner(**changed: Any) -> Any:
@@ -196,13 +230,13 @@ def runner(**changed: Any) -> Any:
 def test_a_worker_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.SimpleNamespace(compute_topk_scores=theirs)
     monkeypatch.setattr(worker.importlib, "import_module", lambda name: module)
-    assert not worker._install_score_kernel(runner())  # without Triton
+    assert not worker._install_kernels(runner(), [1])  # without Triton
     assert module.compute_topk_scores is theirs
     # Stages of a pipeline but the last have no logits, and the last one decides.
-    assert worker._install_score_kernel(runner(prompt_logprobs_worker=None, is_last_pp_rank=False))
-    assert not worker._install_score_kernel(runner(prompt_logprobs_worker=None))
+    assert worker._install_kernels(runner(prompt_logprobs_worker=None, is_last_pp_rank=False), [1])
+    assert not worker._install_kernels(runner(prompt_logprobs_worker=None), [1])
     monkeypatch.setattr(kernels, "HAS_TRITON", True)
-    assert worker._install_score_kernel(runner())
+    assert worker._install_kernels(runner(), [1])
     logits, token_ids = random_logits(3, 100), torch.tensor([1, 2, 3])
     own, expected = module.compute_topk_scores(logits, 1, token_ids), theirs(logits, 1, token_ids)
     torch.testing.assert_close(own.logprobs, expected.logprobs)
@@ -214,10 +248,12 @@ def test_a_worker_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"task": "score", "input": {"path": "rows.jsonl", "text_column": "text"}}, True),
         ({"sampling": {"max_tokens": 2, "prompt_logprobs": 0}}, True),
-        ({"sampling": {"max_tokens": 2, "logprobs": 5}}, False),
+        ({"sampling": {"max_tokens": 2, "logprobs": 5}}, True),
+        ({"sampling": {"max_tokens": 2}}, False),
+        ({"task": "embed"}, False),
     ],
 )
-def test_jobs_with_logprobs_of_prompts_can_be_given_it(changed: dict[str, Any], is_there: bool) -> None:
+def test_jobs_with_logprobs_can_be_given_it(changed: dict[str, Any], is_there: bool) -> None:
     sections = {"model": {"name": str(MODEL)}, "input": {"path": "rows.jsonl"}, "output": {"path": "out"}}
     task = task_of(JobSpec.model_validate({**sections, **changed}))
     given = engine_arguments(task, str(MODEL), str(MODEL), None)
@@ -279,7 +315,22 @@ def test_the_v1_runner_takes_them_in_pieces(mode: str, engine: dict[str, Any], m
         np.testing.assert_array_equal(mine.ranks, their.ranks)
 
 
+@pytest.mark.parametrize(
+    ("changed", "ks"),
+    [
+        ({"sampling": {"logprobs": 5, "prompt_logprobs": 0}}, [0, 5]),
+        ({"sampling": {"logprobs": 1}}, [1]),
+        ({"task": "score", "input": {"path": "rows.jsonl", "text_column": "text"}}, [1]),  # whether it is the likeliest
+        ({"task": "logits", "logits": {"vocab_size": 9}}, []),
+        ({}, []),
+    ],
+)
+def test_the_numbers_of_logprobs_of_a_job(changed: dict[str, Any], ks: list[int]) -> None:
+    sections = {"model": {"name": str(MODEL)}, "input": {"path": "rows.jsonl"}, "output": {"path": "out"}}
+    assert scored_ks(task_of(JobSpec.model_validate({**sections, **changed}))) == ks
+
+
 def test_a_version_with_other_names_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(worker, "LogprobsTensors", None)
     start().close()
-    assert "vLLM's own code takes logprobs of prompts" in capfd.readouterr().out
+    assert "vLLM's own code takes the logprobs" in capfd.readouterr().out

@@ -111,7 +111,7 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
         chosen["async_scheduling"] = False
     if not task.reads_prefix_cache:  # filling it takes up to half of the scheduler's Python
         chosen["enable_prefix_caching"] = False
-    if wants_late_mask(task) or task.reads_prompt_logits:
+    if wants_late_mask(task) or scored_ks(task):
         chosen["worker_extension_cls"] = WORKER
     chosen |= task.default_batch_limits(
         _vocab_size(model_path),
@@ -123,6 +123,14 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < wanted:
         arguments["max_logprobs"] = wanted
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def scored_ks(task: Task) -> list[int]:
+    """The numbers of logprobs that requests want for tokens of prompts and outputs, ascending; empty without any."""
+    if task.vocabulary_rows is not None:
+        return []
+    sampling = task.warm_up_request().sampling
+    return sorted({k for k in (sampling.logprobs, sampling.prompt_logprobs) if k is not None})
 
 
 def wants_late_mask(task: Task) -> bool:

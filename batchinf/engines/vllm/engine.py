@@ -41,11 +41,12 @@ from batchinf.engines.vllm.arguments import (
     lora_requests,
     positions_of,
     sampling_params,
+    scored_ks,
     wants_late_mask,
 )
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.worker import install_late_mask, install_prompt_scores, install_rows
+from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, Request
 from batchinf.spec.sampling import SamplingSpec
@@ -141,8 +142,8 @@ class VllmEngine:
             tell_parser(self._engine, spec.input.chat_template_kwargs)
         if rows is not None and not install_rows(self._engine, rows):
             print("rows of logits come in vLLM's own order, which is slower", flush=True)
-        if rows is None and task.reads_prompt_logits and not install_prompt_scores(self._engine):
-            print("vLLM's own code takes logprobs of prompts, which is slower or needs more memory", flush=True)
+        if (ks := scored_ks(task)) and not install_scores(self._engine, ks):
+            print("vLLM's own code takes the logprobs, which is slower or needs more memory", flush=True)
         self._lacks_raw = wants_late_mask(task) and not install_late_mask(self._engine)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core

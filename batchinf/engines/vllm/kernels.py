@@ -1,22 +1,64 @@
-"""A kernel for logprobs of prompts: a token's logprob and rank, and the likeliest token, in one pass over the logits.
+"""Kernels for logprobs: a token's logprob and rank, and the likeliest tokens, in one pass over the logits.
 
-vLLM's V2 runner makes three passes after `torch.topk`. Compared with the functions of 0.26.0 in Triton's interpreter,
-for float16 and float32 and vocabularies of 3,000 and 151,936, and with the source of 0.32.0. Triton 3.6.0 compiles it
-for compute capability 9.0. Not run on a GPU yet.
+vLLM's V2 runner calls `torch.topk`, which makes several passes, and then makes three. Compared with the functions of
+0.26.0 in Triton's interpreter, for float16 and float32 and vocabularies of 3,000 and 151,936, and with the source of
+0.32.0. Triton 3.6.0 compiles them for compute capability 9.0. Not run on a GPU yet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
-# Elements of a row in one step of the kernel, and the warps that share them.
+# Elements of a row in one step of a kernel, and the warps that share them.
 _BLOCK, _WARPS = 4096, 8
+# Neighbouring elements of a row of which the kernel keeps the maximum.
+_SEGMENT = 128
 _CHECKED_ROWS = 64
 
 
 # Triton evaluates annotations and does not know those of Python.
+@triton.jit  # type: ignore[untyped-decorator]
+def one_pass(  # type: ignore[no-untyped-def]
+    row,
+    own,
+    vocab_size,
+    maxima,
+    num_segments,
+    SEGMENT: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """The maximum of a row, the log of the sum of exp(element - maximum), the maximum's first place, and own's rank.
+
+    own: an element of the row. SEGMENT: 0, or so many neighbours whose maximum is stored in `maxima`. Each lane keeps
+    the maximum of its elements, where it is, and the sum of exp(element - maximum). The maximum starts at a finite
+    number, because -inf - -inf is not a number.
+    """
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], -3.0e38, tl.float32)
+    place = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + lanes
+        x = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+        if SEGMENT > 0:
+            segments = start // SEGMENT + tl.arange(0, BLOCK // SEGMENT)
+            highest = tl.max(tl.reshape(x, (BLOCK // SEGMENT, SEGMENT)), axis=1)
+            tl.store(maxima + segments, highest, mask=segments < num_segments)
+        is_above = x > top
+        shrunk = tl.exp(-tl.abs(x - top))
+        total = tl.where(is_above, total * shrunk + 1.0, total + shrunk)
+        place = tl.where(is_above, at, place)
+        top = tl.where(is_above, x, top)
+        rank += ((x >= own) & (at < vocab_size)).to(tl.int32)
+    most = tl.max(top, axis=0)
+    log_total = tl.log(tl.sum(total * tl.exp(top - most), axis=0))
+    likeliest = tl.min(tl.where(top == most, place, vocab_size), axis=0)
+    return most, log_total, likeliest, tl.sum(rank, axis=0)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def score_kernel(  # type: ignore[no-untyped-def]
     found_ids,
@@ -29,49 +71,66 @@ def score_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One program a row. WIDTH: 1, or 2 with the likeliest token.
-
-    Each lane keeps the maximum of its elements, where it is, and the sum of exp(element - maximum). The maximum starts
-    at a finite number, because -inf - -inf is not a number.
-    """
+    """One program a row. WIDTH: 1, or 2 with the likeliest token."""
     row = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids + row)
     own = tl.load(logits + row * stride + token_id).to(tl.float32)
-    lanes = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], -3.0e38, tl.float32)
-    place = tl.zeros([BLOCK], tl.int32)
-    total = tl.zeros([BLOCK], tl.float32)
-    rank = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        at = start + lanes
-        x = tl.load(logits + row * stride + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-        is_above = x > top
-        shrunk = tl.exp(-tl.abs(x - top))
-        total = tl.where(is_above, total * shrunk + 1.0, total + shrunk)
-        place = tl.where(is_above, at, place)
-        top = tl.where(is_above, x, top)
-        rank += ((x >= own) & (at < vocab_size)).to(tl.int32)
-    most = tl.max(top, axis=0)
-    log_total = tl.log(tl.sum(total * tl.exp(top - most), axis=0))
+    most, log_total, likeliest, rank = one_pass(logits + row * stride, own, vocab_size, ranks, 0, 0, BLOCK)
     tl.store(found_ids + row * WIDTH, token_id)
     tl.store(logprobs + row * WIDTH, own - most - log_total)
-    tl.store(ranks + row, tl.sum(rank, axis=0))
+    tl.store(ranks + row, rank)
     if WIDTH == 2:
-        likeliest = tl.min(tl.where(top == most, place, vocab_size), axis=0)
         tl.store(found_ids + row * WIDTH + 1, likeliest.to(tl.int64))
         tl.store(logprobs + row * WIDTH + 1, -log_total)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def maxima_kernel(  # type: ignore[no-untyped-def]
+    log_sums,
+    ranks,
+    maxima,
+    logits,
+    stride,
+    token_ids,
+    vocab_size,
+    num_segments,
+    SEGMENT: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One program a row: the log of the sum of exp(element), the token's rank, and the maximum of each segment."""
+    row = tl.program_id(0).to(tl.int64)
+    own = tl.load(logits + row * stride + tl.load(token_ids + row)).to(tl.float32)
+    place = maxima + row * num_segments
+    most, log_total, _, rank = one_pass(logits + row * stride, own, vocab_size, place, num_segments, SEGMENT, BLOCK)
+    tl.store(log_sums + row, most + log_total)
+    tl.store(ranks + row, rank)
+
+
+def takes(k: int, vocab_size: int) -> bool:
+    """Whether `token_scores` is for this k: for large ones, the segments that it searches are much of the row."""
+    return k <= 1 or k * _SEGMENT * 8 <= vocab_size
+
+
 def token_scores(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[Any, Any, Any]:
-    """[n, k + 1] token ids, [n, k + 1] logprobs and [n] ranks of logits [n, vocab_size]; k: 0, or 1 for the likeliest.
+    """[n, k + 1] token ids, [n, k + 1] logprobs and [n] ranks of logits [n, vocab_size]; k: of the likeliest tokens.
 
     token_ids: [n]. A token's rank is the number of tokens that are as likely or likelier. Of equally likely tokens the
-    first one is the likeliest.
+    first ones are taken, as `torch.topk` does on a GPU.
     """
     num_rows, vocab_size = logits.shape
+    ranks = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if k > 1:
+        num_segments = -(-vocab_size // _SEGMENT)
+        maxima = logits.new_empty((num_rows, num_segments))
+        log_sums = torch.empty((num_rows, 1), dtype=torch.float32, device=logits.device)
+        maxima_kernel[(num_rows,)](
+            log_sums, ranks, maxima, logits, logits.stride(0), token_ids, vocab_size, num_segments,
+            SEGMENT=_SEGMENT, BLOCK=_BLOCK, num_warps=_WARPS,
+        )  # fmt: skip
+        found_ids = torch.cat((token_ids[:, None], _likeliest(logits, maxima, k)), dim=1)
+        return found_ids, logits.gather(1, found_ids).float() - log_sums, ranks
     found_ids = torch.empty((num_rows, k + 1), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty((num_rows, k + 1), dtype=torch.float32, device=logits.device)
-    ranks = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     score_kernel[(num_rows,)](
         found_ids, logprobs, ranks, logits, logits.stride(0), token_ids, vocab_size,
         WIDTH=k + 1, BLOCK=_BLOCK, num_warps=_WARPS,
@@ -79,25 +138,45 @@ def token_scores(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple
     return found_ids, logprobs, ranks
 
 
-def is_right(theirs: Callable[..., Any], vocab_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _likeliest(logits: torch.Tensor, maxima: torch.Tensor, k: int) -> torch.Tensor:
+    """[n, k] ids of the largest logits, found in the k segments with the largest maxima.
+
+    These segments hold them: the k-th largest maximum is at most the k-th largest logit. In ascending order, the first
+    of equal logits stay first.
+    """
+    vocab_size = logits.shape[1]
+    segments = maxima.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ids = (segments[:, :, None] * _SEGMENT + torch.arange(_SEGMENT, device=logits.device)).flatten(1)
+    within = logits.gather(1, ids.clamp(max=vocab_size - 1))
+    if vocab_size % _SEGMENT:
+        within.masked_fill_(ids >= vocab_size, -torch.inf)
+    return ids.gather(1, within.topk(k, dim=-1).indices).clamp_(max=vocab_size - 1)
+
+
+def is_right(
+    theirs: Callable[..., Any], vocab_size: int, dtype: torch.dtype, device: torch.device, ks: Iterable[int]
+) -> bool:
     """Whether `token_scores` runs on this device and gives what vLLM's `compute_topk_scores` gives for random logits.
 
-    Prints why not.
+    Prints why not. For ks of which the kernels are not for, vLLM's code is used anyway.
     """
     if not HAS_TRITON:
         return False
     logits = torch.randn((_CHECKED_ROWS, vocab_size), device=device).to(dtype)
     token_ids = torch.randint(vocab_size, (_CHECKED_ROWS,), device=device)
     try:
-        for k in (0, 1):
+        for k in ks:
+            if not takes(k, vocab_size):
+                continue
             ids, logprobs, ranks = token_scores(logits, token_ids, k)
             expected = theirs(logits, k, token_ids)
             torch.testing.assert_close(logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(ranks, expected.selected_token_ranks.to(ranks.dtype), rtol=0, atol=0)
-            # Either one of two tokens with equal logits may be the likeliest.
-            own, other = (logits.gather(1, found.long()) for found in (ids, expected.logprob_token_ids))
+            own, other = (found[:, 1:].long().sort(dim=-1).values for found in (ids, expected.logprob_token_ids))
+            if k == 1:  # either one of two tokens with equal logits may be the likeliest
+                own, other = (logits.gather(1, found) for found in (own, other))
             torch.testing.assert_close(own, other, rtol=0, atol=0)
     except Exception as error:  # a compiler may fail in any way, and vLLM's own kernels do the work then
-        print(f"the kernel for logprobs of prompts is not used: {type(error).__name__}: {error}", flush=True)
+        print(f"the kernels for logprobs are not used: {type(error).__name__}: {error}", flush=True)
         return False
     return True

@@ -4,10 +4,10 @@ For `logprobs=-1` vLLM sorts each row and sends it in rank order with its ids, 8
 bytes a number of all positions on the device. Here a row is sent in the order of the vocabulary and in the stored type,
 2 bytes a number for float16, and a prompt is processed a few hundred positions at a time. Each row has one token id, by
 which `logprobs.py` recognises it. Logprobs of a prompt are taken in such pieces too in the V1 runner, which would hold
-6 bytes a number of all positions. In V2 a kernel of our own takes them. If a request asks for some positions of its
-prompt, the V1 runner makes and sends only these; V2 does not know whose rows it makes, so it sends all, and the front
-end keeps some. All ranks of a tensor-parallel group have each row, and only the first copies and sends it. In a
-pipeline vLLM asks the last stage.
+6 bytes a number of all positions. In V2 kernels of our own take logprobs of prompts and outputs. If a request asks for
+some positions of its prompt, the V1 runner makes and sends only these; V2 does not know whose rows it makes, so it
+sends all, and the front end keeps some. All ranks of a tensor-parallel group have each row, and only the first copies
+and sends it. In a pipeline vLLM asks the last stage.
 
 Tested with vLLM 0.32.0 (V1 runner) and compared with the source of both runners of 0.26.0, which uses V2 for dense
 models on a GPU. If a name is missing in another version, rows are sent in vLLM's own order.
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from batchinf.engines.vllm.kernels import is_right, token_scores
+from batchinf.engines.vllm.kernels import is_right, takes, token_scores
 from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted
 
@@ -55,10 +55,10 @@ class RowsExtension:
         rows = ScoreRows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
         return (_install_v2 if _is_v2(self.model_runner) else _install_v1)(self.model_runner, rows)
 
-    def install_prompt_scores(self) -> bool:
-        """Take logprobs of prompts by our own kernel (V2), or in pieces (V1). False if vLLM's own code is kept."""
+    def install_scores(self, ks: list[int]) -> bool:
+        """Take logprobs by our own kernels (V2), or those of prompts in pieces (V1). False if vLLM's code is kept."""
         runner = self.model_runner
-        return _install_score_kernel(runner) if _is_v2(runner) else _install_prompt_scores(runner, None)
+        return _install_kernels(runner, ks) if _is_v2(runner) else _install_prompt_scores(runner, None)
 
     def install_late_mask(self) -> bool:
         """Let the grammar mask logits after their raw scores are taken; False where this version cannot."""
@@ -80,11 +80,11 @@ def install_rows(engine: Any, wanted: RowsWanted) -> bool:
     return all(engine.collective_rpc("install_vocabulary_rows", args=(wanted.dtype, token_ids)))
 
 
-def install_prompt_scores(engine: Any) -> bool:
-    """Let an engine's workers take logprobs of prompts by our own code. False if they keep vLLM's."""
+def install_scores(engine: Any, ks: list[int]) -> bool:
+    """Let an engine's workers take logprobs by our own code. False if they keep vLLM's. ks: the numbers of logprobs."""
     if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
         return False
-    return all(engine.collective_rpc("install_prompt_scores"))
+    return all(engine.collective_rpc("install_scores", args=(ks,)))
 
 
 def install_late_mask(engine: Any) -> bool:
@@ -287,24 +287,40 @@ def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]
     return compute_topk_scores
 
 
-def _install_score_kernel(runner: Any) -> bool:
+def _install_kernels(runner: Any, ks: list[int]) -> bool:
     if getattr(runner, "prompt_logprobs_worker", None) is None:  # of a pipeline only the last stage has one
         return not getattr(runner, "is_last_pp_rank", True)
-    module = importlib.import_module(_V2_MODULES[1])
-    theirs = getattr(module, "compute_topk_scores", None)
-    if LogprobsTensors is None or theirs is None:
+    modules: list[Any] = [importlib.import_module(name) for name in _V2_MODULES]
+    theirs = getattr(modules[0], "compute_topk_scores", None)
+    has_names = all(getattr(module, "compute_topk_scores", None) is theirs for module in modules)
+    if LogprobsTensors is None or theirs is None or not has_names:
         return False
-    if not is_right(theirs, runner.model_config.get_vocab_size(), runner.model_config.dtype, runner.device):
+    config = runner.model_config
+    if not is_right(theirs, config.get_vocab_size(), config.dtype, runner.device, ks):
         return False
-    module.compute_topk_scores = scores_in_one_pass(theirs)  # type: ignore[attr-defined]
+    for module in modules:
+        module.compute_topk_scores = scores_in_one_pass(theirs, ks)
     return True
 
 
-def scores_in_one_pass(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces `compute_topk_scores` of prompts. Calls `theirs` for more than one logprob beside a token's own."""
+# Arguments of `compute_topk_scores` for which the kernels are not, and those that belong to the second of them.
+_NOT_FOR = ("cu_num_logits", "max_per_req_token_ids", "logits_mode")
+_OF_CHOSEN_TOKENS = ("logprob_token_ids_state", "expanded_idx_mapping")
+
+
+def scores_in_one_pass(theirs: Callable[..., Any], ks: list[int]) -> Callable[..., Any]:
+    """Replaces `compute_topk_scores`. Calls `theirs` for what the kernels are not for.
+
+    ks: numbers of logprobs that were compared. All above 1 have the same kernel.
+    """
+    compared = {min(k, 2) for k in ks}
 
     def compute_topk_scores(logits: Any, num_logprobs: int, token_ids: Any, *rest: Any, **named: Any) -> Any:
-        if num_logprobs > 1 or rest or any(named.values()):
+        # The first of `rest` is `cu_num_logits`: several rows per request in speculative decoding.
+        is_plain = len(rest) <= 1 and not any((*rest, *map(named.get, _NOT_FOR)))
+        is_known = named.keys() <= {*_NOT_FOR, *_OF_CHOSEN_TOKENS}
+        is_compared = min(num_logprobs, 2) in compared and takes(num_logprobs, logits.shape[-1])
+        if not (is_plain and is_known and is_compared):
             return theirs(logits, num_logprobs, token_ids, *rest, **named)
         return LogprobsTensors(*token_scores(logits, token_ids, num_logprobs))
 
