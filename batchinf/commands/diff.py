@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.part_file import open_part
 from batchinf.base.slices import SOURCE_FOLDER
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, reason, refuse_foreign, writing_named
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
@@ -28,6 +28,8 @@ from batchinf.tasks.registry import stored_task
 
 JOIN_KEYS = ("row_index", "id")
 SAMPLE = "sample_index"
+# In the footer of each file that `--out` writes.
+_MARK = {b"batchinf.file": b"diff"}
 _BY_POSITION = "if both have the same rows in the same order, use --on row_index"
 _MEMORY = "2GB"
 _ROWS_AT_ONCE = 4096
@@ -242,6 +244,9 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
     on: `row_index` or `id`; None: chosen by the inputs. to: a Parquet file that gets one row for each row that is in
     both jobs. Raises UserError if the jobs cannot be joined or compared, or if the file cannot be written.
     """
+    if to is not None:
+        with _writing(to):
+            refuse_foreign(pathlib.Path(to), _is_own)  # also before the work
     first, second = Results(a), Results(b)
     task = _common_task(first, second)
     changes = task.comparison(first, second, num_examples)
@@ -290,16 +295,29 @@ def _identity_changes(a: Results, b: Results) -> tuple[IdentityChange, ...]:
 
 def _write(tables: Iterator[pa.Table], to: str | None) -> None:
     writer = None
-    try:
+    with contextlib.ExitStack() as stack:
         for table in tables:
             if to is not None:
                 with _writing(to):
-                    writer = writer or pq.ParquetWriter(to, table.schema, compression="zstd")
+                    writer = writer or _writer(stack, to, table.schema)
                     writer.write_table(table)
-    finally:
-        if writer is not None:
-            with _writing(to):
-                writer.close()
+        with _writing(to):
+            stack.close()
+
+
+def _writer(stack: contextlib.ExitStack, to: str, schema: pa.Schema) -> pq.ParquetWriter:
+    file = stack.enter_context(writing_named(pathlib.Path(to), _is_own))
+    marked = schema.with_metadata({**(schema.metadata or {}), **_MARK})
+    return stack.enter_context(pq.ParquetWriter(file, marked, compression="zstd"))
+
+
+def _is_own(path: pathlib.Path) -> bool:
+    """Whether `diff` wrote this file. An input and a part of a job are Parquet, too."""
+    with path.open("rb") as file:
+        try:
+            return _MARK.items() <= (pq.read_metadata(file).metadata or {}).items()
+        except (pa.ArrowException, OSError):  # no Parquet
+            return False
 
 
 @contextlib.contextmanager
@@ -307,4 +325,4 @@ def _writing(to: str | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"--out: {to} cannot be written: {error.strerror or error}") from error
+        raise OutputError(f"--out: {to} cannot be written: {reason(error)}; name another file") from error
