@@ -18,6 +18,7 @@ from batchinf.base.errors import OutputError, UserError
 from batchinf.base.part_file import open_part
 from batchinf.base.slices import SOURCE_FOLDER
 from batchinf.base.storage import Folder, reason, refuse_foreign, writing_named
+from batchinf.base.text import clip
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
@@ -224,7 +225,7 @@ class IdentityChange:
 class DiffReport:
     """The result of `diff`. key: the column that rows were joined by.
 
-    written_to: the file with the compared rows; None if the user asked for none or no row is in both jobs.
+    written_to: the file with the compared rows; None if the user asked for none.
     """
 
     a: ComparedJob
@@ -242,7 +243,8 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
     """Compare two output folders.
 
     on: `row_index` or `id`; None: chosen by the inputs. to: a Parquet file that gets one row for each row that is in
-    both jobs. Raises UserError if the jobs cannot be joined or compared, or if the file cannot be written.
+    both jobs. Raises UserError if the jobs cannot be joined or compared, if no row is in both, or if the file cannot be
+    written.
     """
     if to is not None:
         with _writing(to):
@@ -255,11 +257,24 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
         for_each = joined_rows(first, second, key, changes.columns, changes.wide, scratch)
         _write((changes.take(rows) for rows in for_each), to)
     found = changes.found()
+    if not found.num_both:
+        raise _none_in_both(first, second, key)
     # A row of one job is joined with at most one row of the other.
     only_a, only_b = (len(job) - found.num_both for job in (first, second))
-    written_to = to if found.num_both else None
     jobs = _job(first), _job(second)
-    return DiffReport(*jobs, _identity_changes(first, second), task.name, key, only_a, only_b, found, written_to)
+    return DiffReport(*jobs, _identity_changes(first, second), task.name, key, only_a, only_b, found, to)
+
+
+def _none_in_both(a: Results, b: Results, key: str) -> UserError:
+    """The error, with an example of each job: often the ids of one have a prefix."""
+    have = (f"{job.folder} has {len(job):,} rows, such as {_example(job, key)}" for job in (a, b))
+    remedy = _BY_POSITION if key == "id" else "compare jobs that have finished some of the same rows"
+    return UserError(f"no {key} is in both jobs: {', and '.join(have)}; {remedy}")
+
+
+def _example(job: Results, key: str) -> str:
+    values = next(job.batches([key])).column(0).drop_null()
+    return clip(repr(values[0].as_py())) if len(values) else "null"
 
 
 def _row_bytes(part: pathlib.Path, columns: Sequence[str]) -> float:
