@@ -33,7 +33,7 @@ from batchinf.base.errors import BatchinfError, Interrupted, UserError, memory_w
 from batchinf.base.process import search_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
-from batchinf.base.text import plain, to_json
+from batchinf.base.text import names_in, plain, to_json
 
 app = App(
     no_args_is_help=True,
@@ -334,7 +334,7 @@ def _head(
     from batchinf.commands.head import read_head
     from batchinf.commands.text.head import head_table, nothing_line
 
-    wanted = [name for text in columns or () for name in text.split(",") if name]
+    wanted = names_in(",".join(columns or ()))
     found = read_head(out, num_rows, columns=wanted, only_errors=only_errors)
     if not found.rows:
         print(plain(nothing_line(out, only_errors=only_errors)), file=sys.stderr if as_json else sys.stdout)

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import ModelError, UserError
 from batchinf.base.storage import reason
-from batchinf.base.text import list_names
+from batchinf.base.text import list_names, names_in
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.source.files import InputLocation
@@ -172,7 +172,7 @@ def has_chat_template(model: str) -> bool | None:
 
 def labels_of(text: str) -> tuple[str, ...]:
     """The words between commas. Raises UserError if one is there twice."""
-    words = tuple(word for label in text.split(",") if (word := label.strip()))
+    words = names_in(text)
     if twice := [word for word, number in Counter(words).items() if number > 1]:
         raise UserError(f"--labels: got {list_names(map(repr, twice))} more than once; give each label once")
     return words
