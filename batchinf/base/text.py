@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _SHOWN_NAMES = 20
-_FEW_NAMES = 8
+_FEW_NAMES = 10
 
 
 def near_path(path: str) -> str:
@@ -26,12 +26,11 @@ def near_path(path: str) -> str:
 def list_names(names: Iterable[str], meant: str | None = None) -> str:
     """Names with commas between them; only the first 20 if there are more.
 
-    meant: a name that is not there. The names most like it come first, and fewer others.
+    meant: a name that is not there. Only the first 10 then, after those that are most like it.
     """
-    names, most = list(names), _SHOWN_NAMES
-    if meant is not None:
+    names, most = list(names), _SHOWN_NAMES if meant is None else _FEW_NAMES
+    if meant is not None and len(names) > most:
         names = list(dict.fromkeys([*difflib.get_close_matches(meant, names), *names]))
-        most = _FEW_NAMES
     more = f", and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

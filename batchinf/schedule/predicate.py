@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
+from batchinf.base.text import list_names
 
 ERRORS_WORD = "errors"
 _SHORT = {ERRORS_WORD: "error_type IS NOT NULL"}
@@ -138,9 +139,10 @@ class Predicate:
 
     def _wrong(self, what: str) -> PredicateError:
         # After its first line, DuckDB's message has the statement and suggests similar names.
+        missing = None
         said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
         if (found := _NO_COLUMN.search(said)) is not None:
-            name = re.escape(found[1])
+            missing, name = found[1], re.escape(found[1])
             # In SQL, double quotes are for names. A name on the right of a comparison is more often meant as text.
             is_text = re.search(rf"\"{name}\"|[=<>]\s*{name}\b", self.text) is not None
             said = f"there is no column '{found[1]}'" + (
@@ -151,7 +153,7 @@ class Predicate:
             opening, allowed, example = "--retry: ", f"`{ERRORS_WORD}` or ", "finish_reason = 'length'"
         return PredicateError(
             f"{opening}got {self.text!r}: {said}; must be {allowed}an expression in SQL over the "
-            f'{self._table}\'s columns, such as "{example}"; columns: {", ".join(self._names)}'
+            f'{self._table}\'s columns, such as "{example}"; columns: {list_names(self._names, missing)}'
         )
 
 

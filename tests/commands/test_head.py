@@ -132,7 +132,7 @@ def test_columns_are_those_that_are_named(out: pathlib.Path) -> None:
     refused = jobs.run("head", out, "--columns", "finish_reasons")
     assert refused.stderr == (
         "error: --columns: no column finish_reasons; the output has finish_reason, stop_reason, id, row_index, "
-        "prompt_hash, sample_index, note, asked, and 12 more\n"
+        "prompt_hash, sample_index, note, asked, text, token_ids, and 10 more\n"
     )
     assert head(out, "--columns", " id,  text , ", "-n", "1")[0].split() == ["id", "text"]
 
