@@ -423,6 +423,10 @@ WRONG = [
           "job.yaml:4:3: input.where: got 'id in (select 1)': it must use the columns of one row only, but it has "
           "a query; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, "
           "prompt, language"),
+    Wrong("where, chance", {"input": {"where": "random() < 0.1"}},
+          "job.yaml:4:3: input.where: got 'random() < 0.1': random() differs from one run to the next, but a run must "
+          "be able to choose the same rows again; write a value in its place, or set input.sample; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, prompt, language"),
     Wrong("where, a value that does not fit", {"input": {"where": "prompt::int = 1"}},
           "job.yaml:4:3: input.where: got 'prompt::int = 1': Conversion Error: Could not convert string 'Once upon a "
           "time' to INT32 when casting from source column prompt; must be an "
