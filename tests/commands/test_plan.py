@@ -92,6 +92,11 @@ def test_the_plot_of_a_model_has_the_memory_of_each_gpu() -> None:
     assert marks(plan_chart(make_plan(str(jobs.MODEL), (), PlanWanted(gpus=("t4",))))) == []
 
 
+def test_a_gpu_that_is_named_twice_is_shown_once() -> None:
+    report = batchinf.plan(str(jobs.MODEL), gpu=["h100", "h200", "h100-80", "H200"])
+    assert [plan.gpu.name for plan in report.gpus] == ["h100-80", "h200"]
+
+
 def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "plan.svg"
     folder.mkdir()
