@@ -306,6 +306,10 @@ WRONG = [
     Wrong("no config", {},
           "model.name: 'model' has no config.json; give a model in the Hugging Face format",
           files={"model/config.json": None}),
+    Wrong("a quantization of the wrong type", {},
+          "model.name: quantization_config in model/config.json is text; must be a mapping with quant_method, or "
+          "absent",
+          files={"model/config.json": '{"quantization_config": "fp8"}'}),
     Wrong("no tokenizer", {},
           "'model' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer",
           files={"model/tokenizer.json": None}),
