@@ -138,7 +138,7 @@ def test_the_table_is_straight_and_fits_80_columns(tmp_path: pathlib.Path) -> No
     [
         ((str(jobs.MODEL), "--gpu", "h10"), "--gpu: got 'h10', which is not known; near: h100"),
         ((str(jobs.MODEL), "--gpu", "l4:3g"), "MIG parts are 1g"),
-        (("./no/such/model",), "there is no folder './no/such/model'"),
+        (("./no/such/model",), "no/such/model'; a Hugging Face id would be"),
     ],
 )
 def test_wrong_inputs_are_one_line(arguments: tuple[str, ...], words: str) -> None:
