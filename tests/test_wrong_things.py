@@ -409,6 +409,10 @@ WRONG = [
           "--set sampling.max_tokens: must be field=value, such as --set sampling.max_tokens=64",
           arguments=("--set", "sampling.max_tokens")),
 
+    Wrong("none for null", {"input": {"id_column": "none"}},
+          "job.yaml:4:3: input.id_column: the input has no column 'none'; it has: id, prompt, language; for no value "
+          "write null"),
+
     # Rows that cannot be chosen
     Wrong("where, unknown column", {"input": {"where": "langage = 'en'"}},
           "job.yaml:4:3: input.where: got \"langage = 'en'\": there is no column 'langage'; must be an "
