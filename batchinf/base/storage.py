@@ -230,7 +230,10 @@ _MARK_WITHIN = 1000
 
 
 def write_named(path: pathlib.Path, data: bytes, mark: bytes = b"") -> None:
-    """Write a file that the user has named; see `writing_named`. mark: a file that does not begin with it stays."""
+    """Write a file that the user has named; see `writing_named`.
+
+    mark: text in the first lines of all files that the command writes. A file without it is not replaced.
+    """
     with writing_named(path, lambda there: mark in _first_bytes(there)) as file:
         file.write(data)
 

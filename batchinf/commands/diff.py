@@ -273,8 +273,8 @@ def _none_in_both(a: Results, b: Results, key: str) -> UserError:
 
 
 def _example(job: Results, key: str) -> str:
-    values = next(job.batches([key])).column(0).drop_null()
-    return clip(repr(values[0].as_py())) if len(values) else "null"
+    values = next((batch.column(0).drop_null().to_pylist() for batch in job.batches([key])), list[Any]())
+    return clip(repr(values[0])) if values else "null"
 
 
 def _row_bytes(part: pathlib.Path, columns: Sequence[str]) -> float:

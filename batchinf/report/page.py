@@ -30,7 +30,7 @@ _SETTINGS = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "attenti
 def write_report(out: str, file: str | None = None) -> pathlib.Path:
     """Write the report of a job, which may be live, dead or done. Returns the path of the file.
 
-    file: None means `report.html` in the output folder. Raises OutputError without a job, or if the file is no page.
+    file: None means `report.html` in the output folder. Raises OutputError without a job, or if another file is there.
     """
     html = report_page(out).encode()
     path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)

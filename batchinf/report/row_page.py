@@ -28,7 +28,7 @@ def _error(sample: InspectedSample) -> str:
 
 
 def write_page(report: InspectReport, path: str) -> None:
-    """Write the page. Raises UserError if the file cannot be written, or is none of a page."""
+    """Write the page. Raises UserError if it cannot be written, or if another file is there."""
     try:
         write_named(pathlib.Path(path), row_page(report).encode(errors="backslashreplace"), PAGE_MARK)
     except OSError as error:
