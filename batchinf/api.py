@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from batchinf.base.errors import UserError
-from batchinf.base.slices import Slice
+from batchinf.base.slices import Slice, folder_name
 from batchinf.base.stop_signals import interruptible
 from batchinf.commands.plan import PlanReport, PlanWanted, make_plan
 from batchinf.commands.status import StatusReport, job_status
@@ -204,7 +204,7 @@ def status(out: str | os.PathLike[str]) -> StatusReport:
 
     out: the job's output folder. Raises OutputError if there is no job in it.
     """
-    return job_status(os.fspath(out))
+    return job_status(folder_name(out))
 
 
 def open(out: str | os.PathLike[str]) -> Results:

@@ -33,7 +33,7 @@ from batchinf.base.errors import BatchinfError, Interrupted, UserError, memory_w
 from batchinf.base.process import search_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
-from batchinf.base.text import plain, to_json
+from batchinf.base.text import names_in, plain, to_json
 
 app = App(
     no_args_is_help=True,
@@ -64,18 +64,18 @@ def _init(
     ] = None,
 ) -> None:
     """Write a short commented spec that fits your data. Asks for what no option gives."""
-    from batchinf.commands.init import StarterWanted, check_purpose, has_chat_template, look_at, write
+    from batchinf.commands.init import StarterWanted, check_purpose, has_chat_template, labels_of, look_at, write
 
     purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check_purpose)
-    look = functools.partial(look_at, labels=_words(labels or ""))
+    look = functools.partial(look_at, labels=labels_of(labels or ""))
     data, found = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?", look)
     question = "Which model (a Hugging Face id or a folder)?"
     model, has_template = _asked(model, "--model", question, has_chat_template)
     if purpose == "label" and not labels and sys.stdin.isatty():
         of_column = ", ".join(found.labels) if found.labelled is not None else None
-        said = str(typer.prompt("Which labels (with commas between them)?", of_column))
+        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_of, of_column)
         if said != of_column:
-            found = dataclasses.replace(found, labels=_words(said) or found.labels, labelled=None)
+            found = dataclasses.replace(found, labels=words or found.labels, labelled=None)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
     write(path, purpose, found, StarterWanted(model, has_template is not False, where))
     _print([f"{path}: rows from {data} ({found.num_rows:,}), text from the column {found.text!r}"])
@@ -87,18 +87,16 @@ def _init(
     _print([f"next: batchinf validate {path}"])
 
 
-def _words(labels: str) -> tuple[str, ...]:
-    return tuple(word for label in labels.split(",") if (word := label.strip()))
-
-
-def _asked(value: str | None, option: str, question: str, check: Callable[[str], _Found]) -> tuple[str, _Found]:
+def _asked(
+    value: str | None, option: str, question: str, check: Callable[[str], _Found], default: str | None = None
+) -> tuple[str, _Found]:
     """The option's value, or the user's answer, and what `check` says of it. A wrong answer is asked for again."""
     if value is not None:
         return value, check(value)
     if not sys.stdin.isatty():
         raise UserError(f"{option}: missing. {question} Give it as {option}")
     while True:
-        answer = str(typer.prompt(question))
+        answer = str(typer.prompt(question, default))
         try:
             return answer, check(answer)
         except UserError as error:
@@ -336,7 +334,7 @@ def _head(
     from batchinf.commands.head import read_head
     from batchinf.commands.text.head import head_table, nothing_line
 
-    wanted = [name for text in columns or () for name in text.split(",") if name]
+    wanted = names_in(",".join(columns or ()))
     found = read_head(out, num_rows, columns=wanted, only_errors=only_errors)
     if not found.rows:
         print(plain(nothing_line(out, only_errors=only_errors)), file=sys.stderr if as_json else sys.stdout)

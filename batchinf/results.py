@@ -24,7 +24,7 @@ import pyarrow as pa
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.part_file import open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
-from batchinf.base.slices import job_folders, no_job_message
+from batchinf.base.slices import folder_name, job_folders, no_job_message
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import resolve
@@ -40,7 +40,7 @@ class Results:
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         """out: the job's output folder. Raises OutputError if there is no job in it."""
-        self.folder = os.fspath(out)
+        self.folder = folder_name(out)
         jobs = job_folders(self.folder)
         found = [(job.folder, read_state(job.folder)) for job in jobs if job.folder.exists("manifest")]
         states = [state for _, state in found if state is not None]

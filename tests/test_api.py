@@ -121,6 +121,14 @@ def test_errors_are_those_of_the_tree() -> None:
         batchinf.open("nowhere")
 
 
+@pytest.mark.parametrize(("out", "got"), [(None, "null"), (["out"], "a list"), (b"out", "a value of type bytes")])
+@pytest.mark.parametrize("function", [batchinf.open, batchinf.status])
+def test_a_folder_that_is_no_path_is_one_clear_line(function: Any, out: Any, got: str) -> None:
+    with pytest.raises(batchinf.OutputError) as raised:
+        function(out)
+    assert str(raised.value) == f"got {got} as the output folder; must be its path, such as 'out/my-job'"
+
+
 def test_an_event_stops_a_job_of_any_thread_and_it_resumes(done: Any, tmp_path: pathlib.Path) -> None:
     given, stop, found = spec(tmp_path, **SLOW), threading.Event(), list[BaseException]()
 

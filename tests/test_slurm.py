@@ -154,6 +154,27 @@ def test_options_become_directives(tmp_path: pathlib.Path) -> None:
     assert "--nv" not in without
 
 
+@pytest.mark.parametrize("mem", ["0", "1024", "200M", "200G", "1T"])
+def test_memory_that_slurm_takes_as_it_is_meant(mem: str, tmp_path: pathlib.Path) -> None:
+    assert f"\n#SBATCH --mem={mem}\n" in script_of(spec_in(tmp_path), Wishes(mem=mem))
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("--comment=two words", "--comment='two words'"),
+        ("--comment=it's", """--comment='it'"'"'s'"""),
+        ("--comment='two words'", "--comment='two words'"),
+        ('--comment="two words"', '--comment="two words"'),
+        ("--qos=high --exclusive", "--qos=high --exclusive"),
+        ("--nodelist=n[1-2],n4", "--nodelist=n[1-2],n4"),
+        ("-C a100", "-C a100"),
+    ],
+)
+def test_a_value_of_several_words_is_quoted(given: str, written: str, tmp_path: pathlib.Path) -> None:
+    assert f"\n#SBATCH {written}\n" in script_of(spec_in(tmp_path), Wishes(directives=(given,)))
+
+
 @pytest.mark.parametrize(
     ("wishes", "fields", "message"),
     [
@@ -182,6 +203,7 @@ def test_options_become_directives(tmp_path: pathlib.Path) -> None:
         ({"time": "0:01:59"}, {}, "which is 119 s"),
         ({"time": "1:30"}, {}, "which is 90 s"),
         ({"directives": ("qos=high",)}, {}, "--sbatch: got 'qos=high'; must be an option of sbatch"),
+        ({"mem": "200"}, {}, "--mem: got 200, which means 200 MB to Slurm; write 200G for GB, or 200M if you mean MB"),
         ({"command": "batchinf slurm 'a\nb'"}, {}, "an sbatch script cannot hold its control characters"),
         ({}, {"output": {"path": "out\\job"}}, "output.path: got out\\job; Slurm's logs allow no backslash"),
         ({}, {"stop_before_s": 0}, "stop_before_s: got 0; under Slurm it must be from 1 to 65535"),

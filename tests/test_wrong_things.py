@@ -306,13 +306,17 @@ WRONG = [
     Wrong("no config", {},
           "model.name: 'model' has no config.json; give a model in the Hugging Face format",
           files={"model/config.json": None}),
+    Wrong("a quantization of the wrong type", {},
+          "model.name: quantization_config in model/config.json is text; must be a mapping with quant_method, or "
+          "absent",
+          files={"model/config.json": '{"quantization_config": "fp8"}'}),
     Wrong("no tokenizer", {},
           "'model' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer",
           files={"model/tokenizer.json": None}),
     Wrong("no such folder", {"model": "./tiny"},
-          "model.name: there is no folder './tiny'; a Hugging Face id would be 'org/name'"),
+          "model.name: there is no folder 'tiny'; a Hugging Face id would be 'org/name'"),
     Wrong("no such adapter", {"model": {"name": "model", "lora": {"sql": "./sql"}}},
-          "model.lora: adapter 'sql': there is no folder './sql'; a Hugging Face id would be 'org/name'"),
+          "model.lora: adapter 'sql': there is no folder 'sql'; a Hugging Face id would be 'org/name'"),
     Wrong("no adapter of another kind", {"model": {"name": "model", "lora": "model"}},
           "model.lora: model has no adapter_config.json; give the folder of a LoRA adapter as PEFT saves it"),
     Wrong("two adapters for all rows", {"model": {"name": "model", "lora": {"sql": "a", "chat": "b"}}},
@@ -405,6 +409,10 @@ WRONG = [
           "--set sampling.max_tokens: must be field=value, such as --set sampling.max_tokens=64",
           arguments=("--set", "sampling.max_tokens")),
 
+    Wrong("none for null", {"input": {"id_column": "none"}},
+          "job.yaml:4:3: input.id_column: the input has no column 'none'; it has: id, prompt, language; for no value "
+          "write null"),
+
     # Rows that cannot be chosen
     Wrong("where, unknown column", {"input": {"where": "langage = 'en'"}},
           "job.yaml:4:3: input.where: got \"langage = 'en'\": there is no column 'langage'; must be an "
@@ -423,6 +431,10 @@ WRONG = [
           "job.yaml:4:3: input.where: got 'id in (select 1)': it must use the columns of one row only, but it has "
           "a query; must be an expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, "
           "prompt, language"),
+    Wrong("where, chance", {"input": {"where": "random() < 0.1"}},
+          "job.yaml:4:3: input.where: got 'random() < 0.1': random() differs from one run to the next, but a run must "
+          "be able to choose the same rows again; write a value in its place, or set input.sample; must be an "
+          "expression in SQL over the input's columns, such as \"language = 'en'\"; columns: id, prompt, language"),
     Wrong("where, a value that does not fit", {"input": {"where": "prompt::int = 1"}},
           "job.yaml:4:3: input.where: got 'prompt::int = 1': Conversion Error: Could not convert string 'Once upon a "
           "time' to INT32 when casting from source column prompt; must be an "

@@ -8,6 +8,7 @@ first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to
 of one slice cannot be mistaken for a part of another.
 """
 
+import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -18,13 +19,21 @@ from batchinf.base import faults
 from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.record import NewerRecord, decode_record, encode_record
 from batchinf.base.storage import Folder, reason
-from batchinf.base.text import near_path
+from batchinf.base.text import name_type, near_path
 
 CUT_VERSION = 1
 MAX_SLICES = 999_999
 SOURCE_FOLDER = "source"
 CUT_RECORD = "cut.json"
 _TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
+
+
+def folder_name(out: object) -> str:
+    """The output folder that a caller in Python names, as text. Raises OutputError for a value that is no path."""
+    name = os.fspath(out) if isinstance(out, str | os.PathLike) else None
+    if isinstance(name, str):
+        return name
+    raise OutputError(f"got {name_type(out)} as the output folder; must be its path, such as 'out/my-job'")
 
 
 @dataclass(frozen=True, slots=True)

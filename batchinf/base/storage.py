@@ -14,7 +14,7 @@ import shutil
 import stat
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -224,16 +224,48 @@ class Folder:
         self.path(name).unlink(missing_ok=True)
 
 
-def write_named(path: pathlib.Path, data: bytes) -> None:
-    """Write a file that the user has named, outside of a job. A regular file is replaced in one step.
+# In the first lines of each HTML page that a command writes.
+PAGE_MARK = b'<meta name="generator" content="batchinf">'
+_MARK_WITHIN = 1000
+
+
+def write_named(path: pathlib.Path, data: bytes, mark: bytes = b"") -> None:
+    """Write a file that the user has named; see `writing_named`.
+
+    mark: text in the first lines of all files that the command writes. A file without it is not replaced.
+    """
+    with writing_named(path, lambda there: mark in _first_bytes(there)) as file:
+        file.write(data)
+
+
+def _first_bytes(path: pathlib.Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_MARK_WITHIN)
+
+
+@contextlib.contextmanager
+def writing_named(path: pathlib.Path, is_own: Callable[[pathlib.Path], bool]) -> Iterator[IO[bytes]]:
+    """A binary file that the user has named, outside of a job. A regular file is replaced in one step.
 
     A link, a device or a pipe stays, and what it stands for is written: a rename would put a file in the place of
-    /dev/null, if root runs it. Raises OSError.
+    /dev/null, if root runs it. is_own: see `refuse_foreign`. Raises OSError.
     """
+    refuse_foreign(path, is_own)
     if path.name and (not os.path.lexists(path) or stat.S_ISREG(path.lstat().st_mode)):
-        Folder(path.parent).write_atomic(path.name, data, durable=False)
+        with Folder(path.parent).writing(path.name, durable=False) as file:
+            yield file
     else:
-        path.write_bytes(data)
+        with path.open("wb") as file:
+            yield file
+
+
+def refuse_foreign(path: pathlib.Path, is_own: Callable[[pathlib.Path], bool]) -> None:
+    """Raise FileExistsError if the path leads to a file, such as the job's spec, that the command has not written.
+
+    is_own: whether the command has written it. An empty file may be replaced.
+    """
+    if path.is_file() and path.stat().st_size and not is_own(path):
+        raise FileExistsError(errno.EEXIST, "a file is there that this command has not written", os.fspath(path))
 
 
 class _NoLinksError(Exception):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _SHOWN_NAMES = 20
+_FEW_NAMES = 10
 
 
 def near_path(path: str) -> str:
@@ -22,11 +23,21 @@ def near_path(path: str) -> str:
     return ""
 
 
-def list_names(names: Iterable[str]) -> str:
-    """Names with commas between them; only the first 20 if there are more."""
-    names = list(names)
-    more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
+def list_names(names: Iterable[str], meant: str | None = None) -> str:
+    """Names with commas between them; only the first 20 if there are more.
+
+    meant: a name that is not there. Only the first 10 then, after those that are most like it.
+    """
+    names, most = list(names), _SHOWN_NAMES if meant is None else _FEW_NAMES
+    if meant is not None and len(names) > most:
+        names = list(dict.fromkeys([*difflib.get_close_matches(meant, names), *names]))
+    more = f", and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """The names between commas, without the blanks around them."""
+    return tuple(name for part in text.split(",") if (name := part.strip()))
 
 
 def one_line(text: object, most: int | None = None) -> str:

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.part_file import open_part
 from batchinf.base.slices import SOURCE_FOLDER
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, reason, refuse_foreign, writing_named
+from batchinf.base.text import clip
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
@@ -28,6 +29,8 @@ from batchinf.tasks.registry import stored_task
 
 JOIN_KEYS = ("row_index", "id")
 SAMPLE = "sample_index"
+# In the footer of each file that `--out` writes.
+_MARK = {b"batchinf.file": b"diff"}
 _BY_POSITION = "if both have the same rows in the same order, use --on row_index"
 _MEMORY = "2GB"
 _ROWS_AT_ONCE = 4096
@@ -222,7 +225,7 @@ class IdentityChange:
 class DiffReport:
     """The result of `diff`. key: the column that rows were joined by.
 
-    written_to: the file with the compared rows; None if the user asked for none or no row is in both jobs.
+    written_to: the file with the compared rows; None if the user asked for none.
     """
 
     a: ComparedJob
@@ -240,8 +243,12 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
     """Compare two output folders.
 
     on: `row_index` or `id`; None: chosen by the inputs. to: a Parquet file that gets one row for each row that is in
-    both jobs. Raises UserError if the jobs cannot be joined or compared, or if the file cannot be written.
+    both jobs. Raises UserError if the jobs cannot be joined or compared, if no row is in both, or if the file cannot be
+    written.
     """
+    if to is not None:
+        with _writing(to):
+            refuse_foreign(pathlib.Path(to), _is_own)  # also before the work
     first, second = Results(a), Results(b)
     task = _common_task(first, second)
     changes = task.comparison(first, second, num_examples)
@@ -250,11 +257,24 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
         for_each = joined_rows(first, second, key, changes.columns, changes.wide, scratch)
         _write((changes.take(rows) for rows in for_each), to)
     found = changes.found()
+    if not found.num_both:
+        raise _none_in_both(first, second, key)
     # A row of one job is joined with at most one row of the other.
     only_a, only_b = (len(job) - found.num_both for job in (first, second))
-    written_to = to if found.num_both else None
     jobs = _job(first), _job(second)
-    return DiffReport(*jobs, _identity_changes(first, second), task.name, key, only_a, only_b, found, written_to)
+    return DiffReport(*jobs, _identity_changes(first, second), task.name, key, only_a, only_b, found, to)
+
+
+def _none_in_both(a: Results, b: Results, key: str) -> UserError:
+    """The error, with an example of each job: often the ids of one have a prefix."""
+    have = (f"{job.folder} has {len(job):,} rows, such as {_example(job, key)}" for job in (a, b))
+    remedy = _BY_POSITION if key == "id" else "compare jobs that have finished some of the same rows"
+    return UserError(f"no {key} is in both jobs: {', and '.join(have)}; {remedy}")
+
+
+def _example(job: Results, key: str) -> str:
+    values = next((batch.column(0).drop_null().to_pylist() for batch in job.batches([key])), list[Any]())
+    return clip(repr(values[0])) if values else "null"
 
 
 def _row_bytes(part: pathlib.Path, columns: Sequence[str]) -> float:
@@ -290,16 +310,29 @@ def _identity_changes(a: Results, b: Results) -> tuple[IdentityChange, ...]:
 
 def _write(tables: Iterator[pa.Table], to: str | None) -> None:
     writer = None
-    try:
+    with contextlib.ExitStack() as stack:
         for table in tables:
             if to is not None:
                 with _writing(to):
-                    writer = writer or pq.ParquetWriter(to, table.schema, compression="zstd")
+                    writer = writer or _writer(stack, to, table.schema)
                     writer.write_table(table)
-    finally:
-        if writer is not None:
-            with _writing(to):
-                writer.close()
+        with _writing(to):
+            stack.close()
+
+
+def _writer(stack: contextlib.ExitStack, to: str, schema: pa.Schema) -> pq.ParquetWriter:
+    file = stack.enter_context(writing_named(pathlib.Path(to), _is_own))
+    marked = schema.with_metadata({**(schema.metadata or {}), **_MARK})
+    return stack.enter_context(pq.ParquetWriter(file, marked, compression="zstd"))
+
+
+def _is_own(path: pathlib.Path) -> bool:
+    """Whether `diff` wrote this file. An input and a part of a job are Parquet, too."""
+    with path.open("rb") as file:
+        try:
+            return _MARK.items() <= (pq.read_metadata(file).metadata or {}).items()
+        except (pa.ArrowException, OSError):  # no Parquet
+            return False
 
 
 @contextlib.contextmanager
@@ -307,4 +340,4 @@ def _writing(to: str | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"--out: {to} cannot be written: {error.strerror or error}") from error
+        raise OutputError(f"--out: {to} cannot be written: {reason(error)}; name another file") from error

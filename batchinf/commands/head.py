@@ -23,6 +23,7 @@ from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.source.formats.base import python_rows
 from batchinf.tasks.registry import task_of
 
+CONFIDENCE = "confidence"
 _SHARDS_TO_LOOK_AT = 1000
 
 
@@ -45,31 +46,38 @@ class Head:
 
 
 def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_errors: bool = False) -> Head:
-    """The first `num_rows` finished rows as Python values. columns: read only these. Raises UserError."""
+    """The first `num_rows` finished rows as Python values. columns: read only these. Raises UserError.
+
+    If the model wrote labels, `confidence` may be asked for, too: exp(cumulative_logprob).
+    """
     rows: list[dict[str, Any]] = []
     names: tuple[str, ...] = ()
     jobs = job_folders(out)
     found = [open_state(out)] if jobs[0].slice is None else [(job.folder, read_job(job.folder)) for job in jobs]
     states = [(folder, state) for folder, state in found if state is not None]
-    for folder, state in states:
-        with contextlib.closing(_finished_tables(folder, state, num_rows, only_errors)) as tables:
-            for table in tables:
-                names = tuple(table.column_names)
-                if unknown := [name for name in columns if name not in names]:
-                    raise UserError(f"--columns: no column {list_names(unknown)}; the output has {list_names(names)}")
-                chosen = table.slice(0, num_rows - len(rows)).select(list(columns) or list(names))
-                rows.extend(values or {"error": error} for values, error in python_rows(chosen))
-                if len(rows) >= num_rows:
-                    break
     spec = stored_spec(states[0][1].header.spec) if states else None
-    kept, choices = ((), ()) if spec is None else (spec.output.keep_columns.values(), spec.input.choices or ())
-    counts = [state.counts.num_errors if only_errors else state.counts.num_rows for _, state in states]
-    is_done = len(states) == len(jobs) and all(state.is_done for _, state in states)
     writes_labels = (
         spec is not None
         and "choice" in (spec.sampling.structured_outputs or {})
         and spec.sampling.logprobs_mode == "processed_logprobs"
     )
+    for folder, state in states:
+        with contextlib.closing(_finished_tables(folder, state, num_rows, only_errors)) as tables:
+            for table in tables:
+                names = tuple(table.column_names)
+                if writes_labels and CONFIDENCE in columns and CONFIDENCE not in names:
+                    table = table.append_column(CONFIDENCE, pc.exp(table["cumulative_logprob"]))
+                if unknown := [name for name in columns if name not in table.column_names]:
+                    raise UserError(
+                        f"--columns: no column {list_names(unknown)}; the output has {list_names(names, unknown[0])}"
+                    )
+                chosen = table.slice(0, num_rows - len(rows)).select(list(columns) or list(names))
+                rows.extend(values or {"error": error} for values, error in python_rows(chosen))
+                if len(rows) >= num_rows:
+                    break
+    kept, choices = ((), ()) if spec is None else (spec.output.keep_columns.values(), spec.input.choices or ())
+    counts = [state.counts.num_errors if only_errors else state.counts.num_rows for _, state in states]
+    is_done = len(states) == len(jobs) and all(state.is_done for _, state in states)
     return Head(tuple(rows), names, tuple(kept), choices, sum(counts) if is_done else None, writes_labels)
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import ModelError, UserError
 from batchinf.base.storage import reason
+from batchinf.base.text import list_names, names_in
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.source.files import InputLocation
@@ -20,7 +21,7 @@ from batchinf.source.rows import Source, open_source
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
 
-__all__ = ["StarterWanted", "has_chat_template", "look_at", "write"]
+__all__ = ["StarterWanted", "has_chat_template", "labels_of", "look_at", "write"]
 
 # Names of columns, the likeliest first.
 _TEXTS = "prompt question instruction text content document body review comment sentence title input query message"
@@ -167,6 +168,14 @@ def has_chat_template(model: str) -> bool | None:
         return resolve(ModelSpec(name=model)).has_chat_template
     except ModelError:
         return None
+
+
+def labels_of(text: str) -> tuple[str, ...]:
+    """The words between commas. Raises UserError if one is there twice."""
+    words = names_in(text)
+    if twice := [word for word, number in Counter(words).items() if number > 1]:
+        raise UserError(f"--labels: got {list_names(map(repr, twice))} more than once; give each label once")
+    return words
 
 
 def check_purpose(purpose: str) -> None:

@@ -141,7 +141,8 @@ class PlanReport:
 def make_plan(target: SpecSource, overrides: Overrides, wanted: PlanWanted) -> PlanReport:
     """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError."""
     _check_numbers(wanted)
-    gpus = [gpu_named(name) for name in wanted.gpus] or list(GPUS.values())
+    named = {gpu.name: gpu for gpu in map(gpu_named, wanted.gpus)}  # each once: `h100` and `h100-80` are the same
+    gpus = list((named or GPUS).values())
     file, is_job = _spec_of(target, overrides)
     notes: list[str] = []
     found = _job(file, wanted, notes) if is_job else None

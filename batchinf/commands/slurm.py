@@ -21,6 +21,8 @@ from batchinf.spec.file import SpecFile
 # Slurm's limit for --signal.
 _MOST_SIGNAL_S = 65_535
 _CPUS_PER_GPU = 8
+# Less without a unit is meant in GB: no job runs in so little. 0 means all memory of a node.
+_LEAST_MEM_MB = 1024
 _RAY_WAIT_S = 300
 
 
@@ -111,6 +113,11 @@ def _check(file: SpecFile, wishes: Wishes) -> None:
     for line in wishes.directives:
         if not line.startswith("-"):
             raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
+    if wishes.mem is not None and re.fullmatch("[0-9]{1,9}", wishes.mem) and 0 < int(wishes.mem) < _LEAST_MEM_MB:
+        raise SpecError(
+            f"--mem: got {wishes.mem}, which means {wishes.mem} MB to Slurm; write {wishes.mem}G for GB, "
+            f"or {wishes.mem}M if you mean MB"
+        )
     stop_before_s = math.ceil(file.spec.stop_before_s)
     if not 1 <= stop_before_s <= _MOST_SIGNAL_S:
         limits = f"under Slurm it must be from 1 to {_MOST_SIGNAL_S}"
@@ -209,7 +216,26 @@ def _directives(file: SpecFile, wishes: Wishes) -> Iterator[str]:
     for option, value in options.items():
         if value is not None:
             yield f"--{option}" + (f"={shlex.quote(value)}" if value else "")
-    yield from wishes.directives
+    yield from map(_quoted, wishes.directives)
+
+
+def _quoted(directive: str) -> str:
+    """A directive of the user, with quotes around a value of several words.
+
+    It stays as it is if the user has quoted the value, or if a further option follows.
+    """
+    name, is_value, value = directive.partition("=")
+    if not is_value or re.search(r"[\s'\"\\]", name) or re.search(r"\s--?[a-zA-Z]", value) or _is_one_word(value):
+        return directive
+    return f"{name}={shlex.quote(value)}"
+
+
+def _is_one_word(text: str) -> bool:
+    """Whether Slurm, which reads quotes as a shell does, takes it for one word."""
+    try:
+        return len(shlex.split(text)) <= 1
+    except ValueError:  # a quote without its other half
+        return False
 
 
 _ARRAY_TASK = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"

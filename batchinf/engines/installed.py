@@ -13,6 +13,7 @@ from typing import Self
 
 from batchinf.base.child import NoAnswerError, Question
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
+from batchinf.spec.fields import null_hint
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 
@@ -100,7 +101,7 @@ class StructuresCheck:
         known = reasoning_parser_names()
         has_more = spec.engine.get("reasoning_parser_plugin")
         if name is not None and known is not None and name not in known and not has_more:
-            raise file.error(_PARSER, f"got '{name}'; the installed vLLM has {', '.join(known)}")
+            raise file.error(_PARSER, f"got '{name}'; the installed vLLM has {', '.join(known)}{null_hint(name)}")
         if importlib.util.find_spec("vllm") is not None and (name is not None or not _is_sure(spec)):
             question = {"spec": spec.model_dump_json(), "tokenizer": tokenizer}
             self._question = Question(_MODULE, question, _WAIT_S, {"VLLM_LOGGING_LEVEL": "ERROR"})

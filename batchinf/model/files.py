@@ -213,7 +213,8 @@ def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
     if folder.is_file():
         raise ModelError(f"{field}: '{name}' is a file; give the folder that holds {config} and the weights")
     if name.startswith(("/", ".")) or name.count("/") > 1:
-        raise ModelError(f"{field}: there is no folder '{name}'; a Hugging Face id would be 'org/name'")
+        hint = near_path(name) or "; a Hugging Face id would be 'org/name'"
+        raise ModelError(f"{field}: there is no folder '{os.path.abspath(name)}'{hint}")
     return None
 
 
@@ -333,15 +334,20 @@ def _why_not(name: str, revision: str | None, error: Exception) -> str:
     if status == 401:
         return f"the hub refuses this machine's token for '{name}'; run `hf auth login`"
     absent = f"{_nowhere(name)}, nor a model in the hub cache"
+    is_path = os.path.isdir(os.path.dirname(name))  # rather than an id: the download would be of no use
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{absent}, and HF_HUB_OFFLINE is set; unset it, or run `{command}` first"
+        remedy = "check the name" if is_path else f"unset it, or run `{command}` first"
+        return f"{absent}, and HF_HUB_OFFLINE is set; {remedy}"
     answer = f"answered with status {status}" if status else f"cannot be reached ({_brief(error)})"
-    return f"{absent}, and the hub {answer}; run `{command}` where there is a network"
+    remedy = "check the name" if is_path else f"run `{command}` where there is a network"
+    return f"{absent}, and the hub {answer}; {remedy}"
 
 
 def _nowhere(name: str) -> str:
     folder, _, last = name.rpartition("/")
-    return f"there is no '{last}' in the folder '{folder}'" if os.path.isdir(folder) else f"there is no folder '{name}'"
+    if os.path.isdir(folder):
+        return f"there is no '{last}' in the folder '{os.path.abspath(folder)}'"
+    return f"there is no folder '{name}'"
 
 
 def _brief(error: Exception) -> str:

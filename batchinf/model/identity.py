@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchinf.base.errors import ModelError, SpecError
+from batchinf.base.text import name_type
 from batchinf.model import files as model_files
 from batchinf.spec.job import ModelSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -163,7 +164,14 @@ def _read_config(place: _Place) -> dict[str, Any]:
     path = place.folder / "config.json"
     if not path.is_file():
         raise ModelError(f"model.name: '{place.name}' has no config.json; give a model in the Hugging Face format")
-    return model_files.read_json(path)
+    config = model_files.read_json(path)
+    for name in ("quantization_config", "compression_config"):
+        if not isinstance(config.get(name), Mapping | None):
+            raise ModelError(
+                f"model.name: {name} in {path} is {name_type(config[name])}; must be a mapping with quant_method, or "
+                "absent"
+            )
+    return config
 
 
 def _check_tokenizer(place: _Place) -> None:

@@ -23,6 +23,7 @@ from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import is_json_column
+from batchinf.spec.fields import null_hint
 from batchinf.spec.job import JobSpec, field_docs
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 
@@ -208,7 +209,9 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tup
             )
             guess = f"; did you mean {repr(close[0]) if is_word else column_call(close[0])}?" if close else ";"
             is_default = field == "input.prompt_column" and spec.input.prompt_column is None
-            whose, remedy = (", the default of this field", "; name one of them") if is_default else ("", "")
+            whose, remedy = (
+                (", the default of this field", "; name one of them") if is_default else ("", null_hint(name))
+            )
             raise SpecError(
                 f"{field}: the input has no column '{name}'{whose}{guess} it has: {list_names(names)}{remedy}"
             )

@@ -10,7 +10,7 @@ from typing import Any
 from batchinf import __version__
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
-from batchinf.base.storage import Folder, reason, write_named
+from batchinf.base.storage import PAGE_MARK, Folder, reason, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
 from batchinf.fleet.speed_text import time_of_work
@@ -30,12 +30,12 @@ _SETTINGS = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "attenti
 def write_report(out: str, file: str | None = None) -> pathlib.Path:
     """Write the report of a job, which may be live, dead or done. Returns the path of the file.
 
-    file: None means `report.html` in the output folder. Raises OutputError without a job.
+    file: None means `report.html` in the output folder. Raises OutputError without a job, or if another file is there.
     """
     html = report_page(out).encode()
     path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
     try:
-        write_named(path, html)
+        write_named(path, html, b"" if file is None else PAGE_MARK)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {reason(error)}; name another file with -o") from error
     return path

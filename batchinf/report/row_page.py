@@ -1,10 +1,9 @@
 """A row of `inspect` as one HTML file: fills the page `row.html`."""
 
-import os
 import pathlib
 
 from batchinf.base.errors import UserError
-from batchinf.base.storage import reason
+from batchinf.base.storage import PAGE_MARK, reason, write_named
 from batchinf.commands.inspect import InspectedSample, InspectReport
 from batchinf.commands.text.inspect import probability, sample_title, share, shown_fields, token_text
 from batchinf.report.template import template
@@ -29,8 +28,8 @@ def _error(sample: InspectedSample) -> str:
 
 
 def write_page(report: InspectReport, path: str) -> None:
-    """Write the page. Raises UserError if the file cannot be written."""
+    """Write the page. Raises UserError if it cannot be written, or if another file is there."""
     try:
-        pathlib.Path(path).write_text(row_page(report), encoding="utf-8", errors="backslashreplace")
+        write_named(pathlib.Path(path), row_page(report).encode(errors="backslashreplace"), PAGE_MARK)
     except OSError as error:
-        raise UserError(f"--html: cannot write {os.fspath(path)}: {reason(error)}") from error
+        raise UserError(f"--html: cannot write {path}: {reason(error)}; name another file") from error

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
+from batchinf.base.text import list_names
 
 ERRORS_WORD = "errors"
 _SHORT = {ERRORS_WORD: "error_type IS NOT NULL"}
@@ -29,6 +30,10 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "threads": "2",
 }
 _NOT_OF_ONE_ROW = {"SUBQUERY": "a query", "WINDOW": "a window over rows", "PARAMETER": "a parameter"}
+# Names that SQL reads as functions of the clock unless a column is named so, and functions that use the clock although
+# DuckDB calls them consistent.
+_CLOCK_WORDS = {"current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"}
+_OF_THE_CLOCK = {"ago", "current_localtime", "current_localtimestamp", *_CLOCK_WORDS}
 _NO_COLUMN = re.compile('^Binder Error: Referenced column "(.*)" not found in FROM clause!?$')
 
 
@@ -106,6 +111,11 @@ class Predicate:
         for node in nodes:
             if (what := _NOT_OF_ONE_ROW.get(node.get("class", ""))) is not None:
                 raise self._wrong(f"it must use the columns of one row only, but it has {what}")
+        if (changing := self._changing(nodes)) is not None:
+            raise self._wrong(
+                f"{changing} differs from one run to the next, but a run must be able to choose the same rows again; "
+                "write a value in its place" + (", or set input.sample" if self._table == "input" else "")
+            )
         if any(name != alias for name, alias in self._named.items()):
             self._rename(nodes)
             [statement] = tree["statements"]
@@ -114,6 +124,25 @@ class Predicate:
             [row] = self._connection.execute(query, [json.dumps(tree)]).fetchall()
             self._expression = row[0].removeprefix("SELECT ")
         return nodes
+
+    def _changing(self, nodes: list[dict[str, Any]]) -> str | None:
+        """The first function whose value depends on chance, the clock or the session; None if there is none."""
+        own = {name.lower() for name in self._names}
+        calls = [node for node in nodes if node.get("class") == "FUNCTION" and not node.get("is_operator")]
+        changing = set() if not calls else {*_OF_THE_CLOCK, *self._volatile()}
+        for node in nodes:
+            name = str(node.get("function_name", "")).lower()
+            num_arguments = len(node.get("arguments") or node.get("children") or ())  # DuckDB 2 renamed them
+            if name in changing or (name == "age" and num_arguments == 1):
+                return f"{name}()"
+            path = node.get("column_names", ())
+            if len(path) == 1 and path[0].lower() in _CLOCK_WORDS - own:
+                return str(path[0])
+        return None
+
+    def _volatile(self) -> set[str]:
+        query = "SELECT DISTINCT function_name FROM duckdb_functions() WHERE stability <> 'CONSISTENT'"
+        return {name for [name] in self._connection.execute(query).fetchall()}
 
     def _rename(self, nodes: list[dict[str, Any]]) -> None:
         """Replace the column names in an expression by the names that DuckDB gets."""
@@ -138,9 +167,10 @@ class Predicate:
 
     def _wrong(self, what: str) -> PredicateError:
         # After its first line, DuckDB's message has the statement and suggests similar names.
+        missing = None
         said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
         if (found := _NO_COLUMN.search(said)) is not None:
-            name = re.escape(found[1])
+            missing, name = found[1], re.escape(found[1])
             # In SQL, double quotes are for names. A name on the right of a comparison is more often meant as text.
             is_text = re.search(rf"\"{name}\"|[=<>]\s*{name}\b", self.text) is not None
             said = f"there is no column '{found[1]}'" + (
@@ -151,7 +181,7 @@ class Predicate:
             opening, allowed, example = "--retry: ", f"`{ERRORS_WORD}` or ", "finish_reason = 'length'"
         return PredicateError(
             f"{opening}got {self.text!r}: {said}; must be {allowed}an expression in SQL over the "
-            f'{self._table}\'s columns, such as "{example}"; columns: {", ".join(self._names)}'
+            f'{self._table}\'s columns, such as "{example}"; columns: {list_names(self._names, missing)}'
         )
 
 

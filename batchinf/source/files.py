@@ -84,6 +84,12 @@ def refuse_utf16(file: InputFile, head: bytes) -> None:
         raise InputError(f"{file.name} is UTF-16; save it as UTF-8")
 
 
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Why a line of text cannot be read, and a remedy for cp1252, which spreadsheets write."""
+    place = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
+    return f"not UTF-8: {place}; if the file is in cp1252, `iconv -f cp1252 -t utf-8` converts it"
+
+
 def open_input(file: InputFile) -> BinaryIO:
     """A file's content, decompressed if it begins like gzip or zstandard. Raises InputError if it cannot be read."""
     stream = file.open()

@@ -33,6 +33,11 @@ def wrong(reason: str, field: str = "") -> PydanticCustomError:
     return PydanticCustomError("wrong", "{reason}", {"reason": reason, "field": field})
 
 
+def null_hint(value: object) -> str:
+    """For an error about text that was meant as null: in YAML, `none` is text."""
+    return "; for no value write null" if isinstance(value, str) and value.strip().lower() == "none" else ""
+
+
 def _usable_path(path: str) -> str:
     if "\0" in path:
         raise wrong(f"got {path!r}; a path cannot hold a null character")

@@ -17,6 +17,7 @@ from batchinf.base.errors import SpecError
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip, name_type, near_path
+from batchinf.spec.fields import null_hint
 from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
     PATH_FIELDS,
@@ -292,7 +293,10 @@ class _Reader:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or yaml.Mark("", 0, 0, 0, None, 0)
             what = ", ".join(filter(None, [error.context, error.problem]))
-            if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
+            if error.context == "while scanning a quoted scalar" and "end of stream" in str(error.problem):
+                # The end of the file says nothing; the place of the quote does.
+                mark, what = error.context_mark or mark, "the quote that begins here is not closed"
+            elif isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
                 what += "; indent with spaces" if "\\t" in what else "; does a text need quotes?"
         raise SpecError(f"{self._place(mark)}: not valid YAML: {what}")
 
@@ -507,6 +511,7 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
     if details["type"] == "missing":
         return f"missing; must be {doc.allowed}. {doc.meaning}"
     hint = "; leave it out for its default" if details["input"] is None and not doc.is_required else ""
+    hint = hint or (null_hint(details["input"]) if doc.takes_null else "")
     return f"got {_got(details['input'])}; must be {doc.allowed}{hint or _hint(details['input'], types, doc.allowed)}"
 
 

@@ -25,6 +25,7 @@ from batchinf.spec.fields import (
     Whole,
     identity_or,
     is_json,
+    null_hint,
     resume_of,
     wrong,
 )
@@ -306,7 +307,7 @@ class JobSpec(Section):
             raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
         length = engine.get("max_model_len", 1)
         if isinstance(length, str) and length != "auto":
-            raise wrong(f"got {length!r}; must be a whole number, or auto", "max_model_len")
+            raise wrong(f"got {length!r}; must be a whole number, or auto{null_hint(length)}", "max_model_len")
         return engine
 
     @model_validator(mode="after")
@@ -418,7 +419,7 @@ class FieldDoc:
     """A field or section in words, for error messages and the reference in `docs/spec.md`.
 
     name: dotted, as in `sampling.max_tokens`; `input.messages[]` stands for each item of a list.
-    allowed: the allowed values in words. resume: None for a section.
+    allowed: the allowed values in words, without null. resume: None for a section.
     """
 
     name: str
@@ -427,6 +428,7 @@ class FieldDoc:
     default: Any
     resume: Resume | None
     meaning: str
+    takes_null: bool = False
 
 
 def _schema() -> dict[str, Any]:
@@ -464,6 +466,7 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
             default=schema.get("default"),
             resume=None if inner else resume_of(info.json_schema_extra, f"{prefix}{name}"),
             meaning=" ".join((schema.get("description") or (inner and inner.__doc__) or "").split()),
+            takes_null={"type": "null"} in schema.get("anyOf", ()),
         )
         if inner:
             yield from _document(inner, f"{prefix}{name}.", schemas)

@@ -49,3 +49,17 @@ def test_links_and_devices_stay_when_they_are_written(tmp_path: pathlib.Path) ->
     with pytest.raises(IsADirectoryError):
         write_named(pathlib.Path(""), b"new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+def test_a_named_file_of_others_stays(tmp_path: pathlib.Path) -> None:
+    file, link, empty = (tmp_path / name for name in ("file", "link", "empty"))
+    link.symlink_to(file)
+    file.write_text("mine")
+    empty.touch()
+    for path in (file, link):
+        with pytest.raises(FileExistsError):
+            write_named(path, b"mark 1", b"mark")
+    assert file.read_text() == "mine"
+    write_named(empty, b"mark 1", b"mark")
+    write_named(empty, b"mark 2", b"mark")
+    assert empty.read_text() == "mark 2"

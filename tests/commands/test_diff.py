@@ -82,6 +82,24 @@ def test_joined_by_id(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert set(table["max_abs_delta_logprob"].drop_null().to_pylist()) == {0.0}
 
 
+def test_the_file_replaces_only_files_of_diff(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    a, b = str(folder / "a" / "out"), str(folder / "b" / "out")
+    spec, data, to = (tmp_path / name for name in ("job.yaml", "input.parquet", "diff.parquet"))
+    spec.write_text("model: mine")
+    pq.write_table(pa.table({"text": ["mine"]}), data)
+    own = data.read_bytes()
+    for path in (spec, data):
+        with pytest.raises(UserError, match=f"--out: {path} cannot be written: a file is there that this command has"):
+            diff_jobs(a, b, None, str(path), 0)
+    assert (spec.read_text(), data.read_bytes()) == ("model: mine", own)
+    diff_jobs(a, b, None, str(to), 0)
+    assert pq.read_table(to).num_rows == 100
+    diff_jobs(a, a, None, str(to), 0)
+    assert pq.read_table(to).num_rows == 120
+    diff_jobs(a, b, None, "/dev/null", 0)
+    assert pathlib.Path("/dev/null").is_char_device()
+
+
 def test_nothing_changed(folder: pathlib.Path) -> None:
     lines = said(folder / "a", folder / "a", num_examples=5)
     assert "rows: 120 in both, by row_index" in lines

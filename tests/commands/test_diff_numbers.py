@@ -477,6 +477,10 @@ def test_no_row_in_both(tmp_path: pathlib.Path) -> None:
     table = score_table(0)
     others = table.set_column(0, "id", pa.array([f"other-{row}" for row in range(NUM_ROWS)]))
     a, b = job(tmp_path / "a", table, "score"), job(tmp_path / "b", others, "score")
-    lines = said(a, b, on="id", to=str(tmp_path / "x.parquet"))
-    assert "rows: 0 in both, by id; 40 only in A, 40 only in B" in lines
-    assert lines[-1] == f"no row is in both: {tmp_path}/x.parquet is not written"
+    with pytest.raises(UserError) as raised:
+        said(a, b, on="id", to=str(tmp_path / "x.parquet"))
+    assert str(raised.value) == (
+        f"no id is in both jobs: {a} has 40 rows, such as 'row-0', and {b} has 40 rows, such as 'other-0'; if both "
+        "have the same rows in the same order, use --on row_index"
+    )
+    assert not (tmp_path / "x.parquet").exists()

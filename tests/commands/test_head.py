@@ -129,6 +129,40 @@ def test_columns_are_those_that_are_named(out: pathlib.Path) -> None:
     refused = jobs.run("head", out, "--columns", "id,nothing")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: --columns: no column nothing; the output has id, row_index")
+    refused = jobs.run("head", out, "--columns", "finish_reasons")
+    assert refused.stderr == (
+        "error: --columns: no column finish_reasons; the output has finish_reason, stop_reason, id, row_index, "
+        "prompt_hash, sample_index, note, asked, text, token_ids, and 10 more\n"
+    )
+    assert head(out, "--columns", " id,  text , ", "-n", "1")[0].split() == ["id", "text"]
+
+
+def test_the_confidence_of_a_label_is_a_column_that_may_be_named(tmp_path: pathlib.Path) -> None:
+    sampling = {
+        "logprobs_mode": "processed_logprobs",
+        "logprobs": 0,
+        "structured_outputs": {"choice": ["prose", "verse"]},
+    }
+    given = {"path": str(jobs.PROMPTS), "id_column": "id", "limit": 5}
+    jobs.finish(jobs.spec_of(tmp_path, input=given, sampling=sampling, scripted={"step_s": 0.0}))
+    rows = jobs.rows_of(tmp_path / "out")
+    shown = [json.loads(line) for line in head(tmp_path / "out", "--json", "--columns", "confidence, id")]
+    assert shown == [{"confidence": math.exp(row["cumulative_logprob"]), "id": row["id"]} for row in rows]
+    assert head(tmp_path / "out", "--columns", "confidence")[0].split() == ["confidence"]
+
+
+def test_a_second_column_of_the_ids_goes_first() -> None:
+    row = {"id": "review-000000000001", "ticket": "review-000000000001", "language": "en", "text": "verse",
+           "finish_reason": "stop", "cumulative_logprob": -0.1, "num_output_tokens": 3}  # fmt: skip
+
+    def titles(width: int) -> list[str]:
+        table, *_ = head_table(Head((row,), tuple(row), ("ticket", "language"), (), 1, True), (), width)
+        assert isinstance(table, Table)
+        return [str(column.header) for column in table.columns]
+
+    assert titles(100) == ["id", "ticket", "language", "text", "confidence", "finish", "tokens"]
+    assert titles(80) == ["id", "language", "text", "confidence", "finish", "tokens"]
+    assert titles(50) == ["id", "language", "text", "confidence"]
 
 
 @pytest.mark.parametrize(

@@ -180,11 +180,15 @@ def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -
     refused = jobs.run("init", tmp_path / "new.yaml", "--for", "label", "--model", "a,b", "--data", jobs.PROMPTS)
     assert refused.returncode == 2
     assert refused.stderr == "error: --model: 'a,b' is neither a folder here nor a Hugging Face id (org/name)\n"
+    refused = jobs.run("init", tmp_path / "new.yaml", *given[2:-1], "yes, no,yes")
+    assert (refused.returncode, (tmp_path / "new.yaml").exists()) == (2, False)
+    assert refused.stderr == "error: --labels: got 'yes' more than once; give each label once\n"
     assert jobs.run("init", tmp_path / "new.yaml").stderr.startswith("error: --for: missing. What is the job for")
 
 
 @pytest.mark.parametrize(
-    ("said", "words"), [("", ["bug", "other", "question"]), ("good, bad", ["good", "bad"]), (None, None)]
+    ("said", "words"),
+    [("", ["bug", "other", "question"]), ("good, bad", ["good", "bad"]), ("a,a\nb,a", ["b", "a"]), (None, None)],
 )
 def test_what_no_option_gives_is_asked_on_a_terminal(
     said: str | None, words: list[str] | None, tmp_path: pathlib.Path

@@ -201,6 +201,23 @@ def test_the_page_obeys_nothing_in_a_row(row: str, out: pathlib.Path, tmp_path: 
         assert "<script>alert(1)</script>" in page.text and "\\u202egnp.exe" in page.text
 
 
+@pytest.mark.parametrize("command", [("inspect", "--row", "script", "--html"), ("report", "-o")])
+def test_a_page_replaces_only_pages(command: tuple[str, ...], out: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    name, *options = command
+    spec, link, page = (tmp_path / name for name in ("job.yaml", "link.html", "page.html"))
+    spec.write_text("model: mine")
+    link.symlink_to(spec)
+    for path in (spec, link):
+        done = jobs.run(name, out, *options, path)
+        assert (done.returncode, spec.read_text(), link.is_symlink()) == (2, "model: mine", True)
+        assert f"cannot write {path}: a file is there that this command has not written; name another" in done.stderr
+    for _ in range(2):
+        assert jobs.run(name, out, *options, page).returncode == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert jobs.run(name, out, *options, "/dev/null").returncode == 0
+    assert pathlib.Path("/dev/null").is_char_device()
+
+
 def test_json_has_the_same(out: pathlib.Path) -> None:
     shown = json.loads(jobs.run("inspect", out, "--row", "script", "--json").stdout)
     assert shown["samples"][0]["tokens"][0].keys() == {"text", "token_id", "logprob", "rank", "alternatives"}

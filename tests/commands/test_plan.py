@@ -92,6 +92,11 @@ def test_the_plot_of_a_model_has_the_memory_of_each_gpu() -> None:
     assert marks(plan_chart(make_plan(str(jobs.MODEL), (), PlanWanted(gpus=("t4",))))) == []
 
 
+def test_a_gpu_that_is_named_twice_is_shown_once() -> None:
+    report = batchinf.plan(str(jobs.MODEL), gpu=["h100", "h200", "h100-80", "H200"])
+    assert [plan.gpu.name for plan in report.gpus] == ["h100-80", "h200"]
+
+
 def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "plan.svg"
     folder.mkdir()
@@ -133,7 +138,7 @@ def test_the_table_is_straight_and_fits_80_columns(tmp_path: pathlib.Path) -> No
     [
         ((str(jobs.MODEL), "--gpu", "h10"), "--gpu: got 'h10', which is not known; near: h100"),
         ((str(jobs.MODEL), "--gpu", "l4:3g"), "MIG parts are 1g"),
-        (("./no/such/model",), "there is no folder './no/such/model'"),
+        (("./no/such/model",), "no/such/model'; a Hugging Face id would be"),
     ],
 )
 def test_wrong_inputs_are_one_line(arguments: tuple[str, ...], words: str) -> None:

@@ -152,7 +152,7 @@ def test_longer_outputs_and_a_second_retry(retried: tuple[pathlib.Path, Rows], t
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--retry", "finish_reson = 'length'"], ["finish_reson", "finish_reason, stop_reason"]),
+        (["--retry", "finish_reson = 'length'"], ["finish_reson", "; columns: finish_reason, stop_reason, id, "]),
         (
             ["--retry", "errors", "--set", "sampling.logprobs=2"],
             ["sampling.logprobs", "except n and those of logprobs"],

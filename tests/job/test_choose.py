@@ -356,8 +356,13 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
 
 
 def test_another_choice_than_before_is_refused(tmp_path: pathlib.Path) -> None:
-    spec = spec_over(tmp_path, RECORDS[:100], input={"where": "random() < 0.5"})
+    other = tmp_path / "other"
+    other.mkdir()
+    excluded = spec_over(other, RECORDS[:100], input={"limit": 10})
+    jobs.finish(excluded)
+    spec = spec_over(tmp_path, RECORDS[:100], input={"exclude": {"job": str(other / "out"), "on": "id"}})
     jobs.finish(spec)
+    jobs.finish(excluded, "--fresh", "--set", "input.limit=20")
     (tmp_path / "out" / "selection" / "000001.positions").write_bytes(b"")
     done = jobs.run("run", spec)
     assert done.returncode == 2

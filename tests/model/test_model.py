@@ -187,7 +187,8 @@ def test_a_tokenizer_of_its_own(folder: pathlib.Path, tmp_path: pathlib.Path) ->
     ("name", "message"),
     [
         ("/nowhere/at/all", "model.name: there is no folder '/nowhere/at/all'; a Hugging Face id would be 'org/name'"),
-        ("./tiny2", "model.name: there is no folder './tiny2'; a Hugging Face id would be 'org/name'"),
+        ("./absent", "model.name: there is no folder 'absent'; a Hugging Face id would be 'org/name'"),
+        ("./tiny2", "model.name: there is no folder 'tiny2'; did you mean ./tiny?"),
         ("a/b/c", "model.name: there is no folder 'a/b/c'; a Hugging Face id would be 'org/name'"),
         ("two words", "model.name: 'two words' is neither a folder here nor a Hugging Face id (org/name)"),
         ("tiny/config.json", "model.name: 'tiny/config.json' is a file; give the folder that holds config.json and the "
@@ -408,8 +409,8 @@ def test_a_commit_that_is_nowhere_any_more(server: Hub) -> None:
          "model.name: there is no folder 'gpt3', nor a model 'gpt3' on the hub; check the name; "
          "a private one needs `hf auth login`"),
         ("near/tyni", None, None,
-         "model.name: there is no 'tyni' in the folder 'near', nor a model 'near/tyni' on the hub; check the name; "
-         "a private one needs `hf auth login`"),
+         "model.name: there is no 'tyni' in the folder 'HERE/near', nor a model 'near/tyni' on the hub; check the "
+         "name; a private one needs `hf auth login`"),
         ("org/gated", None, (403, {"X-Error-Code": "GatedRepo"}),
          "model.name: 'org/gated' is gated; accept its licence at HUB/org/gated, then run `hf auth login`"),
         ("org/gated", None, (401, {"X-Error-Code": "GatedRepo"}),
@@ -429,7 +430,10 @@ def test_why_the_hub_gives_nothing(
     pathlib.Path("near").mkdir()
     if answer is not None:
         server.refusals[name] = answer
-    assert refusal(lambda: resolve(spec(name, revision=revision))).replace(server.url, "HUB") == message
+    assert (
+        refusal(lambda: resolve(spec(name, revision=revision))).replace(server.url, "HUB").replace(os.getcwd(), "HERE")
+        == message
+    )
 
 
 def test_a_gate_before_the_files_only(server: Hub) -> None:
@@ -444,6 +448,11 @@ def test_offline_is_said(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(lambda: resolve(spec("org/tiny", revision="v1"))) == (
         "model.name: there is no folder 'org/tiny', nor a model in the hub cache, and HF_HUB_OFFLINE is set; unset it, "
         "or run `hf download org/tiny --revision v1` first"
+    )
+    pathlib.Path("org").mkdir()
+    assert refusal(lambda: resolve(spec("org/tiny"))) == (
+        f"model.name: there is no 'tiny' in the folder '{os.getcwd()}/org', nor a model in the hub cache, and "
+        "HF_HUB_OFFLINE is set; check the name"
     )
     assert server.asked == []
 

@@ -77,6 +77,16 @@ def test_rows_that_match(text: str, rows: list[int], columns: set[str]) -> None:
         ("count(*) > 1", "aggregate"),
         ("sum(row_index) over () > 1", "a window"),
         ("nextval('x') = 1", None),
+        ("random() < 0.5", "random() differs from one run to the next"),
+        ("row_index > 3 and list_transform([1], x -> Random())[1] < 0.5", "random() differs"),
+        ("uuid()::text < 'a'", "uuid() differs"),
+        ("id::timestamp < now()", "now() differs"),
+        ("id::timestamp < Current_Timestamp", "Current_Timestamp differs"),
+        ("id::date < current_date", "current_date differs"),
+        ("id::date < today() - 3", "today() differs"),
+        ("id::timestamp < localtimestamp", "localtimestamp differs"),
+        ("age(id::timestamp) > interval 3 days", "age() differs"),
+        ("id::timestamp < ago(interval 3 days)", "ago() differs"),
     ],
 )
 def test_what_is_no_expression_about_a_row_is_one_clear_line(text: str, what: str | None) -> None:
@@ -87,6 +97,15 @@ def test_what_is_no_expression_about_a_row_is_one_clear_line(text: str, what: st
     assert f"got {text!r}" in message
     assert what is None or what in message
     assert ", ".join(SCHEMA.names) in message
+
+
+def test_a_column_may_have_the_name_of_the_clock() -> None:
+    schema = pa.schema({"row_index": pa.int64(), "Current_Date": pa.string(), "random": pa.int64()})
+    table = pa.table([[0, 1], ["a", "b"], [7, 8]], schema=schema)
+    for text in ("current_date = 'b'", "random = 8 and abs(random) = 8", "age(date '2020-01-02', date '2020-01-01') > "
+                 "interval 1 hour and random = 8"):  # fmt: skip
+        predicate = Predicate(text, schema)
+        assert predicate.matches(table.select(predicate.columns)).tolist() == [1]
 
 
 def test_a_value_that_does_not_fit_is_one_clear_line() -> None:

@@ -147,6 +147,12 @@ QUOTES = "text that looks like something else needs quotes"
         ("sampling.n", "4, temperature: 0", "got 4 with temperature 0; greedy samples are all equal: set n to 1, or a "
          "temperature above 0"),
         ("sampling.min_tokens", "", f"got nothing (null); must be {WHOLE}; leave it out for its default"),
+        ("sampling.logprobs", "none", "got 'none'; must be a whole number, at least 0 and at most 1000; for no value "
+         "write null"),
+        ("input.limit", "None", "got 'None'; must be a whole number, at least 1 and at most 2147483647; for no value "
+         "write null"),
+        ("sampling.min_tokens", "none", f"got 'none'; must be {WHOLE}"),
+        ("engine.max_model_len", "none", "got 'none'; must be a whole number, or auto; for no value write null"),
         ("sampling.min_tokens", "5, max_tokens: 4", "got 5 with max_tokens 4; must not be above it"),
         ("sampling.top_p", "0", "got 0; must be a number, above 0 and at most 1"),
         ("sampling.top_p", "1.5", "got 1.5; must be a number, above 0 and at most 1"),
@@ -235,6 +241,8 @@ def test_places_of_nested_fields_and_items():
         ("- a", f" got a list; must be a mapping of fields ({TOP})"),
         ("a: [1", "1:6: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'; "
          "does a text need quotes?"),
+        ("a: 1\nb: 'c\nd: 2\n", "2:4: not valid YAML: the quote that begins here is not closed"),
+        ('a: [1, "b]\n', "1:8: not valid YAML: the quote that begins here is not closed"),
         ("a: b: c", "1:5: not valid YAML: mapping values are not allowed here; does a text need quotes?"),
         ("a:\n\tb: 1", "2:1: not valid YAML: while scanning for the next token, found character '\\t' that cannot "
          "start any token; indent with spaces"),

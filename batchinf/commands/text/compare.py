@@ -23,8 +23,7 @@ def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
     for row in report.changes.examples:
         yield from report.changes.own.example_lines(report.key, row)
     if to is not None:
-        num_rows = report.changes.num_both
-        yield f"{num_rows:,} rows in {to}" if num_rows else f"no row is in both: {to} is not written"
+        yield f"{report.changes.num_both:,} rows in {to}"
 
 
 def _input_line(a: ComparedJob, b: ComparedJob) -> str:

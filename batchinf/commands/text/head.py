@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchinf.base.text import choice_name, counted, list_names
-from batchinf.commands.head import Head
+from batchinf.commands.head import CONFIDENCE, Head
 from batchinf.commands.status import job_status
 from batchinf.commands.text.screen import cell
 
@@ -21,7 +21,7 @@ _LEFT_OUT = re.compile(
 )
 # Without a wish for columns it is shown for labels only, and as a probability.
 _CONFIDENCE = "cumulative_logprob"
-_TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens", _CONFIDENCE: "confidence"}
+_TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens", _CONFIDENCE: CONFIDENCE}
 # Widths in columns of the terminal. A column of longer values shares what the others leave.
 _SHORT, _LEAST, _GAP = 20, 24, 2
 
@@ -45,7 +45,7 @@ def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table 
         # Among other rows, a message takes no room from the columns with their texts.
         most = _SHORT if len(errors) < len(head.rows) else None
         widths[place] = max(widths[place], *(min(text.cell_len, most or text.cell_len) for text in errors.values()), 1)
-    left_out = _fit(names, widths, [] if wanted else _dispensable(names, head.kept, widths), width)
+    left_out = _fit(names, widths, [] if wanted else _dispensable(names, head, widths), width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names:
         values = [row[name] for row in shown if row[name] is not None]
@@ -99,15 +99,23 @@ def _main(names: Sequence[str]) -> str:
     return "text" if "text" in names else names[-1]
 
 
-def _dispensable(names: Sequence[str], kept: Sequence[str], widths: Mapping[str, int]) -> list[str]:
+def _dispensable(names: Sequence[str], head: Head, widths: Mapping[str, int]) -> list[str]:
     """Columns that may be left out, the last one first.
 
-    row_index goes first, then long kept columns, then the task's own except the first, then short kept columns.
+    row_index goes first, and a second column of the ids; then long kept columns, then the task's own except the first,
+    then short kept columns.
     """
-    own = [name for name in names if name not in kept and name not in ("id", "row_index", "sample_index")]
+    ids = [name for name in head.kept if "id" in names and all(row.get(name) == row.get("id") for row in head.rows)]
+    kept = [name for name in head.kept if name not in ids]
+    own = [name for name in names if name not in head.kept and name not in ("id", "row_index", "sample_index")]
     by_length = sorted(kept, key=lambda name: widths[name] > _SHORT)
     num_short = sum(widths[name] <= _SHORT for name in kept)
-    return [*by_length[:num_short], *own[1:], *by_length[num_short:], *(name for name in names if name == "row_index")]
+    return [
+        *by_length[:num_short],
+        *own[1:],
+        *by_length[num_short:],
+        *(name for name in names if name == "row_index" or name in ids),
+    ]
 
 
 def _chosen(head: Head) -> list[str]:
@@ -117,6 +125,8 @@ def _chosen(head: Head) -> list[str]:
     confidence = _CONFIDENCE if head.writes_labels else None
     own = [name for name in head.columns if name not in {*names, *head.kept}]
     own = [name for name in own if name == confidence or not _LEFT_OUT.fullmatch(name)]
+    if confidence in own:
+        own.sort(key=lambda name: name not in ("text", confidence))  # the last ones are left out first
     return [
         *names,
         *head.kept,

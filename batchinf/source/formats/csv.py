@@ -15,7 +15,7 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, open_input, refuse_utf16
+from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, not_utf8, open_input, refuse_utf16
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins
@@ -111,26 +111,27 @@ class _Rows:
             io.BufferedReader(stream, BLOCK_BYTES), "utf-8-sig", "surrogateescape", newline=""
         )
         self._reader = csv.reader(self._lines(), strict=True)
-        self.num_chars, self._is_utf8 = 0, True
+        self.num_chars, self._wrong = 0, ""
         try:
             self.header = next((row for row in self._reader if row), [])
         except csv.Error as error:
             raise InputError(f"{file.name}: its header is not CSV: {error}") from None
-        if not self._is_utf8:
-            raise InputError(f"{file.name}: its header is not UTF-8; save the file as UTF-8")
+        if self._wrong:
+            raise InputError(f"{file.name}: its header is {self._wrong}")
         refuse_twins(self.header, file.name)
 
     def _lines(self) -> Iterator[str]:
         for line in iter(lambda: self._text.readline(MAX_LINE_BYTES), ""):
             self.num_chars += len(line)
-            self._is_utf8 &= line.isascii() or is_utf8(line)  # other bytes are decoded to lone surrogates
+            if not (line.isascii() or is_utf8(line)):  # other bytes are decoded to lone surrogates
+                self._wrong = self._wrong or _why_not_utf8(line)
             yield line
 
     def __iter__(self) -> Iterator[list[str] | str]:
         width = len(self.header)
         while True:
             line = self._reader.line_num + 1
-            self._is_utf8 = True
+            self._wrong = ""
             try:
                 row = next(self._reader)
             except StopIteration:
@@ -138,12 +139,20 @@ class _Rows:
             except csv.Error as error:
                 yield f"line {line}: not CSV: {error}"
                 continue
-            if not self._is_utf8:
-                yield f"line {line}: not UTF-8"
+            if self._wrong:
+                yield f"line {line}: {self._wrong}"
             elif len(row) == width:
                 yield row
             elif row:
                 yield f"line {line}: {len(row)} fields where the header has {width}"
+
+
+def _why_not_utf8(line: str) -> str:
+    try:
+        line.encode(errors="surrogateescape").decode()
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
+    raise AssertionError("the line is UTF-8")
 
 
 class _CsvReader(ArrowReader):

@@ -19,18 +19,22 @@ import xxhash
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import BlockDigests, CheckedBytes, changed
-from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, blocks, compression, refuse_utf16
+from batchinf.source.files import (
+    BLOCK_BYTES,
+    LINE_ENDS,
+    MAX_LINE_BYTES,
+    InputFile,
+    blocks,
+    compression,
+    not_utf8,
+    refuse_utf16,
+)
 from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, Reader, Record, SourceFile, map_int64
 from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8
 
 WHITESPACE = b" \t\r\n"  # of JSON
 _FIRST_LINES = 100  # that are looked at before the scan
 _FEW_LINES = 64  # in a block of at least a megabyte: their ends are found faster one by one
-
-
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """The reason for an error row."""
-    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
 class LineFormat(FileFormat):
