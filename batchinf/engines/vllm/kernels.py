@@ -147,9 +147,10 @@ def _likeliest(logits: torch.Tensor, maxima: torch.Tensor, k: int) -> torch.Tens
     vocab_size = logits.shape[1]
     segments = maxima.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
     ids = (segments[:, :, None] * _SEGMENT + torch.arange(_SEGMENT, device=logits.device)).flatten(1)
-    within = logits.gather(1, ids.clamp(max=vocab_size - 1))
-    if vocab_size % _SEGMENT:
-        within.masked_fill_(ids >= vocab_size, -torch.inf)
+    if vocab_size % _SEGMENT == 0:
+        within = logits.gather(1, ids)
+    else:  # the last segment ends behind the row
+        within = logits.gather(1, ids.clamp(max=vocab_size - 1)).masked_fill_(ids >= vocab_size, -torch.inf)
     return ids.gather(1, within.topk(k, dim=-1).indices).clamp_(max=vocab_size - 1)
 
 
