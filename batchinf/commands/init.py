@@ -1,6 +1,7 @@
 """`batchinf init`: writes a short commented spec that fits the data and the model."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -16,7 +17,7 @@ from batchinf.base.storage import reason
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.source.files import InputLocation
-from batchinf.source.rows import Source, open_source
+from batchinf.source.rows import Row, Source, open_source
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
 
@@ -28,7 +29,7 @@ _IDS = "id uid uuid guid key custom_id example_id row_id doc_id"
 _LABELS = "label labels category class sentiment topic target intent"
 _MESSAGES = "messages conversation conversations"
 _CHOICES = "choices options answers endings"
-_ANSWERS = "answer answer_index answerKey label target gold"
+_ANSWERS = "answer answer_index correct_answer answerKey label target gold"
 _CONTINUATIONS = "continuation completion response target output answer"
 _OF_A_ROW = {*f"{_TEXTS} {_LABELS} {_ANSWERS} {_CONTINUATIONS}".lower().split()}  # never an id
 _LOOKED_AT = 1000
@@ -72,7 +73,9 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     ]
     ids = [name for name in names if _named(name, _IDS) and len(set(map(str, values[name]))) == len(rows)]
     ids.sort(key=lambda name: name.lower() != "id")
-    free = [name for name in texts if name not in ids]
+    chosen_from = {name: [_as_list(value) for value in values[name]] for name in names if name in _CHOICES.split()}
+    choices = next((name for name, column in chosen_from.items() if column and _are_texts(column)), None)
+    free = [name for name in texts if name not in (*ids, choices)]
     messages = _first(lists, _MESSAGES)
     text = _first(free, _TEXTS) or max(free, key=lambda name: _mean_length(values[name]), default=messages)
     if text is None:
@@ -83,8 +86,8 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     others = [name for name in [*texts, *integers] if name != text and name.lower() not in _OF_A_ROW]
     ids += [name for name in names if name in others and not ids and _are_ids(values[name], len(rows))]
     repeats = [_repeat(name, values[name], len(rows)) for name in names if not ids and name in others]
-    choices = next((name for name in lists if name in _CHOICES.split() and _are_texts(values[name])), None)
-    short = [name for name in names if name not in {text, *ids, *lists} and _mean_length(values[name]) <= 60]
+    answers = [name for name in free if choices and _first([name], _ANSWERS) and _are_answers(rows, name, choices)]
+    short = [name for name in names if name not in {text, choices, *ids, *lists} and _mean_length(values[name]) <= 60]
     return Data(
         path=path,
         num_rows=source.num_rows,
@@ -96,7 +99,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         labels=tuple(labels) or (_DEFAULT_LABELS if labelled is None else tuple(sorted(map(str, {*values[labelled]})))),
         labelled=None if labels else labelled,
         choices=choices,
-        answer=None if choices is None else _first(integers, _ANSWERS),
+        answer=None if choices is None else _first([*integers, *answers], _ANSWERS),
         continuation=_first([name for name in free if name != text], _CONTINUATIONS),
         kept=(*([text] if text in texts else []), *short[:_MOST_KEPT]),
     )
@@ -149,6 +152,20 @@ def _repeat(name: str, values: Sequence[Any], num_rows: int) -> str | None:
         return None
     first = next(word for word, number in Counter(words).items() if number > 1)
     return f"{name} repeats {first!r}" if _are_ids(distinct, len(distinct)) else None
+
+
+def _as_list(value: Any) -> Any:
+    """A list that CSV holds as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def _are_answers(rows: Sequence[Row], name: str, choices: str) -> bool:
+    """Whether each row's value is one of its choices."""
+    pairs = [(row.values.get(name), row.values.get(choices)) for row in rows]
+    return all(answer in _as_list(texts) for answer, texts in pairs if None not in (answer, texts))
 
 
 def _are_texts(values: Sequence[Any]) -> bool:

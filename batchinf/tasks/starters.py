@@ -23,8 +23,8 @@ class Data:
 
     path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
     row. repeated_id: why a column like one of ids is not taken: `ticket repeats 'T-1019'`. labels: words to choose
-    from. labelled: the column that has them. choices, answer: texts to choose from in each row, and the place of the
-    right one. continuation: what follows the text. kept: the text, and short columns.
+    from. labelled: the column that has them. choices, answer: texts to choose from in each row, and the right one or
+    its place. continuation: what follows the text. kept: the text, and short columns.
     """
 
     path: str
@@ -116,7 +116,7 @@ def _score(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     if data.choices is not None:
         given = [f"  context_column: {_yaml(data.text)}", f"  choices_column: {_yaml(data.choices)}"]
         if data.answer is not None:
-            given.append(f"  answer_column: {_yaml(data.answer)}    # the place of the right choice, from 0")
+            given.append(f"  answer_column: {_yaml(data.answer)}    # the right choice: its text, or its place from 0")
         more = ('score: {target_delimiter: " "}    # between the context and each choice',)
         return "Scores the choices of each row by their logprobs, and finds the best.", (("task: score",), given, more)
     if data.continuation is not None:

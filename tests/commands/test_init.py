@@ -1,5 +1,6 @@
 """`batchinf init`: the specs that it writes are valid, warn of nothing, and use the columns that are meant."""
 
+import csv
 import json
 import os
 import pathlib
@@ -85,6 +86,26 @@ def test_an_id_is_a_column_of_unique_short_words_if_no_name_says_so(tmp_path: pa
     (tmp_path / "job.yaml").unlink()
     assert look_at(str(rows_file(tmp_path, [*rows, rows[0]]))).id is None
     assert look_at(str(rows_file(tmp_path, [{**row, "key": f"k{row['ticket']}"} for row in rows]))).id == "key"
+
+
+def test_choices_in_a_csv_file_are_json(tmp_path: pathlib.Path) -> None:
+    rows = [["q1", "Capital of France?", '["Rome", "Paris"]', "Paris"], ["q2", "After six?", '["seven", "two"]', "two"]]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "question", "choices", "answer"], *rows])
+    done = jobs.run(
+        "init", tmp_path / "job.yaml", "--for", "score", "--data", tmp_path / "rows.csv", "--model", jobs.MODEL
+    )
+    assert done.returncode == 0, done.stderr
+    where = yaml.safe_load((tmp_path / "job.yaml").read_text())["input"]
+    assert (where["context_column"], where["choices_column"], where["answer_column"]) == (
+        "question", "choices", "answer"
+    )  # fmt: skip
+    assert jobs.run("validate", tmp_path / "job.yaml").returncode == 0
+    # A letter is no choice.
+    letters = [{"question": "Capital of France?", "choices": '["Rome", "Paris"]', "answer": "B"}]
+    assert look_at(str(rows_file(tmp_path, letters))).answer is None
+    broken = [{"question": "Capital of France?", "choices": "[Rome or Paris"}]
+    assert look_at(str(rows_file(tmp_path, broken))).choices is None
 
 
 def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
