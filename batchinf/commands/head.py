@@ -33,7 +33,7 @@ class Head:
     columns: names of all columns; empty if no row is finished. kept: those that come from the input, without the id.
     choices: the texts that `best` counts, if all rows have the same. num_rows: all rows, or error rows if only these
     were asked for; None if the job is not done. writes_labels: the model wrote one of a few labels, and
-    `cumulative_logprob` is among these.
+    `cumulative_logprob` is among these. stores_logprobs: the column `logprobs` is the result of a row, of task logits.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -42,6 +42,7 @@ class Head:
     choices: tuple[str, ...]
     num_rows: int | None
     writes_labels: bool = False
+    stores_logprobs: bool = False
 
 
 def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_errors: bool = False) -> Head:
@@ -70,7 +71,9 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
         and "choice" in (spec.sampling.structured_outputs or {})
         and spec.sampling.logprobs_mode == "processed_logprobs"
     )
-    return Head(tuple(rows), names, tuple(kept), choices, sum(counts) if is_done else None, writes_labels)
+    num_all = sum(counts) if is_done else None
+    stores_logprobs = spec is not None and spec.task == "logits"
+    return Head(tuple(rows), names, tuple(kept), choices, num_all, writes_labels, stores_logprobs)
 
 
 def _finished_tables(folder: Folder, state: State, num_rows: int, only_errors: bool) -> Generator[pa.Table, None, None]:
