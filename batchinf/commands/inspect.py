@@ -100,12 +100,14 @@ def inspect_row(out: str, wanted: str) -> InspectReport:
         rows = [{**row, "prompt_token_ids": ids} for row in rows]
     except BatchinfError as error:
         note = one_line(error)
+    # Of task logits, `logprobs` is the row's result, with a list for each position, and not of its tokens.
+    results_too = {"logprobs"} if results.spec["task"] == "logits" else set()
     samples = tuple(
         InspectedSample(
-            {name: value for name, value in row.items() if name not in _NOT_FIELDS},
+            {name: value for name, value in row.items() if name not in _NOT_FIELDS - results_too},
             None if row.get("token_ids") is None else show(tokenizer, row["token_ids"]),
             _stopped_by(tokenizer, row, results.spec["sampling"]["stop"]),
-            *(tuple(_tokens(tokenizer, row, prefix)) for prefix in _PREFIXES),
+            *(tuple(_tokens(tokenizer, {**row, **dict.fromkeys(results_too)}, prefix)) for prefix in _PREFIXES),
         )
         for row in rows
     )

@@ -114,7 +114,7 @@ def _chosen(head: Head) -> list[str]:
     names = ["id" if "id" in head.columns else "row_index"]
     if any(row.get("sample_index") for row in head.rows):
         names.append("sample_index")
-    results = {_CONFIDENCE: head.writes_labels, "logprobs": head.stores_logprobs}
+    results = {_CONFIDENCE: head.writes_labels, "logprobs": head.stores_logprobs, "chosen_logprobs": True}
     own = [name for name in head.columns if name not in {*names, *head.kept}]
     own = [name for name in own if results.get(name) or not _LEFT_OUT.fullmatch(name)]
     return [
