@@ -19,7 +19,7 @@ from batchinf.model.memory import needs_lines
 from batchinf.prompts.builder import setting
 
 _COLUMNS = 80
-_MOST_ERROR_CHARS = 120
+_MOST_ERROR_CHARS = 400  # the advice is at the end of a message
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MOST_IDS = 16
 # Shown characters of a prompt that the user did not name.
