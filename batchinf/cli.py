@@ -78,7 +78,8 @@ def _init(
             found = dataclasses.replace(found, labels=_words(said) or found.labels, labelled=None)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
     write(path, purpose, found, StarterWanted(model, has_template is not False, where))
-    _print([f"{path}: rows from {data} ({found.num_rows:,}), text from the column {found.text!r}"])
+    text = "an OpenAI batch file" if found.is_batch else f"text from the column {found.text!r}"
+    _print([f"{path}: rows from {data} ({found.num_rows:,}), {text}"])
     if purpose == "label":
         source = "" if found.labelled is None else f", the words of the column {found.labelled!r}"
         _print([f"labels: {', '.join(found.labels)}{source}; change them in {path} if they are not yours"])

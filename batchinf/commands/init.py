@@ -17,6 +17,7 @@ from batchinf.base.storage import reason
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.source.files import InputLocation
+from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row, Source, open_source
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
@@ -87,6 +88,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     ids += [name for name in names if name in others and not ids and _are_ids(values[name], len(rows))]
     repeats = [_repeat(name, values[name], len(rows)) for name in names if not ids and name in others]
     answers = [name for name in free if choices and _first([name], _ANSWERS) and _are_answers(rows, name, choices)]
+    is_batch = OpenAIBatch.has_its_columns(names)
     short = [name for name in names if name not in {text, choices, *ids, *lists} and _mean_length(values[name]) <= 60]
     return Data(
         path=path,
@@ -101,7 +103,8 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         choices=choices,
         answer=None if choices is None else _first([*integers, *answers], _ANSWERS),
         continuation=_first([name for name in free if name != text], _CONTINUATIONS),
-        kept=(*([text] if text in texts else []), *short[:_MOST_KEPT]),
+        kept=() if is_batch else (*([text] if text in texts else []), *short[:_MOST_KEPT]),
+        is_batch=is_batch,
     )
 
 
@@ -193,8 +196,13 @@ def check_purpose(purpose: str) -> None:
 
 
 def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
-    """Write the spec. Raises UserError if there is a file already."""
+    """Write the spec. Raises UserError if there is a file already, or if the data is for another purpose."""
     check_purpose(purpose)
+    if data.is_batch and purpose != "generate":
+        raise UserError(
+            f"--for: got {purpose}, but {data.path} is an OpenAI batch file, whose lines are requests to generate; "
+            "write --for generate, or make a file with the texts in a column"
+        )
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(write_spec(purpose, path, data, wanted))

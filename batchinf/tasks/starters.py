@@ -24,7 +24,8 @@ class Data:
     path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
     row. repeated_id: why a column like one of ids is not taken: `ticket repeats 'T-1019'`. labels: words to choose
     from. labelled: the column that has them. choices, answer: texts to choose from in each row, and the right one or
-    its place. continuation: what follows the text. kept: the text, and short columns.
+    its place. continuation: what follows the text. kept: the text, and short columns. is_batch: the input is an OpenAI
+    batch file.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Data:
     answer: str | None
     continuation: str | None
     kept: tuple[str, ...]
+    is_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             *([*sections[2], ""] if sections[2] else []),
             "output:",
             f"  path: {_path(wanted.out)}",
-            f"  keep_columns: {_kept(data.kept)}    # input columns to copy to the output",
+            *([f"  keep_columns: {_kept(data.kept)}    # input columns to copy to the output"] if data.kept else []),
             "",
         ]
     )
@@ -108,6 +110,11 @@ def _generate(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "  max_tokens: 256",
         "  # logprobs: 5       store the logprobs of the 5 most likely tokens at each position",
     )
+    if data.is_batch:
+        asked = [
+            "  format: openai    # a line has its prompt and parameters; `sampling` is for those that it leaves out"
+        ]
+        return "Runs the requests of an OpenAI batch file.", ((), asked, sampling)
     return "Generates a text for each row.", ((), _asked(data, wanted, ""), sampling)
 
 

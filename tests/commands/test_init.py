@@ -88,6 +88,27 @@ def test_an_id_is_a_column_of_unique_short_words_if_no_name_says_so(tmp_path: pa
     assert look_at(str(rows_file(tmp_path, [{**row, "key": f"k{row['ticket']}"} for row in rows]))).id == "key"
 
 
+def test_a_batch_file_keeps_its_own_prompts(tmp_path: pathlib.Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 7}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    data = rows_file(tmp_path, [{"custom_id": name, **line} for name in "ab"])
+    path = tmp_path / "job.yaml"
+    given = ("--data", data, "--model", jobs.MODEL)
+    done = jobs.run("init", path, "--for", "generate", *given)
+    assert done.returncode == 0, done.stderr
+    assert "an OpenAI batch file" in done.stdout
+    report = batchinf.validate(str(path), overrides={"engine": {"served_model_name": ["m"]}})
+    assert "Tell me a story." in report.rows[0].text
+    assert report.rows[0].id == "a"
+    path.unlink()
+    for purpose in PURPOSES:
+        if purpose != "generate":
+            refused = jobs.run("init", path, "--for", purpose, *given)
+            assert refused.returncode == 2
+            assert "is an OpenAI batch file" in refused.stderr
+            assert not path.exists()
+
+
 def test_choices_in_a_csv_file_are_json(tmp_path: pathlib.Path) -> None:
     rows = [["q1", "Capital of France?", '["Rome", "Paris"]', "Paris"], ["q2", "After six?", '["seven", "two"]', "two"]]
     with (tmp_path / "rows.csv").open("w", newline="") as file:
