@@ -31,7 +31,7 @@ _LABELS = "label labels category class sentiment topic target intent"
 _MESSAGES = "messages conversation conversations"
 _CHOICES = "choices options answers endings"
 _ANSWERS = "answer answer_index correct_answer answerKey label target gold"
-_CONTINUATIONS = "continuation completion response target output answer"
+_CONTINUATIONS = "continuation completion response chosen target output answer"
 _OF_A_ROW = {*f"{_TEXTS} {_LABELS} {_ANSWERS} {_CONTINUATIONS}".lower().split()}  # never an id
 _LOOKED_AT = 1000
 _MOST_LABELS, _MOST_LABEL_CHARS = 12, 40
@@ -102,7 +102,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         labelled=None if labels else labelled,
         choices=choices,
         answer=None if choices is None else _first([*integers, *answers], _ANSWERS),
-        continuation=_first([name for name in free if name != text], _CONTINUATIONS),
+        continuation=_first([name for name in free if name != text or messages is not None], _CONTINUATIONS),
         kept=() if is_batch else (*([text] if text in texts else []), *short[:_MOST_KEPT]),
         is_batch=is_batch,
     )
@@ -203,9 +203,10 @@ def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
             f"--for: got {purpose}, but {data.path} is an OpenAI batch file, whose lines are requests to generate; "
             "write --for generate, or make a file with the texts in a column"
         )
+    text = write_spec(purpose, path, data, wanted)
     try:
         with open(path, "x", encoding="utf-8") as file:
-            file.write(write_spec(purpose, path, data, wanted))
+            file.write(text)
     except FileExistsError:
         raise UserError(f"{path} is there already; give another name, or delete it yourself") from None
     except OSError as error:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchinf.base.errors import UserError
 from batchinf.prompts.templates import column_call
 
 _PLAIN = re.compile(r"(?:\.{0,2}/)?[A-Za-z_][\w/.-]*", re.ASCII)
@@ -42,6 +43,11 @@ class Data:
     continuation: str | None
     kept: tuple[str, ...]
     is_batch: bool = False
+
+    @property
+    def has_only_messages(self) -> bool:
+        """Whether the text of a row is its conversation, as no column has text."""
+        return self.text == self.messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +126,22 @@ def _generate(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
 
 def _score(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     more: tuple[str, ...] = ()
+    is_chat = data.text in (data.messages, data.continuation)  # no other column has text
+    context = _conversations(data) if is_chat else f"  context_column: {_yaml(data.text)}"
     if data.choices is not None:
-        given = [f"  context_column: {_yaml(data.text)}", f"  choices_column: {_yaml(data.choices)}"]
+        given = [context, f"  choices_column: {_yaml(data.choices)}"]
         if data.answer is not None:
             given.append(f"  answer_column: {_yaml(data.answer)}    # the right choice: its text, or its place from 0")
         more = ('score: {target_delimiter: " "}    # between the context and each choice',)
         return "Scores the choices of each row by their logprobs, and finds the best.", (("task: score",), given, more)
     if data.continuation is not None:
-        given = [f"  context_column: {_yaml(data.text)}", f"  continuation_column: {_yaml(data.continuation)}"]
+        given = [context, f"  continuation_column: {_yaml(data.continuation)}"]
         return "Scores a continuation of each row's text by its logprobs.", (("task: score",), given, more)
+    if data.has_only_messages:
+        raise UserError(
+            f"--for: got score, but {data.path} has only conversations, in {data.text!r}; give a column with the text "
+            "to score after each, such as 'response', or with the text of each row"
+        )
     given = [f"  text_column: {_yaml(data.text)}    # all of it is scored; long texts in windows"]
     more = ("score: {add_bos_token: false}    # the BOS that a tokenizer puts before a text is not scored",)
     return "Scores each text: logprobs, perplexity and bits per byte.", (("task: score",), given, more)
@@ -151,7 +164,8 @@ def _embed(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "  normalize: true    # vectors of length 1: a dot product is the cosine",
         "  dtype: float32     # float16 halves the output",
     )
-    return "Stores a vector for each text.", (("task: embed",), [f"  prompt_column: {_yaml(data.text)}"], pooling)
+    given = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text)}"
+    return "Stores a vector for each text.", (("task: embed",), [given], pooling)
 
 
 PURPOSES: dict[str, Callable[[Data, StarterWanted], tuple[str, _Sections]]] = {
@@ -165,13 +179,16 @@ PURPOSES: dict[str, Callable[[Data, StarterWanted], tuple[str, _Sections]]] = {
 
 def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
     """The prompt: the row's text, after an instruction if there is one."""
-    if data.messages is not None and not instruction and wanted.is_chat:
-        return [f"  messages_column: {_yaml(data.messages)}    # conversations, for the model's chat template"]
+    if not instruction and (data.has_only_messages or (data.messages is not None and wanted.is_chat)):
+        return [_conversations(data)]
     if not (instruction or wanted.is_chat) or not data.text.isprintable():
         turn = ["  add_generation_prompt: true    # each prompt is a user's message in the model's chat template"]
         return [f"  prompt_column: {_yaml(data.text)}", *(turn if wanted.is_chat else [])]
     is_name = _NAME.fullmatch(data.text)
     text = f"{{{{ {data.text if is_name else column_call(data.text)} }}}}"
+    if data.has_only_messages:
+        message = "{{ message.role }}: {{ message.content }}{{ '\\n' }}"
+        text = f"{{% for message in {data.text} %}}{message}{{% endfor %}}"
     if not wanted.is_chat:
         lines = [instruction, "", f"Text: {text}", "", "Label:"]
         return ["  prompt_template: |-    # {{ }} is a column of the row", *(f"    {line}".rstrip() for line in lines)]
@@ -182,6 +199,10 @@ def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
         "      content: |-",
         *(f"        {line}".rstrip() for line in lines),
     ]
+
+
+def _conversations(data: Data) -> str:
+    return f"  messages_column: {_yaml(data.messages or '')}    # conversations, for the model's chat template"
 
 
 def _kept(names: Sequence[str]) -> str:

@@ -88,6 +88,28 @@ def test_an_id_is_a_column_of_unique_short_words_if_no_name_says_so(tmp_path: pa
     assert look_at(str(rows_file(tmp_path, [{**row, "key": f"k{row['ticket']}"} for row in rows]))).id == "key"
 
 
+@pytest.mark.parametrize("purpose", ["generate", "label", "logits", "embed"])
+def test_conversations_alone_are_prompts(purpose: str, tmp_path: pathlib.Path) -> None:
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    data = rows_file(tmp_path, [{"messages": turns}] * 3)
+    report = batchinf.validate(str(written(purpose, data, tmp_path)), overrides=NO_VLLM if purpose == "label" else {})
+    text = report.rows[0].text
+    assert "Why?" in text
+    assert "[{" not in text
+    assert ("user: Why?\nassistant: So." in text) == (purpose == "label")
+
+
+def test_scores_of_conversations_need_a_text(tmp_path: pathlib.Path) -> None:
+    turns = [{"role": "user", "content": "Why?"}]
+    alone = rows_file(tmp_path, [{"messages": turns}] * 3)
+    with pytest.raises(UserError, match=r"has only conversations, in 'messages'; give a column with the text"):
+        written("score", alone, tmp_path)
+    data = rows_file(tmp_path, [{"messages": turns, "response": f"So {n}."} for n in range(3)])
+    found = yaml.safe_load(written("score", data, tmp_path).read_text())["input"]
+    assert (found["messages_column"], found["continuation_column"]) == ("messages", "response")
+    batchinf.validate(str(tmp_path / "job.yaml"))
+
+
 def test_a_batch_file_keeps_its_own_prompts(tmp_path: pathlib.Path) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 7}
     line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
