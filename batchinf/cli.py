@@ -513,15 +513,7 @@ def _slurm(
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import (
-        Wishes,
-        folder_of,
-        place_error,
-        script_of,
-        submit,
-        submitted_lines,
-        write_script,
-    )
+    from batchinf.commands.slurm import Wishes, folder_of, script_of, submit, submitted_lines, write_script
 
     file = read_checked(spec, set_ or ())
     wishes = Wishes(
@@ -531,9 +523,7 @@ def _slurm(
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, wishes), file)
     submitted = submit(path, file, wishes) if submits else None
-    if submitted is None and (error := place_error(file, wishes)) is not None:
-        print(f"warning: {error}", file=sys.stderr)
-    _print(submitted_lines(path, submitted, file))
+    _print(submitted_lines(path, submitted, file, wishes))
 
 
 @app.command("schema", epilog="Example: batchinf schema > batchinf.schema.json")

@@ -335,7 +335,7 @@ def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def place_error(file: SpecFile, wishes: Wishes) -> str | None:
+def _place_error(file: SpecFile, wishes: Wishes) -> str | None:
     """Why each Slurm job would end with exit code 2: the output folder holds a job that is cut differently."""
     num_slices = wishes.num_slices
     try:
@@ -352,7 +352,7 @@ def submit(path: pathlib.Path, file: SpecFile, wishes: Wishes) -> Submitted:
             f"--submit: there is no sbatch here; run `sbatch {path}` on a machine of the cluster, in the folder "
             f"{os.getcwd()}"
         )
-    if (error := place_error(file, wishes)) is not None:
+    if (error := _place_error(file, wishes)) is not None:
         raise UserError(f"--submit: {error}")
     _sbatch(path, "--test-only")
     # On a federation of clusters sbatch prints `id;cluster`.
@@ -368,10 +368,14 @@ def _sbatch(path: pathlib.Path, option: str) -> str:
     return done.stdout
 
 
-def submitted_lines(path: pathlib.Path, submitted: Submitted | None, file: SpecFile) -> Sequence[str]:
+def submitted_lines(path: pathlib.Path, submitted: Submitted | None, file: SpecFile, wishes: Wishes) -> Sequence[str]:
     """What the command says at its end."""
     if submitted is None:
-        return [f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf"]
+        error = _place_error(file, wishes)
+        return [
+            f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf",
+            *([] if error is None else [f"warning: {error}"]),
+        ]
     return [
         f"wrote {path}",
         f"submitted job {submitted.job_id}; its log: {submitted.log}; its state: batchinf status "
