@@ -64,21 +64,22 @@ def _init(
     ] = None,
 ) -> None:
     """Write a short commented spec that fits your data. Asks for what no option gives."""
-    from batchinf.commands.init import StarterWanted, check_purpose, has_chat_template, labels_of, look_at, write
+    from batchinf.commands.init import StarterWanted, check_purpose, has_chat_template, labels_in, look_at, write
 
     purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check_purpose)
-    look = functools.partial(look_at, labels=labels_of(labels or ""))
+    look = functools.partial(look_at, labels=labels_in(labels or ""))
     data, found = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?", look)
     question = "Which model (a Hugging Face id or a folder)?"
     model, has_template = _asked(model, "--model", question, has_chat_template)
     if purpose == "label" and not labels and sys.stdin.isatty():
         of_column = ", ".join(found.labels) if found.labelled is not None else None
-        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_of, of_column)
+        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_in, of_column)
         if said != of_column:
             found = dataclasses.replace(found, labels=words or found.labels, labelled=None)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
     write(path, purpose, found, StarterWanted(model, has_template is not False, where))
-    _print([f"{path}: rows from {data} ({found.num_rows:,}), text from the column {found.text!r}"])
+    text = "an OpenAI batch file" if found.is_batch else f"text from the column {found.text!r}"
+    _print([f"{path}: rows from {data} ({found.num_rows:,}), {text}"])
     if purpose == "label":
         source = "" if found.labelled is None else f", the words of the column {found.labelled!r}"
         _print([f"labels: {', '.join(found.labels)}{source}; change them in {path} if they are not yours"])
@@ -230,10 +231,10 @@ def _plan(
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
     from batchinf.commands.text.plan import plan_lines
-    from batchinf.commands.text.plan_chart import check_name, write_chart
+    from batchinf.commands.text.plan_chart import check_file, write_chart
 
     if plot is not None:
-        check_name(plot)
+        check_file(plot)
     report = api.plan(
         target,
         overrides=set_ or (),
@@ -520,7 +521,7 @@ def _slurm(
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, wishes), file)
     submitted = submit(path, file, wishes) if submits else None
-    _print(submitted_lines(path, submitted, file))
+    _print(submitted_lines(path, submitted, file, wishes))
 
 
 @app.command("schema", epilog="Example: batchinf schema > batchinf.schema.json")

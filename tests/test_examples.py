@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import jobs
 
 EXAMPLES = jobs.ROOT / "docs" / "examples"
@@ -63,7 +65,17 @@ def test_calibration(tmp_path: pathlib.Path) -> None:
     rows = jobs.rows_of(tmp_path / "out")
     share = sum(row["best"] == row["answer"] for row in rows) / len(rows)
     assert f"best: {share:.3f} ± " in said
-    assert "expected calibration error: 0." in said
+    tables = said.split("probabilities from ")[1:]
+    for table, is_per_byte in zip(tables, (False, True), strict=True):
+        confidence = []
+        for row in rows:
+            lengths = row["choice_num_bytes"] if is_per_byte else [1] * len(row["choice_num_bytes"])
+            scores = [total / length for total, length in zip(row["choice_logprob_sums"], lengths, strict=True)]
+            confidence.append(1 / sum(math.exp(score - max(scores)) for score in scores))
+        lines = [line.split() for line in table.splitlines() if "–" in line]
+        assert sum(int(line[-3]) for line in lines) == len(rows)
+        assert sum(int(line[-3]) * float(line[-2]) for line in lines) == pytest.approx(sum(confidence), abs=0.1)
+        assert "expected calibration error: 0." in table
 
 
 def test_teacher_logits(tmp_path: pathlib.Path) -> None:

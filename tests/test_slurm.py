@@ -15,6 +15,7 @@ import pytest
 
 import jobs
 from batchinf.base.errors import UserError
+from batchinf.base.slices import claim_whole
 from batchinf.cli import app
 from batchinf.commands.slurm import Wishes, script_of, write_script
 from batchinf.spec.file import SpecFile, read_spec
@@ -321,3 +322,22 @@ def test_without_slurm_nothing_is_submitted(tmp_path: pathlib.Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"there is no sbatch here; run `sbatch out/quickstart\.slurm/job\.sbatch` on"):
         command("batchinf slurm jobs/quickstart.yaml --submit", monkeypatch, tmp_path)
+
+
+def test_slices_are_not_submitted_over_a_whole_job(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in place(tmp_path, "", "").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{tmp_path}/.venv/bin:{os.environ['PATH']}")
+    (tmp_path / "out/quickstart").mkdir(parents=True)
+    claim_whole(str(tmp_path / "out/quickstart"))
+    command("batchinf slurm jobs/quickstart.yaml --array 2", monkeypatch, tmp_path)
+    said = capsys.readouterr().out
+    words = "--array 2 runs slices. --slice 0/2: out/quickstart holds a job that is not cut into slices: "
+    assert f"\nwarning: {words}" in said
+    with pytest.raises(UserError, match=re.escape(words)):
+        command("batchinf slurm jobs/quickstart.yaml --array 2 --submit", monkeypatch, tmp_path)
+    assert not (tmp_path / "calls").exists()
+    command("batchinf slurm jobs/quickstart.yaml", monkeypatch, tmp_path)
+    assert "warning" not in capsys.readouterr().out

@@ -449,7 +449,11 @@ WRONG = [
           "job.yaml:9:1: logits: must be left out with task generate; or set task: logits"),
     Wrong("a token of several", {"task": "logits", "sampling": None, "logits": {"tokens": [" the", " Istanbul!"]}},
           "job.yaml:10:5: logits.tokens[1]: got ' Istanbul!', which is 6 tokens: ' I' (314), 'st' (334), 'an'"
-          " (298), 'b' (71), 'ul' (409), '!' (6); must be one token, perhaps with a space before it"),
+          " (298), 'b' (71), 'ul' (409), '!' (6); must be one token, or use task: score with input.choices, which takes"
+          " texts of several tokens"),
+    Wrong("a token without its space", {"task": "logits", "sampling": None, "logits": {"tokens": ["the"]}},
+          "job.yaml:9:5: logits.tokens[0]: got 'the', which is 2 tokens: 't' (89), 'he' (264); must be one token, such"
+          " as ' the', or use task: score with input.choices, which takes texts of several tokens"),
     Wrong("one token under two names", {"task": "logits", "sampling": None, "logits": {"tokens": [" the", " the"]}},
           "job.yaml:8:3: logits.tokens: got a token twice; name each once"),
     Wrong("tokens and other ids",

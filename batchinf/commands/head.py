@@ -34,7 +34,7 @@ class Head:
     columns: names of all columns; empty if no row is finished. kept: those that come from the input, without the id.
     choices: the texts that `best` counts, if all rows have the same. num_rows: all rows, or error rows if only these
     were asked for; None if the job is not done. writes_labels: the model wrote one of a few labels, and
-    `cumulative_logprob` is among these.
+    `cumulative_logprob` is among these. row_columns: see `Task`.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -43,6 +43,7 @@ class Head:
     choices: tuple[str, ...]
     num_rows: int | None
     writes_labels: bool = False
+    row_columns: frozenset[str] = frozenset()
 
 
 def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_errors: bool = False) -> Head:
@@ -78,7 +79,9 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
     kept, choices = ((), ()) if spec is None else (spec.output.keep_columns.values(), spec.input.choices or ())
     counts = [state.counts.num_errors if only_errors else state.counts.num_rows for _, state in states]
     is_done = len(states) == len(jobs) and all(state.is_done for _, state in states)
-    return Head(tuple(rows), names, tuple(kept), choices, sum(counts) if is_done else None, writes_labels)
+    num_all = sum(counts) if is_done else None
+    row_columns = frozenset[str]() if spec is None else task_of(spec).row_columns
+    return Head(tuple(rows), names, tuple(kept), choices, num_all, writes_labels, row_columns)
 
 
 def _finished_tables(folder: Folder, state: State, num_rows: int, only_errors: bool) -> Generator[pa.Table, None, None]:

@@ -1,6 +1,7 @@
 """`batchinf init`: writes a short commented spec that fits the data and the model."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -17,11 +18,12 @@ from batchinf.base.text import list_names, names_in
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.source.files import InputLocation
-from batchinf.source.rows import Source, open_source
+from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.rows import Row, Source, open_source
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
 
-__all__ = ["StarterWanted", "has_chat_template", "labels_of", "look_at", "write"]
+__all__ = ["StarterWanted", "has_chat_template", "labels_in", "look_at", "write"]
 
 # Names of columns, the likeliest first.
 _TEXTS = "prompt question instruction text content document body review comment sentence title input query message"
@@ -29,8 +31,8 @@ _IDS = "id uid uuid guid key custom_id example_id row_id doc_id"
 _LABELS = "label labels category class sentiment topic target intent"
 _MESSAGES = "messages conversation conversations"
 _CHOICES = "choices options answers endings"
-_ANSWERS = "answer answer_index answerKey label target gold"
-_CONTINUATIONS = "continuation completion response target output answer"
+_ANSWERS = "answer answer_index correct_answer answerKey label target gold"
+_CONTINUATIONS = "continuation completion response chosen target output answer"
 _OF_A_ROW = {*f"{_TEXTS} {_LABELS} {_ANSWERS} {_CONTINUATIONS}".lower().split()}  # never an id
 _LOOKED_AT = 1000
 _MOST_LABELS, _MOST_LABEL_CHARS = 12, 40
@@ -73,7 +75,9 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     ]
     ids = [name for name in names if _named(name, _IDS) and len(set(map(str, values[name]))) == len(rows)]
     ids.sort(key=lambda name: name.lower() != "id")
-    free = [name for name in texts if name not in ids]
+    chosen_from = {name: [_as_list(value) for value in values[name]] for name in names if name in _CHOICES.split()}
+    choices = next((name for name, column in chosen_from.items() if column and _are_texts(column)), None)
+    free = [name for name in texts if name not in (*ids, choices)]
     messages = _first(lists, _MESSAGES)
     text = _first(free, _TEXTS) or max(free, key=lambda name: _mean_length(values[name]), default=messages)
     if text is None:
@@ -84,8 +88,9 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     others = [name for name in [*texts, *integers] if name != text and name.lower() not in _OF_A_ROW]
     ids += [name for name in names if name in others and not ids and _are_ids(values[name], len(rows))]
     repeats = [_repeat(name, values[name], len(rows)) for name in names if not ids and name in others]
-    choices = next((name for name in lists if name in _CHOICES.split() and _are_texts(values[name])), None)
-    short = [name for name in names if name not in {text, *ids, *lists} and _mean_length(values[name]) <= 60]
+    answers = [name for name in free if choices and _first([name], _ANSWERS) and _are_answers(rows, name, choices)]
+    is_batch = OpenAIBatch.has_its_columns(names)
+    short = [name for name in names if name not in {text, choices, *ids, *lists} and _mean_length(values[name]) <= 60]
     return Data(
         path=path,
         num_rows=source.num_rows,
@@ -97,9 +102,10 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         labels=tuple(labels) or (_DEFAULT_LABELS if labelled is None else tuple(sorted(map(str, {*values[labelled]})))),
         labelled=None if labels else labelled,
         choices=choices,
-        answer=None if choices is None else _first(integers, _ANSWERS),
-        continuation=_first([name for name in free if name != text], _CONTINUATIONS),
-        kept=(*([text] if text in texts else []), *short[:_MOST_KEPT]),
+        answer=None if choices is None else _first([*integers, *answers], _ANSWERS),
+        continuation=_first([name for name in free if name != text or messages is not None], _CONTINUATIONS),
+        kept=() if is_batch else (*([text] if text in texts else []), *short[:_MOST_KEPT]),
+        is_batch=is_batch,
     )
 
 
@@ -152,6 +158,20 @@ def _repeat(name: str, values: Sequence[Any], num_rows: int) -> str | None:
     return f"{name} repeats {first!r}" if _are_ids(distinct, len(distinct)) else None
 
 
+def _as_list(value: Any) -> Any:
+    """A list that CSV holds as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def _are_answers(rows: Sequence[Row], name: str, choices: str) -> bool:
+    """Whether each row's value is one of its choices."""
+    pairs = [(row.values.get(name), row.values.get(choices)) for row in rows]
+    return all(answer in _as_list(texts) for answer, texts in pairs if None not in (answer, texts))
+
+
 def _are_texts(values: Sequence[Any]) -> bool:
     return all(isinstance(value, list) and all(isinstance(item, str) for item in value) for value in values)
 
@@ -170,7 +190,7 @@ def has_chat_template(model: str) -> bool | None:
         return None
 
 
-def labels_of(text: str) -> tuple[str, ...]:
+def labels_in(text: str) -> tuple[str, ...]:
     """The words between commas. Raises UserError if one is there twice."""
     words = names_in(text)
     if twice := [word for word, number in Counter(words).items() if number > 1]:
@@ -185,11 +205,12 @@ def check_purpose(purpose: str) -> None:
 
 
 def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
-    """Write the spec. Raises UserError if there is a file already."""
+    """Write the spec. Raises UserError if there is a file already, or if the data is for another purpose."""
     check_purpose(purpose)
+    text = write_spec(purpose, path, data, wanted)
     try:
         with open(path, "x", encoding="utf-8") as file:
-            file.write(write_spec(purpose, path, data, wanted))
+            file.write(text)
     except FileExistsError:
         raise UserError(f"{path} is there already; give another name, or delete it yourself") from None
     except OSError as error:

@@ -22,6 +22,7 @@ from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import prompt_hash
 from batchinf.tasks.compare import TOKEN_COLUMNS
+from batchinf.tasks.registry import stored_task
 
 # Columns of numbers for each token, by what they are of: `output` or `scored` tokens, and the prompt's.
 _PREFIXES = ("", "prompt_")
@@ -100,12 +101,13 @@ def inspect_row(out: str, wanted: str) -> InspectReport:
         rows = [{**row, "prompt_token_ids": ids} for row in rows]
     except BatchinfError as error:
         note = one_line(error)
+    row_columns = stored_task(results.spec).row_columns
     samples = tuple(
         InspectedSample(
-            {name: value for name, value in row.items() if name not in _NOT_FIELDS},
+            {name: value for name, value in row.items() if name not in _NOT_FIELDS - row_columns},
             None if row.get("token_ids") is None else show(tokenizer, row["token_ids"]),
             _stopped_by(tokenizer, row, results.spec["sampling"]["stop"]),
-            *(tuple(_tokens(tokenizer, row, prefix)) for prefix in _PREFIXES),
+            *(tuple(_tokens(tokenizer, {**row, **dict.fromkeys(row_columns)}, prefix)) for prefix in _PREFIXES),
         )
         for row in rows
     )

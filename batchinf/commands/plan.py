@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchinf.base.errors import InputError, UserError
+from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.commands.shown_rows import LengthRange, histogram
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.model_len import length_warning, rounded
@@ -190,8 +190,13 @@ def _job(file: SpecFile, wanted: PlanWanted, notes: list[str]) -> tuple[JobPlan,
     except InputError as error:
         notes.append(f"without lengths of rows, as the input cannot be read: {error}")
         return None
+    except ModelError as error:
+        # The config, from which the memory is computed, has been read. Only the tokenizer is missing.
+        notes.append(f"without lengths of rows and time: {error}")
+        return None
     if not lengths.prompts:
-        notes.append(f"without lengths of rows, as all {lengths.num_sampled:,} that were read have errors")
+        why = "" if (first := lengths.row_error) is None else f"; the first: {first.error_type}: {first.error_message}"
+        notes.append(f"without lengths of rows, as all {lengths.num_sampled:,} that were read have errors{why}")
         return None
     by = "--output-tokens" if wanted.output_tokens is not None else "each output has its max_tokens"
     return JobPlan(

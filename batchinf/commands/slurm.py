@@ -13,8 +13,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from batchinf.base.errors import SpecError, UserError
-from batchinf.base.slices import MAX_SLICES
+from batchinf.base.errors import OutputError, SpecError, UserError
+from batchinf.base.slices import MAX_SLICES, Slice, check_place
 from batchinf.base.text import clip
 from batchinf.spec.file import SpecFile
 
@@ -361,6 +361,16 @@ def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def _place_error(file: SpecFile, wishes: Wishes) -> str | None:
+    """Why each Slurm job would end with exit code 2: the output folder holds a job that is cut differently."""
+    num_slices = wishes.num_slices
+    try:
+        check_place(file.spec.output.path, None if num_slices is None else Slice(0, num_slices))
+    except OutputError as error:
+        return f"{error}" if num_slices is None else f"--array {num_slices} runs slices. {error}"
+    return None
+
+
 def submit(path: pathlib.Path, file: SpecFile, wishes: Wishes) -> Submitted:
     """Submit a script if `sbatch --test-only` accepts it. Raises UserError with sbatch's words."""
     if shutil.which("sbatch") is None:
@@ -368,6 +378,8 @@ def submit(path: pathlib.Path, file: SpecFile, wishes: Wishes) -> Submitted:
             f"--submit: there is no sbatch here; run `sbatch {path}` on a machine of the cluster, in the folder "
             f"{os.getcwd()}"
         )
+    if (error := _place_error(file, wishes)) is not None:
+        raise UserError(f"--submit: {error}")
     _sbatch(path, "--test-only")
     # On a federation of clusters sbatch prints `id;cluster`.
     job_id = _sbatch(path, "--parsable").strip().partition(";")[0]
@@ -382,10 +394,14 @@ def _sbatch(path: pathlib.Path, option: str) -> str:
     return done.stdout
 
 
-def submitted_lines(path: pathlib.Path, submitted: Submitted | None, file: SpecFile) -> Sequence[str]:
+def submitted_lines(path: pathlib.Path, submitted: Submitted | None, file: SpecFile, wishes: Wishes) -> Sequence[str]:
     """What the command says at its end."""
     if submitted is None:
-        return [f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf"]
+        error = _place_error(file, wishes)
+        return [
+            f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf",
+            *([] if error is None else [f"warning: {error}"]),
+        ]
     return [
         f"wrote {path}",
         f"submitted job {submitted.job_id}; its log: {submitted.log}; its state: batchinf status "

@@ -7,7 +7,7 @@ and tells the replicas about the rows. If anything on the way is refused, it end
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -187,7 +187,7 @@ def start(
         elif checked.extends:
             state = _extend(job, file, state, manifest, len(launcher.slots), display)
         _recover(job, state, manifest, epoch, display)
-        _say_what(job, state, launcher, display)
+        _say_what(job, state, launcher, display, checked.overrides)
         if (warning := room_warning(job, state, len(launcher.slots))) is not None:
             display.say(warning)
         if state.committed.all():
@@ -301,12 +301,18 @@ def _recover(job: Job, state: State, manifest: Manifest, epoch: int, display: Pr
         )
 
 
-def _say_what(job: Job, state: State, launcher: Launcher, display: ProgressDisplay) -> None:
+def _say_what(
+    job: Job, state: State, launcher: Launcher, display: ProgressDisplay, overrides: Mapping[str, Any]
+) -> None:
+    """overrides: the retry's sampling, by the fields of the spec."""
     slots = launcher.slots
     sampling = ", ".join(
         setting(name, getattr(job.spec.sampling, name)) + ("" if origin == "spec" else f" ({origin})")
         for name, origin in job.origins.items()
     )
+    if overrides:
+        changes = (setting(name.removeprefix("sampling."), value) for name, value in overrides.items())
+        sampling += f"; in this retry {', '.join(changes)}"
     task = job.task
     display.say(task.describe() or (f"sampling: {sampling}" if task.draws_tokens else f"task: {task.name}"))
     done, shards = int(state.committed.sum()), len(state.committed)

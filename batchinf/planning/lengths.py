@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchinf.base.errors import RowError
 from batchinf.base.storage import Folder
 from batchinf.job.choose import choose
 from batchinf.job.open import Job, location_of, max_model_len, open_job
@@ -18,6 +19,7 @@ from batchinf.planning.throughput import Workload
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.source.sample import is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
+from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS
 from batchinf.tasks.registry import task_of
 
@@ -31,7 +33,7 @@ class Lengths:
     num_rows: rows that run. is_estimated: num_rows is an estimate, because the input was not scanned. num_sampled: rows
     of the sample, with error rows. prompts, outputs: tokens of each request of the sample, without error rows.
     requests_per_row: on average, over all rows. output_bytes: estimated, of all rows. is_assumed: the spec gives no
-    `max_tokens`.
+    `max_tokens`. row_error: of the first row of the sample that has one.
     """
 
     num_rows: int
@@ -42,6 +44,7 @@ class Lengths:
     requests_per_row: float
     output_bytes: int
     is_assumed: bool
+    row_error: RowError | None = None
 
     @property
     def error(self) -> float:
@@ -121,19 +124,21 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
 def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
     """Read a sample of the rows at these positions. num_rows: the number of rows that the positions stand for."""
     sampling = job.spec.sampling
-    # One request stands for all samples of a row, which may be millions.
-    task = task_of(job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))
+    task = task_of(job.spec.model_copy(update={"sampling": _once(sampling)}))
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     builder, length = job.task.prompt_builder(tokenizer, job.model.vocab_size), max_model_len(job)
     prompts, outputs, num_sampled, built = [], [], 0, []
+    row_error: RowError | None = None
     is_assumed = job.task.draws_tokens and sampling.max_tokens is None
     for rows in sample_rows(positions, 0):
         for prompt in builder.build(job.source.read_rows(np.sort(np.asarray(rows, np.int64)), builder.columns), length):
             num_sampled += 1
             if prompt.error is not None:
+                row_error = row_error or prompt.error
                 continue
             built.append(prompt)
-            for request in task.expand(prompt, length or _LONG):
+            own_sampling = None if prompt.sampling is None else _once(prompt.sampling)
+            for request in task.expand(dataclasses.replace(prompt, sampling=own_sampling), length or _LONG):
                 own = len(request.prompt_token_ids)
                 most = LIKELY_TOKENS if is_assumed else request.max_tokens
                 prompts.append(own)
@@ -141,5 +146,18 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
     per_row = len(prompts) / max(1, num_sampled) * (sampling.n if job.task.draws_tokens else 1)
     row_bytes = job.task.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
     return Lengths(
-        num_rows, is_estimated, num_sampled, tuple(prompts), tuple(outputs), per_row, num_rows * row_bytes, is_assumed
+        num_rows=num_rows,
+        is_estimated=is_estimated,
+        num_sampled=num_sampled,
+        prompts=tuple(prompts),
+        outputs=tuple(outputs),
+        requests_per_row=per_row,
+        output_bytes=num_rows * row_bytes,
+        is_assumed=is_assumed,
+        row_error=row_error,
     )
+
+
+def _once(sampling: SamplingSpec) -> SamplingSpec:
+    """One request stands for all samples of a row, which may be millions."""
+    return sampling.model_copy(update={"n": 1})

@@ -35,9 +35,17 @@ _BATCH_CHARS = 1 << 20
 _PROBED_CHARS_PER_TOKEN = 4
 _LONGEST_WORD_TOKENS = 1024
 
+# A folder with a tokenizer has one of these. The tokenizer's own code is a file such as tokenization_chatglm.py.
+_TOKENIZER_FILES = ("tokeniz*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
     """The transformers tokenizer in a folder or under a hub id. Raises ModelError, in one line."""
+    folder = pathlib.Path(path)
+    if (folder / "config.json").is_file() and not any(next(folder.glob(it), None) for it in _TOKENIZER_FILES):
+        # For some types of models, such as qwen3, transformers would make a tokenizer without a vocabulary, and each
+        # prompt would be empty.
+        raise ModelError(f"'{path}' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer")
     try:
         tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:

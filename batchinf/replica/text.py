@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from batchinf.base.errors import RowError
-from batchinf.base.text import one_line
+from batchinf.base.text import counted, one_line
 from batchinf.records import Completion
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -339,4 +339,8 @@ def _nothing(error_type: str, completion: Completion) -> RowError:
 
 def _end(completion: Completion) -> str:
     stop = "" if completion.stop_reason is None else f", stop_reason {completion.stop_reason}"
-    return f" (finish_reason {completion.finish_reason}{stop})"
+    # The remedy is more tokens, which the finish reason alone does not say.
+    cut = (
+        f": cut off after {counted(len(completion.token_ids), 'token')}" if completion.finish_reason == "length" else ""
+    )
+    return f" (finish_reason {completion.finish_reason}{stop}{cut})"

@@ -292,6 +292,7 @@ class Task(abc.ABC):
     row_group_bytes: size of a row group of its parts; None: the usual size.
     has_wide_results: whether a result can take several MB, so that the writer needs larger buffers.
     default_max_output_bytes: of `output.max_output_bytes`; None: no limit.
+    row_columns: columns of a row's results with names that other tasks use for those of tokens.
     comparison: how `diff` compares two jobs of the task.
     verification: what `verify` compares of its rows.
     """
@@ -305,6 +306,7 @@ class Task(abc.ABC):
     row_group_bytes: ClassVar[int | None] = None
     has_wide_results: ClassVar[bool] = False
     default_max_output_bytes: ClassVar[int | None] = None
+    row_columns: ClassVar[frozenset[str]] = frozenset()
     comparison: ClassVar[Comparison] = no_comparison
     verification: ClassVar[type[Verification]] = NoVerification
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchinf.base.errors import UserError
 from batchinf.prompts.templates import column_call
 
 _PLAIN = re.compile(r"(?:\.{0,2}/)?[A-Za-z_][\w/.-]*", re.ASCII)
@@ -23,8 +24,9 @@ class Data:
 
     path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
     row. repeated_id: why a column like one of ids is not taken: `ticket repeats 'T-1019'`. labels: words to choose
-    from. labelled: the column that has them. choices, answer: texts to choose from in each row, and the place of the
-    right one. continuation: what follows the text. kept: the text, and short columns.
+    from. labelled: the column that has them. choices, answer: texts to choose from in each row, and the right one or
+    its place. continuation: what follows the text. kept: the text, and short columns. is_batch: the input is an OpenAI
+    batch file.
     """
 
     path: str
@@ -40,6 +42,12 @@ class Data:
     answer: str | None
     continuation: str | None
     kept: tuple[str, ...]
+    is_batch: bool = False
+
+    @property
+    def has_only_messages(self) -> bool:
+        """Whether the text of a row is its conversation, as no column has text."""
+        return self.text == self.messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,15 @@ class StarterWanted:
 
 
 def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> str:
-    """The YAML text of a spec. purpose: one of PURPOSES. path: of the spec, for the commands in its comments."""
+    """The YAML text of a spec. purpose: one of PURPOSES. path: of the spec, for the commands in its comments.
+
+    Raises UserError if the data is for another purpose.
+    """
+    if data.is_batch and purpose != "generate":
+        raise UserError(
+            f"--for: got {purpose}, but {data.path} is an OpenAI batch file, whose lines are requests to generate; "
+            "write --for generate, or make a file with the texts in a column"
+        )
     what, sections = PURPOSES[purpose](data, wanted)
     why_no_id = f"; {data.repeated_id}" if data.repeated_id else ""
     shown = ", ".join(map(_yaml, data.columns[:12])) + (", …" if len(data.columns) > 12 else "")
@@ -75,7 +91,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             *([*sections[2], ""] if sections[2] else []),
             "output:",
             f"  path: {_path(wanted.out)}",
-            f"  keep_columns: {_kept(data.kept)}    # input columns to copy to the output",
+            *([f"  keep_columns: {_kept(data.kept)}    # input columns to copy to the output"] if data.kept else []),
             "",
         ]
     )
@@ -108,20 +124,32 @@ def _generate(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "  max_tokens: 256",
         "  # logprobs: 5       store the logprobs of the 5 most likely tokens at each position",
     )
+    if data.is_batch:
+        asked = [
+            "  format: openai    # a line has its prompt and parameters; `sampling` is for those that it leaves out"
+        ]
+        return "Runs the requests of an OpenAI batch file.", ((), asked, sampling)
     return "Generates a text for each row.", ((), _asked(data, wanted, ""), sampling)
 
 
 def _score(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     more: tuple[str, ...] = ()
+    is_chat = data.text in (data.messages, data.continuation)  # no other column has text
+    context = _conversations(data) if is_chat else f"  context_column: {_yaml(data.text)}"
     if data.choices is not None:
-        given = [f"  context_column: {_yaml(data.text)}", f"  choices_column: {_yaml(data.choices)}"]
+        given = [context, f"  choices_column: {_yaml(data.choices)}"]
         if data.answer is not None:
-            given.append(f"  answer_column: {_yaml(data.answer)}    # the place of the right choice, from 0")
+            given.append(f"  answer_column: {_yaml(data.answer)}    # the right choice: its text, or its place from 0")
         more = ('score: {target_delimiter: " "}    # between the context and each choice',)
         return "Scores the choices of each row by their logprobs, and finds the best.", (("task: score",), given, more)
     if data.continuation is not None:
-        given = [f"  context_column: {_yaml(data.text)}", f"  continuation_column: {_yaml(data.continuation)}"]
+        given = [context, f"  continuation_column: {_yaml(data.continuation)}"]
         return "Scores a continuation of each row's text by its logprobs.", (("task: score",), given, more)
+    if data.has_only_messages:
+        raise UserError(
+            f"--for: got score, but {data.path} has only conversations, in {data.text!r}; give a column with the text "
+            "to score after each, such as 'response', or with the text of each row"
+        )
     given = [f"  text_column: {_yaml(data.text)}    # all of it is scored; long texts in windows"]
     more = ("score: {add_bos_token: false}    # the BOS that a tokenizer puts before a text is not scored",)
     return "Scores each text: logprobs, perplexity and bits per byte.", (("task: score",), given, more)
@@ -144,7 +172,8 @@ def _embed(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "  normalize: true    # vectors of length 1: a dot product is the cosine",
         "  dtype: float32     # float16 halves the output",
     )
-    return "Stores a vector for each text.", (("task: embed",), [f"  prompt_column: {_yaml(data.text)}"], pooling)
+    given = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text)}"
+    return "Stores a vector for each text.", (("task: embed",), [given], pooling)
 
 
 PURPOSES: dict[str, Callable[[Data, StarterWanted], tuple[str, _Sections]]] = {
@@ -158,13 +187,16 @@ PURPOSES: dict[str, Callable[[Data, StarterWanted], tuple[str, _Sections]]] = {
 
 def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
     """The prompt: the row's text, after an instruction if there is one."""
-    if data.messages is not None and not instruction and wanted.is_chat:
-        return [f"  messages_column: {_yaml(data.messages)}    # conversations, for the model's chat template"]
+    if not instruction and (data.has_only_messages or (data.messages is not None and wanted.is_chat)):
+        return [_conversations(data)]
     if not (instruction or wanted.is_chat) or not data.text.isprintable():
         turn = ["  add_generation_prompt: true    # each prompt is a user's message in the model's chat template"]
         return [f"  prompt_column: {_yaml(data.text)}", *(turn if wanted.is_chat else [])]
     is_name = _NAME.fullmatch(data.text)
     text = f"{{{{ {data.text if is_name else column_call(data.text)} }}}}"
+    if data.has_only_messages:
+        message = "{{ message.role }}: {{ message.content }}{{ '\\n' }}"
+        text = f"{{% for message in {data.text} %}}{message}{{% endfor %}}"
     if not wanted.is_chat:
         lines = [instruction, "", f"Text: {text}", "", "Label:"]
         return ["  prompt_template: |-    # {{ }} is a column of the row", *(f"    {line}".rstrip() for line in lines)]
@@ -175,6 +207,10 @@ def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
         "      content: |-",
         *(f"        {line}".rstrip() for line in lines),
     ]
+
+
+def _conversations(data: Data) -> str:
+    return f"  messages_column: {_yaml(data.messages or '')}    # conversations, for the model's chat template"
 
 
 def _kept(names: Sequence[str]) -> str:

@@ -183,6 +183,13 @@ def test_what_a_narrow_table_leaves_out(width: int, titles: str) -> None:
     assert " ".join(str(column.header) for column in table.columns) == titles
 
 
+def test_the_logprobs_of_chosen_tokens_are_shown(tmp_path: pathlib.Path) -> None:
+    given = {"input": {"limit": 3}, "logits": {"tokens": [" a", " the"], "values": "logprobs"}}
+    one = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
+    jobs.finish(jobs.spec_of(tmp_path, task="logits", sampling=None, **one, **given))
+    assert head(tmp_path / "out")[0].split() == ["id", "language", "logprobs"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "sections", "wanted"), [
     ("score", {"input": {"text_column": "prompt"}}, "id language logprob_sum logprob_mean perplexity bits_per_byte"),

@@ -1,5 +1,6 @@
 """`batchinf init`: the specs that it writes are valid, warn of nothing, and use the columns that are meant."""
 
+import csv
 import json
 import os
 import pathlib
@@ -85,6 +86,69 @@ def test_an_id_is_a_column_of_unique_short_words_if_no_name_says_so(tmp_path: pa
     (tmp_path / "job.yaml").unlink()
     assert look_at(str(rows_file(tmp_path, [*rows, rows[0]]))).id is None
     assert look_at(str(rows_file(tmp_path, [{**row, "key": f"k{row['ticket']}"} for row in rows]))).id == "key"
+
+
+@pytest.mark.parametrize("purpose", ["generate", "label", "logits", "embed"])
+def test_conversations_alone_are_prompts(purpose: str, tmp_path: pathlib.Path) -> None:
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    data = rows_file(tmp_path, [{"messages": turns}] * 3)
+    report = batchinf.validate(str(written(purpose, data, tmp_path)), overrides=NO_VLLM if purpose == "label" else {})
+    text = report.rows[0].text
+    assert "Why?" in text
+    assert "[{" not in text
+    assert ("user: Why?\nassistant: So." in text) == (purpose == "label")
+
+
+def test_scores_of_conversations_need_a_text(tmp_path: pathlib.Path) -> None:
+    turns = [{"role": "user", "content": "Why?"}]
+    alone = rows_file(tmp_path, [{"messages": turns}] * 3)
+    with pytest.raises(UserError, match=r"has only conversations, in 'messages'; give a column with the text"):
+        written("score", alone, tmp_path)
+    data = rows_file(tmp_path, [{"messages": turns, "response": f"So {n}."} for n in range(3)])
+    found = yaml.safe_load(written("score", data, tmp_path).read_text())["input"]
+    assert (found["messages_column"], found["continuation_column"]) == ("messages", "response")
+    batchinf.validate(str(tmp_path / "job.yaml"))
+
+
+def test_a_batch_file_keeps_its_own_prompts(tmp_path: pathlib.Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 7}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    data = rows_file(tmp_path, [{"custom_id": name, **line} for name in "ab"])
+    path = tmp_path / "job.yaml"
+    given = ("--data", data, "--model", jobs.MODEL)
+    done = jobs.run("init", path, "--for", "generate", *given)
+    assert done.returncode == 0, done.stderr
+    assert "an OpenAI batch file" in done.stdout
+    report = batchinf.validate(str(path), overrides={"engine": {"served_model_name": ["m"]}})
+    assert "Tell me a story." in report.rows[0].text
+    assert report.rows[0].id == "a"
+    path.unlink()
+    for purpose in PURPOSES:
+        if purpose != "generate":
+            refused = jobs.run("init", path, "--for", purpose, *given)
+            assert refused.returncode == 2
+            assert "is an OpenAI batch file" in refused.stderr
+            assert not path.exists()
+
+
+def test_choices_in_a_csv_file_are_json(tmp_path: pathlib.Path) -> None:
+    rows = [["q1", "Capital of France?", '["Rome", "Paris"]', "Paris"], ["q2", "After six?", '["seven", "two"]', "two"]]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "question", "choices", "answer"], *rows])
+    done = jobs.run(
+        "init", tmp_path / "job.yaml", "--for", "score", "--data", tmp_path / "rows.csv", "--model", jobs.MODEL
+    )
+    assert done.returncode == 0, done.stderr
+    where = yaml.safe_load((tmp_path / "job.yaml").read_text())["input"]
+    assert (where["context_column"], where["choices_column"], where["answer_column"]) == (
+        "question", "choices", "answer"
+    )  # fmt: skip
+    assert jobs.run("validate", tmp_path / "job.yaml").returncode == 0
+    # A letter is no choice.
+    letters = [{"question": "Capital of France?", "choices": '["Rome", "Paris"]', "answer": "B"}]
+    assert look_at(str(rows_file(tmp_path, letters))).answer is None
+    broken = [{"question": "Capital of France?", "choices": "[Rome or Paris"}]
+    assert look_at(str(rows_file(tmp_path, broken))).choices is None
 
 
 def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:

@@ -105,6 +105,22 @@ def test_what_stopped_a_sample(out: pathlib.Path, tmp_path: pathlib.Path) -> Non
     assert [sample.stopped_by for sample in inspect_row(str(tmp_path / "out"), "script").samples] == [None, None]
 
 
+@pytest.mark.parametrize("positions", ["last", "generated"])
+def test_the_logprobs_of_chosen_tokens_are_a_result(positions: str, tmp_path: pathlib.Path) -> None:
+    logits = {"tokens": [" a", " the"], "values": "logprobs", "positions": positions}
+    drawn = ["--set", "sampling={temperature: 0.0, max_tokens: 3}"] if positions == "generated" else []
+    jobs.finish(jobs.spec_of(tmp_path, task="logits", sampling=None, input={"limit": 3}, logits=logits), *drawn)
+    done = jobs.run("inspect", tmp_path / "out", "0")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^logprobs +\[\[-?\d", done.stdout, re.MULTILINE)
+    page = tmp_path / "row.html"
+    assert jobs.run("inspect", tmp_path / "out", "0", "--html", page).returncode == 0
+    assert "logprobs" in page.read_text()
+    [sample] = json.loads(jobs.run("inspect", tmp_path / "out", "0", "--json").stdout)["samples"]
+    assert len(sample["fields"]["logprobs"][0]) == 2
+    assert len(sample["tokens"]) == (sample["fields"]["num_output_tokens"] if positions == "generated" else 0)
+
+
 def test_a_row_without_output_has_a_result(out: pathlib.Path) -> None:
     report = inspect_row(str(out), "title")
     [sample, _] = report.samples

@@ -57,6 +57,41 @@ def test_a_job_without_its_input_and_a_model_by_its_config(tmp_path: pathlib.Pat
     assert len(planned(str(jobs.MODEL))["gpus"]) > 12
 
 
+def test_samples_count_once_if_rows_have_their_own_temperature(tmp_path: pathlib.Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "a text", "heat": heat}) + "\n" for heat in (0.5, 0.7, None, 1.0)))
+    sampling = {"n": 3, "temperature": {"column": "heat"}, "max_tokens": 8}
+    output = {"path": str(tmp_path / "out")}
+    report = planned(
+        "--gpu", "a100-80", jobs.spec_of(tmp_path, input=None, sampling=None, output=None),
+        "--set", f"input={json.dumps({'path': str(rows)})}", "--set", f"sampling={json.dumps(sampling)}",
+        "--set", f"output={json.dumps(output)}",
+    )  # fmt: skip
+    assert report["job"]["num_requests"] == 12
+    assert sum(it["num_rows"] for it in report["job"]["histogram"]) == 4
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # transformers makes a tokenizer of nothing for the latter
+def test_a_folder_with_only_a_config_has_no_time_and_says_why(model_type: str, tmp_path: pathlib.Path) -> None:
+    config = json.loads((jobs.MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    path = jobs.spec_of(tmp_path, model=str(tmp_path))
+    report = planned(path, "--gpu", "a100-80")
+    assert report["job"] is None
+    assert "name a tokenizer in model.tokenizer" in report["notes"][-1]
+    assert report["choice"]
+    assert planned(path, "--gpu", "a100-80", "--set", f"model.tokenizer={jobs.MODEL}")["job"]["num_rows"] == 657
+    assert planned(str(tmp_path / "config.json"), "--gpu", "a100-80")["choice"]
+
+
+def test_rows_that_all_fail_are_explained(tmp_path: pathlib.Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "a", "prompt": "", "language": "en"}\n')
+    report = planned(jobs.spec_of(tmp_path, input={"path": str(rows)}), "--gpu", "a100-80")
+    assert report["job"] is None
+    assert "; the first: empty_prompt: " in report["notes"][-1]
+
+
 def marks(svg: str) -> list[str]:
     """The words of each bar."""
     return [

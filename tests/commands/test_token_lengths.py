@@ -93,7 +93,7 @@ def test_what_is_said_of_a_sample() -> None:
     lengths.add(prompt(994, 20, is_truncated=True))
     for row in range(995, 1000):
         lengths.add(broken(row, "null_prompt", "column 'prompt' is null"))
-    lengths.add(broken(1000, "unreadable", "not JSON: " + "x" * 200))
+    lengths.add(broken(1000, "unreadable", "not JSON: " + "x" * 500))
     lengths.add(broken(1001, "null_prompt", "another"))
     lines = list(length_lines(lengths.summary()))
     assert lines[0] == "prompt lengths in tokens (1,000 of 5,000 rows):"
@@ -104,7 +104,7 @@ def test_what_is_said_of_a_sample() -> None:
         "  1 of them is cut to fit (prompt_truncated)",
         "  7 of 1,000 rows will be error rows:",
         "    6 null_prompt, first row 995: column 'prompt' is null",
-        "    1 unreadable, first row 1,000: not JSON: " + "x" * 78 + "…",
+        "    1 unreadable, first row 1,000: not JSON: " + "x" * 358 + "…",
     ]
 
 

@@ -119,6 +119,15 @@ def test_errors_are_retried_once_their_cause_is_gone(
     assert not list((out / "journal").iterdir())
 
 
+def test_the_sampling_that_is_shown_is_the_retrys(tmp_path: pathlib.Path) -> None:
+    few = {"parallel": {"data_parallel_size": 1}, "input": {"limit": 5}, "sampling": {"max_tokens": 4}}
+    path = jobs.spec_of(tmp_path, **few)
+    assert "max_tokens 4" in jobs.finish(path).stderr
+    again = jobs.finish(path, "--retry", "finish_reason = 'length'", "--set", "sampling.max_tokens=8").stderr
+    [line] = [line for line in again.splitlines() if line.startswith("sampling: ")]
+    assert line.endswith("; in this retry max_tokens 8")
+
+
 def test_a_retried_job_is_no_other_job(retried: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path) -> None:
     spec = copy_of(retried[0], tmp_path)
     assert "was already done" in jobs.finish(spec).stdout

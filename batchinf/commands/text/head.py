@@ -122,11 +122,11 @@ def _chosen(head: Head) -> list[str]:
     names = ["id" if "id" in head.columns else "row_index"]
     if any(row.get("sample_index") for row in head.rows):
         names.append("sample_index")
-    confidence = _CONFIDENCE if head.writes_labels else None
+    results = {*head.row_columns, "chosen_logprobs", *([_CONFIDENCE] if head.writes_labels else [])}
     own = [name for name in head.columns if name not in {*names, *head.kept}]
-    own = [name for name in own if name == confidence or not _LEFT_OUT.fullmatch(name)]
-    if confidence in own:
-        own.sort(key=lambda name: name not in ("text", confidence))  # the last ones are left out first
+    own = [name for name in own if name in results or not _LEFT_OUT.fullmatch(name)]
+    if head.writes_labels:
+        own.sort(key=lambda name: name not in ("text", _CONFIDENCE))  # the last ones are left out first
     return [
         *names,
         *head.kept,

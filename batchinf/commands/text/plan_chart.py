@@ -17,7 +17,7 @@ _PARTS = ("weights", "KV cache", "activations and graphs")
 _CHOSEN, _OTHER = "chosen", "other degrees"
 
 
-def check_name(file: str) -> None:
+def check_file(file: str) -> None:
     """Raise UserError unless a plot may have this name: `--plot job.yaml` would replace the spec."""
     if not file.lower().endswith(".svg"):
         raise UserError(f"--plot: got '{file}'; the plot is SVG, so give a name that ends with .svg")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from batchinf.base.text import one_line, short_count
+from batchinf.base.text import counted, one_line, short_count
 from batchinf.commands.shown_rows import LengthRange, PromptLengths, ScoredText, ShownRow, ShownSampling
 from batchinf.commands.validate import (
     InputFound,
@@ -19,7 +19,7 @@ from batchinf.model.memory import needs_lines
 from batchinf.prompts.builder import setting
 
 _COLUMNS = 80
-_MOST_ERROR_CHARS = 120
+_MOST_ERROR_CHARS = 400  # the advice is at the end of a message
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MOST_IDS = 16
 # Shown characters of a prompt that the user did not name.
@@ -222,7 +222,7 @@ def _scored_lines(name: str, row: ShownRow) -> Iterator[str]:
     num_scored = sum(len(scored.token_ids) for scored in row.scored)
     room = "" if row.max_model_len is None else f", at most {row.max_model_len - 1:,} in one"
     cut = "; the context is cut to fit" if row.is_truncated else ""
-    yield f"{name}: {num_scored:,} tokens scored{parts}{room}{cut}"
+    yield f"{name}: {counted(num_scored, 'token')} scored{parts}{room}{cut}"
     shown = row.scored if row.is_named else row.scored[:_MOST_SCORED]
     before: tuple[int, str] | None = None
     for number, scored in enumerate(shown):

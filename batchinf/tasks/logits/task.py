@@ -207,6 +207,13 @@ def _failed(prompt: Prompt, message: str) -> Prompt:
     return replace(prompt, error=RowError("invalid_positions", message))
 
 
+def _advice(text: str, tokenizer: Any) -> str:
+    """The same text with or without a space before it, if that is one token."""
+    other = text[1:] if text.startswith(" ") else f" {text}"
+    is_one = bool(other) and len(tokenizer.encode(other, add_special_tokens=False)) == 1
+    return f", such as {other!r}" if is_one else ""
+
+
 def ids_of(tokens: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
     """The ids of texts. Raises SpecError if a text is not one token."""
     found = []
@@ -216,7 +223,8 @@ def ids_of(tokens: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
             shown = ", ".join(f"{tokenizer.decode([id])!r} ({id})" for id in ids[:_MOST_SHOWN])
             more = f" and {len(ids) - _MOST_SHOWN} more" if len(ids) > _MOST_SHOWN else ""
             raise SpecError(f"logits.tokens[{number}]: got {text!r}, which is {len(ids)} tokens: {shown}{more}; "
-                            "must be one token, perhaps with a space before it")  # fmt: skip
+                            f"must be one token{_advice(text, tokenizer)}, or use task: score with "
+                            "input.choices, which takes texts of several tokens")  # fmt: skip
         if ids[0] in found:
             raise SpecError(
                 f"logits.tokens[{number}]: got {text!r}, which is the same token as another; name each once"
@@ -272,6 +280,7 @@ class Logits(Task):
     row_group_bytes = 16 << 20
     has_wide_results = True
     default_max_output_bytes = 10**12
+    row_columns = frozenset({"logprobs"})
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
