@@ -343,9 +343,11 @@ class Coordinator:
         # A process without addresses may be aborted by a library that says nothing of it.
         if (limit := address_limit()) and not any(limit in cause for cause in causes):
             causes.append(limit)
+        # Nothing is lost then, and a resume refuses a spec in which a field that decides the output has changed.
+        changed = "" if self._num_finished()[0] else ", with --fresh if that changes what decides the output"
         raise EngineStartError(
             f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); correct the cause and "
-            "run the same command again"
+            f"run the same command again{changed}"
         )
 
     def _judge(self) -> None:

@@ -125,6 +125,8 @@ def _read_message(item: object) -> Message | str:
     message = {key: value for key, value in item.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
+        if item.keys() >= {"from", "value"}:
+            return "got ShareGPT's from and value; expected role and content: human is user, and gpt is assistant"
         keys = ", ".join(map(str, item)) or "nothing"
         got = f"{name_type(role)} for role" if "role" in message else f"no role, but {keys}"
         return shorten(f"got {got}; expected text such as 'user'", 300)

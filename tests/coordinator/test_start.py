@@ -362,6 +362,7 @@ def test_an_input_that_no_replica_can_open(prompts: pathlib.Path, tmp_path: path
     done = jobs.run("run", spec, faults="replica.open:*=raise 5")
     assert done.returncode == 2
     assert "no replica is left: OSError" in error_line(done.stderr)
+    assert "run the same command again, with --fresh if that changes what decides" in error_line(done.stderr)
     check_accounts(tmp_path / "out")
     jobs.finish(spec)
 

@@ -197,8 +197,10 @@ EXPECTED = "expected a list of messages, or JSON text of one"
         ({"role": "user"}, "invalid_messages", f"got a mapping in column 'chat'; {EXPECTED}"),
         (5, "invalid_messages", f"got a value of type int in column 'chat'; {EXPECTED}"),
         (["hi"], "invalid_messages", "column 'chat', message 0: got text; expected a mapping with role and content"),
-        ([{"from": "user", "value": "hi"}], "invalid_messages",
-         "column 'chat', message 0: got no role, but from, value; expected text such as 'user'"),
+        ([{"author": "user", "value": "hi"}], "invalid_messages",
+         "column 'chat', message 0: got no role, but author, value; expected text such as 'user'"),
+        ([{"from": "human", "value": "hi"}], "invalid_messages", "column 'chat', message 0: got ShareGPT's from and "
+         "value; expected role and content: human is user, and gpt is assistant"),
         ([{"role": 1, "content": "hi"}], "invalid_messages",
          "column 'chat', message 0: got a value of type int for role; expected text such as 'user'"),
         ([FEW_SHOT[0], {"role": "assistant", "content": None}], "invalid_messages",
