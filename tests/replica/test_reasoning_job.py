@@ -68,7 +68,9 @@ def test_a_structure_begins_after_the_thinking(thinker: pathlib.Path, tmp_path: 
         elif row["text"] is None:
             assert row["reasoning"] is not None
             assert row["error_type"] == "invalid_choice"
-            assert row["error_message"] == f"no text came after the reasoning (finish_reason {row['finish_reason']})"
+            cut = f": cut off after {row['num_output_tokens']} tokens" if row["finish_reason"] == "length" else ""
+            why = f"(finish_reason {row['finish_reason']}{cut})"
+            assert row["error_message"] == f"no text came after the reasoning {why}"
     thought = [row["reasoning"] for row in found if row["text"] is None]
     assert sum(not any(choice.startswith(each) for choice in CHOICES) for each in thought) >= 3  # as it pleased
     assert {row["text"] for row in found} & set(CHOICES)
