@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.slices import folder_name, job_folders, no_job_message
 from batchinf.manifest.names import part_name
@@ -191,7 +191,7 @@ class Results:
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:
         schema = self.schema
-        if isinstance(columns, str):  # it is a sequence of letters, which nobody means
+        if isinstance(columns, str):  # else each letter would be a column
             columns = [columns]
         for name in columns or ():
             if name not in schema.names:

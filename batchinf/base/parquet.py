@@ -1,10 +1,16 @@
-"""Reads the columns of a Parquet file by their names."""
+"""Reads Parquet files: columns by their names, and parts of an output, whose damage is an error that names the file."""
 
+import contextlib
+import os
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from batchinf.base.errors import OutputError
+from batchinf.base.text import one_line
 
 _Read = TypeVar("_Read", pa.Table, pa.RecordBatch)
 
@@ -31,3 +37,22 @@ class ParquetFile(pq.ParquetFile):  # type: ignore[misc]
 
 def _only(read: _Read, columns: Sequence[str] | None) -> _Read:
     return read if columns is None else read.select(list(columns))
+
+
+@contextlib.contextmanager
+def open_part(path: str | os.PathLike[str], **options: Any) -> Iterator[ParquetFile]:
+    """A part, for the block that reads it. All readers of parts use it.
+
+    options: of `ParquetFile`. Raises OutputError if the part is damaged or missing. Besides Arrow's own errors, pyarrow
+    raises UnicodeDecodeError for names in a footer, and EOFError.
+    """
+    try:
+        with ParquetFile(pathlib.Path(path), **options) as file:
+            yield file
+    except MemoryError:  # also Arrow's: the file may be whole
+        raise
+    except (pa.ArrowException, OSError, ValueError, EOFError) as error:
+        raise OutputError(
+            f"{os.fspath(path)} cannot be read: {one_line(error, 300)}; `batchinf check --deep --repair` moves damaged "
+            "parts aside, and the next run makes them again"
+        ) from error

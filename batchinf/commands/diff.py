@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.slices import SOURCE_FOLDER
 from batchinf.base.storage import Folder, reason, refuse_foreign, writing_named
 from batchinf.base.text import clip

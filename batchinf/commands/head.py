@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import UserError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.slices import Slice, job_folders, source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import list_names

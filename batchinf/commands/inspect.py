@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import BatchinfError, UserError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
 from batchinf.base.text import one_line
 from batchinf.commands.status import stored_spec

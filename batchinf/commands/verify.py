@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.base.errors import DriftError, UserError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job
 from batchinf.manifest.state import State, read_state

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import BatchinfError, OutputError, RowError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, size_text, time_text
 from batchinf.job.open import Job, begun_at

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.job.open import Job, PreparedJob, carried_columns, check_drift
 from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest

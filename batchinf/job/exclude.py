@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import SpecError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folders, no_job_message
 from batchinf.base.storage import Folder
 from batchinf.job.open import Job, begun_at, max_model_len

@@ -379,8 +379,7 @@ def head_dim_of(config: Mapping[str, Any]) -> int | None:
 
 def _checkpoints_type(config: Mapping[str, Any]) -> str | None:
     """The type that a quantized checkpoint names for its cache; None: the model's."""
-    found = config.get("quantization_config")
-    found = found if isinstance(found, Mapping) else {}
+    found = config.get("quantization_config") or {}
     scheme, algorithm = found.get("kv_cache_scheme"), found.get("kv_cache_quant_algo")
     inner = found.get("quantization")
     if algorithm is None and isinstance(inner, Mapping):

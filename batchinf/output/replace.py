@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name

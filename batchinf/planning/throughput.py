@@ -22,7 +22,7 @@ _MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
 _MEMORY_SHARE, _LINK_SHARE = 0.80, 0.60
 # Seconds: of a step, of each sequence in it, and of each request once.
 STEP_S, SEQUENCE_S, REQUEST_S = 6e-3, 6e-6, 150e-6
-# Seconds to start the kernels of a layer, in steps that only read prompts. They are too large for vLLM's CUDA graphs.
+# Seconds to start the kernels of a layer in a step that only reads prompts. vLLM's CUDA graphs are for smaller steps.
 LAYER_S = 0.55e-3
 # The share of the shorter of device and Python that the longer one does not hide.
 _NOT_HIDDEN = 0.25
@@ -135,7 +135,7 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
     parts = _step(at, shape, gpu, work, prompt_tokens, decoded, running)
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
     num_steps = degrees.pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
-    launch_s = 0.0 if decoded else shape.num_layers * LAYER_S
+    launch_s = 0.0 if decoded else shape.num_layers / degrees.pipeline * LAYER_S
     device_s = sum(parts.values())
     python_s = num_steps * (STEP_S + launch_s) + running * SEQUENCE_S + starts * REQUEST_S
     step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)

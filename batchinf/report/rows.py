@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import OutputError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, clip, list_names
 from batchinf.manifest.names import part_name

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.part_file import open_part
+from batchinf.base.parquet import open_part
 from batchinf.base.ragged import Ragged, to_matrix, to_ragged
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter
