@@ -9,6 +9,7 @@ in a job. `admit` makes the requests and adds them, with the hashes of their blo
 """
 
 import argparse
+import gc
 import time
 from collections import deque
 from pathlib import Path
@@ -130,6 +131,8 @@ def main() -> None:
     lines = ["| of a step | admit, ms | schedule, ms | update, ms | all, ms |", "| --- | ---: | ---: | ---: | ---: |"]
     for k in (None,) if args.score else (None, args.logprobs):
         for title in ("vLLM's own", "outputs held back", "outputs held back, short loops"):
+            gc.collect()
+            gc.freeze()  # as vLLM does when an engine has started
             made = AsyncScheduler(**made_of) if title == "vLLM's own" else scheduler(**made_of)
             made.use_v2_model_runner = True  # as on GPUs
             if title == "outputs held back":

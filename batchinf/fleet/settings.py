@@ -28,7 +28,7 @@ _LARGE_MAX_NUM_SEQS = 1024
 # With one of these in the spec, engines cannot share a device by smaller shares of its memory.
 _SIZES_OF_CACHE = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"})
 # With one of these in the spec, the graphs are the user's choice.
-GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"})
+_GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"})
 # Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
 # For tasks that only read prompts: two engines make about 1.2 times the tokens of one (computed from two runs). For
@@ -147,7 +147,7 @@ def chosen_arguments(spec: JobSpec, fit: Fit, task: Task, num_per_device: int) -
             engine["max_num_seqs"] = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
             reasons["max_num_seqs"] = "a small model on a large GPU is faster with a larger batch"
         most = int({**engine, **spec.engine}.get("max_num_seqs") or _LARGE_MAX_NUM_SEQS)
-        if not GRAPHS & spec.engine.keys():
+        if not _GRAPHS & spec.engine.keys():
             engine["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(most)}
             reasons["compilation_config"] = "CUDA graphs for batches up to max_num_seqs"
     return Chosen({name: value for name, value in engine.items() if name not in spec.engine}, reasons)
@@ -161,13 +161,3 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
             size += step
             sizes.add(size)
     return sorted(sizes)
-
-
-def prompt_graph_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Step sizes with a CUDA graph, for tasks that only read prompts: each sixteenth of a whole step, and small steps.
-
-    Most steps are whole, as long as vLLM can split a prompt between two steps. Other steps are padded to the next size.
-    """
-    part = max(1, max_num_batched_tokens // 16)
-    small = (1 << power for power in range(part.bit_length()))
-    return sorted({max_num_batched_tokens, *range(part, max_num_batched_tokens, part), *small})

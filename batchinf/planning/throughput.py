@@ -26,8 +26,8 @@ STEP_S, SEQUENCE_S, REQUEST_S = 6e-3, 6e-6, 150e-6
 LAYER_S = 0.55e-3
 # The share of the shorter of device and Python that the longer one does not hide.
 _NOT_HIDDEN = 0.25
-# Memory that the logprobs of a prompt's token read and write, for each entry of the vocabulary.
-_LOGPROB_BYTES = 28
+# Memory that the logprobs of a prompt's token read and write, for each entry of the vocabulary, in one pass.
+_LOGPROB_BYTES = 8
 _PCIE = 25e9  # bytes a second in one direction, between GPUs without NVLink
 
 

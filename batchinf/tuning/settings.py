@@ -10,7 +10,7 @@ import yaml
 
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.settings import GRAPHS, chosen_arguments, prompt_graph_sizes, shown
+from batchinf.fleet.settings import chosen_arguments, shown
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
 from batchinf.planning.degrees import that_fit
@@ -99,7 +99,8 @@ def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
         _replicas(spec, fit),
         _engine(spec, "max_num_seqs", _MAX_NUM_SEQS, now),
         [{"engine.compilation_config": None}] if "compilation_config" in chosen else [],
-        *_steps(spec, task, fit, now),
+        _engine(spec, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS, now),
+        _caching(spec, task, fit),
         [] if "order" in spec.input.model_fields_set else [{"input.order": "prefix"}],
     ]
     return [dimension for dimension in dimensions if dimension]
@@ -111,22 +112,15 @@ def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, A
     return [{f"engine.{name}": value} for value in values if value != now.get(name)]
 
 
-def _steps(spec: JobSpec, task: Task, fit: Fit, now: Mapping[str, Any]) -> list[list[Settings]]:
-    """How many tokens a step has. Where steps only read prompts: also with a CUDA graph for a whole step."""
-    numbers = _engine(spec, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS, now)
-    if task.draws_tokens or fit.device_bytes is None:
-        return [numbers]
-    if not GRAPHS & spec.engine.keys():
-        name = "max_num_batched_tokens"
-        numbers = [{**settings, **_graphs(settings.get(f"engine.{name}", now[name]))} for settings in ({}, *numbers)]
-    pooling = task.pooling
-    is_async = pooling is not None and not pooling.all_positions and "async_scheduling" not in spec.engine
-    # vLLM schedules a step of a pooling model only after the previous step, unless it is told otherwise.
-    return [numbers, [{"engine.async_scheduling": True}] if is_async else []]
+def _caching(spec: JobSpec, task: Task, fit: Fit) -> list[Settings]:
+    """No prefix cache, for tasks that only read prompts.
 
-
-def _graphs(max_num_batched_tokens: int) -> Settings:
-    return {"engine.compilation_config": {"cudagraph_capture_sizes": prompt_graph_sizes(max_num_batched_tokens)}}
+    Filling it takes a large part of the scheduler's time there, and pays only if prompts begin alike.
+    """
+    is_open = task.reads_prefix_cache and "enable_prefix_caching" not in spec.engine
+    if task.draws_tokens or fit.device_bytes is None or not is_open:
+        return []
+    return [{"engine.enable_prefix_caching": False}]
 
 
 def _replicas(spec: JobSpec, fit: Fit) -> list[Settings]:

@@ -14,7 +14,7 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import backend
 from batchinf.fleet.local.devices import place
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, applies_to, effective, kept, step_down
-from batchinf.fleet.settings import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
+from batchinf.fleet.settings import chosen_arguments, graph_sizes, replicas_per_device
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
 from batchinf.spec.job import JobSpec
@@ -164,14 +164,6 @@ def test_graph_sizes_end_at_the_batch(most: int) -> None:
     assert sizes == sorted(set(sizes)) and max(sizes) == max(most, 4) and len(sizes) <= 50
     # A batch is padded to the next size: by at most a quarter from 32 on.
     assert all(after <= before * 1.25 + 8 for before, after in itertools.pairwise(sizes))
-
-
-@pytest.mark.parametrize("whole", [1, 16, 1000, 6400, 16384])
-def test_graph_sizes_of_prompts_end_at_a_whole_step(whole: int) -> None:
-    sizes = prompt_graph_sizes(whole)
-    assert sizes == sorted(set(sizes)) and max(sizes) == whole and min(sizes) == 1 and len(sizes) <= 32
-    # A step is padded by at most a sixteenth of a whole one, and small steps at most double.
-    assert all(after <= max(2 * before, before + whole // 16 + 1) for before, after in itertools.pairwise(sizes))
 
 
 def test_a_step_down_starts_from_the_chosen_values() -> None:

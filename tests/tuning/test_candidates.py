@@ -57,26 +57,24 @@ def test_a_small_model_on_one_device(tmp_path: pathlib.Path) -> None:
     ]  # fmt: skip
 
 
-def test_tasks_that_only_read_prompts_get_graphs_for_whole_steps(tmp_path: pathlib.Path) -> None:
+def test_tasks_that_only_read_prompts_are_tried_without_a_prefix_cache(tmp_path: pathlib.Path) -> None:
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, parallel={"replicas_per_device": 1})
-    *_, steps, schedule, order = opened(file, 1)
-    assert [settings.get("engine.max_num_batched_tokens") for settings in steps] == [None, 8192, 32768, 4096]
-    sizes = [settings["engine.compilation_config"]["cudagraph_capture_sizes"] for settings in steps]
-    assert [max(each) for each in sizes] == [16384, 8192, 32768, 4096]
-    assert (schedule, order) == ([{"engine.async_scheduling": True}], [{"input.order": "prefix"}])
+    *_, steps, caching, order = opened(file, 1)
+    assert [settings["engine.max_num_batched_tokens"] for settings in steps] == [8192, 32768, 4096]
+    assert (caching, order) == ([{"engine.enable_prefix_caching": False}], [{"input.order": "prefix"}])
 
 
 @pytest.mark.parametrize(
     "sections",
     [
-        {"task": "score", "input": {"text_column": "text"}},
-        {"task": "embed", "engine": {"async_scheduling": False}},
-        {"task": "hidden_states", "pooling": {"positions": "all"}},
+        {"task": "score", "input": {"text_column": "text"}},  # it is off
+        {"task": "embed", "engine": {"enable_prefix_caching": True}},
+        {"task": "generate"},  # a request decodes far longer than it takes to fill the cache
     ],
 )
-def test_pooling_that_can_wait_for_no_step(tmp_path: pathlib.Path, sections: dict[str, Any]) -> None:
+def test_where_the_prefix_cache_is_left_as_it_is(tmp_path: pathlib.Path, sections: dict[str, Any]) -> None:
     found = opened(spec_of(tmp_path, "qwen3-0.6b", sampling=None, **sections), 1)
-    assert {"engine.async_scheduling": True} not in [settings for dimension in found for settings in dimension]
+    assert {"engine.enable_prefix_caching": False} not in [settings for dimension in found for settings in dimension]
 
 
 def test_degrees_where_several_devices_are_seen(tmp_path: pathlib.Path) -> None:
