@@ -15,6 +15,7 @@ from batchinf.base.errors import SpecError
 from batchinf.engines.vllm.arguments import engine_arguments
 from batchinf.engines.vllm.engine import VllmEngine
 from batchinf.engines.vllm.scheduler import SCHEDULER
+from batchinf.engines.vllm.worker import WORKER_EXTENSION, install_joined_vectors
 from batchinf.records import Completion, Request
 from batchinf.tasks.base import PoolingWanted, Task
 
@@ -29,6 +30,7 @@ class VllmPooling(VllmEngine):
     def _started(self) -> None:
         self._wanted, self._takes_last = wanted_of(self._task), False
         self._pooling_params = self._choose_params()
+        install_joined_vectors(self._engine)
         pooler = self._engine.vllm_config.model_config.pooler_config
         names = ("seq_pooling_type", "tok_pooling_type")
         self.info.settings["pooling"] = {"task": self._pooling_params.task} | {
@@ -127,6 +129,8 @@ def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision
 
         config = spec.engine.get("additional_config") or {}
         chosen |= {"worker_cls": LAYERS_WORKER, "additional_config": {**config, LAYERS_CONFIG: list(wanted.layers)}}
+    elif not wanted.all_positions and "worker_extension_cls" not in spec.engine:
+        chosen["worker_extension_cls"] = WORKER_EXTENSION
     if wanted.all_positions and "async_scheduling" not in spec.engine:
         # In 0.26 the next step may overwrite states that are still being copied.
         chosen["async_scheduling"] = False

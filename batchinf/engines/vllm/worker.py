@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from batchinf.engines.vllm.copies import join_prompt_scores, join_vectors
 from batchinf.engines.vllm.kernels import is_right, takes, token_scores
 from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted
@@ -58,7 +59,14 @@ class RowsExtension:
     def install_scores(self, ks: list[int]) -> bool:
         """Take logprobs by our own kernels (V2), or those of prompts in pieces (V1). False if vLLM's code is kept."""
         runner = self.model_runner
-        return _install_kernels(runner, ks) if _is_v2(runner) else _install_prompt_scores(runner, None)
+        if not _is_v2(runner):
+            return _install_prompt_scores(runner, None)
+        join_prompt_scores(runner)
+        return _install_kernels(runner, ks)
+
+    def install_joined_vectors(self) -> None:
+        """Copy the vectors of all requests of a step together."""
+        join_vectors(self.model_runner)
 
     def install_late_mask(self) -> bool:
         """Let the grammar mask logits after their raw scores are taken; False where this version cannot."""
@@ -85,6 +93,12 @@ def install_scores(engine: Any, ks: list[int]) -> bool:
     if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
         return False
     return all(engine.collective_rpc("install_scores", args=(ks,)))
+
+
+def install_joined_vectors(engine: Any) -> None:
+    """Let an engine's workers copy the vectors of a step together."""
+    if engine.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION:
+        engine.collective_rpc("install_joined_vectors")
 
 
 def install_late_mask(engine: Any) -> bool:
