@@ -72,9 +72,8 @@ def test_requests_at_once_are_those_of_all_engines_and_the_largest_batch(tmp_pat
         ("auto", {"tensor_parallel_size": "auto"}, [Candidate()], 2048),
     ):
         (tmp_path / folder).mkdir()
-        assert (
-            requests_at_once(spec_of(tmp_path / folder, "llama-3.2-1b", parallel=parallel), backend, field) == expected
-        )
+        file = spec_of(tmp_path / folder, "llama-3.2-1b", parallel=parallel)
+        assert requests_at_once(file, backend, field) == expected
     backend.close()
 
 
