@@ -27,7 +27,7 @@ from batchinf.commands.validate import RowsToShow, ValidateFinding, ValidateRepo
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
 from batchinf.coordinator.epoch import run_job
-from batchinf.engines.installed import engine_argument_names
+from batchinf.engines.installed import check_structures_config, engine_argument_names
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.status import JobStatus
 from batchinf.results import Results
@@ -226,6 +226,7 @@ def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = N
     file = read_spec(spec, overrides)
     if file.spec.scripted is None:
         check_engine_arguments(file, engine_argument_names())
+    check_structures_config(file)
     return SpecFile(file.spec, file.places, file.path, slice)
 
 

@@ -17,7 +17,7 @@ import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.slices import claim_whole
 from batchinf.cli import app
-from batchinf.commands.slurm import Wishes, script_of, write_script
+from batchinf.commands.slurm import Wishes, script_of
 from batchinf.spec.file import SpecFile, read_spec
 
 FILES = sorted((jobs.ROOT / "jobs" / "slurm").glob("*.sbatch"))
@@ -219,15 +219,20 @@ def test_wishes_that_cannot_be_met_are_refused(
     assert "\n" not in str(raised.value)
 
 
-def test_a_script_replaces_scripts_only(tmp_path: pathlib.Path) -> None:
-    file = spec_in(tmp_path)
-    for _ in range(2):
-        write_script(tmp_path / "job.sbatch", "#!/bin/bash\n", file)
-    spec = tmp_path / "job.yaml"
-    before = spec.read_text()
-    with pytest.raises(UserError, match="is there already and is no script"):
-        write_script(spec, "#!/bin/bash\n", file)
-    assert spec.read_text() == before
+def test_a_script_replaces_only_its_own_kind(tmp_path: pathlib.Path) -> None:
+    spec, script = jobs.spec_of(tmp_path), tmp_path / "job.sbatch"
+    for gpus in ("1", "2"):
+        assert jobs.run("slurm", spec, "--gpus", gpus, "--script", script).returncode == 0
+        assert f"--gres=gpu:{gpus}" in script.read_text()
+    (tmp_path / "own.sh").write_text("#!/bin/bash\n# mine: batchinf slurm writes another one\n")
+    for path in (spec, tmp_path / "own.sh"):
+        before = path.read_text()
+        done = jobs.run("slurm", spec, "--script", path)
+        assert (done.returncode, path.read_text()) == (2, before)
+        assert done.stderr == (
+            f"error: cannot write {path}: a file is there that this command has not written; name another file with "
+            "--script\n"
+        )
 
 
 def test_replicas_that_share_a_device_need_one(tmp_path: pathlib.Path) -> None:

@@ -18,7 +18,7 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import cli
-from batchinf.engines.installed import reasoning_parser_names
+from batchinf.engines.installed import reasoning_parser_names, structures_config
 
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
 SCORE: dict[str, Any] = {"task": "score", "sampling": None, "engine": {"max_model_len": 512}}
@@ -280,6 +280,9 @@ WRONG = [
           "job.yaml:8:5: sampling.structured_outputs.json: got text that is not JSON: Expecting property name enclosed "
           "in double quotes: line 1 column 2 (char 1); must be a JSON schema, as a mapping, as text or as {file: "
           "path}"),
+    Wrong("a backend as text", {"engine": {"structured_outputs_config": "xgrammar"}},
+          "job.yaml:10:3: engine.structured_outputs_config: got 'xgrammar'; must be a mapping, such as {backend: "
+          "xgrammar}"),
     Wrong("choices as text", {"sampling": {"structured_outputs": {"choice": "good"}}},
           "job.yaml:8:5: sampling.structured_outputs.choice: got \"good\"; must be a list of texts, or {file: path}"),
     Wrong("a choice that is no text", {"sampling": {"structured_outputs": {"choice": ["one", 1]}}},
@@ -552,6 +555,17 @@ if (parsers := reasoning_parser_names()) is not None:  # vLLM is installed
     said = f"got 'qwen33'; the installed vLLM has {', '.join(parsers)}"
     changes = {"model": {"name": "model", "reasoning_parser": "qwen33"}}
     WRONG.append(Wrong("reasoning parser", changes, f"job.yaml:3:3: model.reasoning_parser: {said}"))
+if (known := structures_config()) is not None:
+    names, backends = map(", ".join, known)
+    for config, said in (
+        ({"backend": "foo"}, f".backend: got 'foo'; must be one of {backends}"),
+        ({"bakend": "xgrammar"}, f".bakend: no field of the installed vLLM; it has {names}"),
+        ({"disable_any_whitespace": True},
+         ".disable_any_whitespace: got true with backend auto; needs backend xgrammar or guidance"),
+    ):  # fmt: skip
+        changes = {"engine": {"structured_outputs_config": config}}
+        line = f"job.yaml:11:5: engine.structured_outputs_config{said}"
+        WRONG.append(Wrong(f"structures of {' '.join(config)}", changes, line))
 
 
 @pytest.fixture

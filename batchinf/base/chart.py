@@ -3,6 +3,8 @@
 from typing import Any
 
 _VEGA_LITE = "5.21"
+# Behind the first tag of each chart.
+CHART_MARK = b"<!-- drawn by batchinf -->"
 
 
 def svg_of(spec: dict[str, Any]) -> str:
@@ -10,4 +12,5 @@ def svg_of(spec: dict[str, Any]) -> str:
     import vl_convert  # a large library, which few commands need
 
     schema = f"https://vega.github.io/schema/vega-lite/v{_VEGA_LITE.partition('.')[0]}.json"
-    return str(vl_convert.vegalite_to_svg({"$schema": schema, **spec}, vl_version=_VEGA_LITE))
+    svg = str(vl_convert.vegalite_to_svg({"$schema": schema, **spec}, vl_version=_VEGA_LITE))
+    return svg.replace(">", f">{CHART_MARK.decode()}", 1)

@@ -234,13 +234,14 @@ def write_named(path: pathlib.Path, data: bytes, mark: bytes = b"") -> None:
 
     mark: text in the first lines of all files that the command writes. A file without it is not replaced.
     """
-    with writing_named(path, lambda there: mark in _first_bytes(there)) as file:
+    with writing_named(path, lambda there: has_mark(there, mark)) as file:
         file.write(data)
 
 
-def _first_bytes(path: pathlib.Path) -> bytes:
+def has_mark(path: pathlib.Path, mark: bytes) -> bool:
+    """Whether the text is in the first lines of a file."""
     with path.open("rb") as file:
-        return file.read(_MARK_WITHIN)
+        return mark in file.read(_MARK_WITHIN)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import OutputError, SpecError, UserError
 from batchinf.base.slices import MAX_SLICES, Slice, check_place
+from batchinf.base.storage import reason, write_named
 from batchinf.base.text import clip
 from batchinf.spec.file import SpecFile
 
+# The first lines of a script, of which the second is `Wishes.command`.
+_FIRST_LINES = "#!/bin/bash\n# "
+SCRIPT_MARK = f"{_FIRST_LINES}batchinf slurm".encode()
 # Slurm's limit for --signal.
 _MOST_SIGNAL_S = 65_535
 _CPUS_PER_GPU = 8
@@ -32,7 +36,8 @@ class Wishes:
 
     num_nodes: more than one starts Ray. num_slices: tasks of a job array; None for no array. gpus: of each node, such
     as `4` or `a100:4`. cpus: of each node. time, mem: as Slurm writes them. container: an image for Apptainer.
-    directives: further options of sbatch. overrides: those of `--set`. command: what the user typed, for a comment.
+    directives: further options of sbatch. overrides: those of `--set`. command: what the user typed, `batchinf slurm`
+    first, for a comment.
     """
 
     num_nodes: int = 1
@@ -83,7 +88,7 @@ def script_of(file: SpecFile, wishes: Wishes) -> str:
              *([] if wishes.venv is None else [f"source {shlex.quote(f'{wishes.venv}/bin/activate')}"])]  # fmt: skip
     run = _run_with_ray(file, wishes) if wishes.num_nodes > 1 else [f"{_run(file, wishes)}\ncode=$?"]
     blocks = [
-        "\n".join(["#!/bin/bash", f"# {wishes.command}", *(f"#SBATCH {line}" for line in _directives(file, wishes))]),
+        "\n".join([f"{_FIRST_LINES}{wishes.command}", *(f"#SBATCH {line}" for line in _directives(file, wishes))]),
         "# This shell has to outlive the signals that stop the job, to see the exit code of batchinf.\n"
         "trap : INT HUP USR1\n"
         "trap is_cancelled=1 TERM  # by scancel, or by a pre-emption, after which Slurm itself queues the job again",
@@ -350,15 +355,14 @@ done""",
 def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
     """Write a script, and make the folder of its logs, without which Slurm cannot start the job.
 
-    Raises UserError instead of replacing a file that is no script, such as the job's spec.
+    Raises UserError instead of replacing a file that this command has not written, such as the job's spec.
     """
-    if path.is_file():
-        with path.open("rb") as there:
-            if there.read(2) not in (b"", b"#!"):
-                raise UserError(f"--script: {path} is there already and is no script; give another name")
-    folder_of(file).mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    try:
+        write_named(path, text.encode(), SCRIPT_MARK)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {reason(error)}; name another file with --script") from error
+    folder_of(file).mkdir(parents=True, exist_ok=True)
 
 
 def _place_error(file: SpecFile, wishes: Wishes) -> str | None:

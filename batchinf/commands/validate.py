@@ -365,7 +365,10 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
 
 
 def _refuse_hopeless(lengths: PromptLengths | None) -> None:
-    """Raise UserError if no row of the sample has a prompt: `run` would end early."""
+    """Raise UserError if no row of the sample has a prompt.
+
+    `run` ends early only after 1,000 rows, stores fewer of them as error rows, and takes any with `max_error_rate: 1`.
+    """
     if lengths is None or lengths.histogram or not lengths.errors:
         return
     first = lengths.errors[0]

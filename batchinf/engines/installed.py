@@ -13,6 +13,7 @@ from typing import Self
 
 from batchinf.base.child import NoAnswerError, Question
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
+from batchinf.base.text import clip
 from batchinf.spec.fields import null_hint
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
@@ -39,21 +40,75 @@ def vllm_version() -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
+def _body_of(*path: str) -> list[ast.stmt]:
+    """The statements of a file of the installed vLLM; empty if it is not there."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return []
+    try:
+        text = pathlib.Path(found.submodule_search_locations[0], *path).read_text(encoding="utf-8")
+        return ast.parse(text).body
+    except (OSError, SyntaxError):
+        return []
+
+
 @functools.cache
 def engine_argument_names() -> frozenset[str] | None:
     """Names of the installed vLLM's EngineArgs, or None if vLLM is not installed.
 
     Read from the source: importing vLLM takes 7 s, too long to report a typo in a spec.
     """
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
-        return None
-    path = pathlib.Path(found.submodule_search_locations[0], "engine", "arg_utils.py")
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in _body_of("engine", "arg_utils.py"):
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
             return frozenset(target.id for target in targets if isinstance(target, ast.Name))
     return None
+
+
+_STRUCTURES_CONFIG = "structured_outputs_config"
+# Fields of that mapping that vLLM refuses without one of these backends.
+_BACKENDS_OF = {"disable_any_whitespace": ("xgrammar", "guidance"), "disable_additional_properties": ("guidance",)}
+
+
+@functools.cache
+def structures_config() -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The fields of the installed vLLM's StructuredOutputsConfig, and its backends; None if not found.
+
+    Read from the source.
+    """
+    fields: list[str] = []
+    backends: list[str] = []
+    for node in _body_of("config", "structured_outputs.py"):
+        if isinstance(node, ast.ClassDef) and node.name == "StructuredOutputsConfig":
+            targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+            fields = [target.id for target in targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "StructuredOutputsBackend":
+            backends = [str(item.value) for item in ast.walk(node.value) if isinstance(item, ast.Constant)]
+    return (tuple(fields), tuple(backends)) if fields and backends else None
+
+
+def check_structures_config(file: SpecFile) -> None:
+    """Raise SpecError if vLLM would refuse `engine.structured_outputs_config`, as far as its source says it."""
+    place, config = f"engine.{_STRUCTURES_CONFIG}", file.spec.engine.get(_STRUCTURES_CONFIG)
+    if config is None:
+        return
+    if not isinstance(config, dict):
+        raise file.error(place, f"got {clip(repr(config))}; must be a mapping, such as {{backend: xgrammar}}")
+    if (known := structures_config()) is None:
+        return
+    fields, backends = known
+    for name in config:
+        if name not in fields:
+            raise file.error(f"{place}.{name}", f"no field of the installed vLLM; it has {', '.join(fields)}")
+    backend = config.get("backend", "auto")
+    if backend not in backends:
+        said = clip(repr(backend)) if backend is not None else "null"
+        raise file.error(f"{place}.backend", f"got {said}; must be one of {', '.join(backends)}")
+    for name, allowed in _BACKENDS_OF.items():
+        if config.get(name) is True and backend not in allowed:
+            raise file.error(
+                f"{place}.{name}", f"got true with backend {backend}; needs backend {' or '.join(allowed)}"
+            )
 
 
 def is_cpu_build() -> bool:
@@ -159,15 +214,7 @@ def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
 @functools.cache
 def reasoning_parser_names() -> tuple[str, ...] | None:
     """Names of the installed vLLM's own reasoning parsers, sorted; None if not found. Read from the source."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
-        return None
-    path = pathlib.Path(found.submodule_search_locations[0], "reasoning", "__init__.py")
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
-        return None
-    for node in tree.body:
+    for node in _body_of("reasoning", "__init__.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
             return tuple(sorted(str(key) for key in keys))

@@ -11,6 +11,7 @@ import yaml
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.settings import chosen_arguments, shown
+from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
 from batchinf.planning.degrees import that_fit
@@ -81,29 +82,49 @@ def _check(spec: JobSpec, settings: Settings, place: str) -> None:
             raise SpecError(f"{place}: {name} changes the output; only fields that change the speed can be tried")
 
 
+def requests_at_once(file: SpecFile, backend: Backend, field: Sequence[Candidate]) -> int:
+    """Requests that all engines of the spec run at once, with the largest batch that is tried.
+
+    A replica with an `auto` degree may take all devices: the engines count as one then. Raises SpecError if the degrees
+    do not fit the devices.
+    """
+    spec = file.spec
+    own = spec.scripted.max_num_seqs if spec.scripted is not None else _now(spec, backend)[2]["max_num_seqs"]
+    tried = [value for one in field for name, value in one.settings.items() if name.endswith(".max_num_seqs")]
+    with placing(file):
+        is_open = "auto" in (spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size)
+        num_engines = 1 if is_open else len(backend.place(spec))
+    return num_engines * max(value for value in (own, *tried) if isinstance(value, int))
+
+
 def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
     """What can be tried where the spec says nothing, the settings with the largest effect first.
 
     Values that the spec or the device already have are left out.
     """
     spec, task = file.spec, task_of(file.spec)
-    devices = () if spec.scripted is not None or spec.backend == "ray" else backend.devices()
-    if spec.parallel.devices is not None:
-        devices = tuple(device for device in devices if device in map(str, spec.parallel.devices))
-    size = backend.device_size(devices[0]) if devices else (None, "")
-    fit = fit_of(resolve(spec.model), spec, *size, task.default_batch_limits)
-    chosen = chosen_arguments(spec, fit, task, 1).engine
-    now = {**fit.limits, **chosen}
+    num_devices, fit, now = _now(spec, backend)
     dimensions: list[list[Settings]] = [
-        _degrees(spec, fit, len(devices)),
+        _degrees(spec, fit, num_devices),
         _replicas(spec, fit),
         _engine(spec, "max_num_seqs", _MAX_NUM_SEQS, now),
-        [{"engine.compilation_config": None}] if "compilation_config" in chosen else [],
+        [{"engine.compilation_config": None}] if "compilation_config" in now else [],
         _engine(spec, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS, now),
         _caching(spec, task, fit),
         [] if "order" in spec.input.model_fields_set else [{"input.order": "prefix"}],
     ]
     return [dimension for dimension in dimensions if dimension]
+
+
+def _now(spec: JobSpec, backend: Backend) -> tuple[int, Fit, Mapping[str, Any]]:
+    """The number of local devices, the model on one of them, and engine arguments that the spec as it is gets."""
+    task = task_of(spec)
+    devices = () if spec.scripted is not None or spec.backend == "ray" else backend.devices()
+    if spec.parallel.devices is not None:
+        devices = tuple(device for device in devices if device in map(str, spec.parallel.devices))
+    size = backend.device_size(devices[0]) if devices else (None, "")
+    fit = fit_of(resolve(spec.model), spec, *size, task.default_batch_limits)
+    return len(devices), fit, {**fit.limits, **chosen_arguments(spec, fit, task, 1).engine}
 
 
 def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, Any]) -> list[Settings]:

@@ -4,20 +4,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchinf.base.chart import svg_of
-from batchinf.base.text import clip, duration, short_count
+from batchinf.base.text import clip, counted, duration, short_count
 from batchinf.tuning.search import SearchResult
 from batchinf.tuning.trial import TuneTrial
 
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """What was found for a spec. folder: holds the trials and `tune.svg`. written: the spec has the settings now."""
+    """What was found for a spec. folder: holds the trials and `tune.svg`. written: the spec has the settings now.
+
+    warning: why the trials say little; None if they do not.
+    """
 
     spec: str
     folder: str
     found: SearchResult
     spent_s: float
     written: bool
+    warning: str | None
+
+
+def few_rows_warning(num_rows: int, at_once: int, *, is_all: bool) -> str:
+    """A line about trials of so few rows. at_once: requests that the engines run. is_all: the input has no more."""
+    about = "a larger input" if is_all else "the whole input; give more --rows"
+    return (
+        f"warning: with {counted(num_rows, 'row')} the engines are never full, as they run up to {at_once:,} requests "
+        f"at once; so the trials say little about {about}"
+    )
 
 
 def trial_line(trial: TuneTrial) -> str:
@@ -52,6 +65,8 @@ def tune_lines(report: TuneReport) -> Iterator[str]:
     else:
         best = found.best
         yield f"best: {best.candidate.name}: {found.gain:.2f} x the spec as it is, on {best.num_rows:,} rows"
+    if report.warning is not None:
+        yield report.warning
     if found.is_cut:
         yield "the budget ended before the last comparison; run the command again with a larger --budget to go on"
     if found.num_left_out:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from batchinf.base.errors import SpecError, UserError
 from batchinf.base.text import duration
 from batchinf.fleet.backend import Backend
-from batchinf.planning.lengths import lengths_of, opened
+from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tuning.search import search
-from batchinf.tuning.settings import Candidate, candidates, left_open, named_by_user
+from batchinf.tuning.settings import Candidate, candidates, left_open, named_by_user, requests_at_once
 from batchinf.tuning.spec_text import write_settings
-from batchinf.tuning.text import TuneReport, chart, trial_line
+from batchinf.tuning.text import TuneReport, chart, few_rows_warning, trial_line
 from batchinf.tuning.trial import RunJob, TrialRecord, TuneTrial, run_trial
 
 # Rows for each request of the largest batch that is tried: with fewer, the end of the trial decides, where the batch
@@ -54,8 +54,14 @@ def tune_job(
         raise SpecError(f"{file.path}: the spec leaves nothing open to tune; name values, as in "
                         "--try engine.max_num_seqs=256,512")  # fmt: skip
     field = list(candidates(dimensions))
-    most_rows = _num_rows(file)
+    at_once = requests_at_once(file, backend, field)
+    lengths = _lengths(file)
+    most_rows = lengths.num_rows
     num_rows = min(wanted.num_rows or _first_rows(field), most_rows)
+    warning = None
+    if num_rows * lengths.requests_per_row < at_once:
+        warning = few_rows_warning(num_rows, at_once, is_all=num_rows == most_rows)
+        say(warning)
     folder = pathlib.Path(wanted.out or f"{file.spec.output.path.rstrip('/')}-tune")
     spec = file.spec.model_dump(mode="json", exclude={"output"})
     record = TrialRecord(folder, fingerprint({"spec": spec, "rows": most_rows}))
@@ -85,17 +91,17 @@ def tune_job(
     is_written = wanted.writes and bool(found.best.candidate.settings)
     if is_written:
         write_settings(file.path, found.best.candidate.settings)
-    return TuneReport(file.path, os.fspath(folder), found, record.spent_s, is_written)
+    return TuneReport(file.path, os.fspath(folder), found, record.spent_s, is_written, warning)
 
 
-def _num_rows(file: SpecFile) -> int:
+def _lengths(file: SpecFile) -> Lengths:
     with opened(file) as found:
         assert found is not None
         job, num_rows = found
         lengths = lengths_of(job, file, num_rows)
     if not lengths.num_rows:
         raise UserError(f"{file.path}: the input has no rows to tune with")
-    return lengths.num_rows
+    return lengths
 
 
 def _first_rows(field: Sequence[Candidate]) -> int:

@@ -152,6 +152,20 @@ def test_a_plot_replaces_no_file_of_another_kind(name: str, tmp_path: pathlib.Pa
     assert (file.read_bytes() if file.is_file() else None) == before
 
 
+def test_a_plot_replaces_only_plots(tmp_path: pathlib.Path) -> None:
+    plot, drawing = tmp_path / "plan.svg", tmp_path / "drawing.svg"
+    for gpu in ("h100", "l4"):
+        assert jobs.run("plan", jobs.MODEL, "--gpu", gpu, "--plot", plot).returncode == 0
+        assert f"1 × {gpu}" in plot.read_text()
+    drawing.write_text("<svg/>")
+    done = jobs.run("plan", "no-such-model", "--plot", drawing)  # refused before the work
+    assert (done.returncode, drawing.read_text()) == (2, "<svg/>")
+    assert done.stderr == (
+        f"error: cannot write {drawing}: a file is there that this command has not written; name another file with "
+        "--plot\n"
+    )
+
+
 def test_the_table_is_straight_and_fits_80_columns(tmp_path: pathlib.Path) -> None:
     path = jobs.spec_of(tmp_path)
     report = make_plan(str(path), (), PlanWanted(price=2.0))

@@ -636,6 +636,12 @@ def test_engine_arguments_come_from_the_spec(monkeypatch: pytest.MonkeyPatch) ->
         VllmEngine(task_of(job({"max_model_length": 5})), "m", "t")
 
 
+def test_a_mapping_for_structured_outputs_goes_with_a_reasoning_parser() -> None:
+    given = {"model": str(MODEL), "structured_outputs_config": {"backend": "xgrammar"}, "reasoning_parser": "qwen3"}
+    config = adapter.engine_args(given).create_engine_config().structured_outputs_config
+    assert (config.backend, config.reasoning_parser) == ("xgrammar", "qwen3")
+
+
 DIE = """
 import json, os, signal, sys, time
 from batchinf.base.errors import EngineDeadError

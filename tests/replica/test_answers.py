@@ -1,9 +1,11 @@
 """What is made of a completion's text: structures that were missed, reasoning split off by vLLM's own parsers."""
 
+import dataclasses
 import json
 import re
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,7 +13,13 @@ from conftest import MODEL
 from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import SpecError
-from batchinf.engines.installed import StructuresCheck, check_structures, reasoning_parser_names
+from batchinf.engines.installed import (
+    StructuresCheck,
+    check_structures,
+    check_structures_config,
+    reasoning_parser_names,
+    structures_config,
+)
 from batchinf.prompts.builder import RowSampling
 from batchinf.records import Completion, Prompt, Request, Result
 from batchinf.replica.text import Answer, Answers, Detokenizer
@@ -272,6 +280,30 @@ def test_parsers_are_known_without_vllm_s_import() -> None:
     from vllm.reasoning import ReasoningParserManager
 
     assert reasoning_parser_names() == tuple(sorted(ReasoningParserManager.lazy_parsers))
+
+
+def test_the_config_of_structures_is_known_without_vllm_s_import() -> None:
+    pytest.importorskip("vllm")
+    from vllm.config import StructuredOutputsConfig
+    from vllm.config.structured_outputs import StructuredOutputsBackend
+
+    backends = get_args(StructuredOutputsBackend)
+    names = tuple(field.name for field in dataclasses.fields(StructuredOutputsConfig))
+    assert structures_config() == (names, backends)
+    flags = [name for name in names if isinstance(getattr(StructuredOutputsConfig(), name), bool)]
+    others = [{}, {"backend": "foo"}, {"backend": ["xgrammar"]}, {"backend": None}, {"bakend": "xgrammar"}]
+    for config in [*others, *({"backend": backend, flag: True} for backend in backends for flag in flags)]:
+        spec = make_spec().model_copy(update={"engine": {"structured_outputs_config": config}})
+        ours = is_allowed(check_structures_config, SpecFile(spec, {"": "job.yaml"}, "job.yaml"))
+        assert ours == is_allowed(lambda config: StructuredOutputsConfig(**config), config), config
+
+
+def is_allowed(check: Callable[[Any], object], given: Any) -> bool:
+    try:
+        check(given)
+    except (SpecError, ValueError):
+        return False
+    return True
 
 
 def test_an_unknown_parser_is_one_line() -> None:

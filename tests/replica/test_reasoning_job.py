@@ -46,7 +46,7 @@ def test_a_structure_begins_after_the_thinking(thinker: pathlib.Path, tmp_path: 
             "logprobs": None,
             "structured_outputs": {"choice": CHOICES},
         },
-        engine={"max_model_len": 128, "max_num_seqs": 16},
+        engine={"max_model_len": 128, "max_num_seqs": 16, "structured_outputs_config": {"backend": "xgrammar"}},
         output={"keep_columns": []},
         parallel={"data_parallel_size": 1},
         scripted=None,

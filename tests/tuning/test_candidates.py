@@ -8,10 +8,13 @@ import pytest
 
 import jobs
 from batchinf.base.errors import SpecError, UserError
+from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.local.devices import place
 from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
-from batchinf.tuning.settings import candidates, left_open, named_by_user
+from batchinf.spec.job import JobSpec
+from batchinf.tuning.settings import Candidate, candidates, left_open, named_by_user, requests_at_once
 from batchinf.tuning.spec_text import write_settings
 from benchmarks.shapes import SHAPES
 
@@ -28,6 +31,9 @@ class Devices(LocalBackend):
 
     def device_size(self, device: str) -> tuple[int | None, str]:
         return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
+
+    def place(self, spec: JobSpec) -> list[Slot]:
+        return place(spec, self.devices(), (0,))
 
 
 def spec_of(folder: pathlib.Path, shape: str, **sections: Any) -> SpecFile:
@@ -55,6 +61,20 @@ def test_a_small_model_on_one_device(tmp_path: pathlib.Path) -> None:
          {"engine.max_num_batched_tokens": 4096}],
         [{"input.order": "prefix"}],
     ]  # fmt: skip
+
+
+def test_requests_at_once_are_those_of_all_engines_and_the_largest_batch(tmp_path: pathlib.Path) -> None:
+    backend, larger = Devices(2), Candidate({"engine.max_num_seqs": 4096})
+    for folder, parallel, field, expected in (
+        ("own", {}, [Candidate()], 2 * 2048),  # what a small model gets
+        ("tried", {}, [Candidate(), larger], 2 * 4096),
+        ("one", {"data_parallel_size": 1}, [Candidate()], 2048),
+        ("auto", {"tensor_parallel_size": "auto"}, [Candidate()], 2048),
+    ):
+        (tmp_path / folder).mkdir()
+        file = spec_of(tmp_path / folder, "llama-3.2-1b", parallel=parallel)
+        assert requests_at_once(file, backend, field) == expected
+    backend.close()
 
 
 def test_tasks_that_only_read_prompts_are_tried_without_a_prefix_cache(tmp_path: pathlib.Path) -> None:

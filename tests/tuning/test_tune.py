@@ -36,7 +36,12 @@ def test_the_faster_batch_is_found_and_a_stop_loses_one_trial(
     monkeypatch.setattr(api, "run", run)
     first, said[:] = len(said), []
     report = api.tune(path, **options)
-    assert first == 5
+    assert first == 6
+    few = (
+        "warning: with 60 rows the engines are never full, as they run up to 64 requests at once; so the trials say "
+        "little about the whole input; give more --rows"
+    )
+    assert said[0] == report.warning == few
     assert [line for line in said if line.startswith("round")] == ["round 1, 2 of 2: scripted.max_num_seqs 64, 60 rows"]
     assert report.found.best.candidate.settings == {"scripted.max_num_seqs": 64}
     assert report.found.gain > 1.5
@@ -47,6 +52,7 @@ def test_the_faster_batch_is_found_and_a_stop_loses_one_trial(
     assert "scripted.max_num_seqs 64" in (folder / "tune.svg").read_text()
     assert not (tmp_path / "out").exists()
     shown = "\n".join(tune_lines(report))
+    assert few in shown
     assert "best: scripted.max_num_seqs 64: " in shown
     assert f"next: batchinf run {path} --set scripted.max_num_seqs=64" in shown
     # A torn last line is a trial that is run again; trials of another spec are not taken for this one's.
@@ -57,6 +63,22 @@ def test_the_faster_batch_is_found_and_a_stop_loses_one_trial(
     assert sum(line.startswith("round") for line in said) == 1
     with pytest.raises(OutputError, match="trials of another spec"):
         api.tune(path, **options, overrides={"sampling.max_tokens": 4})
+
+
+def test_an_input_that_does_not_fill_the_engines(tmp_path: pathlib.Path) -> None:
+    said: list[str] = []
+    sampling = {"temperature": 1.0, "n": 2}
+    path = jobs.spec_of(tmp_path, input={"limit": 20}, sampling=sampling, scripted={"max_num_seqs": 32})
+    report = api.tune(path, tries=["scripted.max_num_seqs=16"], say=said.append)
+    few = (
+        "warning: with 20 rows the engines are never full, as they run up to 64 requests at once; so the trials say "
+        "little about a larger input"
+    )
+    assert said[0] == report.warning == few
+    said.clear()
+    options: dict[str, Any] = {"overrides": {"sampling.n": 4}, "out": tmp_path / "more"}
+    assert api.tune(path, tries=["scripted.max_num_seqs=16"], say=said.append, **options).warning is None
+    assert said[0] == "round 1: the spec as it is, 20 rows"
 
 
 def test_wrong_calls(tmp_path: pathlib.Path) -> None:

@@ -125,6 +125,17 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
+def engine_args(arguments: dict[str, Any]) -> EngineArgs:
+    """The EngineArgs of these arguments."""
+    config = arguments.get("structured_outputs_config")
+    if isinstance(config, dict):
+        # vLLM converts other mappings before it sets the reasoning parser as an attribute of this one.
+        with importing("engine.structured_outputs_config"):
+            from vllm.config import StructuredOutputsConfig
+        arguments = {**arguments, "structured_outputs_config": StructuredOutputsConfig(**config)}
+    return EngineArgs(**arguments)
+
+
 def scored_ks(task: Task) -> list[int]:
     """The numbers of logprobs that requests want for tokens of prompts and outputs, ascending; empty without any."""
     if task.vocabulary_rows is not None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 import vllm
-from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm import LLMEngine, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -34,6 +34,7 @@ from batchinf.base.text import one_line
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.engines.vllm.arguments import (
     TEMPLATE_OF,
+    engine_args,
     engine_arguments,
     extra_of,
     load_adapters,
@@ -162,7 +163,7 @@ class VllmEngine:
         """For subclasses: called when vLLM is up and `info` is set."""
 
     def _engine_args(self, arguments: dict[str, Any]) -> Any:
-        return EngineArgs(**arguments)
+        return engine_args(arguments)
 
     def warm_up(self, request: Request) -> None:
         """See `Engine.warm_up`. Raises RequestRefused if vLLM would refuse every request of the job."""

@@ -8,7 +8,7 @@ import importlib
 from typing import Any
 
 import numpy as np
-from vllm import EngineArgs, PoolingParams, envs
+from vllm import PoolingParams, envs
 from vllm.config import PoolerConfig
 
 from batchinf.base.errors import SpecError
@@ -42,7 +42,7 @@ class VllmPooling(VllmEngine):
 
     def _engine_args(self, arguments: dict[str, Any]) -> Any:
         # vLLM converts some mappings to configs, but not this one.
-        return EngineArgs(**{**arguments, "pooler_config": PoolerConfig(**arguments["pooler_config"])})
+        return super()._engine_args({**arguments, "pooler_config": PoolerConfig(**arguments["pooler_config"])})
 
     def _choose_params(self) -> Any:
         """The parameters of all requests. Raises SpecError if the model does not support the task."""
