@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from batchinf.base.process import leave, collect_rarely
+from batchinf.base.process import collect_rarely, leave
 
 collect_rarely()  # before the imports of the command line
 from batchinf import cli  # noqa: E402
