@@ -313,10 +313,8 @@ class Coordinator:
             suspicion = self._trials.note_death(end)
             self._assignment.note_ended(end, self._trials.shards | closed)
             if (step := end.lowered) is not None:
-                replica, kept_as = end.replica.number, "oom_step_down"
-                self._manifest.event(
-                    kept_as, kept_as=kept_as, replica=replica, incarnation=end.incarnation, **step.fields()
-                )
+                replica, name = end.replica.number, "oom_step_down"
+                self._manifest.event(name, kept_as=name, replica=replica, incarnation=end.incarnation, **step.fields())
             failed = end.replica.failed
             if failed is not None and failed.error_type in _FATAL:
                 self._fatal = self._fatal or _FATAL[failed.error_type](end.cause)
