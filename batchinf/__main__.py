@@ -3,9 +3,9 @@
 import sys
 from typing import NoReturn
 
-from batchinf.base.process import leave, search_rarely
+from batchinf.base.process import collect_rarely, leave
 
-search_rarely()  # before the imports of the command line
+collect_rarely()  # before the imports of the command line
 from batchinf import cli  # noqa: E402
 
 

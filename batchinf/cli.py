@@ -30,7 +30,7 @@ from batchinf.arguments import (
     output_folder,
 )
 from batchinf.base.errors import BatchinfError, Interrupted, UserError, memory_words
-from batchinf.base.process import search_as_usual
+from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
 from batchinf.base.text import names_in, plain, to_json
@@ -141,7 +141,7 @@ def _run(
         from batchinf import api
         from batchinf.coordinator.display import ProgressDisplay
 
-        search_as_usual()
+        collect_as_usual()
         display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
         summary = api.run(
             spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_, display=display
@@ -281,7 +281,7 @@ def _tune(
         from batchinf import api
         from batchinf.tuning.text import tune_lines
 
-        search_as_usual()
+        collect_as_usual()
         report = api.tune(
             spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes
         )

@@ -1,4 +1,4 @@
-"""Asks a module of this package in a process of its own, so that what it imports stays out of this one."""
+"""Runs a module of this package in another process and reads its answer. What it imports stays out of this process."""
 
 import json
 import os
@@ -16,7 +16,7 @@ class NoAnswerError(Exception):
 
 
 class Question:
-    """A question under way. Leaving its `with` block ends the process."""
+    """A question that another process is answering. Leaving the `with` block ends that process."""
 
     def __init__(self, module: str, question: object, timeout_s: float, environment: Mapping[str, str]) -> None:
         """Start `python -m module` with the question as JSON on stdin. environment: added to this process's."""

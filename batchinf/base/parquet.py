@@ -16,7 +16,7 @@ _Read = TypeVar("_Read", pa.Table, pa.RecordBatch)
 
 
 class ParquetFile(pq.ParquetFile):  # type: ignore[misc]
-    """pyarrow's `ParquetFile`, but a name is a column's and no path.
+    """pyarrow's `ParquetFile`, but a name is always that of a column, never a path.
 
     To pyarrow the name `a` is also the column `a.b`, and `a.b` is also field `b` of a struct `a`, which it then returns
     with this field alone. All files that may have columns of users are read by this class.
@@ -41,7 +41,7 @@ def _only(read: _Read, columns: Sequence[str] | None) -> _Read:
 
 @contextlib.contextmanager
 def open_part(path: str | os.PathLike[str], **options: Any) -> Iterator[ParquetFile]:
-    """A part, for the block that reads it. All readers of parts use it.
+    """Open a part for a `with` block. All readers of parts use this function.
 
     options: of `ParquetFile`. Raises OutputError if the part is damaged or missing. Besides Arrow's own errors, pyarrow
     raises UnicodeDecodeError for names in a footer, and EOFError.

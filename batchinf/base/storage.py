@@ -209,7 +209,7 @@ class Folder:
         return self.path(name).exists()
 
     def move_aside(self, name: str) -> str:
-        """Move a damaged file to `damaged/`, under a name that is free there; the name. Nothing is ever deleted."""
+        """Move a damaged file to `damaged/`, under a name that is free there; returns the name. It deletes nothing."""
         self.make(DAMAGED)
         base, number = f"{DAMAGED}/{name.rpartition('/')[2]}", 0
         target = base
@@ -300,7 +300,7 @@ class _NamedFile(io.FileIO):
             super().__init__(os.fspath(path), mode)
 
     def write(self, data: Any) -> int:
-        """Write all or a part of `data`; the number of bytes written."""
+        """Write all or a part of `data`; returns the number of bytes written."""
         with naming(self._said):
             return super().write(data) or 0
 
@@ -342,7 +342,7 @@ def _make(path: pathlib.Path) -> None:
         return
     _make(path.parent)
     path.mkdir(exist_ok=True)
-    with contextlib.suppress(PermissionError):  # one may make a folder where one may not list the names
+    with contextlib.suppress(PermissionError):  # a user may have the right to make a folder, but not to list it
         sync_folder(path.parent)
 
 

@@ -26,7 +26,7 @@ def near_path(path: str) -> str:
 def list_names(names: Iterable[str], meant: str | None = None) -> str:
     """Names with commas between them; only the first 20 if there are more.
 
-    meant: a name that is not there. Only the first 10 then, after those that are most like it.
+    meant: a name that was not found. The limit is then 10, and the names most like it come first.
     """
     names, most = list(names), _SHOWN_NAMES if meant is None else _FEW_NAMES
     if meant is not None and len(names) > most:
@@ -82,7 +82,7 @@ _OBEYED = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u206
 
 
 def plain_line(text: str, most: int = 2000) -> str:
-    """The same in one line of at most `most` characters; a line break becomes ↵."""
+    """`plain` in one line of at most `most` characters; a line break becomes ↵."""
     cut = text[: most + 1].replace("\r\n", "\n").replace("\n", "↵").replace("\t", " ")
     return plain(cut if len(text) <= most else f"{cut[:most]}…")
 

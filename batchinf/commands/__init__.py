@@ -1,1 +1,1 @@
-"""The commands that inspect or compare jobs: `status`, `head`, `check`, `validate`, `diff` and `verify`."""
+"""The commands that run no engine: one module for each, from `init` and `validate` to `diff` and `verify`."""

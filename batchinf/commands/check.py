@@ -51,8 +51,7 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
             f"{folder.path('manifest')} cannot be repaired: its lines about the job are damaged; restore it from a "
             "backup, or give the job another output.path"
         )
-    # The header and the cuts are enough. The next run adopts each part that proves whole and the job's, so lost lines
-    # cost only the reading of the parts.
+    # The header and the extents are enough. The next run reads each part, and adopts it if it is whole and the job's.
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     state.events.append(EventLine("rebuilt", now, {"replaces": logs}))
     state.event_counts["rebuilt"] += 1

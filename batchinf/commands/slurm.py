@@ -25,7 +25,7 @@ SCRIPT_MARK = f"{_FIRST_LINES}batchinf slurm".encode()
 # Slurm's limit for --signal.
 _MOST_SIGNAL_S = 65_535
 _CPUS_PER_GPU = 8
-# Less without a unit is meant in GB: no job runs in so little. 0 means all memory of a node.
+# A smaller number without a unit is probably meant in GB. 0 means all memory of a node.
 _LEAST_MEM_MB = 1024
 _RAY_WAIT_S = 300
 

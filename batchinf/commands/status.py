@@ -204,7 +204,7 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
         retry=_retry(state),
         progress=snapshot,
         progress_age_s=None if snapshot is None else time.time() - snapshot.updated_at,
-        # "stopped" is the last word of a process that has ended its replicas.
+        # A process that has ended its replicas writes "stopped" last.
         replicas=() if last is None or state.is_done or (is_stopped and last.state == "stopped") else last.replicas,
         num_journalled=num_results(job.folder, state.parts) if is_stopped else 0,
         expected_speed=None if holder is None else state.expected_speed,

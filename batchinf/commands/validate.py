@@ -220,7 +220,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
         own = folder.path(SOURCE_FOLDER)
         has_own = own.is_dir()
         cache, known = own if has_own else pathlib.Path(scratch), state if has_own else None
-        # A job that is done is looked at as it is, whatever its input has come to since.
+        # For a job that is done, files and rows that have come since do not matter.
         new: NewRows = "leave" if known is not None and known.is_done else "refuse"
         if file.spec.has_auto_length:
             file = with_known_length(prepare_job(file, known, new), remarks.append, cache).file

@@ -158,7 +158,7 @@ def _add(to: VectorDeviations, stored: npt.NDArray[Any], expected: npt.NDArray[n
     is_nan = np.isnan(stored)
     with np.errstate(invalid="ignore", over="ignore"):
         found = np.abs(stored.astype(np.float64) - expected)
-        # Both may be -inf; and what the stored type cannot hold is stored as infinity.
+        # Both may be -inf. A number that the stored type cannot hold is stored as infinity.
         found[np.isinf(stored) & (stored == expected.astype(stored.dtype))] = 0.0
     found[is_nan] = np.inf
     known = found[~is_nan]
@@ -175,7 +175,7 @@ def _add(to: VectorDeviations, stored: npt.NDArray[Any], expected: npt.NDArray[n
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = (values * expected).sum(axis=1) / (norms * lengths)
         relative: npt.NDArray[np.float64] = np.linalg.norm(found, axis=1) / lengths
-    # Two vectors of nothing but zeros are the same; what else is no number is off without end.
+    # Two zero vectors are equal. Any other NaN counts as an infinite deviation.
     relative[(norms == 0) & (lengths == 0)] = 0.0
     relative[np.isnan(relative)] = np.inf
     to.max_relative = max(to.max_relative, float(relative.max(initial=0.0)))

@@ -41,8 +41,8 @@ from batchinf.schedule.shards import PendingShards
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
-_ROUND_PAUSE = 5.0  # between two looks at all replicas, in times of what a look takes
-_LONGEST_PAUSE_S = 0.1  # a look that ended a replica took long
+_ROUND_PAUSE = 5.0  # between two looks at all replicas, as a multiple of the time that a look takes
+_LONGEST_PAUSE_S = 0.1  # because a look that ends a replica takes long
 _MOST_LINES = 8  # of replicas that come up at once
 # Errors of a replica that no restart mends.
 _FATAL: dict[str, type[UserError]] = {DISK_ERROR: OutputError, DriftError.__name__: DriftError}
@@ -313,10 +313,8 @@ class Coordinator:
             suspicion = self._trials.note_death(end)
             self._assignment.note_ended(end, self._trials.shards | closed)
             if (step := end.lowered) is not None:
-                replica, kept_as = end.replica.number, "oom_step_down"
-                self._manifest.event(
-                    kept_as, kept_as=kept_as, replica=replica, incarnation=end.incarnation, **step.fields()
-                )
+                replica, name = end.replica.number, "oom_step_down"
+                self._manifest.event(name, kept_as=name, replica=replica, incarnation=end.incarnation, **step.fields())
             failed = end.replica.failed
             if failed is not None and failed.error_type in _FATAL:
                 self._fatal = self._fatal or _FATAL[failed.error_type](end.cause)
@@ -340,10 +338,10 @@ class Coordinator:
 
     def _give_up(self) -> None:
         causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
-        # A process without addresses may be aborted by a library that says nothing of it.
+        # Under `ulimit -v`, a library may abort a process without a message.
         if (limit := address_limit()) and not any(limit in cause for cause in causes):
             causes.append(limit)
-        # Nothing is lost then, and a resume refuses a spec in which a field that decides the output has changed.
+        # Without finished rows, --fresh loses nothing. A resume would refuse a changed field that decides the output.
         changed = "" if self._num_finished()[0] else ", with --fresh if that changes what decides the output"
         raise EngineStartError(
             f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); correct the cause and "

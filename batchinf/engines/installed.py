@@ -32,7 +32,7 @@ def importing(what: str) -> Iterator[None]:
 
 
 def vllm_version() -> tuple[int, int] | None:
-    """The first two numbers of the installed vLLM's version; None where there is none, or its name is another."""
+    """The first two numbers of the installed vLLM's version; None without vLLM or without such numbers."""
     try:
         found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("vllm"))
     except importlib.metadata.PackageNotFoundError:

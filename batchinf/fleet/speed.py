@@ -1,6 +1,6 @@
 """The speed of a run: what was predicted, what was measured, and what limited it, with one change to try.
 
-A start stores the prediction in the manifest, and the end of a run stores the measured speed. `speed_in` reads both.
+A start stores the prediction in the manifest, and the end of a run stores the measured speed.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from batchinf.fleet.out_of_memory import EngineSettings
 from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
 from batchinf.job.open import Job
 from batchinf.manifest.lines import EventLine
-from batchinf.manifest.state import State, read_state
+from batchinf.manifest.state import State
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
 from batchinf.planning.degrees import degrees_of
 from batchinf.planning.gpus import gpu_like
@@ -31,12 +31,6 @@ _MOST_LOOKS, _LEAST_LOOKS = 2000, 3
 _FULL, _HALF = 0.9, 0.5
 _ALL_RUNNING = 0.95
 _MOST_UTILIZATION = 0.95
-
-
-def speed_in(folder: Folder) -> Speed | None:
-    """The speed of the last run that ended in a job's output folder; None before that. Reads only the manifest."""
-    state = read_state(folder) if folder.exists("manifest") else None
-    return None if state is None else state.speed
 
 
 # -- predicted ---------------------------------------------------------------------------------------------------------

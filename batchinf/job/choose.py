@@ -246,7 +246,7 @@ def _shared(job: Job) -> Folder:
 
 
 def _of_slice(job: Job, whole: Choice, check_lock: CheckLock) -> Choice:
-    """Store the slice's part of `whole`. It was chosen among the positions up to the next slice's first row."""
+    """Store the slice's part of `whole`: the rows chosen from its first position to the next slice's first one."""
     assert job.slice is not None
     places = job.slice.rows(whole.num_rows)
     if whole.positions is None or not places:

@@ -152,7 +152,8 @@ def _joined(tables: Iterable[pa.Table], first_bytes: int) -> Iterator[pa.Table]:
 
 
 def _not_done(scratch: ScratchDatabase, candidates: pa.Table) -> Int64Array:
-    # A semi join of the others takes half the time of an anti join: DuckDB then skips what no candidate can equal.
+    # A semi join finds the rows that are done. It takes half the time of an anti join, because DuckDB then skips
+    # keys that no candidate can equal.
     candidates = candidates.append_column("place", _array(np.arange(candidates.num_rows)))
     found = scratch.column("SELECT place FROM candidates SEMI JOIN done USING (key)", candidates=candidates)
     is_left = np.ones(candidates.num_rows, np.bool_)

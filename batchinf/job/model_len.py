@@ -71,7 +71,7 @@ def length_warning(spec: JobSpec, model: Model, given: object = None) -> str | N
 def _longest(job: Job, file: SpecFile) -> int:
     """The tokens of the longest request with its output. Rows that the model cannot take do not count.
 
-    A row of which the bytes alone say that it is no longer than another is not tokenised.
+    A row is not tokenised if its size in bytes shows that it is no longer than another one.
     """
     sampling = job.spec.sampling
     # One request stands for all samples of a row, which may be millions.
@@ -95,7 +95,7 @@ def _longest(job: Job, file: SpecFile) -> int:
 def _pieces(job: Job, file: SpecFile) -> Iterator[Int64Array]:
     """Positions of the rows that may run, in all slices. Rows that `exclude` leaves out count too.
 
-    They are found by their prompts, which depend on the length.
+    `exclude` may find them by their prompts, which depend on the length.
     """
     given, rows = job.spec.input, range(job.source.num_rows)
     if given.exclude is not None:

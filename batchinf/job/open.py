@@ -205,7 +205,7 @@ def open_job(
 
 @contextlib.contextmanager
 def placing(file: SpecFile) -> Iterator[None]:
-    """If a SpecError begins with a field's name, add the field's line and column. So for a path that names nothing."""
+    """If a SpecError begins with a field's name, add the field's line and column. The same for NoInputError."""
     try:
         yield
     except NoInputError as error:

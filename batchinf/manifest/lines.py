@@ -27,7 +27,7 @@ MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
 CHOSEN = "chosen"  # an event: how many rows were chosen from how many
 BEGINNING = "beginning"  # the event that begins the log of a new job, before replicas start and the job has a header
 
-EXPECTED_SPEED, SPEED = "expected_speed", "speed"  # events: of the last run that predicted, and that ended
+EXPECTED_SPEED, SPEED = "expected_speed", "speed"  # events: a run's prediction, and its speed when it has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,8 +189,7 @@ class JobLock:
 
         last_epoch: called once the lock is held, because the last holder may have begun an epoch until then. A holder
         on another host counts as dead after `takeover_after_s` without a heartbeat; that is several heartbeats. During
-        the wait `on_wait` gets a line about once a second. Raises
-        OutputError if another process holds the job.
+        the wait `on_wait` gets a line about once a second. Raises OutputError if another process holds the job.
         """
         self._me = me = Holder.this_process()
         greatest = 0

@@ -63,7 +63,7 @@ def other_names(folder: Folder) -> list[str]:
 
 
 def say_names(names: Sequence[str]) -> str:
-    """The first three of them, and the number of the others."""
+    """The first three names, and the number of the others."""
     more = f" and {len(names) - _MOST_SHOWN:,} more" if len(names) > _MOST_SHOWN else ""
     return ", ".join(map(clip, names[:_MOST_SHOWN])) + more
 

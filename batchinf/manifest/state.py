@@ -94,7 +94,7 @@ class State:
 
     @property
     def speed(self) -> Speed | None:
-        """Of the last run that ended."""
+        """The speed of the last run that ended; None if there was none."""
         return None if SPEED not in self.kept else read_speed(self.kept[SPEED])
 
     @property

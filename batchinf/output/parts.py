@@ -335,7 +335,7 @@ def _output(shard: OpenShard, merged: "_Merged", source: Source, names: Sequence
 
 
 def _with_lost(table: pa.Table, lost: Mapping[int, str]) -> pa.Table:
-    """The output rows, those of `lost` as error rows: a kept column or the id has not the value of the input."""
+    """The output rows. Rows in `lost` become error rows, because their id or a kept column cannot be stored."""
     if not lost:
         return table
     reasons = [lost.get(row) for row in table.column("row_index").to_pylist()]

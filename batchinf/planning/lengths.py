@@ -59,7 +59,7 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Of prompt and output together."""
+        """The most tokens of a prompt and its output together."""
         return max(map(sum, zip(self.prompts, self.outputs, strict=True)), default=1)
 
     def workload(self, job: Job, output_tokens: float | None = None) -> Workload:

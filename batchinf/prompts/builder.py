@@ -283,7 +283,7 @@ class Renderer:
         return tuple(dict.fromkeys(column for template in templates for column in template.printed))
 
     def render(self, row: Row) -> str | RowError:
-        """The prompt's text, which is not empty and valid UTF-8, or the row's error."""
+        """The prompt's text, which is valid Unicode and not empty, or the row's error."""
         if row.error is not None:
             return RowError("unreadable", row.error)
         if not self._is_chat:

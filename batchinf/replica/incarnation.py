@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError, UserError, memory_words
-from batchinf.base.process import without_search
+from batchinf.base.process import without_collection
 from batchinf.base.storage import LASTING, Folder, disk_error
 from batchinf.engines.installed import importing
 from batchinf.engines.protocol import Engine
@@ -317,7 +317,7 @@ class Incarnation:
         """Start the engine, work until stopped, and send `Stopped`."""
         started = time.monotonic()
         self._port.send(StartPhase("loading the tokenizer and opening the input", os.uname().nodename))
-        with without_search():
+        with without_collection():
             self._tokenizer = load_tokenizer(self._launch.tokenizer_path, self._spec.model.trust_remote_code)
         guard_forks()
         with self._lock:
@@ -361,7 +361,7 @@ class Incarnation:
             return ScriptedEngine(script, size, getattr(tokenizer, "eos_token_id", None) or 0, choices)
         given = task, launch.model_path, launch.tokenizer_path, launch.revision, launch.adapters, launch.ray_group
         with importing(f"task {task.name}"):
-            with without_search():
+            with without_collection():
                 from batchinf.engines.vllm.engine import VllmEngine
             if task.pooling is None:
                 return VllmEngine(*given)

@@ -67,9 +67,9 @@ class InFlightRecord:
 class TokenCount:
     """Tokens that an engine has run and generated, while their requests are unfinished too.
 
-    An engine gives each running request a token in a step, or several where it speculates. A pipeline gives one to the
-    requests of one stage. So each unfinished request is given the same share of a token at each step, by how many of
-    them run; of a finished one those that it has are counted.
+    A finished request counts with the tokens that it has. Tokens of unfinished requests are estimated: a step gives a
+    token to each running request, in a pipeline only to those of one stage. So at each step, each unfinished request
+    counts the same share of a token: the share of the unfinished requests that run, divided by the number of stages.
     """
 
     def __init__(self, *, counts_output: bool, pipeline_parallel_size: int = 1) -> None:
@@ -194,7 +194,7 @@ class Worker:
             finished = self._engine.step()
             self._store(finished)
             self._steps += 1
-            # An engine may say so late, of a request that has finished.
+            # An engine may report a first token late, when the request has finished already.
             begun = [request for request in self._engine.begun() if request.key in self._pending]
             for request in begun:
                 self._in_flight.note_output(self._slots[request.key])

@@ -188,11 +188,12 @@ class Writer(threading.Thread):
             num_before, errors = shard.num_finished, count_errors(batch.column("error_type"))
             shard.add(batch)
             num_rows = shard.num_finished - num_before
-            self.totals.num_rows += num_rows
-            if errors:
-                # A new object, because another thread reads the old one.
-                self.totals.errors = self.totals.errors + errors
-            self.totals.num_answered += max(0, num_rows - errors.total())
+            with self._lock:  # the feeder's thread adds to the totals, too: see `track`
+                self.totals.num_rows += num_rows
+                if errors:
+                    # A new object, because another thread reads the old one.
+                    self.totals.errors = self.totals.errors + errors
+                self.totals.num_answered += max(0, num_rows - errors.total())
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:

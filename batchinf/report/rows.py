@@ -108,8 +108,9 @@ def row_figures(jobs: Sequence[tuple[Folder, State, Task]]) -> RowFigures:
     try:
         return _figures(jobs, paths, journalled, ())
     except (duckdb.Error, OutputError):
-        whole = [path for path in paths if _is_readable(path)]
-        lost = [path.name for path in paths if path not in set(whole)]
+        is_readable = {path: _is_readable(path) for path in paths}
+        whole = [path for path in paths if is_readable[path]]
+        lost = [path.name for path in paths if not is_readable[path]]
         note = f"{list_names(lost)}: missing or damaged, and left out; `batchinf check --deep` finds all such files"
         return _figures(jobs, whole, journalled, (note,) if lost else ())
 

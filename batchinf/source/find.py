@@ -15,7 +15,7 @@ from batchinf.source.formats.base import FileFormat
 from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
 from batchinf.source.formats.registry import ALLOWED, file_format, format_by_ending
 
-# How pandas reads files that are no input.
+# The pandas function that reads a file of an unsupported format, for the error message.
 _PANDAS = {
     ".json": "read_json(NAME)",
     ".tsv": r"read_csv(NAME, sep='\t')",

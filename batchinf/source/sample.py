@@ -28,7 +28,7 @@ def is_scanned_quickly(input: InputLocation) -> bool:
     return sum(file.stamp()[0] for file in find_files(input)[1]) < _MANY_BYTES
 
 
-def sample_input(input: InputLocation, folder: pathlib.Path, seed: int = 0) -> InputSample | None:
+def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | None:
     """Copy rows from all parts of an input into `folder`; None if the input is small, or has to be scanned.
 
     Raises InputError if there is nothing to read.
@@ -40,7 +40,7 @@ def sample_input(input: InputLocation, folder: pathlib.Path, seed: int = 0) -> I
     num_rows = 0.0
     for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
         runs = max(1, round(_RUNS * size / sum(sizes)))
-        found = format.sample(file, runs, seed + number, folder / f"{number:06}{format.endings[0]}")
+        found = format.sample(file, runs, number, folder / f"{number:06}{format.endings[0]}")
         if found is None:
             return None
         num_rows += found

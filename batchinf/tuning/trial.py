@@ -1,4 +1,4 @@
-"""One trial: a job of a sample of the rows under a candidate's settings. Results are kept, so that a stop loses one."""
+"""One trial: a job of a sample of the rows under a candidate's settings. A stop loses at most the running trial."""
 
 import json
 import os

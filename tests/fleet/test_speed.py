@@ -11,10 +11,11 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.text.status import status_lines
 from batchinf.fleet.out_of_memory import EngineSettings
-from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed, speed_in
+from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed
 from batchinf.fleet.speed_text import speed_lines
 from batchinf.fleet.status import ON_TRIAL
 from batchinf.job.open import open_job
+from batchinf.manifest.state import read_state
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
 from batchinf.planning.gpus import gpu_named
@@ -91,14 +92,15 @@ def test_a_full_cache_at_high_utilization_and_in_fp8() -> None:
 
 def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: pathlib.Path) -> None:
     summary = batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
-    found = speed_in(Folder(tmp_path / "out"))
+    state = read_state(Folder(tmp_path / "out"))
+    assert state is not None
+    found = state.speed
     assert found is not None
     assert found == summary.speed == batchinf.status(tmp_path / "out").jobs[0].speed
     assert round(found.tokens_per_s * found.work_s) == summary.num_prompt_tokens + summary.num_output_tokens
     assert (found.num_gpus, found.expected, found.tokens_per_s_per_gpu) == (0, None, None)
     lines = list(status_lines(batchinf.status(tmp_path / "out")))
     assert next(speed_lines(found)) in lines
-    assert speed_in(Folder(tmp_path / "none")) is None
 
 
 @pytest.mark.slow

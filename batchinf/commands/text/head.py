@@ -27,7 +27,7 @@ _SHORT, _LEAST, _GAP = 20, 24, 2
 
 
 def head_table(head: Head, wanted: Sequence[str], width: int) -> Iterator[Table | str]:
-    """A row for each row, a line for columns that do not fit, and one if there are more rows.
+    """The table, then a line about columns that do not fit, and one if there are more rows.
 
     wanted: columns; empty: those that say most.
     """

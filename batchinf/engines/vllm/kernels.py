@@ -159,7 +159,7 @@ def is_right(
 ) -> bool:
     """Whether `token_scores` runs on this device and gives what vLLM's `compute_topk_scores` gives for random logits.
 
-    Prints why not. For ks of which the kernels are not for, vLLM's code is used anyway.
+    Prints why not. Skips each k that the kernels do not take, because vLLM's code is used there anyway.
     """
     if not HAS_TRITON:
         return False

@@ -173,8 +173,8 @@ class RowStore:
 class _Held:
     """The output that a request has made and not sent yet. store: None without logprobs.
 
-    quiet_until: with fewer tokens than this, prompt included, the request is quiet: it neither is at its longest nor
-    sends a piece.
+    quiet_until: with fewer tokens than this, prompt included, the request is quiet: it has not reached
+    its longest length, and sends no piece.
     """
 
     __slots__ = ("is_begun", "quiet_until", "request", "slot", "stop_ids", "store", "token_ids")

@@ -4,7 +4,7 @@ For `logprobs=-1` vLLM sorts each row and sends it in rank order with its ids, 8
 bytes a number of all positions on the device. Here a row is sent in the order of the vocabulary and in the stored type,
 2 bytes a number for float16, and a prompt is processed a few hundred positions at a time. Each row has one token id, by
 which `logprobs.py` recognises it. Logprobs of a prompt are taken in such pieces too in the V1 runner, which would hold
-6 bytes a number of all positions. In V2 kernels of our own take logprobs of prompts and outputs. If a request asks for
+6 bytes a number of all positions. In V2, kernels of our own take logprobs of prompts and outputs. If a request asks for
 some positions of its prompt, the V1 runner makes and sends only these; V2 does not know whose rows it makes, so it
 sends all, and the front end keeps some. All ranks of a tensor-parallel group have each row, and only the first copies
 and sends it. In a pipeline vLLM asks the last stage.
@@ -70,7 +70,7 @@ class RowsExtension:
 
     def install_late_mask(self) -> bool:
         """Let the grammar mask logits after their raw scores are taken; False where this version cannot."""
-        # What checks drafted tokens looks at masked logits alone.
+        # vLLM's check of drafted tokens reads only masked logits.
         if getattr(self.model_runner, "speculative_config", None) is not None:
             return False
         return (_mask_late_v2 if _is_v2(self.model_runner) else _mask_late_v1)(self.model_runner)
@@ -317,13 +317,13 @@ def _install_kernels(runner: Any, ks: list[int]) -> bool:
     return True
 
 
-# Arguments of `compute_topk_scores` for which the kernels are not, and those that belong to the second of them.
+# Arguments of `compute_topk_scores` that the kernels do not support, and those that go with the second of them.
 _NOT_FOR = ("cu_num_logits", "max_per_req_token_ids", "logits_mode")
 _OF_CHOSEN_TOKENS = ("logprob_token_ids_state", "expanded_idx_mapping")
 
 
 def scores_in_one_pass(theirs: Callable[..., Any], ks: list[int]) -> Callable[..., Any]:
-    """Replaces `compute_topk_scores`. Calls `theirs` for what the kernels are not for.
+    """Replaces `compute_topk_scores`. Calls `theirs` for all that the kernels do not support.
 
     ks: numbers of logprobs that were compared. All above 1 have the same kernel.
     """

@@ -252,7 +252,7 @@ class LineReader(abc.ABC):
 
 def _json_text(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if is_utf8(text) else json.dumps(value)  # ASCII has an escape for half a character
+    return text if is_utf8(text) else json.dumps(value)  # ASCII has an escape for a lone surrogate
 
 
 def _fit(value: Any, type: pa.DataType, reasons: list[str]) -> Any:

@@ -244,7 +244,7 @@ class ScorePrompts(PromptBuilder):
         return tuple(dict.fromkeys([*super().columns, *(name for _, name in scored_columns(self._where))]))
 
     def surely_fits(self, row: Row, num_tokens: int) -> bool:
-        """See `PromptBuilder`; not known of the texts of a span."""
+        """See `PromptBuilder`. Always False, because the scored texts count too."""
         return False
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
