@@ -34,7 +34,7 @@ _SHARED_UTILIZATION = 0.88
 # For tasks that only read prompts: two engines make about 1.2 times the tokens of one (computed from two runs). For
 # tasks that generate, one engine of a 1B model leaves its GPU idle for only 1.4 % of a decoding step.
 _REPLICAS_OF_SMALL = 2
-# Each engine keeps two cores busy: its own process, and the replica's threads.
+# An engine's process and the replica's thread keep two cores busy, and tokenising needs more than one for small models.
 _CORES_PER_REPLICA = 4
 # The second engine starts 50 s late. It pays if the input keeps one engine busy for about 10 minutes.
 _LEAST_PROMPT_BYTES = 800 << 20

@@ -315,8 +315,9 @@ class Renderer:
             return value if isinstance(value, RowError) else read_messages(value, f"column '{column}'")
         if not self._turns:
             text = self._text(values)
-            wrong = text if isinstance(text, RowError) or text else _check_text(text)
-            return wrong if isinstance(wrong, RowError) else [{"role": "user", "content": text}]
+            if text == "":
+                text = _check_text(text)
+            return text if isinstance(text, RowError) else [{"role": "user", "content": text}]
         messages: list[Message] = []
         for role, template in self._turns:
             content = template.fill(values)
