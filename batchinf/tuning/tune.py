@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf.base.errors import SpecError, UserError
@@ -17,9 +17,9 @@ from batchinf.tuning.spec_text import write_settings
 from batchinf.tuning.text import TuneReport, chart, few_rows_warning, trial_line
 from batchinf.tuning.trial import RunJob, TrialRecord, TuneTrial, run_trial
 
-# Rows for each request of the largest batch that is tried: with fewer, the end of the trial decides, where the batch
-# is no longer full.
-_ROWS_PER_REQUEST = 4
+# Requests of a first trial for each that the engines run at once: with fewer, the end of the trial decides, where the
+# batches are no longer full.
+_REQUESTS_PER_PLACE = 4
 _LEAST_ROWS = 1000
 _SEVERAL = 1.3  # a sample's share is approximate
 
@@ -57,7 +57,8 @@ def tune_job(
     at_once = requests_at_once(file, backend, field)
     lengths = _lengths(file)
     most_rows = lengths.num_rows
-    num_rows = min(wanted.num_rows or _first_rows(field), most_rows)
+    first_rows = max(_LEAST_ROWS, round(_REQUESTS_PER_PLACE * at_once / max(1.0, lengths.requests_per_row)))
+    num_rows = min(wanted.num_rows or first_rows, most_rows)
     warning = None
     if num_rows * lengths.requests_per_row < at_once:
         warning = few_rows_warning(num_rows, at_once, is_all=num_rows == most_rows)
@@ -102,8 +103,3 @@ def _lengths(file: SpecFile) -> Lengths:
     if not lengths.num_rows:
         raise UserError(f"{file.path}: the input has no rows to tune with")
     return lengths
-
-
-def _first_rows(field: Sequence[Candidate]) -> int:
-    batches = [value for one in field for name, value in one.settings.items() if name.endswith(".max_num_seqs")]
-    return max(_LEAST_ROWS, _ROWS_PER_REQUEST * max(batches, default=0))

@@ -81,6 +81,21 @@ def test_an_input_that_does_not_fill_the_engines(tmp_path: pathlib.Path) -> None
     assert said[0] == "round 1: the spec as it is, 20 rows"
 
 
+def test_the_first_trials_fill_all_engines(tmp_path: pathlib.Path) -> None:
+    class Said(Exception):
+        pass
+
+    def say(line: str) -> None:
+        raise Said(line)
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"id": {number}, "prompt": "the cat", "language": "en"}}\n' for number in range(5000)))
+    path = jobs.spec_of(tmp_path, input={"path": str(rows)}, scripted={"max_num_seqs": 400})  # two engines
+    for options, expected in (({}, 3200), ({"overrides": {"sampling.n": 2, "sampling.temperature": 1.0}}, 1600)):
+        with pytest.raises(Said, match=f"^round 1: the spec as it is, {expected:,} rows$"):
+            api.tune(path, tries=["scripted.max_num_seqs=300"], say=say, **options)
+
+
 def test_wrong_calls(tmp_path: pathlib.Path) -> None:
     path = spec_of(tmp_path)
     spec: Mapping[str, Any] = json.loads(path.read_text())
