@@ -93,7 +93,7 @@ def test_the_first_trials_fill_all_engines(tmp_path: pathlib.Path) -> None:
     path = jobs.spec_of(tmp_path, input={"path": str(rows)}, scripted={"max_num_seqs": 400})  # two engines
     for options, expected in (({}, 3200), ({"overrides": {"sampling.n": 2, "sampling.temperature": 1.0}}, 1600)):
         with pytest.raises(Said, match=f"^round 1: the spec as it is, {expected:,} rows$"):
-            api.tune(path, tries=["scripted.max_num_seqs=300"], say=say, **options)
+            api.tune(path, tries=["scripted.max_num_seqs=300"], out=tmp_path / f"{expected}", say=say, **options)
 
 
 def test_wrong_calls(tmp_path: pathlib.Path) -> None:
