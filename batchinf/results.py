@@ -24,7 +24,8 @@ import pyarrow as pa
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
-from batchinf.base.slices import folder_name, job_folders, no_job_message
+from batchinf.base.slices import folder_name, job_folders
+from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import resolve
@@ -45,7 +46,7 @@ class Results:
         found = [(job.folder, read_state(job.folder)) for job in jobs if job.folder.exists("manifest")]
         states = [state for _, state in found if state is not None]
         if not states:
-            raise OutputError(no_job_message(self.folder))
+            raise OutputError(not_begun_message(self.folder))
         self.spec: dict[str, Any] = states[0].header.spec
         self.identity: dict[str, Any] = states[0].header.identity
         # Fingerprints of the input at the beginning and after each `--extend`.
