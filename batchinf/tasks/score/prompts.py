@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import name_type
-from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error
+from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error, whole_number
 from batchinf.prompts.encoder import Encoder, begins_with_two, show
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
@@ -339,6 +339,7 @@ class ScorePrompts(PromptBuilder):
         value = take(row.values, column, "")
         if isinstance(value, RowError):
             return value
+        value = whole_number(value)
         if self._counts_labels and isinstance(value, int | str) and not isinstance(value, bool):
             if (text := str(value).strip()) in choices:
                 return choices.index(text)
