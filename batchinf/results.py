@@ -31,6 +31,7 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer, token_texts
+from batchinf.spec.file import list_of
 from batchinf.spec.job import ModelSpec
 
 if TYPE_CHECKING:
@@ -196,12 +197,11 @@ class Results:
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:
         schema = self.schema
-        if isinstance(columns, str):  # else each letter would be a column
-            columns = [columns]
+        columns = None if columns is None else list_of(columns)
         for name in columns or ():
             if name not in schema.names:
                 raise OutputError(f"{self.folder} has no column {name!r}; it has {', '.join(schema.names)}")
-        return list(schema.names if columns is None else columns)
+        return schema.names if columns is None else columns
 
     def _type(self, column: str) -> pa.DataType:
         [name] = self._names([column])
