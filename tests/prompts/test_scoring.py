@@ -222,6 +222,15 @@ def test_what_cannot_be_scored_is_said(values: dict[str, Any], error_type: str, 
     assert (prompt.error.error_type, prompt.error.error_message) == (error_type, message)
 
 
+def test_a_continuation_that_is_joined_with_its_context_is_an_error_that_says_so() -> None:
+    input = {"context_column": "c", "continuation_column": "x"}
+    [prompt] = build("llama", [{"c": "Th", "x": "e"}], input)
+    assert prompt.error is not None and prompt.error.error_type == "empty_continuation"
+    assert "the tokenizer joins them; a space in score.target_delimiter may part them" in prompt.error.error_message
+    [prompt] = build("llama", [{"c": "Th", "x": "e"}], input, target_delimiter=" ")
+    assert prompt.error is None
+
+
 def test_choices_may_be_json_and_an_answer_unknown() -> None:
     input = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
     listed, text = build("llama", [{"c": "Q", "a": None, "x": x} for x in (["a", "b c"], '["a", "b c"]')], input)

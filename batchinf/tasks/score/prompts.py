@@ -380,7 +380,8 @@ class ScorePrompts(PromptBuilder):
                 return parts
             context_ids, continuation_ids = parts
             if not continuation_ids:
-                return RowError("empty_continuation", f"{name} has no tokens of its own behind the context")
+                return RowError("empty_continuation", f"{name} has no tokens of its own behind the context: the "
+                                "tokenizer joins them; a space in score.target_delimiter may part them")  # fmt: skip
             if most is not None and len(continuation_ids) > most:
                 return RowError("prompt_too_long", f"{name} alone has {len(continuation_ids):,} tokens; at most "
                                 f"{most:,} fit max_model_len={max_model_len} behind one of context")  # fmt: skip
