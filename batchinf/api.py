@@ -21,6 +21,7 @@ from typing import Any
 from batchinf.base.errors import UserError
 from batchinf.base.slices import Slice, folder_name
 from batchinf.base.stop_signals import interruptible
+from batchinf.base.text import name_type
 from batchinf.commands.plan import PlanReport, PlanWanted, make_plan
 from batchinf.commands.status import StatusReport, job_status
 from batchinf.commands.validate import RowsToShow, ValidateFinding, ValidateReport, validate_job
@@ -31,7 +32,7 @@ from batchinf.engines.installed import check_structures_config, engine_argument_
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.status import JobStatus
 from batchinf.results import Results
-from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, read_spec
+from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, list_of, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
 from batchinf.tuning.text import TuneReport
@@ -126,7 +127,8 @@ def validate(
     if random and seed is None:
         seed = random_numbers.randrange(100_000)
     findings = []
-    for finding in validate_job(read_checked(spec, overrides), RowsToShow(num_rows, tuple(map(str, rows)), seed)):
+    wanted = RowsToShow(num_rows, tuple(map(str, list_of(rows))), seed)
+    for finding in validate_job(read_checked(spec, overrides), wanted):
         findings.append(finding)
         if found is not None:
             found(finding)
@@ -181,13 +183,14 @@ def tune(
     Raises UserError or one of its subclasses; Interrupted after a stop.
     """
     given = dict(overrides) if isinstance(overrides, Mapping) else None
+    listed = [] if isinstance(overrides, Mapping) else list_of(overrides)
 
     def run_sample(settings: Mapping[str, Any]) -> Summary:
-        more = {**given, **settings} if given is not None else [*overrides, *map(_as_text, settings.items())]
+        more = {**given, **settings} if given is not None else [*listed, *map(_as_text, settings.items())]
         return run(spec, overrides=more, fresh=True, quiet=True, stop=stop)
 
     file = read_checked(spec, overrides)
-    wanted = TuneWanted(budget_s, num_rows, tuple(tries), out, write)
+    wanted = TuneWanted(budget_s, num_rows, tuple(list_of(tries)), out, write)
     backend = choose_backend(file.spec)
     try:
         return tune_job(file, backend, run_sample, wanted, say or (lambda line: print(line, file=sys.stderr)))
@@ -213,6 +216,10 @@ def open(out: str | os.PathLike[str]) -> Results:
 
 
 def _check_options(retry: str | None, fresh: bool, extend: bool, slice: str | None) -> None:
+    texts = {"retry": (retry, "`errors`, or an SQL expression"), "slice": (slice, "text such as '3/8'")}
+    for name, (value, words) in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{name}: got {name_type(value)}; must be {words}")
     if fresh and retry is not None:
         raise UserError(
             "got --fresh with --retry; --fresh starts a new job, --retry runs finished rows again: give one of them"

@@ -20,19 +20,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
-from batchinf.base.slices import folder_name, job_folders, no_job_message
+from batchinf.base.slices import folder_name, job_folders
+from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer, token_texts
+from batchinf.spec.file import list_of
 from batchinf.spec.job import ModelSpec
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+_LAST_EXACT = 1 << 53  # float64 rounds integers beyond it
 
 
 class Results:
@@ -45,7 +50,7 @@ class Results:
         found = [(job.folder, read_state(job.folder)) for job in jobs if job.folder.exists("manifest")]
         states = [state for _, state in found if state is not None]
         if not states:
-            raise OutputError(no_job_message(self.folder))
+            raise OutputError(not_begun_message(self.folder))
         self.spec: dict[str, Any] = states[0].header.spec
         self.identity: dict[str, Any] = states[0].header.identity
         # Fingerprints of the input at the beginning and after each `--extend`.
@@ -99,6 +104,7 @@ class Results:
     def array(self, column: str) -> npt.NDArray[Any]:
         """A column without lists, [num_rows]. Nulls become NaN, or None if the values are not numbers.
 
+        Integers beyond 2**53, such as `prompt_hash`, are Python objects if some are null: a NaN would round the others.
         A column of vectors, such as `embedding`, becomes [num_rows, width]. Each vector is copied once. So do `logits`
         and `hidden_states` with one vector for each row; rows that failed are NaN.
         """
@@ -115,7 +121,7 @@ class Results:
             return found if (places := self._places()) is None else found[places]
         if pa.types.is_nested(type):
             raise OutputError(f"column {column!r} holds {type}: read it with ragged()")
-        return np.asarray(self.table([column]).column(0).to_numpy())
+        return _plain(self.table([column]).column(0))
 
     def ragged(self, column: str) -> Ragged:
         """A column of lists, such as `logprobs`, `token_ids` or `top_logprobs`, as values and offsets."""
@@ -169,7 +175,7 @@ class Results:
         is_list = [pa.types.is_list(self._type(column)) for column in columns]
         for batch in self.batches(columns, num_rows):
             yield {
-                name: to_ragged(found) if as_lists else np.asarray(found.to_numpy(zero_copy_only=False))
+                name: to_ragged(found) if as_lists else _plain(found)
                 for name, found, as_lists in zip(columns, batch.columns, is_list, strict=True)
             }
 
@@ -191,12 +197,11 @@ class Results:
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:
         schema = self.schema
-        if isinstance(columns, str):  # else each letter would be a column
-            columns = [columns]
+        columns = None if columns is None else list_of(columns)
         for name in columns or ():
             if name not in schema.names:
                 raise OutputError(f"{self.folder} has no column {name!r}; it has {', '.join(schema.names)}")
-        return list(schema.names if columns is None else columns)
+        return schema.names if columns is None else columns
 
     def _type(self, column: str) -> pa.DataType:
         [name] = self._names([column])
@@ -207,6 +212,16 @@ def _read_part(path: pathlib.Path, columns: Sequence[str]) -> pa.Table:
     # One descriptor: a retry may put another file in the part's place between two.
     with open_part(path) as file:
         return file.read(columns=columns)
+
+
+def _plain(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+    if pa.types.is_integer(column.type) and column.null_count:
+        ends = [end for end in pc.min_max(column).as_py().values() if end is not None]
+        if any(abs(end) > _LAST_EXACT for end in ends):
+            return np.array(column.to_pylist(), np.object_)
+    return np.asarray(
+        column.to_numpy() if isinstance(column, pa.ChunkedArray) else column.to_numpy(zero_copy_only=False)
+    )
 
 
 def _one_each(lists: Ragged, column: str) -> npt.NDArray[Any]:

@@ -77,6 +77,17 @@ def test_a_spec_may_be_a_mapping_a_file_or_an_object(done: Any, tmp_path: pathli
         batchinf.run(3)  # type: ignore[arg-type]
 
 
+def test_one_text_in_place_of_several_is_one(done: Any) -> None:
+    given, *_ = done
+    assert batchinf.run(given, overrides="checkpoint_interval_s=3", quiet=True).was_done
+    assert [row.id for row in batchinf.validate(given, rows="en-0041").rows] == ["en-0041"]
+    assert batchinf.open(given["output"]["path"]).table(name for name in ["id", "text"]).num_columns == 2  # type: ignore[arg-type]
+    with pytest.raises(batchinf.UserError, match="retry: got true or false; must be `errors`, or an SQL expression"):
+        batchinf.run(given, retry=True)  # type: ignore[arg-type]
+    with pytest.raises(batchinf.UserError, match="slice: got a value of type int; must be text such as '3/8'"):
+        batchinf.run(given, slice=0)  # type: ignore[arg-type]
+
+
 def test_the_callers_mapping_stays_as_it_is(done: Any, tmp_path: pathlib.Path) -> None:
     given = {**done[0], "model": jobs.MODEL, "output": {"path": tmp_path / "new"}}
     before = {**given}

@@ -43,6 +43,13 @@ def test_a_whole_job(out: pathlib.Path) -> None:
     assert results.spec["sampling"]["logprobs"] == 3
 
 
+def test_large_integers_beside_nulls_are_not_rounded(out: pathlib.Path) -> None:
+    results, expected = batchinf.open(out), jobs.table_of(out)["prompt_hash"].to_pylist()
+    assert expected.count(None) == 30
+    assert results.array("prompt_hash").tolist() == expected
+    assert [value for rows in results.arrays("prompt_hash") for value in rows["prompt_hash"]] == expected
+
+
 @pytest.mark.parametrize("column", ["token_ids", "logprobs", "ranks"])
 def test_lists(out: pathlib.Path, column: str) -> None:
     ragged, expected = batchinf.open(out).ragged(column), jobs.table_of(out)[column].to_pylist()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_cut
+from batchinf.base.slices import JobFolder, job_folders, read_cut
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
-from batchinf.manifest.lock import Holder, live_holder
+from batchinf.manifest.lock import Holder, live_holder, not_begun_message
 from batchinf.manifest.state import State, read_state
 from batchinf.output.counts import accuracy_of, rules_out_tokens
 from batchinf.output.journal import num_results
@@ -269,9 +269,7 @@ def open_state(out: str) -> tuple[Folder, State]:
     folder = Folder(out)
     if (state := read_job(folder)) is not None:
         return folder, state
-    if (holder := live_holder(folder)) is not None:
-        raise OutputError(f"{out} holds no job yet: {holder} reads its input, since {holder.since}")
-    raise OutputError(no_job_message(out))
+    raise OutputError(not_begun_message(out))
 
 
 def read_job(folder: Folder) -> State | None:

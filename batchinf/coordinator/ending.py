@@ -116,19 +116,35 @@ def _by_type(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return tuple(sorted(found.values(), key=lambda failure: -failure.num_rows))
 
 
-def stopped_lines(
-    folder: Folder, state: State, num_rows: int, num_kept_rows: int, num_unfinished: int, advice: str
-) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class StoppedWork:
+    """The work of a stopped run, and how much of it is done.
+
+    num_rows: output rows of the job, or those that were left of a retry. num_part_rows: those of them that are in the
+    `num_parts` parts. num_open_rows: finished ones that are in no part; some may not be in the journal. joins_requests:
+    whether an output row may have several requests. retry: its number; None without one.
+    """
+
+    num_rows: int
+    num_part_rows: int
+    num_parts: int
+    num_open_rows: int
+    joins_requests: bool
+    retry: int | None = None
+
+
+def stopped_lines(folder: Folder, state: State, work: StoppedWork, num_unfinished: int, advice: str) -> Iterator[str]:
     """The lines of a stopped job: rows kept, rows that run again, the setting that keeps more, rows still to run.
 
-    num_rows: output rows of the job. num_kept_rows: finished ones that are in no part; some may not be in the journal.
     num_unfinished: requests that were in the engines at the end.
     """
     num_kept = journal.num_results(folder, state.parts)
-    num_left = max(0, num_rows - state.counts.num_rows - min(num_kept_rows, num_kept))
+    num_kept_rows = min(work.num_open_rows, num_kept) if work.joins_requests else num_kept
+    num_left = max(0, work.num_rows - work.num_part_rows - num_kept_rows)
+    of_what, parts = ("", "part") if work.retry is None else (f" that retry {work.retry} has to run", "replaced part")
     yield (
-        f"  kept: {num_rows - num_left:,} of {num_rows:,} output rows: {state.counts.num_rows:,} in "
-        f"{counted(len(state.parts), 'part')}, and {counted(num_kept, 'finished request')} in the journal"
+        f"  kept: {work.num_rows - num_left:,} of {work.num_rows:,} output rows{of_what}: {work.num_part_rows:,} in "
+        f"{counted(work.num_parts, parts)}, and {counted(num_kept, 'finished request')} in the journal"
     )
     if num_unfinished:
         yield f"  runs again: {counted(num_unfinished, 'request')} that the engines had begun; {advice}"

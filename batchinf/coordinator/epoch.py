@@ -11,7 +11,7 @@ from batchinf.base.storage import Folder
 from batchinf.coordinator import progress
 from batchinf.coordinator.coordinator import Coordinator
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.ending import Summary, finished, stopped_lines
+from batchinf.coordinator.ending import StoppedWork, Summary, finished, stopped_lines
 from batchinf.coordinator.extend import has_more
 from batchinf.coordinator.fresh import move_job_aside
 from batchinf.coordinator.recovery import has_leftovers, tidy
@@ -156,8 +156,15 @@ def _run_shards(
     except Interrupted as error:
         found = read_state(job.folder)
         assert found is not None
-        more = coordinator.num_kept_rows, coordinator.num_unfinished, coordinator.requests.advice
-        kept = stopped_lines(job.folder, found, num_rows, *more)
+        work = StoppedWork(
+            num_rows,
+            committed.num_rows,
+            committed.num_shards - int(is_done.sum()) if phase else len(found.parts),
+            coordinator.num_kept_rows,
+            job.task.joins_requests,
+            phase.retry.number if phase else None,
+        )
+        kept = stopped_lines(job.folder, found, work, coordinator.num_unfinished, coordinator.requests.advice)
         raise Interrupted("\n".join([str(error), *kept])) from None
     except HopelessJob as error:
         found = read_state(job.folder)

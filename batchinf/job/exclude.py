@@ -1,5 +1,6 @@
 """`input.exclude`: leaves out the rows that earlier jobs have done. `choose` uses it."""
 
+import pathlib
 from collections.abc import Generator, Iterable, Iterator
 
 import numpy as np
@@ -8,10 +9,11 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import SpecError
 from batchinf.base.parquet import open_part
-from batchinf.base.slices import job_folders, no_job_message
+from batchinf.base.slices import job_folders
 from batchinf.base.storage import Folder
 from batchinf.job.open import Job, begun_at, max_model_len
 from batchinf.job.scratch import ScratchDatabase, scratch_database
+from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.encoder import load_tokenizer
@@ -40,6 +42,13 @@ class Exclusion:
         """state: of a job that has begun. Raises SpecError."""
         given, self._job, self._file = job.spec.input, job, file
         assert given.exclude is not None
+        own = pathlib.Path(job.spec.output.path).resolve()
+        # A job that begins in place of an old one would find that one moved aside.
+        if state is None and any(pathlib.Path(out).resolve() == own for out in given.exclude.job):
+            raise self._wrong(
+                f"{job.spec.output.path} is this job's own output folder; give the new job another output.path, or use "
+                "--extend to run the rows that have come to the input of the old one"
+            )
         self._jobs, self._on = given.exclude.job, given.exclude.on
         self.columns: list[str] = []
         if self._on == "id":
@@ -100,7 +109,7 @@ class Exclusion:
                 for shard in sorted(() if state is None else state.parts):
                     yield from self._keys_of_part(out, found.folder, f"parts/{part_name(shard)}")
             if not has_begun:
-                raise self._wrong(no_job_message(out))
+                raise self._wrong(not_begun_message(out))
 
     def _keys_of_part(self, out: str, folder: Folder, name: str) -> Iterator[pa.Table]:
         with open_part(folder.path(name), page_checksum_verification=True) as file:

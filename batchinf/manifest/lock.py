@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
+from batchinf.base.slices import no_job_message
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder, disk_error, naming
 
@@ -151,6 +152,13 @@ def live_holder(folder: Folder) -> Holder | None:
     except OSError:
         return None
     return holder if holder is not None and judge(holder) != "dead" else None
+
+
+def not_begun_message(out: str) -> str:
+    """The error message for an output folder whose job has not begun, or that holds none."""
+    if (holder := live_holder(Folder(out))) is not None:
+        return f"{out} holds no job yet: {holder} reads its input, since {holder.since}"
+    return no_job_message(out)
 
 
 def is_free(folder: Folder) -> bool:

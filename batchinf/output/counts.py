@@ -136,7 +136,8 @@ def accuracy_lines(found: Accuracy | None) -> list[str]:
     if found is None or not found.num_answered:
         return []
     num_others = found.num_rows - found.num_answered
-    others = f"; {num_others:,} rows have no answer, or no scores" if num_others else ""
+    have = "row has" if num_others == 1 else "rows have"
+    others = f"; {num_others:,} {have} no answer, or no scores" if num_others else ""
     return [f"accuracy: {found}{others}"]
 
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -23,6 +23,7 @@ import xxhash
 
 from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
 from batchinf.manifest.names import retry_of
+from batchinf.records import Part
 
 _libc = ctypes.CDLL(None)
 _FOLDER = "journal"
@@ -190,11 +191,15 @@ def drop(folder: Folder, shards: Mapping[int, int | None]) -> None:
             folder.delete(f"{_FOLDER}/{name}")
 
 
-def num_results(folder: Folder, closed: Container[int]) -> int:
-    """Number of results in the segments of all shards but the `closed` ones, from their headers alone."""
+def num_results(folder: Folder, parts: Mapping[int, Part]) -> int:
+    """Number of results that are in no part, from the headers of the segments alone.
+
+    parts: those in the manifest, by shard. A part has the results of its retry and of those before it.
+    """
     total = 0
     for match in filter(None, map(_NAME.fullmatch, folder.list(_FOLDER))):
-        if int(match["shard"]) in closed:
+        part = parts.get(int(match["shard"]))
+        if part is not None and part.retry >= retry_of(match["incarnation"]):
             continue
         # This only informs: a segment that has just gone, or is damaged, does not count.
         with contextlib.suppress(OSError), folder.path(f"{_FOLDER}/{match.string}").open("rb") as file:

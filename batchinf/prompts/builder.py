@@ -149,10 +149,14 @@ def setting(field: str, value: Any) -> str:
 
 
 def _as_in_a_spec(field: str, value: Any) -> Any:
-    """A whole number as int. Columns with nulls often hold whole numbers as floats, and databases as decimals."""
     if isinstance(value, decimal.Decimal) and value.is_finite():
         value = float(value) if value % 1 else int(value)
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer() and _is_whole(field):
+    return whole_number(value) if _is_whole(field) else value
+
+
+def whole_number(value: Any) -> Any:
+    """A whole number as int. Columns with nulls often hold whole numbers as floats, and databases as decimals."""
+    if isinstance(value, float | decimal.Decimal) and math.isfinite(value) and not value % 1:
         return int(value)
     return value
 

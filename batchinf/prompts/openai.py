@@ -166,7 +166,8 @@ class BatchReader:
     def _messages(self, body: dict[str, Any]) -> dict[str, Any]:
         messages = body.pop("messages", None)
         if not isinstance(messages, list) or not messages:
-            raise _Refused(f"body.messages: got {_show(messages)}; must be a list of messages")
+            got = "an empty list" if messages == [] else _show(messages)
+            raise _Refused(f"body.messages: got {got}; must be a list of messages")
         chat = {name: body.pop(name) for name in sorted(_CHAT_FIELDS) if name in body}
         for name, value in chat.items():
             kind, words = (dict, "a mapping") if name == "chat_template_kwargs" else (bool, "true or false")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base import faults
-from batchinf.base.errors import DriftError, InputError
+from batchinf.base.errors import BatchinfError, DriftError, InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import (
     FileEntry,
@@ -281,6 +281,8 @@ def _name(fingerprint: str) -> str:
 
 ScannedFile = tuple[InputFile, FileEntry]
 _NAMED = 3  # files that a message names
+# Unknown files are read if they are so few and so small, because files without rows are not new.
+_LOOKED_AT, _LOOKED_AT_BYTES = 100, 1 << 16
 
 
 @dataclass(slots=True)
@@ -360,7 +362,20 @@ def compare_files(
     compared.unknown = [file for file in files if file.name not in matched and file.name not in compared.changed]
     if scans_new:
         compared.new = [free[file.name] for file in compared.unknown]
+    elif 0 < len(compared.unknown) <= _LOOKED_AT:
+        compared.unknown = [file for file in compared.unknown if not _is_empty(file, format, cache, digests)]
     return compared
+
+
+def _is_empty(file: InputFile, format: FileFormat, cache: Folder, digests: ReadDigests) -> bool:
+    """Whether a file surely has no rows. It counts as new once it has rows, see `next_version`."""
+    try:
+        if file.is_remote or file.stamp()[0] > _LOOKED_AT_BYTES:
+            return False
+        [entry] = scan_files([file], format, cache, digests)
+    except (BatchinfError, OSError):  # such as a damaged file: only --extend has to read it
+        return False
+    return entry.num_rows == 0
 
 
 def _scanned(

@@ -134,6 +134,11 @@ SpecSource = str | os.PathLike[str] | Mapping[str, Any] | JobSpec
 Overrides = Sequence[str] | Mapping[str, Any]
 
 
+def list_of(given: Sequence[Any]) -> list[Any]:
+    """The items that a caller in Python gives. One text alone is one item: its letters are none."""
+    return [given] if isinstance(given, str) else list(given)
+
+
 def read_spec(spec: SpecSource, overrides: Overrides = ()) -> SpecFile:
     """Read a spec and set the fields of `overrides`, in order. Raises SpecError, one line for each error.
 
@@ -145,7 +150,7 @@ def read_spec(spec: SpecSource, overrides: Overrides = ()) -> SpecFile:
         return SpecFile(spec, {"": _IN_PYTHON}, _IN_PYTHON)
     data, places, name = _read_data(spec)
     _write_out_model(data)
-    for override in overrides.items() if isinstance(overrides, Mapping) else overrides:
+    for override in overrides.items() if isinstance(overrides, Mapping) else list_of(overrides):
         if isinstance(override, str):
             _override(data, places, override)
         else:

@@ -74,7 +74,7 @@ def test_a_stop_says_what_is_kept(
     assert found is not None, kept
     num_all, num_rows, num_parts, num_kept = map(int, found.groups())
     assert (num_rows, num_parts) == (state.counts.num_rows, len(list((out / "parts").glob("*.parquet"))))
-    assert num_kept == journal.num_results(Folder(out), ())
+    assert num_kept == journal.num_results(Folder(out), {})
     stored = {row["row_index"] for row in batchinf.open(out).table(["row_index"]).to_pylist()}
     before = state.counts.num_rows + num_kept
     assert num_all == before
@@ -87,15 +87,69 @@ def test_a_stop_says_what_is_kept(
     # `status` says the same, and nothing of replicas that have ended.
     report = batchinf.status(out)
     assert (report.jobs[0].num_journalled, report.jobs[0].replicas) == (num_kept, ())
-    assert f"not committed yet: {counted(num_kept, 'request')} finished and kept in the journal" in str(report)
+    in_journal = f"{counted(num_kept, 'request')} finished and kept in the journal"
+    # The journal is empty if the job was stopped just when it had committed a part.
+    assert (f"not committed yet: {in_journal}" in str(report)) == (num_kept > 0)
     assert json.loads((out / "status.json").read_text())["num_rows_done"] == before
     batchinf.run(spec, overrides={"scripted.step_s": 0.0})
-    assert (
-        f" of these shards done, {counted(num_kept, 'request')} finished and kept in the journal; "
-        in capfd.readouterr().err
-    )
+    assert (f" of these shards done, {in_journal}; " in capfd.readouterr().err) == (num_kept > 0)
     recovered = sum(event["num_requests"] for event in jobs.events_of(out, "recovered"))
     assert recovered == num_kept
+
+
+def test_a_stop_of_a_retry_says_what_is_kept_of_the_retry(tmp_path: pathlib.Path) -> None:
+    sections = {"parallel": {"data_parallel_size": 1}, "drain_timeout_s": 0.0}
+    spec, stop = yaml.safe_load(jobs.spec_of(tmp_path, **sections).read_text()), threading.Event()
+    batchinf.run(spec, overrides={"scripted.step_s": 0.0}, quiet=True)
+    chosen = batchinf.open(tmp_path / "out").array("num_output_tokens") > 5
+
+    def tell(status: batchinf.JobStatus) -> None:
+        if status.num_rows_done > 20:
+            stop.set()
+
+    slow = {"scripted.step_s": 0.02}
+    with pytest.raises(batchinf.Interrupted) as raised:
+        batchinf.run(spec, overrides=slow, retry="num_output_tokens > 5", stop=stop, quiet=True, progress=tell)
+    _, kept, _, left = str(raised.value).splitlines()
+    pattern = (
+        r"  kept: (\d+) of (\d+) output rows that retry 1 has to run: (\d+) in (\d+) replaced parts?, "
+        r"and (\d+) finished requests? in the journal"
+    )
+    found = re.fullmatch(pattern, kept)
+    assert found is not None, kept
+    num_all, num_chosen, num_in_parts, num_parts, num_kept = map(int, found.groups())
+    assert num_chosen == chosen.sum()
+    assert num_all == num_in_parts + num_kept > 20
+    assert left == f"  still to run: {num_chosen - num_all} output rows"
+    replaced = [shard for shard, part in jobs.state_of(tmp_path / "out").parts.items() if part.retry == 1]
+    job = batchinf.status(tmp_path / "out").jobs[0]
+    assert (len(replaced), job.num_journalled) == (num_parts, num_kept)
+    assert job.retry is not None and job.retry.num_parts_replaced == num_parts
+    # The next run takes them from the journal. If it is stopped before its engine is up, it has kept the same.
+    stop.set()
+    with pytest.raises(batchinf.Interrupted):
+        batchinf.run(spec, overrides={"scripted.start_s": 9.0}, stop=stop, quiet=True)
+    assert batchinf.status(tmp_path / "out").jobs[0].num_journalled == num_kept
+
+
+def test_a_stop_before_the_engine_is_up_counts_the_journal(tmp_path: pathlib.Path) -> None:
+    sections = {"parallel": {"data_parallel_size": 1}, "output": {"rows_per_shard": 200}}
+    spec, stop = yaml.safe_load(jobs.spec_of(tmp_path, **sections).read_text()), threading.Event()
+
+    def stop_after(status: batchinf.JobStatus) -> None:
+        if status.state == "starting" if stop_at_start else status.num_rows_done > 20:
+            stop.set()
+
+    stop_at_start = False
+    with pytest.raises(batchinf.Interrupted) as raised:
+        batchinf.run(spec, overrides={"scripted.step_s": 0.02}, stop=stop, quiet=True, progress=stop_after)
+    kept = str(raised.value).splitlines()[1]
+    assert " 0 in 0 parts, and " in kept
+    stop_at_start = True
+    stop.clear()
+    with pytest.raises(batchinf.Interrupted) as raised:
+        batchinf.run(spec, overrides={"scripted.start_s": 60.0}, stop=stop, quiet=True, progress=stop_after)
+    assert str(raised.value).splitlines()[1] == kept
 
 
 @pytest.mark.parametrize(

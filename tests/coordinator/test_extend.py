@@ -77,6 +77,20 @@ def come(folder: pathlib.Path) -> None:
 EXPECTED = list(enumerate((*FIRST, *MORE)))
 
 
+def test_new_files_without_rows_are_nothing_new(tmp_path: pathlib.Path) -> None:
+    """`--extend` does not take them in, so a resume must not ask for it."""
+    shutil.copytree(finished("{}"), tmp_path, dirs_exist_ok=True)
+    spec, data = spec_over(tmp_path), tmp_path / "data"
+    (data / "a.jsonl").touch()
+    (data / "c.jsonl").write_text("\n\n")
+    assert "was already done" in jobs.finish(spec).stdout
+    jobs.finish(spec, "--retry", "row_index = 3")
+    assert "--extend: the input has no new files and no new rows" in jobs.finish(spec, "--extend").stderr
+    write(data / "c.jsonl", *MORE[:1])
+    (data / "e.jsonl").write_text("{")  # a damaged row is a row
+    assert "2 files are new: c.jsonl, e.jsonl; use --extend" in jobs.run("run", spec).stderr
+
+
 def test_new_files_come_behind_and_earlier_parts_stay_as_they_are(tmp_path: pathlib.Path) -> None:
     spec = begin(tmp_path)
     out = tmp_path / "out"

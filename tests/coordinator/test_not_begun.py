@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import batchinf
 import jobs
 
 
@@ -22,6 +23,8 @@ def test_nothing_is_wrong_with_it(tmp_path: pathlib.Path) -> None:
     process = jobs.start("run", spec, faults=f"job.input_open=hold {marker}")
     jobs.wait_until(marker.exists)
     assert f"holds no job yet: pid {process.pid}" in jobs.run("status", out).stderr
+    with pytest.raises(batchinf.OutputError, match=f"holds no job yet: pid {process.pid} .* reads its input"):
+        batchinf.open(out)
     _check_says_that_there_is_none(out)
     process.kill()
     process.communicate()

@@ -467,6 +467,18 @@ def test_validate_says_how_many_rows_are_chosen(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_job_does_not_exclude_itself(tmp_path: pathlib.Path) -> None:
+    """`--fresh` would move the old job aside, and the new one would not find it."""
+    spec = spec_over(tmp_path, RECORDS[:20])
+    jobs.finish(spec)
+    spec = spec_over(tmp_path, RECORDS[:40], input={"exclude": {"job": str(tmp_path / "out"), "on": "id"}})
+    words = f"input.exclude: {tmp_path / 'out'} is this job's own output folder; give the new job another output.path"
+    assert words in jobs.run("run", spec, "--fresh").stderr
+    assert not (tmp_path / "out.1").exists() and len(jobs.rows_of(tmp_path / "out")) == 20
+    same = spec_over(tmp_path, RECORDS[:40], input={"exclude": {"job": "new", "on": "id"}}, output={"path": "./new"})
+    assert "./new is this job's own output folder" in refused(same)
+
+
 def test_a_week_without_anything_new_is_one_line(tmp_path: pathlib.Path) -> None:
     """All rows are done elsewhere: no job is begun, so that the same command runs what comes later."""
     week = tmp_path / "week"

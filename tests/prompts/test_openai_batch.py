@@ -85,7 +85,7 @@ def test_completions() -> None:
         (line({"messages": MESSAGES}), "body.model is missing; must name the job's model"),
         (chat(model="gpt-5"), "body.model: got 'gpt-5'; the job's model is 'org/model' or 'gpt-4o-mini': name it so, "
          "or list the name in engine.served_model_name"),
-        (chat(messages=[]), "body.messages: got a list; must be a list of messages"),
+        (chat(messages=[]), "body.messages: got an empty list; must be a list of messages"),
         (chat(prompt="a"), "body.prompt: got 'a', which is not supported"),
         (chat(tools=[{"type": "function"}]), "body.tools: got a list, which is not supported"),
         (chat(tool_choice="auto"), "body.tool_choice: got 'auto', which is not supported"),

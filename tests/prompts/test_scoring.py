@@ -1,5 +1,6 @@
 """Where scored tokens begin and end: held against lm-evaluation-harness's own functions, with several tokenizers."""
 
+import decimal
 import functools
 import itertools
 from typing import Any
@@ -204,6 +205,8 @@ ERRORS = [
     ({"x": ["a", "b"], "a": -1}, "invalid_answer", "got -1 in column 'a'; the row's choices are 0 to 1"),
     ({"x": ["a", "b"], "a": True}, "wrong_type",
      "got true or false in column 'a'; expected the text of a choice, or its place from 0"),
+    ({"x": ["a", "b"], "a": 0.5}, "wrong_type",
+     "got a value of type float in column 'a'; expected the text of a choice, or its place from 0"),
     ({"x": ["a", "b"], "a": "B"}, "invalid_answer",
      "got 'B' in column 'a'; expected the text of a choice, or its place from 0"),
     ({"x": ["1", "0"], "a": "1"}, "invalid_answer",
@@ -219,6 +222,15 @@ def test_what_cannot_be_scored_is_said(values: dict[str, Any], error_type: str, 
     assert (prompt.error.error_type, prompt.error.error_message) == (error_type, message)
 
 
+def test_a_continuation_that_is_joined_with_its_context_is_an_error_that_says_so() -> None:
+    input = {"context_column": "c", "continuation_column": "x"}
+    [prompt] = build("llama", [{"c": "Th", "x": "e"}], input)
+    assert prompt.error is not None and prompt.error.error_type == "empty_continuation"
+    assert "the tokenizer joins them; a space in score.target_delimiter may part them" in prompt.error.error_message
+    [prompt] = build("llama", [{"c": "Th", "x": "e"}], input, target_delimiter=" ")
+    assert prompt.error is None
+
+
 def test_choices_may_be_json_and_an_answer_unknown() -> None:
     input = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
     listed, text = build("llama", [{"c": "Q", "a": None, "x": x} for x in (["a", "b c"], '["a", "b c"]')], input)
@@ -226,8 +238,9 @@ def test_choices_may_be_json_and_an_answer_unknown() -> None:
     assert listed.scoring is not None and listed.scoring.answer is None
 
 
-@pytest.mark.parametrize(("answer", "place"), [("b c", 1), (1, 1), (" 2", 2), ("7", 2), (3, 3), ("3", 3)])
-def test_an_answer_is_the_text_of_a_choice_or_its_place(answer: str | int, place: int) -> None:
+@pytest.mark.parametrize(("answer", "place"), [("b c", 1), (1, 1), (" 2", 2), ("7", 2), (3, 3), ("3", 3), (1.0, 1),
+                                               (decimal.Decimal("2.00"), 2)])  # fmt: skip
+def test_an_answer_is_the_text_of_a_choice_or_its_place(answer: object, place: int) -> None:
     """A number is always a place: `3` is not the choice "3" unless that stands there."""
     input = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
     [prompt] = build("llama", [{"c": "Q", "x": ["a", "b c", "7", "3"], "a": answer}], input)
@@ -246,8 +259,8 @@ def test_choices_of_the_spec_are_those_of_every_row() -> None:
     assert prompt.error is not None and prompt.error.error_type == "invalid_answer"
 
 
-@pytest.mark.parametrize("answer", [2, "2", " 2 "])
-def test_an_answer_among_numbers_in_the_spec_is_one_of_them_and_no_place(answer: str | int) -> None:
+@pytest.mark.parametrize("answer", [2, "2", " 2 ", 2.0])
+def test_an_answer_among_numbers_in_the_spec_is_one_of_them_and_no_place(answer: str | float) -> None:
     input = {"context_column": "c", "choices": ["1", "2", "3"], "answer_column": "a"}
     right, wrong = build("llama", [{"c": "Q", "a": answer}, {"c": "Q", "a": 0}], input)
     assert right.scoring is not None and right.scoring.answer == 1

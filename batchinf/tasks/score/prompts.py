@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import name_type
-from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error
+from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error, whole_number
 from batchinf.prompts.encoder import Encoder, begins_with_two, show
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
@@ -339,6 +339,7 @@ class ScorePrompts(PromptBuilder):
         value = take(row.values, column, "")
         if isinstance(value, RowError):
             return value
+        value = whole_number(value)
         if self._counts_labels and isinstance(value, int | str) and not isinstance(value, bool):
             if (text := str(value).strip()) in choices:
                 return choices.index(text)
@@ -379,7 +380,8 @@ class ScorePrompts(PromptBuilder):
                 return parts
             context_ids, continuation_ids = parts
             if not continuation_ids:
-                return RowError("empty_continuation", f"{name} has no tokens of its own behind the context")
+                return RowError("empty_continuation", f"{name} has no tokens of its own behind the context: the "
+                                "tokenizer joins them; a space in score.target_delimiter may part them")  # fmt: skip
             if most is not None and len(continuation_ids) > most:
                 return RowError("prompt_too_long", f"{name} alone has {len(continuation_ids):,} tokens; at most "
                                 f"{most:,} fit max_model_len={max_model_len} behind one of context")  # fmt: skip
