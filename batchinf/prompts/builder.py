@@ -4,7 +4,6 @@ import decimal
 import difflib
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -149,16 +148,18 @@ def setting(field: str, value: Any) -> str:
 
 
 def _as_in_a_spec(field: str, value: Any) -> Any:
-    if isinstance(value, decimal.Decimal) and value.is_finite():
-        value = float(value) if value % 1 else int(value)
-    return whole_number(value) if _is_whole(field) else value
+    if _is_whole(field):
+        value = whole_number(value)
+    return float(value) if isinstance(value, decimal.Decimal) and value.is_finite() else value
 
 
 def whole_number(value: Any) -> Any:
     """A whole number as int. Columns with nulls often hold whole numbers as floats, and databases as decimals."""
-    if isinstance(value, float | decimal.Decimal) and math.isfinite(value) and not value % 1:
-        return int(value)
-    return value
+    if isinstance(value, decimal.Decimal):  # `value % 1` fails for more than 28 digits
+        is_whole = value.is_finite() and value == value.to_integral_value()
+    else:
+        is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value
 
 
 def _is_whole(field: str) -> bool:

@@ -247,6 +247,13 @@ def test_an_answer_is_the_text_of_a_choice_or_its_place(answer: object, place: i
     assert prompt.scoring is not None and prompt.scoring.answer == place
 
 
+@pytest.mark.parametrize("answer", [decimal.Decimal(10**37), decimal.Decimal("0.5"), float("nan"), float("inf"), 4, -1])
+def test_other_numbers_are_no_answer(answer: object) -> None:
+    input = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
+    [prompt] = build("llama", [{"c": "Q", "x": ["a", "b c", "7", "3"], "a": answer}], input)
+    assert prompt.error is not None and prompt.error.error_type in ("invalid_answer", "wrong_type")
+
+
 def test_choices_of_the_spec_are_those_of_every_row() -> None:
     labels = ["good", "bad film"]
     columns = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
