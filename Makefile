@@ -86,7 +86,7 @@ ifeq ($(BUILD),cpu)
 	if $(call index_answers,$(VENV)/bin/python); then \
 	    from="PyTorch's index"; index='--extra-index-url $(TORCH_CPU_INDEX)'; \
 	else \
-	    from="pip's find-links (PyTorch's index does not answer)"; index= ; \
+	    from="the places that pip is set to use (PyTorch's index does not answer)"; index= ; \
 	fi; \
 	echo "$$torch comes from $$from"; \
 	$(call quietly,$(PIP) install --no-deps $$index "$$torch")

@@ -367,7 +367,8 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
 def _refuse_hopeless(lengths: PromptLengths | None) -> None:
     """Raise UserError if no row of the sample has a prompt.
 
-    `run` ends early only after 1,000 rows, stores fewer of them as error rows, and takes any with `max_error_rate: 1`.
+    `run` differs: it stores such rows as error rows. It ends early if there are 1,000 or more, unless `max_error_rate`
+    is 1.
     """
     if lengths is None or lengths.histogram or not lengths.errors:
         return

@@ -1,9 +1,10 @@
 """Out of memory: recognises the errors of vLLM and torch, and lowers the engine arguments for the next start.
 
 Only runtime engine arguments are lowered, for all replicas alike. A replica whose start fails gets one more start. Each
-failure while running lowers the arguments further, down to a floor; at the floor, it counts as any other death. Changes
-of arguments that decide the output are only advised. Each manifest snapshot keeps the last `oom_step_down`; a resume
-starts from it unless the spec has another value by then. A test searches the installed vLLM for the error texts below.
+failure while running lowers the arguments further, down to a floor; at the floor, it counts as a death like any other.
+Changes of arguments that decide the output are only advised. Each manifest snapshot keeps the last `oom_step_down`; a
+resume starts from it unless the spec has another value by then. A test searches the installed vLLM for the error texts
+below.
 """
 
 import math

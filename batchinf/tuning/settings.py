@@ -134,9 +134,9 @@ def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, A
 
 
 def _caching(spec: JobSpec, task: Task, fit: Fit) -> list[Settings]:
-    """No prefix cache, for tasks that only read prompts.
+    """Without the prefix cache, for tasks that only read prompts.
 
-    Filling it takes a large part of the scheduler's time there, and pays only if prompts begin alike.
+    There, filling the cache takes a large part of the scheduler's time, and pays only if prompts begin alike.
     """
     is_open = task.reads_prefix_cache and "enable_prefix_caching" not in spec.engine
     if task.draws_tokens or fit.device_bytes is None or not is_open:

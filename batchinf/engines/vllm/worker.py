@@ -167,7 +167,7 @@ def _install_prompt_scores(runner: Any, rows: ScoreRows | None) -> bool:
 def _prompt_scores(runner: Any, rows: ScoreRows | None) -> Callable[..., Any]:
     """Replaces `GPUModelRunner._get_prompt_logprobs_dict` and follows it step by step, in pieces of `_CHUNK` positions.
 
-    rows: makes what is sent to requests that want the whole vocabulary. Without it, they get vLLM's own order.
+    rows: makes the rows of requests that want the whole vocabulary. None leaves these rows in vLLM's order.
     """
 
     def prompt_scores(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
