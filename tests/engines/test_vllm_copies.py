@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.layers.pooler.special import DispatchPooler
 
-from batchinf.engines.vllm import copies
+from batchinf.engines.vllm import copies, worker
 
 
 class Counting(copies.LogprobsTensors):  # type: ignore[misc]
@@ -66,6 +66,18 @@ def test_prompts_that_cannot_be_joined_are_left_to_vllm(found: dict[str, Any], c
     there = {name: part for name, part in found.items() if part is not None}
     assert len(counted) == len(there) and own.keys() == found.keys()
     assert all(torch.equal(own[name].logprobs, part.logprobs) for name, part in there.items())
+
+
+def test_a_worker_with_the_v2_runner_joins_them(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
+    found = {"a": scores(4), "b": scores(5)}
+    extension = worker.RowsExtension()
+    prompts = types.SimpleNamespace(compute_prompt_logprobs=lambda: found)
+    extension.model_runner = types.SimpleNamespace(prompt_logprobs_worker=prompts)
+    monkeypatch.setattr(worker, "_is_v2", lambda runner: True)
+    monkeypatch.setattr(worker, "_install_kernels", lambda runner, ks: False)  # whether or not the kernels are used
+    assert not extension.install_scores([1])
+    copied_by_vllm(prompts.compute_prompt_logprobs())
+    assert counted == [9]
 
 
 def test_a_runner_without_prompt_logprobs_is_left_alone() -> None:

@@ -13,6 +13,7 @@ from test_tasks_generate import make_results, make_spec
 from batchinf.base.storage import Folder
 from batchinf.output import journal
 from batchinf.output.journal import Journal, drop, joined, list_shards, row_bytes
+from batchinf.records import Part
 from batchinf.tasks.registry import task_of
 
 SPEC = make_spec(n=2, logprobs=2, prompt_logprobs=1)
@@ -47,6 +48,19 @@ def test_segments_of_all_incarnations_come_back(folder: Folder) -> None:
     assert found.damaged == ()
     assert {segment.name: segment.table() for segment in found.segments} == written
     assert all(segment.num_rows == segment.table().num_rows for segment in found.segments)
+
+
+def test_results_that_are_in_no_part_are_counted(folder: Folder) -> None:
+    """A part has the results of its own retry and of those before it, and a later retry's wait for the next part."""
+    for incarnation, rows in (("000001.0001", (1, 2)), ("000002.r1.0001", (3,)), ("000003.r2.0001", (4, 5, 6))):
+        Journal(folder, incarnation, SCHEMA).write(0, results(*rows))
+    Journal(folder, "000001.0001", SCHEMA).write(1, results(9))
+    parts = [
+        Part(shard=0, file="f", num_bytes=1, digest="d", num_rows=6, num_errors=0, retry=retry) for retry in range(3)
+    ]
+    samples = 2  # of each row
+    assert journal.num_results(folder, {}) == samples * 7
+    assert [journal.num_results(folder, {0: part}) for part in parts] == [samples * 5, samples * 4, samples * 1]
 
 
 def test_keys(folder: Folder) -> None:
