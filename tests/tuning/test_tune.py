@@ -101,6 +101,8 @@ def test_wrong_calls(tmp_path: pathlib.Path) -> None:
     spec: Mapping[str, Any] = json.loads(path.read_text())
     with pytest.raises(UserError, match="--write: spec is not a file"):
         api.tune(spec, write=True)
+    with pytest.raises(UserError, match="--try seed: must be field=value,value"):  # one text, and not its letters
+        api.tune(path, tries="seed")
     with pytest.raises(UserError, match="leaves nothing open to tune"):
         api.tune({**spec, "input": {**spec["input"], "order": "input"}})
     done = jobs.run("tune", path, "--budget", "soon")
