@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-from batchinf.engines.vllm.kernels import is_right, takes, token_scores
+from batchinf.engines.vllm.kernels.scores import is_right, takes, token_scores
 
 _ROUNDS, _CALLS, _WARM_UPS = 5, 20, 3
 

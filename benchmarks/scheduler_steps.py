@@ -2,23 +2,30 @@
 
     python benchmarks/scheduler_steps.py --requests 2048 --logprobs 20
     python benchmarks/scheduler_steps.py --score        # prompts of 128 tokens that are only read, 16,384 tokens a step
+    python benchmarks/scheduler_steps.py --structured --requests 1024   # with the JSON schema of the workload `json`
 
 Prints processor milliseconds a step in the schedulers of the installed vLLM, with asynchronous scheduling and without a
 model: the tokens and logprobs of a step are made up. The batch is full, requests end all the time and others wait, as
-in a job. `admit` makes the requests and adds them, with the hashes of their blocks. Needs no device.
+in a job. `admit` makes the requests and adds them, with the hashes of their blocks. `mask` fills the mask of
+the allowed tokens, of a made-up vocabulary of 128,256 words. Needs no device.
 """
 
 import argparse
 import gc
+import json
+import random
+import string
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xgrammar
 from vllm import EngineArgs, SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,6 +33,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from batchinf.engines.vllm.scheduler import scheduler
 
@@ -72,15 +81,19 @@ def request(name: str, prompt: list[int], is_caching: bool, **params: Any) -> Re
 class Load:
     """A full batch of requests that end at different steps, of which some always wait.
 
-    k: logprobs of output tokens. is_scored: the prompts alone are read, with a logprob of each token.
+    k: logprobs of output tokens. is_scored: the prompts alone are read, with a logprob of each token. grammar: makes
+    the state of a grammar for each request.
     """
 
-    def __init__(self, made: Any, num: int, k: int | None, *, is_scored: bool = False) -> None:
-        self.made, self.num, self.k, self.is_scored = made, num, k, is_scored
+    def __init__(
+        self, made: Any, num: int, k: int | None, *, is_scored: bool = False, grammar: Callable[[], Any] | None = None
+    ) -> None:
+        self.made, self.num, self.k, self.is_scored, self.grammar = made, num, k, is_scored, grammar
         self.num_added = 0
         self.random = np.random.default_rng(1)
         self.flying: deque[tuple[Any, list[str]]] = deque()
-        self.spent = {"admit": 0.0, "schedule": 0.0, "update": 0.0}
+        self.tokens: dict[str, int] = {}  # the next token of each request, if it has a grammar
+        self.spent = {"admit": 0.0, "schedule": 0.0, "update": 0.0, "mask": 0.0}
         rows = num + 1
         if k is not None:
             shape = rows, k + 1
@@ -94,7 +107,11 @@ class Load:
             caches = self.made.kv_cache_manager.enable_caching
             wanted = {"max_tokens": 1, "prompt_logprobs": 1} if self.is_scored else {"max_tokens": most}
             began = time.process_time()
-            self.made.add_request(request(f"{self.num_added}-0-0123abcd", prompt, caches, logprobs=self.k, **wanted))
+            new = request(f"{self.num_added}-0-0123abcd", prompt, caches, logprobs=self.k, **wanted)
+            if self.grammar is not None:
+                structure = StructuredOutputsParams(regex="unused")
+                new.structured_output_request = StructuredOutputRequest(structure, self.grammar())
+            self.made.add_request(new)
             self.spent["admit"] += time.process_time() - began
             self.num_added += 1
         began = time.process_time()
@@ -102,20 +119,52 @@ class Load:
         self.spent["schedule"] += time.process_time() - began
         ready = [name for name in scheduled.num_scheduled_tokens if not self.made.requests[name].is_prefill_chunk]
         self.flying.append((scheduled, ready))
-        if len(self.flying) < 2:
-            return
+        if len(self.flying) == 2:
+            self.update()
+        if self.grammar is not None:
+            self.mask(scheduled)
+
+    def mask(self, scheduled: Any) -> None:
+        """Fill the mask of a step, and choose one of the allowed tokens for each request."""
+        began = time.process_time()
+        given = self.made.get_grammar_bitmask(scheduled)
+        self.spent["mask"] += time.process_time() - began
+        if given is not None:
+            for name, row in zip(given.structured_output_request_ids, given.grammar_bitmask, strict=True):
+                word = self.random.choice(np.flatnonzero(row))
+                bits = np.flatnonzero(np.unpackbits(row[word : word + 1].view(np.uint8), bitorder="little"))
+                self.tokens[name] = int(32 * word + bits[0])
+
+    def update(self) -> None:
         scheduled, ready = self.flying.popleft()
         is_ready = set(ready)
         names = list(scheduled.num_scheduled_tokens)
         given = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
-            sampled_token_ids=[[5] if name in is_ready else [] for name in names],
+            sampled_token_ids=[[self.tokens.get(name, 5)] if name in is_ready else [] for name in names],
             logprobs=None if self.k is None else LogprobsLists(*self.arrays),
         )
         began = time.process_time()
         self.made.update_from_output(scheduled, given)
         self.spent["update"] += time.process_time() - began
+
+
+def json_grammar(num: int, manager: StructuredOutputManager) -> Callable[[], Any]:
+    """A function that makes states of a grammar, and room for the masks of `num` requests in `manager`."""
+    from workloads import SCHEMA
+
+    chance = random.Random(1)
+    words = {chr(code) for code in range(32, 127)}
+    while len(words) < 128_000:
+        word = "".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, 9)))
+        words.add(chance.choice(["", " ", " ", '"', ","]) + word)
+    vocabulary = [*sorted(words), *(f"<{number}>" for number in range(256))]
+    stop = len(vocabulary) - 1
+    known = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[stop])
+    compiled = xgrammar.GrammarCompiler(known).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
+    manager._grammar_bitmask = xgrammar.allocate_token_bitmask(num, len(vocabulary))
+    return lambda: XgrammarGrammar(len(vocabulary), xgrammar.GrammarMatcher(compiled), compiled)
 
 
 def main() -> None:
@@ -125,10 +174,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--score", action="store_true", help="prompts are only read")
+    parser.add_argument("--structured", action="store_true", help="outputs follow a JSON schema")
     args = parser.parse_args()
     num, is_caching = args.requests, not args.no_prefix_caching
     made_of = arguments(num * 20, num, True, is_caching)
-    lines = ["| of a step | admit, ms | schedule, ms | update, ms | all, ms |", "| --- | ---: | ---: | ---: | ---: |"]
+    grammar = json_grammar(num, made_of["structured_output_manager"]) if args.structured else None
+    columns = ["admit", "schedule", "update", *(["mask"] if grammar else []), "all"]
+    lines = [" | ".join(["| of a step", *(f"{column}, ms" for column in columns)]) + " |"]
+    lines.append("| --- |" + " ---: |" * len(columns))
     for k in (None,) if args.score else (None, args.logprobs):
         for title in ("vLLM's own", "outputs held back", "outputs held back, short loops"):
             gc.collect()
@@ -137,13 +190,13 @@ def main() -> None:
             made.use_v2_model_runner = True  # as on GPUs
             if title == "outputs held back":
                 made._block_size = None
-            load = Load(made, num, k, is_scored=args.score)
+            load = Load(made, num, k, is_scored=args.score, grammar=grammar)
             for _ in range(150):  # until the first requests are gone
                 load.step()
             load.spent = dict.fromkeys(load.spent, 0.0)
             for _ in range(args.steps):
                 load.step()
-            spent = [each / args.steps * 1e3 for each in load.spent.values()]
+            spent = [load.spent[column] / args.steps * 1e3 for column in columns[:-1]]
             name = f"{title}, " + ("scoring" if args.score else "no logprobs" if k is None else f"top {k}")
             lines.append(" | ".join([f"| {name}", *(f"{each:.2f}" for each in (*spent, sum(spent)))]) + " |")
     print("\n".join(lines))

@@ -6,7 +6,6 @@ Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language: th
 import ast
 import pathlib
 import types
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,11 @@ import torch
 
 pytest.importorskip("vllm")
 
-from batchinf.engines.vllm import kernels, worker
+import triton_on_cpu
+
+from batchinf.engines.vllm import worker
 from batchinf.engines.vllm.arguments import engine_arguments, scored_ks
+from batchinf.engines.vllm.kernels import scores as kernels
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -26,61 +28,12 @@ from jobs import MODEL
 pytestmark = pytest.mark.skipif(kernels.HAS_TRITON, reason="the kernel is compiled here")
 
 
-class Pointer:
-    """The memory of a tensor, from an element on."""
-
-    def __init__(self, tensor: torch.Tensor, offset: Any = 0) -> None:
-        # A kernel is given strides and reads the memory behind a view.
-        self.memory = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        self.offset = offset
-
-    def __add__(self, places: Any) -> "Pointer":
-        return Pointer(self.memory, self.offset + places)
-
-
-def load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0.0) -> torch.Tensor:
-    if mask is None:
-        return pointer.memory[pointer.offset]
-    return torch.where(mask, pointer.memory[torch.where(mask, pointer.offset, 0)], other)
-
-
-def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-    value = value.to(pointer.memory.dtype)
-    if mask is None:
-        pointer.memory[pointer.offset] = value
-    else:
-        pointer.memory[pointer.offset[mask]] = value[mask]
-
-
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces Triton's language and the launch of the kernel."""
-    program = [0]
-    language = types.SimpleNamespace(
-        int32=torch.int32, int64=torch.int64, float32=torch.float32, load=load, store=store,
-        program_id=lambda axis: torch.tensor(program[0]),
-        arange=torch.arange, where=torch.where, exp=torch.exp, log=torch.log, abs=torch.abs,
-        full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
-        zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
-        sum=lambda values, axis: values.sum(axis), max=lambda values, axis: values.amax(axis),
-        min=lambda values, axis: values.amin(axis), reshape=torch.reshape,
-    )  # fmt: skip
-
-    class Launcher:
-        def __init__(self, kernel: Callable[..., None]) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            def launch(*arguments: Any, num_warps: int, **named: Any) -> None:
-                given = [Pointer(item) if isinstance(item, torch.Tensor) else item for item in arguments]
-                for program[0] in range(*grid):
-                    self.kernel(*given, **named)
-
-            return launch
-
-    monkeypatch.setattr(kernels, "tl", language)
+    monkeypatch.setattr(kernels, "tl", triton_on_cpu.language)
     for name in ("score_kernel", "maxima_kernel"):
-        monkeypatch.setattr(kernels, name, Launcher(getattr(kernels, name)))
+        monkeypatch.setattr(kernels, name, triton_on_cpu.Launcher(getattr(kernels, name)))
     monkeypatch.setattr(kernels, "_BLOCK", 16)
     monkeypatch.setattr(kernels, "_SEGMENT", 4)
     monkeypatch.setattr(torch.Tensor, "topk", topk)

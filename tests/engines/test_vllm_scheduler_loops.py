@@ -9,19 +9,72 @@ import numpy as np
 import pytest
 
 vllm = pytest.importorskip("vllm")
-from vllm.sampling_params import RepetitionDetectionParams  # noqa: E402
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # noqa: E402
+from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: E402
 
 from batchinf.engines.vllm import scheduler as ours  # noqa: E402
 from benchmarks.scheduler_steps import arguments, request  # noqa: E402
 
-EOS, STOP, WORDS = 3, 4, 40
+EOS, STOP, WORDS, THOUGHT = 3, 4, 40, 1
+REFUSED = range(11, 16)
 WIDTH = 4
 MODEL_LEN = 96
+
+
+class Grammar(StructuredOutputGrammar):
+    """Accepts all tokens that are not REFUSED, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        if any(token in REFUSED for token in tokens):
+            return False
+        self.accepted += tokens
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        raise NotImplementedError
+
+    def rollback(self, num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+        raise NotImplementedError
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def reset(self) -> None:
+        self.accepted = []
+
+
+class Reasoner:
+    """The structure begins after the first token THOUGHT."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        pass
+
+    def is_reasoning_end(self, token_ids: Any) -> bool:
+        return False
+
+    def is_reasoning_end_streaming(self, token_ids: Any, delta: Any) -> bool:
+        return THOUGHT in delta
+
+    def extract_content_ids(self, token_ids: list[int]) -> list[int]:
+        return token_ids[token_ids.index(THOUGHT) + 1 :]
+
+
+def make_structured(new: Any) -> None:
+    """Give a request a structured output."""
+    new.structured_output_request = StructuredOutputRequest(StructuredOutputsParams(regex="x"), Grammar())
 
 
 class Driver:
@@ -51,6 +104,7 @@ class Driver:
             "preempted": output.preempted_req_ids,
             "zeroed": output.new_block_ids_to_zero,
             "shared": output.num_common_prefix_blocks,
+            "masked": (output.has_structured_output_requests, output.pending_structured_output_tokens),
         }
 
     def update(self) -> None:
@@ -85,6 +139,11 @@ class Driver:
             "waiting": [one.request_id for one in made.waiting],
             "requests": {
                 name: [getattr(one, field, None) for field in names.split()] for name, one in made.requests.items()
+            },
+            "grammars": {
+                name: one.structured_output_request.grammar.accepted
+                for name, one in made.requests.items()
+                if one.structured_output_request
             },
             "blocks": {name: [block.block_id for block in blocks] for name, blocks in manager.req_to_blocks.items()},
             "cached": manager.num_cached_block,
@@ -132,16 +191,21 @@ def test_the_loops_do_what_vllm_does(
     chance = random.Random(f"{is_v2} {is_async} {is_caching} {num_blocks} {words}")
     made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)
     made_of["vllm_config"].scheduler_config.watermark = 0.3 if words == 2 else 0.0
+    has_reasoner = chance.random() < 0.5
+    if has_reasoner:
+        made_of["structured_output_manager"].reasoner_cls = Reasoner
+        made_of["structured_output_manager"].tokenizer = None
     vllms_own = AsyncScheduler if is_async else Scheduler
     drivers = [Driver(made, words) for made in (ours.scheduler(**made_of), vllms_own(**made_of))]
     one, other = drivers
     assert one.made._block_size == 16
-    counts = {"head": 0, "quiet": 0, "preempted": 0}
+    counts = {"head": 0, "quiet": 0, "preempted": 0, "masked": 0}
     schedule_head, add_tokens = one.made._schedule_head, one.made._add_tokens
 
     def count_head(block_size: int) -> Any:
         result = schedule_head(block_size)
         counts["head"] += len(result[1].req_ids)
+        counts["masked"] += bool(result[2])
         return result
 
     def count_quiet(scheduled: dict[str, int], *rest: Any) -> Any:
@@ -164,10 +228,12 @@ def test_the_loops_do_what_vllm_does(
             params = make_params(chance)
             if chance.random() < 0.3:
                 params["logprobs"] = None
-            has_eos = chance.random() < 0.3
+            has_eos, has_grammar = chance.random() < 0.3, chance.random() < 0.3
             for driver in drivers:
                 new = request(name, prompt, is_caching, **params)
                 new.sampling_params._eos_token_id = EOS if has_eos else None
+                if has_grammar:
+                    make_structured(new)
                 driver.made.add_request(new)
         if chance.random() < 0.05 and one.made.requests:
             name = chance.choice(sorted(one.made.requests))
@@ -203,3 +269,7 @@ def test_the_loops_do_what_vllm_does(
     assert counts["head"] > 100
     assert counts["quiet"] > 100
     assert counts["preempted"]
+    assert counts["masked"] > 10
+    ends = [one.output(name)[2][0][0] for name in names if name not in aborted]
+    if not has_reasoner:
+        assert (FinishReason.ERROR in ends) == (words == WORDS)

@@ -189,10 +189,12 @@ class _Held:
         params = request.sampling_params
         self.stop_ids = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
 
-    def new_quiet_until(self, most_tokens: int) -> int:
-        """The value after a step that vLLM handled."""
+    def new_quiet_until(self, most_tokens: int, reasons: bool) -> int:
+        """The value after a step that vLLM handled. reasons: a structure may begin only after the reasoning."""
         request = self.request
-        if request.structured_output_request or request.sampling_params.repetition_detection or request.mm_features:
+        if request.sampling_params.repetition_detection or request.mm_features:
+            return 0
+        if reasons and request.structured_output_request is not None:
             return 0
         piece = _PIECE_TOKENS if self.store is None else min(_PIECE_TOKENS, self.store.piece_tokens)
         left = piece - len(self.token_ids)
@@ -211,6 +213,7 @@ class HoldingMixin:
     prev_step_scheduled_req_ids: set[str]
     kv_cache_manager: Any
     pause_state: Any
+    structured_output_manager: Any
     use_v2_model_runner: bool
     max_model_len: int
     max_num_scheduled_tokens: int
@@ -260,7 +263,7 @@ class HoldingMixin:
             or len(self.running) > self.max_num_scheduled_tokens
         ):
             return vllms_own.schedule(throttle_prefills)
-        num_head, steps = self._schedule_head(self._block_size)
+        num_head, steps, masked = self._schedule_head(self._block_size)
         head, self.running = self.running[:num_head], self.running[num_head:]
         self._lower_limits(num_head, len(steps.req_ids))
         output = vllms_own.schedule()
@@ -272,6 +275,9 @@ class HoldingMixin:
         others.all_token_ids |= steps.all_token_ids
         output.num_scheduled_tokens = dict.fromkeys(steps.req_ids, 1) | output.num_scheduled_tokens
         output.total_num_scheduled_tokens += len(steps.req_ids)
+        output.has_structured_output_requests |= bool(masked)
+        # The mask of a request needs its token of the step in flight.
+        output.pending_structured_output_tokens |= any(masked)
         if output.num_common_prefix_blocks and head:  # 0.26 asks for the prefix that all share with the first
             shared = self.kv_cache_manager.get_num_common_prefix_blocks(head[0].request_id)
             output.num_common_prefix_blocks = shared
@@ -279,26 +285,23 @@ class HoldingMixin:
             self.prev_step_scheduled_req_ids.update(steps.req_ids)
         return output
 
-    def _schedule_head(self, block_size: int) -> tuple[int, Any]:
+    def _schedule_head(self, block_size: int) -> tuple[int, Any, set[bool]]:
         """Schedule requests from the head of the batch up to one that does not only decode or finds no free block.
 
-        Returns their number, and the CachedRequestData of those that take part in the step.
+        Returns their number; the CachedRequestData of those that take part in the step; and, of those of them with a
+        structured output, whether one has a token in a step in flight, and whether one has none.
         """
         manager, most_tokens = self.kv_cache_manager, self.max_model_len
         takes_all, before = not self.use_v2_model_runner, self.prev_step_scheduled_req_ids
         num_placeholders, is_caching = int(isinstance(self, AsyncScheduler)), manager.enable_caching
         scheduled: list[Any] = []
         computed_tokens, output_tokens, new_block_ids = [], [], []
+        masked: set[bool] = set()
         num_head = 0
         for request in self.running[:-1]:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             known = len(request._all_token_ids)
-            if (
-                known + placeholders != computed + 1
-                or request.is_prefill_chunk
-                or request.mm_features
-                or request.structured_output_request
-            ):
+            if known + placeholders != computed + 1 or request.is_prefill_chunk or request.mm_features:
                 break
             has_last = placeholders and known + 1 >= request.num_prompt_tokens + request.max_tokens
             if has_last or computed + 1 >= most_tokens:  # a step in flight makes the last token
@@ -311,6 +314,8 @@ class HoldingMixin:
                     break
                 block_ids = blocks.get_block_ids(allow_none=True)
             num_head += 1
+            if request.structured_output_request is not None:
+                masked.add(placeholders > 0)
             scheduled.append(request)
             new_block_ids.append(block_ids)
             computed_tokens.append(computed)
@@ -320,7 +325,8 @@ class HoldingMixin:
             request.num_output_placeholders = placeholders + num_placeholders
         names = [request.request_id for request in scheduled]
         new = {r.request_id: r.all_token_ids.copy() for r in scheduled if takes_all and r.request_id not in before}
-        return num_head, CachedRequestData(names, set(), [], new, new_block_ids, computed_tokens, output_tokens)
+        steps = CachedRequestData(names, set(), [], new, new_block_ids, computed_tokens, output_tokens)
+        return num_head, steps, masked
 
     def _lower_limits(self, num_requests: int, num_tokens: int) -> None:
         self.max_num_scheduled_tokens -= num_tokens
@@ -368,6 +374,7 @@ class HoldingMixin:
                 or len(token_ids) != 1
                 or token_ids[0] in held.stop_ids
                 or request.num_preemptions
+                or not _accepts(request, token_ids)
             ):
                 others[name] = num_tokens
                 continue
@@ -440,10 +447,11 @@ class HoldingMixin:
             leaving.append(output)
             self._forget(output.request_id)
         if self._block_size is not None:
+            reasons = self.structured_output_manager.reasoner_cls is not None
             for output in outputs:
                 held = self._held.get(output.request_id)
                 if held is not None:
-                    held.quiet_until = held.new_quiet_until(self.max_model_len)
+                    held.quiet_until = held.new_quiet_until(self.max_model_len, reasons)
         return leaving
 
     def _forget(self, request_id: str) -> None:
@@ -456,6 +464,12 @@ class HoldingMixin:
         if k not in self._stores:
             self._stores[k] = RowStore(k + 1)
         return self._stores[k]
+
+
+def _accepts(request: Any, token_ids: list[int]) -> bool:
+    """Advance the request's grammar, if it has one. False: vLLM asks again, is refused too, and ends the request."""
+    structured = request.structured_output_request
+    return structured is None or structured.grammar.accept_tokens(request.request_id, token_ids)
 
 
 def _piece(output: Any, held: _Held) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from batchinf.engines.vllm.copies import join_prompt_scores, join_vectors
-from batchinf.engines.vllm.kernels import is_right, takes, token_scores
+from batchinf.engines.vllm.kernels.scores import is_right, takes, token_scores
 from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted
 

@@ -2,7 +2,7 @@
 
 vLLM's V2 runner calls `torch.topk`, which makes several passes, and then makes three. Compared with the functions of
 0.26.0 in Triton's interpreter, for float16 and float32 and vocabularies of 3,000 and 151,936, and with the source of
-0.32.0. Triton 3.6.0 compiles them for compute capability 9.0. Not run on a GPU yet.
+0.32.0. Run with Triton 3.6.0 on an NVIDIA H200.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,0 +1,302 @@
+"""A kernel for the attention of decoding: one new token for each request, over a paged cache of keys and values.
+
+FlashAttention 3 runs one thread block on each multiprocessor, which handles one request and head after the other, in
+tiles of 64 queries. Decoding with grouped queries fills 2 to 8 of these. For contexts of a few hundred tokens a tile
+waits for memory longer than it works. This kernel has small programs, many at once on a multiprocessor, so that some
+work while others wait. `benchmarks/attention.py` compares both.
+
+Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the source of 0.32.0.
+"""
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON, tl, triton
+
+from batchinf.engines.vllm.names import optional
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+_BACKEND = "vllm.v1.attention.backends.flash_attn"
+_COST = "FlashAttention decodes, which is slower for short contexts"
+# Rows of a program's tile of queries: the least that the tensor cores take.
+_ROWS = 16
+_LOG2_E = 1.4426950408889634
+# Tokens in one step of the kernel, the warps that share them, and the steps that are loaded ahead.
+_SHAPE = (64, 2, 3)
+_HEAD_SIZES, _VERSION = (64, 128), 3
+# With fewer programs FlashAttention is faster, because it splits long contexts over several of them.
+_LEAST_PROGRAMS = 6144
+# What vLLM gives FlashAttention for decoding over a paged cache. Others change the result.
+_GIVEN = frozenset(
+    """q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap
+    scheduler_metadata fa_version q_descale k_descale v_descale num_splits""".split()
+)
+# Requests and tokens of the comparison at the start.
+_CHECKED_LENGTHS = (1, 7, 64, 65, 300)
+
+
+# Triton evaluates annotations and does not know those of Python.
+@triton.jit  # type: ignore[untyped-decorator]
+def decode_kernel(  # type: ignore[no-untyped-def]
+    out,
+    query,
+    keys,
+    values,
+    block_table,
+    lengths,
+    scale,
+    query_scale,
+    key_scale,
+    value_scale,
+    out_stride,
+    query_stride,
+    table_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    HEAD_SIZE: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+    IS_FP8: tl.constexpr,  # noqa: N803
+):
+    """One program for a request and a head of keys, which GROUP heads of queries share. Base-2 online softmax.
+
+    With IS_FP8 the numbers are multiplied as float16, which holds all float8 numbers exactly.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    length = tl.load(lengths + request)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_SIZE)
+    of_rows = (head * GROUP + rows)[:, None] * HEAD_SIZE + dims[None, :]
+    is_row = (rows < GROUP)[:, None]
+    q = tl.load(query + request * query_stride + of_rows, mask=is_row, other=0.0)
+    if IS_FP8:
+        q = q.to(tl.float16)
+        scale = scale * tl.load(query_scale) * tl.load(key_scale)
+    top = tl.full([ROWS], -3.0e38, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_SIZE], tl.float32)
+    tokens = tl.arange(0, TILE)
+    table = block_table + request * table_stride
+    for start in tl.range(0, length, TILE, num_stages=STAGES):
+        at = start + tokens
+        is_token = at < length
+        block = tl.load(table + at // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+        place = block * block_stride + (at % BLOCK_SIZE) * token_stride + head * head_stride
+        k = tl.load(keys + place[:, None] + dims[None, :], mask=is_token[:, None], other=0.0)
+        v = tl.load(values + place[:, None] + dims[None, :], mask=is_token[:, None], other=0.0)
+        if IS_FP8:
+            k = k.to(tl.float16)
+            v = v.to(tl.float16)
+        s = tl.dot(q, tl.trans(k)) * scale
+        s = tl.where(is_token[None, :], s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, axis=1))
+        p = tl.exp2(s - higher[:, None])
+        shrunk = tl.exp2(top - higher)
+        total = total * shrunk + tl.sum(p, axis=1)
+        acc = acc * shrunk[:, None] + tl.dot(p.to(v.dtype), v)
+        top = higher
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a graph's unused rows have no tokens
+    if IS_FP8:
+        acc = acc * tl.load(value_scale)
+    tl.store(out + request * out_stride + of_rows, acc.to(out.dtype.element_ty), mask=is_row)
+
+
+def decode_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scales: tuple[Any, Any, Any],
+    shape: tuple[int, int, int],
+) -> None:
+    """Attention of one query token of each request over all tokens of the request.
+
+    out, query: [n, heads, head_size]. keys, values: [blocks, block_size, key heads, head_size] with equal strides.
+    block_table: int32 [n, most blocks]. lengths: int32 [n], tokens of each request, the query's own included; out is 0
+    for a request without tokens. scales: of query, keys and values, float32 on the device; used if all of these are
+    float8. shape: tokens in a step of the kernel, its warps, and the steps that are loaded ahead.
+    """
+    num_requests, num_heads, head_size = query.shape
+    num_key_heads = keys.shape[2]
+    tile, warps, stages = shape
+    decode_kernel[(num_requests, num_key_heads)](
+        out, query, keys, values, block_table, lengths, scale * _LOG2_E, *scales,
+        out.stride(0), query.stride(0), block_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+        BLOCK_SIZE=keys.shape[1], GROUP=num_heads // num_key_heads, HEAD_SIZE=head_size, ROWS=_ROWS, TILE=tile,
+        STAGES=stages, IS_FP8=keys.element_size() == 1, num_warps=warps,
+    )  # fmt: skip
+
+
+def takes(given: Mapping[str, Any]) -> bool:
+    """Whether `decode_attention` does what FlashAttention does with these arguments, by name, and is faster."""
+    others = (value for name, value in given.items() if name not in _GIVEN)
+    if given.get("max_seqlen_q") != 1 or any(value is not None and value is not False for value in others):
+        return False
+    query, keys, values = given["q"], given["k"], given["v"]
+    out, table, lengths = given.get("out"), given.get("block_table"), given.get("seqused_k")
+    if out is None or table is None or lengths is None or keys.dim() != 4:
+        return False
+    num_requests, num_heads, head_size = query.shape
+    num_key_heads = keys.shape[2]
+    window = given.get("window_size")
+    return (
+        given.get("causal") is True
+        and given.get("fa_version") == _VERSION
+        and (window is None or list(window) == [-1, -1])
+        and not given.get("softcap")
+        and num_requests * num_key_heads >= _LEAST_PROGRAMS
+        and len(lengths) == num_requests == len(given["cu_seqlens_q"]) - 1  # one token each
+        and head_size in _HEAD_SIZES
+        and num_heads % num_key_heads == 0
+        and num_heads // num_key_heads <= _ROWS
+        and _has_known_numbers(query, keys, values, given)
+        and query.stride()[1:] == out.stride()[1:] == (head_size, 1)
+        and keys.stride() == values.stride()
+        and keys.stride(3) == table.stride(1) == 1
+        and table.dtype == lengths.dtype == torch.int32
+    )
+
+
+def _has_known_numbers(query: Any, keys: Any, values: Any, given: Mapping[str, Any]) -> bool:
+    """16-bit numbers, or float8 with one scale for all heads."""
+    if not query.dtype == keys.dtype == values.dtype:
+        return False
+    if query.dtype in (torch.bfloat16, torch.float16):
+        return True
+    scales = [given.get(name) for name in ("q_descale", "k_descale", "v_descale")]
+    return query.dtype == torch.float8_e4m3fn and all(
+        scale is not None and scale.dtype == torch.float32 and not any(scale.stride()) for scale in scales
+    )
+
+
+def attention_of_decoding(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces `flash_attn_varlen_func`. Calls `theirs` for all but large batches that decode."""
+
+    @functools.wraps(theirs)
+    def flash_attn_varlen_func(*arguments: Any, **named: Any) -> Any:
+        if arguments or not takes(named):
+            return theirs(*arguments, **named)
+        run_ours(named)
+        return named["out"]
+
+    return flash_attn_varlen_func
+
+
+def run_ours(given: Mapping[str, Any], shape: tuple[int, int, int] = _SHAPE) -> None:
+    """`decode_attention` with the arguments of FlashAttention that it takes."""
+    decode_attention(
+        given["out"], given["q"], given["k"], given["v"], given["block_table"], given["seqused_k"],
+        given["softmax_scale"], (given["q_descale"], given["k_descale"], given["v_descale"]), shape,
+    )  # fmt: skip
+
+
+class DecodingWorker(Worker):
+    """vLLM's worker, which decodes large batches with the kernel above."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        """See vLLM. Installs the kernel here, because vLLM captures its CUDA graphs in this step."""
+        config = self.vllm_config
+        install(config.compilation_config.static_forward_context, config.model_config.dtype)
+        return super().compile_or_warm_up_model()
+
+
+def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Let FlashAttention leave large batches that decode to the kernel. False if vLLM's code is kept.
+
+    layers: the model's layers, by name, of which some have attention. dtype: the model's.
+    """
+    theirs = optional(_BACKEND, "flash_attn_varlen_func", _COST)
+    kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
+    # With that variable, vLLM's results do not depend on the batch; the kernel is not for all batches.
+    if theirs is None or kind is None or os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        return False
+    shapes = {
+        (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8"))
+        for impl in (getattr(layer, "impl", None) for layer in layers.values())
+        if isinstance(impl, kind) and impl.vllm_flash_attn_version == _VERSION and impl.head_size in _HEAD_SIZES
+    }
+    if not shapes or not all(is_right(theirs, *shape, dtype) for shape in shapes):
+        return False
+    importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs)  # type: ignore[attr-defined]
+    return True
+
+
+def is_right(
+    theirs: Callable[..., Any],
+    num_heads: int,
+    num_key_heads: int,
+    head_size: int,
+    is_fp8: bool,
+    dtype: torch.dtype,
+    device: str = "cuda",
+) -> bool:
+    """Whether the kernel runs on this device and gives what FlashAttention gives for random numbers. Prints why not."""
+    if not HAS_TRITON:
+        return False
+    try:
+        given = example(_CHECKED_LENGTHS, num_heads, num_key_heads, head_size, is_fp8, dtype, device)
+        expected = torch.empty_like(given["out"])
+        theirs(**{**given, "out": expected})
+        run_ours(given)
+        # FlashAttention rounds its weights to float8 too.
+        torch.testing.assert_close(given["out"], expected, rtol=0.02, atol=0.1 if is_fp8 else 0.02)
+    except Exception as error:  # a compiler may fail in any way, and FlashAttention does the work then
+        print(f"the kernel for decoding is not used: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
+
+
+def example(
+    lengths: Any,
+    num_heads: int,
+    num_key_heads: int,
+    head_size: int,
+    is_fp8: bool,
+    dtype: torch.dtype,
+    device: str,
+    block_size: int = 16,
+) -> dict[str, Any]:
+    """Arguments of FlashAttention for requests of these lengths that decode, with random numbers."""
+    longest, num = max(lengths), len(lengths)
+    per_request = -(-longest // block_size)
+    cache = torch.randn((num * per_request, num_key_heads, block_size, 2 * head_size), device=device).to(dtype)
+    query = torch.randn((num, num_heads, head_size), device=device).to(dtype)
+    scale = torch.ones((), device=device).expand(num, num_key_heads)
+    if is_fp8:
+        cache, query = cache.to(torch.float8_e4m3fn), query.to(torch.float8_e4m3fn)
+    keys, values = cache.transpose(1, 2).split(head_size, dim=-1)  # as vLLM's backend does
+    places = torch.randperm(num * per_request, device=device).to(torch.int32)
+    return {
+        "q": query,
+        "k": keys,
+        "v": values,
+        "out": torch.empty(query.shape, device=device, dtype=dtype),
+        "cu_seqlens_q": torch.arange(num + 1, device=device, dtype=torch.int32),
+        "max_seqlen_q": 1,
+        "seqused_k": torch.tensor(lengths, device=device, dtype=torch.int32),
+        "max_seqlen_k": longest,
+        "softmax_scale": head_size**-0.5,
+        "causal": True,
+        "block_table": places.reshape(num, per_request),
+        "fa_version": _VERSION,
+        "q_descale": scale,
+        "k_descale": scale,
+        "v_descale": scale,
+    }

@@ -1,0 +1,145 @@
+"""The attention of decoding by itself: vLLM's FlashAttention and Triton kernels, and batchinf's. Needs a GPU.
+
+    python benchmarks/attention.py                     # microseconds of one layer, by shape, batch and context
+    python benchmarks/attention.py --shapes            # the tiles of batchinf's kernel instead
+
+Contexts are drawn between 0.75 and 1.25 of the stated length. `bytes` is the time in which the device's memory could
+give the keys and values once, at `--bandwidth`. Each result is compared with that of FlashAttention.
+"""
+
+import argparse
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_scheduler_metadata
+from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from batchinf.engines.vllm.kernels.attention import example, run_ours
+
+# Heads, heads of keys, head size; and float8 or not.
+MODELS = {
+    "8B": (32, 8, 128, False),
+    "8B fp8": (32, 8, 128, True),
+    "1B": (32, 8, 64, False),
+    "0.6B": (16, 8, 128, False),
+}
+_SPLITS = 32  # vLLM's limit for graphs
+_TILES = (
+    *((16, 1, 3), (16, 2, 3), (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4)),
+    *((64, 8, 3), (128, 4, 2), (128, 8, 3)),
+)
+
+
+class Batch:
+    """A batch of requests that decode, with their cache."""
+
+    def __init__(self, model: str, num: int, context: int) -> None:
+        chance = random.Random(1)
+        lengths = [chance.randint(max(1, context * 3 // 4), context * 5 // 4) for _ in range(num)]
+        torch.manual_seed(1)
+        self.given = example(lengths, *MODELS[model], torch.bfloat16, "cuda")
+        keys = self.given["k"]
+        self.num_bytes = sum(lengths) * keys.shape[2] * 2 * keys.shape[3] * keys.element_size()
+
+    def flash(self, out: torch.Tensor) -> Callable[[], Any]:
+        """As in a CUDA graph of vLLM's."""
+        given = self.given
+        num_requests, num_heads, head_size = given["q"].shape
+        plan = get_scheduler_metadata(
+            batch_size=num_requests, max_seqlen_q=1, max_seqlen_k=given["max_seqlen_k"], num_heads_q=num_heads,
+            num_heads_kv=given["k"].shape[2], headdim=head_size, cache_seqlens=given["seqused_k"],
+            qkv_dtype=given["q"].dtype, cu_seqlens_q=given["cu_seqlens_q"], page_size=given["k"].shape[1], causal=True,
+            num_splits=_SPLITS,
+        )  # fmt: skip
+        return lambda: flash_attn_varlen_func(**{**given, "out": out}, scheduler_metadata=plan, num_splits=_SPLITS)
+
+    def triton(self, out: torch.Tensor) -> Callable[[], Any]:
+        given, is_fp8 = self.given, self.given["k"].element_size() == 1
+        names = ("q_descale", "k_descale", "v_descale")
+        scales = {name: given[name].flatten()[0] if is_fp8 else None for name in names}
+        changed = {**given, **scales, "out": out, "window_size": (-1, -1), "softcap": 0}
+        del changed["fa_version"]
+        mode = KVQuantMode.FP8_PER_TENSOR if is_fp8 else KVQuantMode.NONE
+        return lambda: unified_attention(**changed, kv_quant_mode=mode)
+
+    def own(self, out: torch.Tensor, **shape: Any) -> Callable[[], Any]:
+        given = {**self.given, "out": out}
+        return lambda: run_ours(given, **shape)
+
+
+def timed(run: Callable[[], Any], num: int = 20) -> float:
+    """Median microseconds of a call on the device. A call may start several kernels."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(num)]
+    for begin, end in events:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(float(begin.elapsed_time(end)) for begin, end in events)
+
+
+def by_kernel(model: str, num: int, context: int, bandwidth: float) -> str:
+    batch = Batch(model, num, context)
+    cells = [f"| {model} | {num:,} | {context:,} | {batch.num_bytes / bandwidth / 1e6:.0f}"]
+    expected = torch.empty_like(batch.given["out"])
+    for kind in ("flash", "triton", "own"):
+        out = torch.empty_like(batch.given["out"])
+        try:
+            run = getattr(batch, kind)(out)
+            took = timed(run)
+            if kind == "flash":
+                expected = out
+            far = (out.float() - expected.float()).abs().max().item()
+            cells.append(f"{took:.0f} ({far:.0e})")
+        except Exception as error:
+            cells.append(f"{type(error).__name__}: {str(error)[:80]}")
+    return " | ".join(cells) + " |"
+
+
+def by_tile(model: str, num: int, context: int) -> Iterator[str]:
+    batch = Batch(model, num, context)
+    out, expected = batch.given["out"], torch.empty_like(batch.given["out"])
+    flash = timed(batch.flash(expected))
+    found = []
+    for shape in _TILES:
+        try:
+            found.append((timed(batch.own(out, shape=shape), 5), shape))
+        except Exception as error:
+            print(shape, type(error).__name__, str(error)[:80])
+    fastest = ", ".join(f"{shape} {took:.0f}" for took, shape in sorted(found)[:8])
+    yield f"{model}, {num:,} x {context:,}: flash {flash:.0f}; {fastest}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--requests", default="256,1024,2048")
+    parser.add_argument("--contexts", default="128,256,512,1024,4096")
+    parser.add_argument("--shapes", action="store_true", help="the tiles of batchinf's kernel")
+    parser.add_argument("--bandwidth", type=float, default=4.8, help="of the device's memory, TB/s")
+    args = parser.parse_args()
+    numbers, contexts = ([int(each) for each in text.split(",")] for text in (args.requests, args.contexts))
+    if not args.shapes:
+        print("| model | requests | context | bytes, µs | FlashAttention 3, µs | Triton, µs | batchinf's, µs |")
+        print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for model in args.models.split(","):
+        for num, context in itertools.product(numbers, contexts):
+            if num * context > 2048 * 4096 // 2:
+                continue
+            if args.shapes:
+                print(*by_tile(model, num, context), sep="\n", flush=True)
+            else:
+                print(by_kernel(model, num, context, args.bandwidth), flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

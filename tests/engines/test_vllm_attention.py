@@ -1,0 +1,270 @@
+"""The kernel for the attention of decoding, held against PyTorch's attention, and when it takes FlashAttention's place.
+
+Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+import triton_on_cpu
+from vllm.platforms import current_platform
+
+from batchinf.engines.vllm.arguments import engine_arguments
+from batchinf.engines.vllm.kernels import attention
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+from jobs import MODEL
+
+pytestmark = pytest.mark.skipif(attention.HAS_TRITON, reason="the kernel is compiled here")
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "tl", triton_on_cpu.language)
+    monkeypatch.setattr(attention, "decode_kernel", triton_on_cpu.Launcher(attention.decode_kernel))
+
+
+def arguments(lengths: Any, heads: tuple[int, int] = (4, 2), head_size: int = 64, **changed: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"is_fp8": False, "dtype": torch.float32, "device": "cpu", **changed}
+    return attention.example(lengths, *heads, head_size, **made)
+
+
+def expected(given: dict[str, Any]) -> torch.Tensor:
+    """PyTorch's attention over the tokens of each request, gathered from the cache."""
+    group = given["q"].shape[1] // given["k"].shape[2]
+    block_size = given["k"].shape[1]
+    rows = []
+    for request, length in enumerate(given["seqused_k"].tolist()):
+        if not length:
+            rows.append(torch.zeros_like(given["out"][request]))
+            continue
+        at = torch.arange(length)
+        blocks = given["block_table"][request][at // block_size].long()
+        keys, values = (
+            given[name][blocks, at % block_size].float().repeat_interleave(group, dim=1).transpose(0, 1)
+            for name in "kv"
+        )
+        query = given["q"][request].float()[:, None]
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=given["softmax_scale"])
+        rows.append(mixed[:, 0].to(given["out"].dtype))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (16, 1), (8, 2)])
+@pytest.mark.parametrize("shape", [(64, 2, 3), (16, 1, 2)])
+def test_attention_is_that_of_pytorch(heads: tuple[int, int], shape: tuple[int, int, int]) -> None:
+    given = arguments((1, 15, 16, 17, 64, 65, 130), heads)
+    attention.run_ours(given, shape)
+    torch.testing.assert_close(given["out"], expected(given), rtol=1e-5, atol=1e-5)
+
+
+def test_float8_numbers_have_their_scales() -> None:
+    given = arguments((5, 70), is_fp8=True)
+    before = expected(given)
+    for name in ("q_descale", "k_descale", "v_descale"):
+        given[name] = torch.full((), 0.5).expand(2, 2)
+    attention.run_ours(given)
+    given["softmax_scale"] *= 0.25
+    torch.testing.assert_close(given["out"], expected(given) * 0.5, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(given["out"], before, atol=0.01)
+
+
+def test_a_request_without_tokens_gives_zeros() -> None:
+    """A graph's batch is filled up with such requests."""
+    given = arguments((9, 3))
+    given["seqused_k"][1] = 0
+    given["out"].fill_(7.0)
+    attention.run_ours(given)
+    torch.testing.assert_close(given["out"], expected(given), rtol=1e-5, atol=1e-5)
+
+
+def test_a_query_within_a_larger_tensor() -> None:
+    """vLLM's queries lie beside their keys and values."""
+    given = arguments((20, 40))
+    wide = torch.randn(2, 6, 64)
+    given["q"] = wide[:, :4]
+    assert not given["q"].is_contiguous()
+    attention.run_ours(given)
+    torch.testing.assert_close(given["out"], expected(given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 1)
+
+
+def half(lengths: Any = (5, 6), **changed: Any) -> dict[str, Any]:
+    return arguments(lengths, dtype=torch.bfloat16, **changed)
+
+
+def as_vllm_calls(given: dict[str, Any]) -> dict[str, Any]:
+    """With the arguments that vLLM passes besides, which are nothing for most models."""
+    others = ("alibi_slopes", "dynamic_causal", "s_aux", "mask_mod", "aux_tensors")
+    plan = {"scheduler_metadata": torch.zeros(1), "num_splits": 32, "window_size": [-1, -1], "softcap": 0}
+    return {**given, **dict.fromkeys(others), **plan}
+
+
+@pytest.mark.usefixtures("any_batch")
+def test_batches_that_decode_are_taken() -> None:
+    assert attention.takes(as_vllm_calls(half()))
+    assert attention.takes(as_vllm_calls(half(is_fp8=True)))
+    assert attention.takes(half(heads=(16, 1), head_size=128))
+
+
+def test_small_batches_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 4)
+    assert attention.takes(half())  # 2 requests with 2 heads of keys
+    monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 5)
+    assert not attention.takes(half())
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, two elements apart."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+@pytest.mark.usefixtures("any_batch")
+@pytest.mark.parametrize("change", [
+    lambda given: {"max_seqlen_q": 2},
+    lambda given: {"causal": False},
+    lambda given: {"causal": torch.ones(2)},
+    lambda given: {"window_size": [127, 0]},
+    lambda given: {"softcap": 30.0},
+    lambda given: {"alibi_slopes": torch.ones(4)},
+    lambda given: {"s_aux": torch.ones(4)},
+    lambda given: {"return_softmax_lse": True},
+    lambda given: {"some_new_argument": 1},
+    lambda given: {"fa_version": 2},
+    lambda given: {"block_table": None},
+    lambda given: {"out": None},
+    lambda given: {"seqused_k": None},
+    lambda given: {"k": given["k"][0], "v": given["v"][0]},
+    lambda given: {"q": given["q"].float()},
+    lambda given: {name: given[name].float() for name in "qkv"},
+    lambda given: {name: given[name][..., :32] for name in "qkv"},
+    lambda given: {"q": given["q"].repeat(1, 9, 1)},
+    lambda given: {"q": given["q"].repeat(2, 1, 1)},
+    lambda given: {"q": strided(given["q"])},
+    lambda given: {"k": strided(given["k"]), "v": strided(given["v"])},
+    lambda given: {"v": given["v"].contiguous()},
+    lambda given: {"out": strided(given["out"])},
+    lambda given: {"block_table": given["block_table"].long()},
+    lambda given: {"block_table": given["block_table"].T.contiguous().T},
+    lambda given: {"cu_seqlens_q": torch.tensor([0, 1, 1, 2])},
+])  # fmt: skip
+def test_all_else_is_left_to_vllm(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    given = as_vllm_calls(half((5, 40)))
+    calls = []
+    attend = attention.attention_of_decoding(lambda *arguments, **named: calls.append((arguments, named)))
+    assert attend(**given) is given["out"]
+    assert not calls
+    changed = {**given, **change(given)}
+    assert attend(**changed) is None
+    assert len(calls) == 1
+    attend(1, **given)
+    assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("any_batch")
+def test_scales_by_head_are_left_to_vllm() -> None:
+    given = half(is_fp8=True)
+    assert not attention.takes({**given, "k_descale": torch.ones(2, 2)})
+    assert not attention.takes({**given, "q_descale": None})
+    assert attention.takes({**half(), "q_descale": None})
+
+
+class Impl:
+    def __init__(self, head_size: int = 64, version: int = 3, cache: str = "auto") -> None:
+        self.num_heads, self.num_kv_heads, self.head_size = 4, 2, head_size
+        self.vllm_flash_attn_version, self.kv_cache_dtype = version, cache
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's module, with PyTorch's attention as FlashAttention."""
+
+    def flash_attn_varlen_func(**named: Any) -> None:
+        named["out"].copy_(expected(named))
+
+    module = types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func, FlashAttentionImpl=Impl)
+    monkeypatch.setattr(attention, "optional", lambda _, name, cost: getattr(module, name, None))
+    monkeypatch.setattr(attention.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(attention, "HAS_TRITON", True)
+    monkeypatch.setattr(attention, "is_right", lambda *given: is_right(*given, device="cpu"))
+    return module
+
+
+is_right = attention.is_right
+
+
+def layers(*impls: Any) -> dict[str, Any]:
+    return {str(number): types.SimpleNamespace(impl=impl) for number, impl in enumerate(impls)}
+
+
+def test_it_replaces_vllm_s_only_where_it_gives_the_same(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = backend.flash_attn_varlen_func
+    for others in (layers(), layers(Impl(head_size=96)), layers(Impl(version=2)), layers(object())):
+        assert not attention.install(others, torch.bfloat16)
+    assert backend.flash_attn_varlen_func is theirs
+    assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
+    assert backend.flash_attn_varlen_func.__wrapped__ is theirs
+    assert not capsys.readouterr().out
+    backend.flash_attn_varlen_func = theirs
+
+    monkeypatch.setattr(attention, "_LOG2_E", 1.0)
+    assert not attention.install(layers(Impl()), torch.bfloat16)
+    assert backend.flash_attn_varlen_func is theirs
+    assert "the kernel for decoding is not used: AssertionError" in capsys.readouterr().out
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("missing", ["flash_attn_varlen_func", "FlashAttentionImpl", "Triton", "variance"])
+def test_where_it_cannot_run_vllm_s_stays(missing: str, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = backend.flash_attn_varlen_func
+    if missing == "Triton":
+        monkeypatch.setattr(attention, "HAS_TRITON", False)
+    elif missing == "variance":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    else:
+        monkeypatch.setattr(attention, "optional", lambda _, name, cost: None if name == missing else theirs)
+    assert not attention.install(layers(Impl()), torch.bfloat16)
+    assert backend.flash_attn_varlen_func is theirs
+
+
+def test_it_is_installed_before_the_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    config = types.SimpleNamespace(
+        compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
+    )
+    monkeypatch.setattr(attention, "install", lambda *given: done.append(given))
+    monkeypatch.setattr(attention.Worker, "compile_or_warm_up_model", lambda self: done.append("graphs") or 3)
+    worker = attention.DecodingWorker.__new__(attention.DecodingWorker)
+    worker.vllm_config = config  # type: ignore[assignment]
+    assert worker.compile_or_warm_up_model() == 3
+    assert done == [({"layer": 1}, torch.bfloat16), "graphs"]
+
+
+@pytest.mark.parametrize(("task", "engine", "wanted"), [
+    ("generate", {}, f"{attention.__name__}.DecodingWorker"),
+    ("generate", {"worker_cls": None}, None),
+    ("score", {}, None),
+])  # fmt: skip
+def test_jobs_that_decode_on_nvidia_gpus_have_it(
+    task: str, engine: dict[str, Any], wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = JobSpec.model_validate({
+        "model": {"name": str(MODEL)}, "input": {"path": "x.jsonl", "text_column": "text"} if task == "score" else
+        {"path": "x.jsonl", "prompt_column": "text"}, "output": {"path": "out"}, "task": task, "engine": engine,
+    })  # fmt: skip
+    assert "worker_cls" not in engine_arguments(task_of(spec), str(MODEL), str(MODEL), None)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    assert engine_arguments(task_of(spec), str(MODEL), str(MODEL), None).get("worker_cls") == wanted
