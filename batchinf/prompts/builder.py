@@ -97,7 +97,9 @@ class RowSampling:
             return f"sampling.{field}{column}: {context['reason']}"
         doc, value = field_docs()[f"sampling.{field}"], given.get(field)
         shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
-        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}"
+        has_empty = field in _TEXTS and "" in (value if isinstance(value, list) else (value,))
+        hint = "; leave empty texts out, or give null for the job's own" if has_empty else ""
+        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}{hint}"
 
 
 def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:

@@ -522,6 +522,8 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
 
 def _hint(value: Any, types: set[str], allowed: str) -> str:
     match value:
+        case "" if allowed.startswith("a list of texts"):
+            return "; leave empty texts out"
         case "" | []:
             return " that is not empty"
         case str() if "a list of mappings" in allowed:

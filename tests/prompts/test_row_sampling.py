@@ -24,6 +24,7 @@ from batchinf.spec.job import JobSpec, json_schema
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 from batchinf.tasks.generate.task import Generate, seed_of
 
+STOP = "must be a list of texts, or text; leave empty texts out, or give null for the job's own"
 WHOLE = "must be a whole number, at least 1 and at most 2147483647"
 
 
@@ -73,6 +74,9 @@ def test_a_row_s_value_takes_the_place_of_the_job_s(field: str, value: Any, expe
         ("temperature", 0, "sampling.n: got 3 with temperature 0; greedy samples are all equal: set n to 1, or a "
          "temperature above 0"),
         ("stop", [1], "sampling.stop (column 'own'): got [1]; must be a list of texts, or text"),
+        ("stop", "", f"sampling.stop (column 'own'): got ''; {STOP}"),
+        ("stop", [""], f"sampling.stop (column 'own'): got ['']; {STOP}"),
+        ("stop", ["a", ""], f"sampling.stop (column 'own'): got ['a', '']; {STOP}"),
         ("stop", {"column": 1}, "sampling.stop (column 'own'): got {'column': 1}; must be a list of texts, or text"),
         ("stop", {"a": 1}, "sampling.stop (column 'own'): got {'a': 1}; must be a list of texts, or text"),
     ],
