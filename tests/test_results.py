@@ -141,12 +141,40 @@ def test_a_name_with_a_dot_beside_a_struct(tmp_path: pathlib.Path) -> None:
         (lambda results: results.array("logprobs"), "read it with ragged()"),
         (lambda results: list(results.batches(num_rows=0)), "num_rows: got 0; must be at least 1"),
         (lambda results: results.ragged("text"), "no lists: read it with array()"),
+        (lambda results: results.array("top_logprobs"), "table(), or with ragged() if all its inner lists have one l"),
+        (lambda results: results.tokens("text"), "has no token ids: give one whose name ends with token_ids"),
+        (lambda results: results.tokens("txt"), "has no column 'txt'; it has id, row_index"),
     ],
 )
 def test_what_is_refused(out: pathlib.Path, ask: Any, message: str) -> None:
     with pytest.raises(OutputError) as error:
         ask(batchinf.open(out))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("choices", [["a", "more of it"], ["!!", "??"]])
+def test_columns_that_are_no_array_are_read_as_the_errors_say(tmp_path: pathlib.Path, choices: list[str]) -> None:
+    """The choices of the last rows have other lengths than those before, in the same part or in parts of their own."""
+    chosen = [choices] * 30 + [["xxx", "yyy"]] * 30
+    rows = pa.table({"q": ["Say"] * 60, "x": chosen, "about": [{"a": [1]}] * 60})
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    given = {"path": str(tmp_path / "rows.parquet"), "id_column": None, "context_column": "q", "choices_column": "x"}
+    output = {"keep_columns": ["about"], "rows_per_shard": 10}
+    one = {"parallel": {"data_parallel_size": 1}}
+    jobs.finish(jobs.spec_of(tmp_path, task="score", input=given, sampling=None, output=output, **one))
+    results, table = batchinf.open(tmp_path / "out"), jobs.table_of(tmp_path / "out")
+    for ask, column, advice in [
+        (results.array, "choice_token_ids", "read it with table(), or with ragged() if all its inner lists have"),
+        (results.ragged, "choice_token_ids", "items are no array: read them with table() or batches()"),
+        (results.tokens, "choice_token_ids", "items are no array: read them with table() or batches()"),
+        (results.array, "about", "read it with table()"),
+        (results.ragged, "about", "no lists: read it with table()"),
+    ]:
+        with pytest.raises(OutputError) as error:
+            ask(column)
+        assert str(error.value).startswith(f"column '{column}'") and advice in str(error.value)
+        assert results.table([column])[column].to_pylist() == table[column].to_pylist()
+        assert sum(batch.num_rows for batch in results.batches([column])) == 60
 
 
 def test_no_job(tmp_path: pathlib.Path) -> None:

@@ -102,14 +102,16 @@ def to_ragged(array: pa.ListArray) -> Ragged:
     widths = pc.list_value_length(inner).to_numpy(zero_copy_only=False)
     known = widths[~np.isnan(widths)] if widths.dtype.kind == "f" else widths
     if len(known) and known.min() != known.max():
-        raise OutputError(
-            f"lists of {int(known.min())} to {int(known.max())} items are no array: read them with table()"
-        )
+        raise _several_widths(known.min(), known.max())
     width = int(known[0]) if len(known) else 0
     flat = _flat(inner.flatten())
     values = np.full((len(inner), width), -1 if flat.dtype.kind in "iu" else np.nan, flat.dtype)
     values[~np.asarray(inner.is_null())] = flat.reshape(len(known), width)
     return Ragged(values, offsets, is_null)
+
+
+def _several_widths(least: float, most: float) -> OutputError:
+    return OutputError(f"lists of {int(least)} to {int(most)} items are no array: read them with table() or batches()")
 
 
 def to_matrix(array: pa.FixedSizeListArray) -> npt.NDArray[Any]:
@@ -123,9 +125,15 @@ def to_matrix(array: pa.FixedSizeListArray) -> npt.NDArray[Any]:
 
 
 def join_ragged(pieces: Sequence[Ragged]) -> Ragged:
-    """The lists of all pieces in order. There must be at least one piece."""
+    """The lists of all pieces in order. There must be at least one piece.
+
+    Raises OutputError if the items of some pieces are longer than those of others.
+    """
     # The width of a piece without values is unknown.
     values = [piece.values for piece in pieces if len(piece.values)] or [pieces[0].values]
+    widths = [piece.shape[1] for piece in values if piece.ndim > 1]
+    if len(set(widths)) > 1:
+        raise _several_widths(min(widths), max(widths))
     lengths = np.concatenate([piece.lengths for piece in pieces])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     return Ragged(np.concatenate(values), offsets, np.concatenate([piece.is_null for piece in pieces]))
