@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf.base.errors import SpecError, UserError
-from batchinf.base.text import duration
+from batchinf.base.text import duration, time_taken
 from batchinf.fleet.backend import Backend
 from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.spec.file import SpecFile
@@ -83,7 +83,7 @@ def tune_job(
 
     found = search(field, num_rows, most_rows, left_s, measure)
     if len(found.trials) == 1:
-        took, given = duration(found.base.start_s + found.base.work_s), duration(wanted.budget_s)
+        took, given = time_taken(found.base.start_s + found.base.work_s), duration(wanted.budget_s)
         raise UserError(
             f"one trial of {found.base.num_rows:,} rows took {took}, so that the budget of {given} has no time for a "
             "second one; give a larger --budget or fewer --rows"
