@@ -21,7 +21,7 @@ from batchinf.prompts.openai import COLUMNS, BatchPrompts
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
-from batchinf.source.types import is_json_column
+from batchinf.source.types import is_json_column, is_text
 from batchinf.spec.fields import null_hint
 from batchinf.spec.job import JobSpec, field_docs
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
@@ -110,7 +110,7 @@ def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
     for field, column in sampling.columns.items():
         found = schema.field(column)
         if not is_json_column(found) and not _may_fit(field, found.type):
-            words = "text, or nothing at all" if _is_text(found.type) else str(found.type)
+            words = "text, or nothing at all" if is_text(found.type) else str(found.type)
             raise SpecError(
                 f"sampling.{field}: the column '{column}' holds {words}; "
                 f"each value must be {field_docs()[f'sampling.{field}'].allowed}, or null for the job's own"
@@ -129,12 +129,8 @@ def _may_fit(field: str, type: pa.DataType) -> bool:
     if is_list and field in _LISTS:
         return _may_fit(field, type.value_type) if not pa.types.is_nested(type.value_type) else False
     if field in _TEXTS:
-        return _is_text(type)
+        return is_text(type)
     return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_decimal(type))
-
-
-def _is_text(type: pa.DataType) -> bool:
-    return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
 
 
 def _hashable(value: Any) -> Any:

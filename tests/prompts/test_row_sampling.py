@@ -188,8 +188,11 @@ def test_columns_that_cannot_be_are_refused(spec: JobSpec, message: str) -> None
 
 def test_columns_that_may_fit_are_let_through() -> None:
     mixed = pa.field("mixed", pa.string(), metadata=JSON_MARK)
-    schema = pa.schema([mixed, ("n", pa.null()), ("d", pa.decimal128(9, 2)), ("t", pa.list_(pa.string()))])
-    for field, column in (("max_tokens", "mixed"), ("stop", "mixed"), ("seed", "n"), ("top_p", "d"), ("stop", "t")):
+    schema = pa.schema(
+        [mixed, ("n", pa.null()), ("d", pa.decimal128(9, 2)), ("t", pa.list_(pa.string())), ("l", pa.large_string())]
+    )
+    fits = [("max_tokens", "mixed"), ("stop", "mixed"), ("seed", "n"), ("top_p", "d"), ("stop", "t"), ("stop", "l")]
+    for field, column in fits:
         check_sampling_columns(sampling(**{field: {"column": column}}), schema)
 
 
