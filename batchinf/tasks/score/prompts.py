@@ -232,11 +232,11 @@ class ScorePrompts(PromptBuilder):
         # Whole numbers as labels, such as stars: a number in the column of answers is a label then, not a place.
         self._counts_labels = all(text.isascii() and text.isdecimal() for text in spec.input.choices or [""])
         self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=self._score.add_bos_token)
-        self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
+        self._without_special, self._with_special = Encoder(tokenizer, False), Encoder(tokenizer, True)
         # If the tokenizer adds BOS, every text is scored after two of them. That is not counted here: `prompt_warnings`
         # warns of it before the job, or the spec asks for it.
         adds = spec.input.text_column is not None and self._boundary.adds
-        self._counts_bos = not (adds and self._dressed.begins_with(self._bos))
+        self._counts_bos = not (adds and self._with_special.begins_with(self._bos))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ class ScorePrompts(PromptBuilder):
         asks = [ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks]
         encoded = {
             adds: encoder.encode([text for text, wanted in asks if wanted == adds])
-            for adds, encoder in ((False, self._plain), (True, self._dressed))
+            for adds, encoder in ((False, self._without_special), (True, self._with_special))
         }
         prompts = []
         for row, draft in zip(rows, drafts, strict=True):
