@@ -12,6 +12,7 @@ It reads only committed parts, so it also works while the job runs. Rows come in
 order they ran. Only `batches` and `arrays` return them part by part.
 """
 
+import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -133,8 +134,8 @@ class Results:
             raise OutputError(f"column {column!r} holds {type}, no lists: read it with {_read_with(type)}")
         try:
             # In pieces: Arrow's lists have 32-bit offsets, which may not be enough for all rows.
-            pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
-            found = join_ragged(pieces) if pieces else to_ragged(pa.array([], type))
+            pieces = (batch.column(0) for batch in self.batches([column]))
+            found = join_ragged(itertools.chain([pa.array([], type)], pieces))
         except OutputError as error:
             raise OutputError(f"column {column!r}: {error}") from None
         return found if (places := self._places()) is None else found.take(places)

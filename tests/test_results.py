@@ -12,7 +12,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import OutputError
-from batchinf.base.ragged import Ragged, common_lengths, reduce_runs, to_ragged
+from batchinf.base.ragged import Ragged, common_lengths, join_ragged, reduce_runs, to_ragged
 from batchinf.results import Results
 
 
@@ -192,6 +192,22 @@ def test_odd_lists() -> None:
     assert Ragged(sliced.values, sliced.offsets, sliced.is_null).sum().tolist() == [3, 0, 3]
     with pytest.raises(OutputError, match="lists of 1 to 2 items are no array"):
         to_ragged(pa.array([[[1], [2, 3]]], pa.list_(pa.list_(pa.int32()))))
+
+
+@pytest.mark.parametrize(("item", "null"), [(pa.float16(), np.nan), (pa.int32(), -1)])
+def test_parts_whose_items_are_all_null_get_the_width_of_the_others(item: pa.DataType, null: float) -> None:
+    """The first token of a prompt has no top k: in a part of prompts with one token nothing has."""
+    type = pa.list_(pa.list_(item))
+    parts = [pa.array(lists, type) for lists in ([], [[None], None], [[None, [1, 2]]], [[]], [[None]])]
+    found = join_ragged(parts)
+    assert found.values.dtype == item.to_pandas_dtype()
+    np.testing.assert_array_equal(found.values, [[null] * 2, [null] * 2, [1, 2], [null] * 2])
+    assert found.lengths.tolist() == [1, 0, 2, 0, 1]
+    assert found.is_null.tolist() == [False, True, False, False, False]
+    assert join_ragged(parts[:2]).values.shape == (1, 0)
+    for other in ([[[]]], [[[1, 2, 3]]]):
+        with pytest.raises(OutputError, match="items are no array: read them with"):
+            join_ragged([*parts, pa.array(other, type)])
 
 
 def test_lists_side_by_side() -> None:
