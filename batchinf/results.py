@@ -15,7 +15,7 @@ order they ran. Only `batches` and `arrays` return them part by part.
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,12 +179,9 @@ class Results:
         Columns of lists come as in `ragged`, others as in `array`. For lists of vectors with one width, such as those
         of task `logits`, `values` is [num_positions, width] and is not copied.
         """
-        is_list = [pa.types.is_list(self._type(column)) for column in columns]
+        readers = [_reader(self._type(column)) for column in columns]
         for batch in self.batches(columns, num_rows):
-            yield {
-                name: to_ragged(found) if as_lists else _plain(found)
-                for name, found, as_lists in zip(columns, batch.columns, is_list, strict=True)
-            }
+            yield {name: read(found) for name, found, read in zip(columns, batch.columns, readers, strict=True)}
 
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset, which keeps an Arrow copy in its cache and maps it into memory."""
@@ -213,6 +210,12 @@ class Results:
     def _type(self, column: str) -> pa.DataType:
         [name] = self._names([column])
         return self.schema.field(name).type
+
+
+def _reader(type: pa.DataType) -> "Callable[[pa.Array], Ragged | npt.NDArray[Any]]":
+    if pa.types.is_list(type):
+        return to_ragged
+    return to_matrix if pa.types.is_fixed_size_list(type) else _plain
 
 
 def _read_with(type: pa.DataType) -> str:

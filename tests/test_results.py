@@ -121,6 +121,15 @@ def test_one_vector_a_row_is_a_matrix(tmp_path: pathlib.Path) -> None:
     assert logits[9].tolist() == lists[9][0].tolist()
 
 
+def test_vectors_are_matrices_part_by_part_too(tmp_path: pathlib.Path) -> None:
+    jobs.finish(jobs.spec_of(tmp_path, task="embed", sampling=None, output={"keep_columns": []}))
+    results = batchinf.open(tmp_path / "out")
+    whole = results.array("embedding")
+    assert whole.ndim == 2 and whole.dtype == np.float32
+    pieces = [rows["embedding"] for rows in results.arrays("embedding", num_rows=7)]
+    assert np.array_equal(np.concatenate(pieces), whole, equal_nan=True)
+
+
 def test_a_name_with_a_dot_beside_a_struct(tmp_path: pathlib.Path) -> None:
     rows = [{"prompt": f"Say {i}.", "a": {"b": "inside", "c": i}, "a.b": f"beside {i}"} for i in range(3)]
     path, kept = tmp_path / "rows.parquet", ["a", "a.b"]
