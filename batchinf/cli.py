@@ -29,7 +29,7 @@ from batchinf.arguments import (
     new_spec_file,
     output_folder,
 )
-from batchinf.base.errors import BatchinfError, Interrupted, UserError, memory_words
+from batchinf.base.errors import BatchinfError, Interrupted, UserError, out_of_memory_message
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
@@ -562,7 +562,7 @@ def main() -> NoReturn:
             traceback.print_exc()
         sys.exit(error.exit_code)
     except (OSError, MemoryError, RuntimeError) as error:
-        if (words := memory_words(error)) is not None:
+        if (words := out_of_memory_message(error)) is not None:
             print(f"error: {words}", file=sys.stderr)
             sys.exit(UserError.exit_code)
         if not isinstance(error, OSError):

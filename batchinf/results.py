@@ -12,9 +12,10 @@ It reads only committed parts, so it also works while the job runs. Rows come in
 order they ran. Only `batches` and `arrays` return them part by part.
 """
 
+import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,17 +121,23 @@ class Results:
             found = np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
             return found if (places := self._places()) is None else found[places]
         if pa.types.is_nested(type):
-            raise OutputError(f"column {column!r} holds {type}: read it with ragged()")
+            raise OutputError(f"column {column!r} holds {type}: read it with {_read_with(type)}")
         return _plain(self.table([column]).column(0))
 
     def ragged(self, column: str) -> Ragged:
-        """A column of lists, such as `logprobs`, `token_ids` or `top_logprobs`, as values and offsets."""
+        """A column of lists, such as `logprobs`, `token_ids` or `top_logprobs`, as values and offsets.
+
+        Raises OutputError for lists of lists with several lengths, such as the tokens of choices.
+        """
         type = self._type(column)
         if not pa.types.is_list(type):
-            raise OutputError(f"column {column!r} holds {type}, no lists: read it with array()")
-        # In pieces: Arrow's lists have 32-bit offsets, which may not be enough for all rows.
-        pieces = [to_ragged(batch.column(0)) for batch in self.batches([column])]
-        found = join_ragged(pieces) if pieces else to_ragged(pa.array([], type))
+            raise OutputError(f"column {column!r} holds {type}, no lists: read it with {_read_with(type)}")
+        try:
+            # In pieces: Arrow's lists have 32-bit offsets, which may not be enough for all rows.
+            pieces = (batch.column(0) for batch in self.batches([column]))
+            found = join_ragged(itertools.chain([pa.array([], type)], pieces))
+        except OutputError as error:
+            raise OutputError(f"column {column!r}: {error}") from None
         return found if (places := self._places()) is None else found.take(places)
 
     def tokens(self, column: str = "token_ids") -> Ragged:
@@ -140,9 +147,9 @@ class Results:
         each id by itself; an id that holds a part of a character has its name in the vocabulary. Raises OutputError for
         a column without token ids; see also `tokenizer`.
         """
-        found = self.ragged(column)
-        if not column.endswith("token_ids"):
+        if column in self.schema.names and not column.endswith("token_ids"):
             raise OutputError(f"column {column!r} has no token ids: give one whose name ends with token_ids")
+        found = self.ragged(column)
         ids, places = np.unique(found.values, return_inverse=True)
         # An id of -1 stands for null.
         known = [int(token_id) for token_id in ids if token_id >= 0]
@@ -172,12 +179,9 @@ class Results:
         Columns of lists come as in `ragged`, others as in `array`. For lists of vectors with one width, such as those
         of task `logits`, `values` is [num_positions, width] and is not copied.
         """
-        is_list = [pa.types.is_list(self._type(column)) for column in columns]
+        readers = [_reader(self._type(column)) for column in columns]
         for batch in self.batches(columns, num_rows):
-            yield {
-                name: to_ragged(found) if as_lists else _plain(found)
-                for name, found, as_lists in zip(columns, batch.columns, is_list, strict=True)
-            }
+            yield {name: read(found) for name, found, read in zip(columns, batch.columns, readers, strict=True)}
 
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset, which keeps an Arrow copy in its cache and maps it into memory."""
@@ -206,6 +210,21 @@ class Results:
     def _type(self, column: str) -> pa.DataType:
         [name] = self._names([column])
         return self.schema.field(name).type
+
+
+def _reader(type: pa.DataType) -> "Callable[[pa.Array], Ragged | npt.NDArray[Any]]":
+    if pa.types.is_list(type):
+        return to_ragged
+    return to_matrix if pa.types.is_fixed_size_list(type) else _plain
+
+
+def _read_with(type: pa.DataType) -> str:
+    """The calls that read a column of this type."""
+    if pa.types.is_list(type) and pa.types.is_list(type.value_type):
+        return "table(), or with ragged() if all its inner lists have one length"
+    if pa.types.is_list(type):
+        return "ragged()"
+    return "table()" if pa.types.is_nested(type) and not pa.types.is_fixed_size_list(type) else "array()"
 
 
 def _read_part(path: pathlib.Path, columns: Sequence[str]) -> pa.Table:

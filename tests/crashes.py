@@ -448,7 +448,7 @@ def _backend(hooks: Hooks) -> Any:
 
     class Backend(InProcessBackend):
         def start(self, launch: Any, slot: Any, log: pathlib.Path, *, has_own_cache: bool = False) -> Any:
-            replica = Replica(launch, self._news, is_lost_later=False)
+            replica = Replica(launch, self._has_events, is_lost_later=False)
             self._replicas.append(replica)
             return replica
 

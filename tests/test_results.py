@@ -12,7 +12,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import OutputError
-from batchinf.base.ragged import Ragged, common_lengths, reduce_runs, to_ragged
+from batchinf.base.ragged import Ragged, common_lengths, join_ragged, reduce_runs, to_ragged
 from batchinf.results import Results
 
 
@@ -121,6 +121,15 @@ def test_one_vector_a_row_is_a_matrix(tmp_path: pathlib.Path) -> None:
     assert logits[9].tolist() == lists[9][0].tolist()
 
 
+def test_vectors_are_matrices_part_by_part_too(tmp_path: pathlib.Path) -> None:
+    jobs.finish(jobs.spec_of(tmp_path, task="embed", sampling=None, output={"keep_columns": []}))
+    results = batchinf.open(tmp_path / "out")
+    whole = results.array("embedding")
+    assert whole.ndim == 2 and whole.dtype == np.float32
+    pieces = [rows["embedding"] for rows in results.arrays("embedding", num_rows=7)]
+    assert np.array_equal(np.concatenate(pieces), whole, equal_nan=True)
+
+
 def test_a_name_with_a_dot_beside_a_struct(tmp_path: pathlib.Path) -> None:
     rows = [{"prompt": f"Say {i}.", "a": {"b": "inside", "c": i}, "a.b": f"beside {i}"} for i in range(3)]
     path, kept = tmp_path / "rows.parquet", ["a", "a.b"]
@@ -141,12 +150,40 @@ def test_a_name_with_a_dot_beside_a_struct(tmp_path: pathlib.Path) -> None:
         (lambda results: results.array("logprobs"), "read it with ragged()"),
         (lambda results: list(results.batches(num_rows=0)), "num_rows: got 0; must be at least 1"),
         (lambda results: results.ragged("text"), "no lists: read it with array()"),
+        (lambda results: results.array("top_logprobs"), "table(), or with ragged() if all its inner lists have one l"),
+        (lambda results: results.tokens("text"), "has no token ids: give one whose name ends with token_ids"),
+        (lambda results: results.tokens("txt"), "has no column 'txt'; it has id, row_index"),
     ],
 )
 def test_what_is_refused(out: pathlib.Path, ask: Any, message: str) -> None:
     with pytest.raises(OutputError) as error:
         ask(batchinf.open(out))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("choices", [["a", "more of it"], ["!!", "??"]])
+def test_columns_that_are_no_array_are_read_as_the_errors_say(tmp_path: pathlib.Path, choices: list[str]) -> None:
+    """The choices of the last rows have other lengths than those before, in the same part or in parts of their own."""
+    chosen = [choices] * 30 + [["xxx", "yyy"]] * 30
+    rows = pa.table({"q": ["Say"] * 60, "x": chosen, "about": [{"a": [1]}] * 60})
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    given = {"path": str(tmp_path / "rows.parquet"), "id_column": None, "context_column": "q", "choices_column": "x"}
+    output = {"keep_columns": ["about"], "rows_per_shard": 10}
+    one = {"parallel": {"data_parallel_size": 1}}
+    jobs.finish(jobs.spec_of(tmp_path, task="score", input=given, sampling=None, output=output, **one))
+    results, table = batchinf.open(tmp_path / "out"), jobs.table_of(tmp_path / "out")
+    for ask, column, advice in [
+        (results.array, "choice_token_ids", "read it with table(), or with ragged() if all its inner lists have"),
+        (results.ragged, "choice_token_ids", "items are no array: read them with table() or batches()"),
+        (results.tokens, "choice_token_ids", "items are no array: read them with table() or batches()"),
+        (results.array, "about", "read it with table()"),
+        (results.ragged, "about", "no lists: read it with table()"),
+    ]:
+        with pytest.raises(OutputError) as error:
+            ask(column)
+        assert str(error.value).startswith(f"column '{column}'") and advice in str(error.value)
+        assert results.table([column])[column].to_pylist() == table[column].to_pylist()
+        assert sum(batch.num_rows for batch in results.batches([column])) == 60
 
 
 def test_no_job(tmp_path: pathlib.Path) -> None:
@@ -164,6 +201,22 @@ def test_odd_lists() -> None:
     assert Ragged(sliced.values, sliced.offsets, sliced.is_null).sum().tolist() == [3, 0, 3]
     with pytest.raises(OutputError, match="lists of 1 to 2 items are no array"):
         to_ragged(pa.array([[[1], [2, 3]]], pa.list_(pa.list_(pa.int32()))))
+
+
+@pytest.mark.parametrize(("item", "null"), [(pa.float16(), np.nan), (pa.int32(), -1)])
+def test_parts_whose_items_are_all_null_get_the_width_of_the_others(item: pa.DataType, null: float) -> None:
+    """The first token of a prompt has no top k: in a part of prompts with one token nothing has."""
+    type = pa.list_(pa.list_(item))
+    parts = [pa.array(lists, type) for lists in ([], [[None], None], [[None, [1, 2]]], [[]], [[None]])]
+    found = join_ragged(parts)
+    assert found.values.dtype == item.to_pandas_dtype()
+    np.testing.assert_array_equal(found.values, [[null] * 2, [null] * 2, [1, 2], [null] * 2])
+    assert found.lengths.tolist() == [1, 0, 2, 0, 1]
+    assert found.is_null.tolist() == [False, True, False, False, False]
+    assert join_ragged(parts[:2]).values.shape == (1, 0)
+    for other in ([[[]]], [[[1, 2, 3]]]):
+        with pytest.raises(OutputError, match="items are no array: read them with"):
+            join_ragged([*parts, pa.array(other, type)])
 
 
 def test_lists_side_by_side() -> None:

@@ -129,7 +129,7 @@ WRONG = [
     Wrong("answers that are no choices",
           {**SCORE, "input": {"context_column": "prompt", "choices": ["fr", "de"], "answer_column": "language"}},
           "all 2 rows would be error rows; correct the spec or the input. Row 0: invalid_answer: got 'en' in column "
-          "'language'; expected the text of a choice, or its place from 0"),
+          "'language'; expected the text of a choice, its place from 0, or null"),
     Wrong("chat to score", {**SCORE, "input": {"text_column": "prompt", "system_prompt": "Be brief."}},
           "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation can only be a context: "
           "name the column of the text after it in continuation_column"),
@@ -556,10 +556,16 @@ if (parsers := reasoning_parser_names()) is not None:  # vLLM is installed
     changes = {"model": {"name": "model", "reasoning_parser": "qwen33"}}
     WRONG.append(Wrong("reasoning parser", changes, f"job.yaml:3:3: model.reasoning_parser: {said}"))
 if (known := structures_config()) is not None:
-    names, backends = map(", ".join, known)
+    names, backends = map(", ".join, known)  # a mapping from fields to types, and a tuple
     for config, said in (
         ({"backend": "foo"}, f".backend: got 'foo'; must be one of {backends}"),
         ({"bakend": "xgrammar"}, f".bakend: no field of the installed vLLM; it has {names}"),
+        ({"disable_any_whitespace": "yes", "backend": "xgrammar"},
+         ".disable_any_whitespace: got 'yes'; must be true or false"),
+        ({"enable_in_reasoning": 1}, ".enable_in_reasoning: got 1; must be true or false"),
+        ({"disable_additional_properties": None}, ".disable_additional_properties: got null; must be true or false"),
+        ({"reasoning_parser": True}, ".reasoning_parser: got true; must be text"),
+        ({"reasoning_parser_plugin": ["a.py"]}, ".reasoning_parser_plugin: got ['a.py']; must be text"),
         ({"disable_any_whitespace": True},
          ".disable_any_whitespace: got true with backend auto; needs backend xgrammar or guidance"),
     ):  # fmt: skip

@@ -91,7 +91,7 @@ class EngineDeadError(BatchinfError):
         self.was_killed = was_killed
 
 
-def memory_words(error: BaseException) -> str | None:
+def out_of_memory_message(error: BaseException) -> str | None:
     """A line for the user if a process has no memory left, or none under `ulimit -v`; None for other errors."""
     is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     limit = address_limit()

@@ -1,6 +1,6 @@
 """Arrow columns of lists and vectors as numpy arrays. `Results`, `diff` and `verify` read output columns with it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +102,16 @@ def to_ragged(array: pa.ListArray) -> Ragged:
     widths = pc.list_value_length(inner).to_numpy(zero_copy_only=False)
     known = widths[~np.isnan(widths)] if widths.dtype.kind == "f" else widths
     if len(known) and known.min() != known.max():
-        raise OutputError(
-            f"lists of {int(known.min())} to {int(known.max())} items are no array: read them with table()"
-        )
+        raise _several_widths(known.min(), known.max())
     width = int(known[0]) if len(known) else 0
     flat = _flat(inner.flatten())
-    values = np.full((len(inner), width), -1 if flat.dtype.kind in "iu" else np.nan, flat.dtype)
+    values = _nulls((len(inner), width), flat.dtype)
     values[~np.asarray(inner.is_null())] = flat.reshape(len(known), width)
     return Ragged(values, offsets, is_null)
+
+
+def _several_widths(least: float, most: float) -> OutputError:
+    return OutputError(f"lists of {int(least)} to {int(most)} items are no array: read them with table() or batches()")
 
 
 def to_matrix(array: pa.FixedSizeListArray) -> npt.NDArray[Any]:
@@ -122,13 +124,31 @@ def to_matrix(array: pa.FixedSizeListArray) -> npt.NDArray[Any]:
     return values
 
 
-def join_ragged(pieces: Sequence[Ragged]) -> Ragged:
-    """The lists of all pieces in order. There must be at least one piece."""
-    # The width of a piece without values is unknown.
-    values = [piece.values for piece in pieces if len(piece.values)] or [pieces[0].values]
+def join_ragged(arrays: Iterable[pa.ListArray]) -> Ragged:
+    """`to_ragged` of several arrays of one type, of which there must be at least one, in order.
+
+    Raises OutputError if the items of some arrays are longer than those of others.
+    """
+    pieces, of_nulls, widths = [], [], set()
+    for array in arrays:
+        pieces.append(to_ragged(array))
+        # The width is unknown if all items are null, such as the top k of the first token of prompts.
+        items = array.flatten()
+        of_nulls.append(pa.types.is_list(items.type) and items.null_count == len(items))
+        widths |= set() if of_nulls[-1] else set(pieces[-1].values.shape[1:])
+    if len(widths) > 1:
+        raise _several_widths(min(widths), max(widths))
+    values = [
+        _nulls((len(piece.values), *widths), piece.values.dtype) if is_null and widths else piece.values
+        for piece, is_null in zip(pieces, of_nulls, strict=True)
+    ]
     lengths = np.concatenate([piece.lengths for piece in pieces])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     return Ragged(np.concatenate(values), offsets, np.concatenate([piece.is_null for piece in pieces]))
+
+
+def _nulls(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.full(shape, -1 if dtype.kind in "iu" else np.nan, dtype)
 
 
 def _flat(array: pa.Array) -> npt.NDArray[Any]:

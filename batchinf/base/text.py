@@ -119,6 +119,11 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
+def time_taken(seconds: float) -> str:
+    """`duration` of something that ran, which is never `0s`: `less than 1s`."""
+    return duration(seconds) if seconds >= 1 else "less than 1s"
+
+
 def time_text(seconds: float) -> str:
     """A rough time in one unit: `12 s`, `35 min`, `4.1 h`."""
     if seconds < 100:

@@ -22,6 +22,7 @@ from batchinf.base.text import clip
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
+from batchinf.schedule.predicate import duckdb_batches
 from batchinf.source.versions import versions_at_once
 from batchinf.tasks.base import Task
 from batchinf.tasks.compare import RowChanges
@@ -101,12 +102,10 @@ def joined_rows(
         names = [f"{column}_{name}" for column in (*columns, *(["place"] if wide else [])) for name in jobs]
         # Wide columns can be read quickly only in the order in which they are stored.
         order = ["place_a"] if wide else ["a.row_index", *sample]
-        found: Any = connection.sql(
+        found = connection.sql(
             f"SELECT {on}, {', '.join(names)} FROM a JOIN b USING ({on}) ORDER BY {', '.join(order)}"
         )
-        # DuckDB 2 renamed it.
-        read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
-        for batch in read(_ROWS_AT_ONCE):
+        for batch in duckdb_batches(found, _ROWS_AT_ONCE):
             for start in range(0, batch.num_rows, num_rows):
                 rows = batch.slice(start, num_rows)
                 arrays = dict(zip(rows.schema.names, rows.columns, strict=True))

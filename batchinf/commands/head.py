@@ -17,7 +17,7 @@ from batchinf.commands.status import open_state, read_job, stored_spec
 from batchinf.job.open import carried_columns, open_job_input
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
-from batchinf.output.journal import Journal
+from batchinf.output.journal import Journal, error_rows
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.source.formats.base import python_rows
@@ -105,11 +105,7 @@ def _part_tables(folder: Folder, name: str, only_errors: bool) -> Generator[pa.T
     with open_part(folder.path(name)) as file:
         for index in range(file.num_row_groups):
             table = file.read_row_group(index)
-            yield _errors(table) if only_errors else table
-
-
-def _errors(table: pa.Table) -> pa.Table:
-    return table.filter(pc.is_valid(table.column("error_type")))
+            yield error_rows(table) if only_errors else table
 
 
 class _Journalled:
@@ -135,7 +131,7 @@ class _Journalled:
         is_own = pa.array(own.locals(results["row_index"].to_numpy()) >= 0)
         order = [("row_index", "ascending"), ("request_index", "ascending")]
         results = results.filter(is_own)
-        results = (_errors(results) if only_errors else results).sort_by(order).slice(0, num_rows)
+        results = (error_rows(results) if only_errors else results).sort_by(order).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
         if not self._columns:
             return self._task.reduce(None, results)

@@ -20,6 +20,7 @@ from batchinf.model.identity import resolve
 from batchinf.source.files import InputLocation
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row, Source, open_source
+from batchinf.source.types import is_text
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
 
@@ -69,7 +70,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     values = {name: [row.values.get(name) for row in rows] for name in names}
     values = {name: [value for value in column if value is not None] for name, column in values.items()}
     # A column with values of several types has the type of text, too.
-    texts = [field.name for field in source.schema if _is_text(field.type) and _are_mostly(str, values[field.name])]
+    texts = [field.name for field in source.schema if is_text(field.type) and _are_mostly(str, values[field.name])]
     lists = [
         field.name for field in source.schema if pa.types.is_list(field.type) or _are_mostly(list, values[field.name])
     ]
@@ -107,10 +108,6 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         kept=() if is_batch else (*([text] if text in texts else []), *short[:_MOST_KEPT]),
         is_batch=is_batch,
     )
-
-
-def _is_text(type: pa.DataType) -> bool:
-    return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
 
 
 def _are_mostly(kind: type, values: Sequence[Any]) -> bool:

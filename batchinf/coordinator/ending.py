@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from batchinf.base.errors import ErrorRateExceeded
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, counted, duration, size_text
+from batchinf.base.text import clip, counted, size_text, time_taken
 from batchinf.coordinator.progress import Failure, commonest, forecast
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.manifest.state import State
@@ -60,7 +60,7 @@ class Summary:
             f"{tokens_text(self.num_prompt_tokens, self.num_output_tokens)}",
             *(() if self.speed is None else speed_lines(self.speed)),
             f"{self.num_parts:,} {files}, {size_text(self.num_bytes)}, in {self.folder}/parts; "
-            f"{self.device_s / 3600:.3f} device-hours ({duration(self.device_s)}) over all attempts",
+            f"{self.device_s / 3600:.3f} device-hours ({time_taken(self.device_s)}) over all attempts",
             *self.remarks,
             *_error_lines(self.errors, self.num_errors),
             f"next: batchinf head {self.folder}{' --errors' if self.errors else ''}",

@@ -7,7 +7,6 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from batchinf.base.errors import BatchinfError, OutputError, RowError
 from batchinf.base.parquet import open_part
@@ -17,7 +16,7 @@ from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
-from batchinf.output.journal import Journal, list_shards
+from batchinf.output.journal import Journal, error_rows, list_shards
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 
@@ -83,15 +82,11 @@ def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Gene
             open_part(folder.path(f"parts/{part_name(shard)}")) as file,
         ):
             for index in range(file.num_row_groups):
-                yield _errors(file.read_row_group(index, columns=_COLUMNS))
+                yield error_rows(file.read_row_group(index, columns=_COLUMNS))
     for shard in list_shards(folder) if journal is not None else ():
         assert journal is not None
         for table in journal.tables(shard) if shard not in state.parts else ():
-            yield _errors(table.select(_COLUMNS))
-
-
-def _errors(table: pa.Table) -> pa.Table:
-    return table.filter(pc.is_valid(table.column("error_type")))
+            yield error_rows(table.select(_COLUMNS))
 
 
 def failure_lines(failures: Sequence[Failure], prompts: Sequence[str]) -> list[str]:

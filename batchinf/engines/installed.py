@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import pathlib
 import re
 import sys
@@ -68,23 +69,26 @@ def engine_argument_names() -> frozenset[str] | None:
 _STRUCTURES_CONFIG = "structured_outputs_config"
 # Fields of that mapping that vLLM refuses without one of these backends.
 _BACKENDS_OF = {"disable_any_whitespace": ("xgrammar", "guidance"), "disable_additional_properties": ("guidance",)}
+# Types in vLLM's source that are checked: the value's type, and its name in a spec. vLLM would also take numbers and
+# texts such as "yes" for true or false; a spec does not.
+_TYPES = {"bool": (bool, "true or false"), "str": (str, "text")}
 
 
 @functools.cache
-def structures_config() -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The fields of the installed vLLM's StructuredOutputsConfig, and its backends; None if not found.
+def structures_config() -> tuple[dict[str, str], tuple[str, ...]] | None:
+    """The fields of the installed vLLM's StructuredOutputsConfig with their types, and its backends; None if not found.
 
     Read from the source.
     """
-    fields: list[str] = []
+    fields: dict[str, str] = {}
     backends: list[str] = []
     for node in _body_of("config", "structured_outputs.py"):
         if isinstance(node, ast.ClassDef) and node.name == "StructuredOutputsConfig":
-            targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
-            fields = [target.id for target in targets if isinstance(target, ast.Name)]
+            items = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+            fields = {ast.unparse(item.target): ast.unparse(item.annotation) for item in items}
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "StructuredOutputsBackend":
             backends = [str(item.value) for item in ast.walk(node.value) if isinstance(item, ast.Constant)]
-    return (tuple(fields), tuple(backends)) if fields and backends else None
+    return (fields, tuple(backends)) if fields and backends else None
 
 
 def check_structures_config(file: SpecFile) -> None:
@@ -97,18 +101,22 @@ def check_structures_config(file: SpecFile) -> None:
     if (known := structures_config()) is None:
         return
     fields, backends = known
-    for name in config:
+    for name, value in config.items():
         if name not in fields:
             raise file.error(f"{place}.{name}", f"no field of the installed vLLM; it has {', '.join(fields)}")
+        kind, allowed = _TYPES.get(fields[name], (object, ""))
+        if not isinstance(value, kind):
+            raise file.error(f"{place}.{name}", f"got {_shown(value)}; must be {allowed}")
     backend = config.get("backend", "auto")
     if backend not in backends:
-        said = clip(repr(backend)) if backend is not None else "null"
-        raise file.error(f"{place}.backend", f"got {said}; must be one of {', '.join(backends)}")
-    for name, allowed in _BACKENDS_OF.items():
-        if config.get(name) is True and backend not in allowed:
-            raise file.error(
-                f"{place}.{name}", f"got true with backend {backend}; needs backend {' or '.join(allowed)}"
-            )
+        raise file.error(f"{place}.backend", f"got {_shown(backend)}; must be one of {', '.join(backends)}")
+    for name, suited in _BACKENDS_OF.items():
+        if config.get(name) is True and backend not in suited:
+            raise file.error(f"{place}.{name}", f"got true with backend {backend}; needs backend {' or '.join(suited)}")
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else clip(repr(value))
 
 
 def is_cpu_build() -> bool:

@@ -47,7 +47,7 @@ def points_elsewhere(words: str) -> bool:
     return any(hint in words for hint in _NO_CAUSE)
 
 
-def told_cause(words: str, handle: ReplicaHandle) -> str:
+def full_message(words: str, handle: ReplicaHandle) -> str:
     """A replica's error message. If it only points at another error, also that error from its log."""
     found = last_error(handle.log_tail()) if points_elsewhere(words) else ""
     return f"{words}; its log says: {found}" if found else words
@@ -56,7 +56,7 @@ def told_cause(words: str, handle: ReplicaHandle) -> str:
 def cause_of(ending: Ending, failed: Failed | None, handle: ReplicaHandle) -> str:
     """One line on why an incarnation ended. failed: its last message, if it sent one."""
     if failed is not None:
-        return told_cause(failed.cause, handle)
+        return full_message(failed.cause, handle)
     words = last_error(handle.log_tail())
     return f"ended with {ending.description}" + (f"; its log ends: {words}" if words else "")
 
@@ -255,7 +255,7 @@ def is_overdue(replica: FleetReplica) -> bool:
     return has_failed_long or (stopped_at is not None and now - stopped_at > _ENGINE_ENDS_S)
 
 
-def _may_be_a_rows_doing(failed: Failed | None, verdict: Verdict | None) -> bool:
+def _row_may_be_the_cause(failed: Failed | None, verdict: Verdict | None) -> bool:
     """Whether a row may have caused the end: the engine died, and lower settings could not prevent that."""
     is_death = failed is None or failed.error_type == EngineDeadError.__name__
     return is_death and (verdict is None or verdict.action == "died")
@@ -414,7 +414,7 @@ class Fleet:
             ending.events,
             replica.cause,
             was_asked,
-            ending.in_flight if not was_asked and _may_be_a_rows_doing(failed, verdict) else (),
+            ending.in_flight if not was_asked and _row_may_be_the_cause(failed, verdict) else (),
             len(ending.in_flight),
             num_open_rows,
             failed.was_killed if failed is not None else ending.ended_by in ("outside", "host"),

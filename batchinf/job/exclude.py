@@ -19,7 +19,7 @@ from batchinf.manifest.state import State, read_state
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array
 from batchinf.source.row_hash import texts
-from batchinf.source.types import is_json_column
+from batchinf.source.types import is_json_column, is_text
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import prompt_hash
 
@@ -145,7 +145,7 @@ def _array(values: Int64Array) -> pa.Array:
 def _family(type: pa.DataType) -> str:
     if pa.types.is_integer(type):
         return "integer"
-    return "text" if pa.types.is_string(type) or pa.types.is_large_string(type) else str(type)
+    return "text" if is_text(type) else str(type)
 
 
 def _joined(tables: Iterable[pa.Table], first_bytes: int) -> Iterator[pa.Table]:

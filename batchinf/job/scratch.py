@@ -14,7 +14,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.schedule.positions import RUN_FOLDER
-from batchinf.schedule.predicate import duckdb_errors
+from batchinf.schedule.predicate import duckdb_batches, duckdb_errors
 
 _PREFIX = ".scratch-"
 _FETCH_ROWS = 1 << 16
@@ -67,10 +67,7 @@ class ScratchDatabase:
     def batches(self, query: str) -> Iterator[pa.RecordBatch]:
         """The result of a query, some rows at a time."""
         with duckdb_errors(self._wrong):
-            found = self._connection.sql(query)
-            # DuckDB 2 renamed it.
-            read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
-            batches = iter(read(_FETCH_ROWS))
+            batches = duckdb_batches(self._connection.sql(query), _FETCH_ROWS)
         while True:
             with duckdb_errors(self._wrong):
                 batch = next(batches, None)

@@ -48,6 +48,11 @@ def count_errors(error_types: pa.Array | pa.ChunkedArray) -> "Counter[str]":
     return Counter(dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)))
 
 
+def error_rows(table: pa.Table) -> pa.Table:
+    """The rows of a table with the column `error_type` that are error rows."""
+    return table.filter(table.column("error_type").is_valid())
+
+
 class Segment:
     """One whole segment. Its file is mapped on first access and costs neither memory nor a file descriptor."""
 

@@ -21,7 +21,7 @@ from batchinf.prompts.openai import COLUMNS, BatchPrompts
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
-from batchinf.source.types import is_json_column
+from batchinf.source.types import is_json_column, is_text
 from batchinf.spec.fields import null_hint
 from batchinf.spec.job import JobSpec, field_docs
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
@@ -97,7 +97,9 @@ class RowSampling:
             return f"sampling.{field}{column}: {context['reason']}"
         doc, value = field_docs()[f"sampling.{field}"], given.get(field)
         shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
-        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}"
+        has_empty = field in _TEXTS and "" in (value if isinstance(value, list) else (value,))
+        hint = "; leave empty texts out, or give null for the job's own" if has_empty else ""
+        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}{hint}"
 
 
 def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
@@ -108,7 +110,7 @@ def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
     for field, column in sampling.columns.items():
         found = schema.field(column)
         if not is_json_column(found) and not _may_fit(field, found.type):
-            words = "text, or nothing at all" if _is_text(found.type) else str(found.type)
+            words = "text, or nothing at all" if is_text(found.type) else str(found.type)
             raise SpecError(
                 f"sampling.{field}: the column '{column}' holds {words}; "
                 f"each value must be {field_docs()[f'sampling.{field}'].allowed}, or null for the job's own"
@@ -127,12 +129,8 @@ def _may_fit(field: str, type: pa.DataType) -> bool:
     if is_list and field in _LISTS:
         return _may_fit(field, type.value_type) if not pa.types.is_nested(type.value_type) else False
     if field in _TEXTS:
-        return _is_text(type)
+        return is_text(type)
     return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_decimal(type))
-
-
-def _is_text(type: pa.DataType) -> bool:
-    return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
 
 
 def _hashable(value: Any) -> Any:

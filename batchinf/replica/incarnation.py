@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from batchinf.base import faults
-from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError, UserError, memory_words
+from batchinf.base.errors import BatchinfError, EngineDeadError, OutputError, UserError, out_of_memory_message
 from batchinf.base.process import without_collection
 from batchinf.base.storage import LASTING, Folder, disk_error
 from batchinf.engines.installed import importing
@@ -458,7 +458,7 @@ def last_words(error: BaseException) -> Failed:
     if isinstance(error, BatchinfError):
         was_killed = isinstance(error, EngineDeadError) and error.was_killed
         return Failed(type(error).__name__, str(error), error.exit_code, was_killed)
-    if (words := memory_words(error)) is not None:
+    if (words := out_of_memory_message(error)) is not None:
         return Failed(type(error).__name__, words, UserError.exit_code)
     if isinstance(error, OSError) and error.errno in LASTING:
         return Failed(DISK_ERROR, disk_error(error), OutputError.exit_code)

@@ -11,9 +11,8 @@ from batchinf import __version__
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import PAGE_MARK, Folder, reason, write_named
-from batchinf.base.text import clip, counted, duration, short_count, size_text
+from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
-from batchinf.fleet.speed_text import time_of_work
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
 from batchinf.report import charts
@@ -110,7 +109,7 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     if history is not None and work_s:
         name, unit = ("output_tokens_per_s", "output tokens/s") if output else ("rows_per_s", "output rows/s")
         cards.append(Card(f"mean {unit}", short_count(history.mean(name)), "with the start of the engines"))
-        cards.append(Card("time of work", duration(work_s), counted(totals.num_starts, "start")))
+        cards.append(Card("time of work", time_taken(work_s), counted(totals.num_starts, "start")))
     cards.append(Card("device time", duration(totals.device_s), "of replicas that have ended"))
     cards.append(
         Card("output", size_text(totals.num_bytes), f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts")
@@ -132,7 +131,7 @@ def _speed_cards(report: StatusReport, history: Timeline) -> list[Card]:
     if history.num_runs <= 1 and len(report.jobs) == 1 and speed is not None:
         prompt, output, work_s = speed.prompt_tokens_per_s, speed.output_tokens_per_s, speed.work_s
     name, rate = ("output", output) if output else ("prompt", prompt)
-    note = f"while the engines worked ({time_of_work(work_s)}{runs if history.num_runs > 1 else ''})"
+    note = f"while the engines worked ({time_taken(work_s)}{runs if history.num_runs > 1 else ''})"
     return [Card(f"{name} tokens/s", short_count(rate), note)] if rate else []
 
 

@@ -255,6 +255,13 @@ def duckdb_errors(as_ours: Callable[[str], Exception]) -> Iterator[None]:
         raise as_ours(str(error)) from None
 
 
+def duckdb_batches(found: Any, num_rows: int) -> Iterator[pa.RecordBatch]:
+    """A DuckDB result, at most `num_rows` rows at a time."""
+    # DuckDB 2 renamed it.
+    read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
+    return iter(read(num_rows))
+
+
 def _readable(table: pa.Table) -> pa.Table:
     fields = [field.with_type(without_half_floats(field.type)) for field in table.schema]
     return table.cast(pa.schema(fields))

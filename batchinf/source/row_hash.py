@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.source.types import is_json_column
+from batchinf.source.types import is_json_column, is_text
 
 
 def row_hashes(table: pa.Table) -> npt.NDArray[np.uint64]:
@@ -43,7 +43,7 @@ def texts(column: pa.ChunkedArray, field: pa.Field) -> list[bytes | None]:
         column, type = column.cast(pa.int32() if type.bit_width == 32 else pa.int64()), pa.int64()
     if pa.types.is_integer(type):
         column, type = column.cast(pa.string()), pa.string()
-    if pa.types.is_string(type) or pa.types.is_large_string(type):
+    if is_text(type):
         found: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
         return found
     return _each(column, canonical)

@@ -32,6 +32,11 @@ def is_json_column(field: pa.Field) -> bool:
     return bool(field.metadata == JSON_MARK)
 
 
+def is_text(type: pa.DataType) -> bool:
+    """Whether a column of this type holds text."""
+    return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
+
+
 class MixedTypes(enum.Enum):
     """What a column becomes if no Arrow type holds all its values."""
 

@@ -197,7 +197,10 @@ def _plain(value: Any, field: str, depth: int) -> Any:
         return {key: _plain(item, f"{field}.{key}".lstrip("."), depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{field}[{number}]", depth + 1) for number, item in enumerate(value)]
-    if hasattr(value, "__array__") and getattr(value, "shape", ()) != ():  # pandas, polars, NumPy, PyArrow, torch
+    is_array = hasattr(value, "__array__")  # of pandas, polars, NumPy, PyArrow or torch
+    if is_array and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()  # one number, such as the numpy.int64 that `column.max()` gives
+    if is_array:
         raise SpecError(
             f"{_IN_PYTHON}: {clip(field)}: got a {type(value).__name__}; must be plain values. Rows come from a file: "
             'write them, as with to_parquet("rows.parquet"), and give its path as input.path'
@@ -522,7 +525,10 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
 
 def _hint(value: Any, types: set[str], allowed: str) -> str:
     match value:
-        case "" | []:
+        # No literal "": to compare pandas.NA with it fails.
+        case str() if not value and allowed.startswith("a list of texts"):
+            return "; leave empty texts out"
+        case str() | list() if not value:
             return " that is not empty"
         case str() if "a list of mappings" in allowed:
             return ', such as [{role: user, content: "…"}]'

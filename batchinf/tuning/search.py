@@ -49,22 +49,22 @@ def search(
     measure: runs a candidate on a number of rows; its last argument tells the user which trial this is.
     """
     base = measure(candidates[0], num_rows, "round 1")
-    field = [*candidates[1 : 1 + _affordable(base, len(candidates) - 1, most_rows, left_s())]]
+    remaining = [*candidates[1 : 1 + _affordable(base, len(candidates) - 1, most_rows, left_s())]]
     trials, rounds = [base], [[base]]
-    num_left_out, is_cut = len(candidates) - 1 - len(field), False
-    while field:
-        for place, candidate in enumerate(field):
+    num_left_out, is_cut = len(candidates) - 1 - len(remaining), False
+    while remaining:
+        for place, candidate in enumerate(remaining):
             if _expected_s(base, rounds[-1][0].num_rows) > left_s():
                 is_cut = True
                 break
-            label = f"round {len(rounds)}, {place + 1} of {len(field)}"
+            label = f"round {len(rounds)}, {place + 1} of {len(remaining)}"
             rounds[-1].append(measure(candidate, rounds[-1][0].num_rows, label))
             trials.append(rounds[-1][-1])
         more_rows = min(2 * rounds[-1][0].num_rows, most_rows)
         ranked = sorted((it for it in rounds[-1][1:] if not it.error), key=lambda trial: -trial.rows_per_s)
-        is_last = len(field) <= 2 or more_rows == rounds[-1][0].num_rows
-        field = [trial.candidate for trial in ranked[: math.ceil(len(field) / _KEPT)]]
-        if is_cut or is_last or not field:
+        is_last = len(remaining) <= 2 or more_rows == rounds[-1][0].num_rows
+        remaining = [trial.candidate for trial in ranked[: math.ceil(len(remaining) / _KEPT)]]
+        if is_cut or is_last or not remaining:
             break
         if _expected_s(base, more_rows) * 2 > left_s():
             is_cut = True
@@ -86,14 +86,14 @@ def _expected_s(base: TuneTrial, num_rows: int) -> float:
 def _affordable(base: TuneTrial, most: int, most_rows: int, left_s: float) -> int:
     """The largest number of candidates whose rounds fit into `left_s`, at the speed of the spec as it is."""
     for number in range(most, 0, -1):
-        total, field, num_rows = 0.0, number, base.num_rows
+        total, num_remaining, num_rows = 0.0, number, base.num_rows
         is_first = True
         while True:
-            total += (field + (0 if is_first else 1)) * _expected_s(base, num_rows)
+            total += (num_remaining + (0 if is_first else 1)) * _expected_s(base, num_rows)
             more_rows = min(2 * num_rows, most_rows)
-            if field <= 2 or more_rows == num_rows:
+            if num_remaining <= 2 or more_rows == num_rows:
                 break
-            field, num_rows, is_first = math.ceil(field / _KEPT), more_rows, False
+            num_remaining, num_rows, is_first = math.ceil(num_remaining / _KEPT), more_rows, False
         if total <= left_s:
             return number
     return 0

@@ -82,7 +82,7 @@ def _check(spec: JobSpec, settings: Settings, place: str) -> None:
             raise SpecError(f"{place}: {name} changes the output; only fields that change the speed can be tried")
 
 
-def requests_at_once(file: SpecFile, backend: Backend, field: Sequence[Candidate]) -> int:
+def requests_at_once(file: SpecFile, backend: Backend, tried: Sequence[Candidate]) -> int:
     """Requests that all engines of the spec run at once, with the largest batch that is tried.
 
     A replica with an `auto` degree may take all devices: the engines count as one then. Raises SpecError if the degrees
@@ -90,11 +90,11 @@ def requests_at_once(file: SpecFile, backend: Backend, field: Sequence[Candidate
     """
     spec = file.spec
     own = spec.scripted.max_num_seqs if spec.scripted is not None else _now(spec, backend)[2]["max_num_seqs"]
-    tried = [value for one in field for name, value in one.settings.items() if name.endswith(".max_num_seqs")]
+    sizes = [value for one in tried for name, value in one.settings.items() if name.endswith(".max_num_seqs")]
     with placing(file):
         is_open = "auto" in (spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size)
         num_engines = 1 if is_open else len(backend.place(spec))
-    return num_engines * max(value for value in (own, *tried) if isinstance(value, int))
+    return num_engines * max(value for value in (own, *sizes) if isinstance(value, int))
 
 
 def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchinf.base.chart import svg_of
-from batchinf.base.text import clip, counted, duration, short_count
+from batchinf.base.text import clip, counted, short_count, time_taken
 from batchinf.tuning.search import SearchResult
 from batchinf.tuning.trial import TuneTrial
 
@@ -71,7 +71,7 @@ def tune_lines(report: TuneReport) -> Iterator[str]:
         yield "the budget ended before the last comparison; run the command again with a larger --budget to go on"
     if found.num_left_out:
         yield f"{found.num_left_out:,} more candidates had no room in the budget"
-    yield f"trials took {duration(report.spent_s)}; they and the plot tune.svg are in {report.folder}"
+    yield f"trials took {time_taken(report.spent_s)}; they and the plot tune.svg are in {report.folder}"
     if report.written:
         yield f"{report.spec} has these settings now; next: batchinf run {report.spec}"
     elif found.best is not found.base:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf.base.errors import SpecError, UserError
-from batchinf.base.text import duration
+from batchinf.base.text import duration, time_taken
 from batchinf.fleet.backend import Backend
 from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.spec.file import SpecFile
@@ -53,8 +53,8 @@ def tune_job(
     if not dimensions:
         raise SpecError(f"{file.path}: the spec leaves nothing open to tune; name values, as in "
                         "--try engine.max_num_seqs=256,512")  # fmt: skip
-    field = list(candidates(dimensions))
-    at_once = requests_at_once(file, backend, field)
+    tried = list(candidates(dimensions))
+    at_once = requests_at_once(file, backend, tried)
     lengths = _lengths(file)
     most_rows = lengths.num_rows
     first_rows = max(_LEAST_ROWS, round(_REQUESTS_PER_PLACE * at_once / max(1.0, lengths.requests_per_row)))
@@ -81,9 +81,9 @@ def tune_job(
         say(f"  {trial_line(trial)}")
         return trial
 
-    found = search(field, num_rows, most_rows, left_s, measure)
+    found = search(tried, num_rows, most_rows, left_s, measure)
     if len(found.trials) == 1:
-        took, given = duration(found.base.start_s + found.base.work_s), duration(wanted.budget_s)
+        took, given = time_taken(found.base.start_s + found.base.work_s), duration(wanted.budget_s)
         raise UserError(
             f"one trial of {found.base.num_rows:,} rows took {took}, so that the budget of {given} has no time for a "
             "second one; give a larger --budget or fewer --rows"

@@ -22,7 +22,7 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.head import read_head
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import Fleet, FleetReplica, last_error, told_cause, update
+from batchinf.fleet.fleet import Fleet, FleetReplica, full_message, last_error, update
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.output.journal import Journal
@@ -444,6 +444,6 @@ def test_words_that_point_elsewhere_are_followed(tmp_path: pathlib.Path) -> None
     with subprocess.Popen(["true"]) as process:
         replica = LocalReplica("000001.0001", process, None, None, log, start, tmp_path, None, None)  # type: ignore[arg-type]
     words = "vLLM could not start: RuntimeError: Engine core initialization failed. See root cause above."
-    told = told_cause(words, replica)
+    told = full_message(words, replica)
     assert told.endswith("its log says: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
-    assert told_cause("a plain cause", replica) == "a plain cause"
+    assert full_message("a plain cause", replica) == "a plain cause"

@@ -36,12 +36,12 @@ class ThreadReplica:
 
     has_own_cache = False
 
-    def __init__(self, launch: Launch, news: threading.Condition, *, is_lost_later: bool) -> None:
+    def __init__(self, launch: Launch, has_events: threading.Condition, *, is_lost_later: bool) -> None:
         self.incarnation = launch.incarnation
         self.identity: dict[str, Any] = {"thread": launch.incarnation}
         self.is_closed = False
         self.events: list[Event] = []
-        self._launch, self._news = launch, news
+        self._launch, self._has_events = launch, has_events
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._memory = bytearray(RECORD_BYTES[0])
         self._log: list[str] = []
@@ -69,9 +69,9 @@ class ThreadReplica:
             self._is_lost = True
             self.send(Stop(0.0))
         if not self._is_lost:
-            with self._news:
+            with self._has_events:
                 self.events.append(event)
-                self._news.notify()
+                self._has_events.notify()
 
     def commands(self, wait_s: float | None) -> list[Command]:
         """The coordinator's commands."""
@@ -134,7 +134,7 @@ class InProcessBackend:
 
     def __init__(self, loses: str = "", device: str = "") -> None:
         self._loses, self._device = loses, device
-        self._news = threading.Condition()
+        self._has_events = threading.Condition()
         self._replicas: list[ThreadReplica] = []
 
     def devices(self) -> tuple[str, ...]:
@@ -162,13 +162,13 @@ class InProcessBackend:
         pass
 
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> ReplicaHandle:
-        replica = ThreadReplica(launch, self._news, is_lost_later=launch.incarnation == self._loses)
+        replica = ThreadReplica(launch, self._has_events, is_lost_later=launch.incarnation == self._loses)
         self._replicas.append(replica)
         return replica
 
     def poll(self, wait_s: float) -> Sequence[tuple[ReplicaHandle, Event]]:
-        with self._news:
-            self._news.wait_for(lambda: any(replica.events for replica in self._replicas), wait_s)
+        with self._has_events:
+            self._has_events.wait_for(lambda: any(replica.events for replica in self._replicas), wait_s)
             found = [(replica, event) for replica in self._replicas for event in replica.events]
             for replica in self._replicas:
                 replica.events = []

@@ -10,6 +10,7 @@ import batchinf
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.text.status import status_lines
+from batchinf.coordinator.ending import Summary
 from batchinf.fleet.out_of_memory import EngineSettings
 from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed
 from batchinf.fleet.speed_text import speed_lines
@@ -145,3 +146,14 @@ def test_lines_compare_measured_with_predicted() -> None:
     assert "9k output tokens/s, 9k tokens/s per GPU" in first
     assert "measured: 0.90 times the tokens/s, and 404,000 tokens of cache" in second
     assert third == "limited by the cache: for 80 % it was full; to try: engine.gpu_memory_utilization 0.95"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.0, "less than 1s"), (0.4, "less than 1s"), (0.99, "less than 1s"), (1.0, "1s"), (61, "1m01s")],
+)
+def test_no_run_takes_0s(seconds: float, told: str) -> None:
+    speed = Speed(seconds, seconds, 27_000.0, 9_000.0, 4, 404_000, None, None)
+    assert next(speed_lines(speed)).startswith(f"this run took {told}, and its engines worked {told} of it: ")
+    summary = Summary("out", 1, 0, 1, 1, 1, 1, seconds, False, None, (), ())
+    assert f"device-hours ({told}) over all attempts" in "\n".join(summary.lines())

@@ -24,6 +24,7 @@ from batchinf.spec.job import JobSpec, json_schema
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 from batchinf.tasks.generate.task import Generate, seed_of
 
+STOP = "must be a list of texts, or text; leave empty texts out, or give null for the job's own"
 WHOLE = "must be a whole number, at least 1 and at most 2147483647"
 
 
@@ -73,6 +74,9 @@ def test_a_row_s_value_takes_the_place_of_the_job_s(field: str, value: Any, expe
         ("temperature", 0, "sampling.n: got 3 with temperature 0; greedy samples are all equal: set n to 1, or a "
          "temperature above 0"),
         ("stop", [1], "sampling.stop (column 'own'): got [1]; must be a list of texts, or text"),
+        ("stop", "", f"sampling.stop (column 'own'): got ''; {STOP}"),
+        ("stop", [""], f"sampling.stop (column 'own'): got ['']; {STOP}"),
+        ("stop", ["a", ""], f"sampling.stop (column 'own'): got ['a', '']; {STOP}"),
         ("stop", {"column": 1}, "sampling.stop (column 'own'): got {'column': 1}; must be a list of texts, or text"),
         ("stop", {"a": 1}, "sampling.stop (column 'own'): got {'a': 1}; must be a list of texts, or text"),
     ],
@@ -184,8 +188,11 @@ def test_columns_that_cannot_be_are_refused(spec: JobSpec, message: str) -> None
 
 def test_columns_that_may_fit_are_let_through() -> None:
     mixed = pa.field("mixed", pa.string(), metadata=JSON_MARK)
-    schema = pa.schema([mixed, ("n", pa.null()), ("d", pa.decimal128(9, 2)), ("t", pa.list_(pa.string()))])
-    for field, column in (("max_tokens", "mixed"), ("stop", "mixed"), ("seed", "n"), ("top_p", "d"), ("stop", "t")):
+    schema = pa.schema(
+        [mixed, ("n", pa.null()), ("d", pa.decimal128(9, 2)), ("t", pa.list_(pa.string())), ("l", pa.large_string())]
+    )
+    fits = [("max_tokens", "mixed"), ("stop", "mixed"), ("seed", "n"), ("top_p", "d"), ("stop", "t"), ("stop", "l")]
+    for field, column in fits:
         check_sampling_columns(sampling(**{field: {"column": column}}), schema)
 
 

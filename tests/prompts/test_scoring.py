@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import jobs
+from batchinf.base.errors import RowError
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -204,11 +205,15 @@ ERRORS = [
     ({"x": ["a", "b"], "a": 2}, "invalid_answer", "got 2 in column 'a'; the row's choices are 0 to 1"),
     ({"x": ["a", "b"], "a": -1}, "invalid_answer", "got -1 in column 'a'; the row's choices are 0 to 1"),
     ({"x": ["a", "b"], "a": True}, "wrong_type",
-     "got true or false in column 'a'; expected the text of a choice, or its place from 0"),
+     "got true or false in column 'a'; expected the text of a choice, its place from 0, or null"),
     ({"x": ["a", "b"], "a": 0.5}, "wrong_type",
-     "got a value of type float in column 'a'; expected the text of a choice, or its place from 0"),
+     "got 0.5 in column 'a'; expected the text of a choice, its place from 0, or null"),
     ({"x": ["a", "b"], "a": "B"}, "invalid_answer",
-     "got 'B' in column 'a'; expected the text of a choice, or its place from 0"),
+     "got 'B' in column 'a'; expected the text of a choice, its place from 0, or null"),
+    ({"x": ["a", "b"], "a": "a\n" * 30}, "invalid_answer",
+     "got '" + r"a\n" * 13 + "a…' in column 'a'; expected the text of a choice, its place from 0, or null"),
+    ({"x": ["a", "b"], "a": ["a"]}, "wrong_type",
+     "got a list in column 'a'; expected the text of a choice, its place from 0, or null"),
     ({"x": ["1", "0"], "a": "1"}, "invalid_answer",
      "got '1' in column 'a', the text of a choice and the place of another one; give places as numbers, not as text"),
 ]  # fmt: skip
@@ -269,10 +274,22 @@ def test_choices_of_the_spec_are_those_of_every_row() -> None:
 @pytest.mark.parametrize("answer", [2, "2", " 2 ", 2.0])
 def test_an_answer_among_numbers_in_the_spec_is_one_of_them_and_no_place(answer: str | float) -> None:
     input = {"context_column": "c", "choices": ["1", "2", "3"], "answer_column": "a"}
-    right, wrong = build("llama", [{"c": "Q", "a": answer}, {"c": "Q", "a": 0}], input)
-    assert right.scoring is not None and right.scoring.answer == 1
-    assert wrong.error is not None and wrong.error.error_type == "invalid_answer"
-    assert wrong.error.error_message == "got 0 in column 'a'; expected one of input.choices: 1, 2, 3"
+    [prompt] = build("llama", [{"c": "Q", "a": answer}], input)
+    assert prompt.scoring is not None and prompt.scoring.answer == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error_type", "got"),
+    [(0, "invalid_answer", "0"), ("five", "invalid_answer", "'five'"), ("", "invalid_answer", "''"),
+     (4.5, "wrong_type", "4.5"), (decimal.Decimal("4.5"), "wrong_type", "4.5"), (float("nan"), "wrong_type", "nan"),
+     (True, "wrong_type", "true or false"), ([2], "wrong_type", "a list"), ({"stars": 2}, "wrong_type", "a mapping")],
+)  # fmt: skip
+def test_an_answer_that_is_none_of_the_numbers_is_told_the_numbers(answer: object, error_type: str, got: str) -> None:
+    """Never the place of a choice, which is no answer there."""
+    input = {"context_column": "c", "choices": ["1", "2", "3"], "answer_column": "a"}
+    [prompt] = build("llama", [{"c": "Q", "a": answer}], input)
+    message = f"got {got} in column 'a'; expected one of input.choices (1, 2, 3), or null"
+    assert prompt.error == RowError(error_type, message)
 
 
 def test_rows_are_scored_with_the_adapter_that_they_name() -> None:

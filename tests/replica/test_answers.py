@@ -288,10 +288,12 @@ def test_the_config_of_structures_is_known_without_vllm_s_import() -> None:
     from vllm.config.structured_outputs import StructuredOutputsBackend
 
     backends = get_args(StructuredOutputsBackend)
-    names = tuple(field.name for field in dataclasses.fields(StructuredOutputsConfig))
-    assert structures_config() == (names, backends)
+    names = [field.name for field in dataclasses.fields(StructuredOutputsConfig)]
+    known = structures_config()
+    assert known is not None and ([*known[0]], known[1]) == (names, backends)
     flags = [name for name in names if isinstance(getattr(StructuredOutputsConfig(), name), bool)]
     others = [{}, {"backend": "foo"}, {"backend": ["xgrammar"]}, {"backend": None}, {"bakend": "xgrammar"}]
+    others += [{name: value} for name in names for value in (False, "", None, 5, 0.5, [], ["a"], {})]
     for config in [*others, *({"backend": backend, flag: True} for backend in backends for flag in flags)]:
         spec = make_spec().model_copy(update={"engine": {"structured_outputs_config": config}})
         ours = is_allowed(check_structures_config, SpecFile(spec, {"": "job.yaml"}, "job.yaml"))

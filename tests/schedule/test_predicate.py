@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from batchinf.schedule.predicate import Predicate, PredicateError
+from batchinf.schedule.predicate import Predicate, PredicateError, duckdb_batches
 
 SCHEMA = pa.schema(
     [
@@ -152,3 +152,13 @@ def test_columns_that_differ_in_case_alone() -> None:
     assert (rows("output.Lang = 'de'"), rows("LANG_1 = 8 AND lang = 'en'"), rows("Row_Index = 0")) == ([1], [1], [0])
     with pytest.raises(PredicateError, match="column 'LANG' may be Lang or lang"):
         Predicate("LANG = 'en'", schema)
+
+
+@pytest.mark.parametrize("name", ["to_arrow_reader", "fetch_arrow_reader"])
+def test_results_are_read_under_the_names_of_both_major_versions_of_duckdb(name: str) -> None:
+    class Relation:
+        pass
+
+    setattr(Relation, name, lambda self, num_rows: TABLE.to_reader(num_rows))
+    assert pa.Table.from_batches(duckdb_batches(Relation(), 2)).equals(TABLE)
+    assert [batch.num_rows for batch in duckdb_batches(Relation(), 2)] == [2, 1]

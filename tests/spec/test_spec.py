@@ -160,7 +160,7 @@ QUOTES = "text that looks like something else needs quotes"
         ("sampling.ignore_eos", "no", "got 'no'; must be true or false"),
         ("sampling.ignore_eos", "1", "got 1; must be true or false"),
         ("sampling.stop", "5", f"got 5; must be a list of texts, or text; {QUOTES}"),
-        ("sampling.stop", "''", "got empty text; must be a list of texts, or text that is not empty"),
+        ("sampling.stop", "''", "got empty text; must be a list of texts, or text; leave empty texts out"),
         ("sampling.stop_token_ids", "5", f"got 5; must be a list of {WHOLE[2:].replace('number', 'numbers')}"),
         ("stall_timeout_s", ".inf", "got Infinity; must be a number, at least 2 and at most 1000000000"),
         ("stall_timeout_s", "0.001", "got 0.001; must be a number, at least 2 and at most 1000000000"),
@@ -213,6 +213,16 @@ def test_refused_fields(field, value, message):
     lines[section or name] = f"{start}{name}: {value}" + ("}" if section else "")
     place = f"job.yaml:{list(lines).index(section or name) + 1}:{len(start) + 1}"
     assert refusal("\n".join(lines.values())) == f"{place}: {field}: {message}"
+
+
+@pytest.mark.parametrize("texts", ["['']", "[a, '']"])
+def test_an_empty_text_among_others_is_refused_with_what_to_do(texts):
+    place = texts.index("''")
+    item = texts.count(",")
+    assert refusal(f"{LEAST}sampling:\n  stop: {texts}\n") == (
+        f"job.yaml:5:{9 + place}: sampling.stop[{item}]: got empty text; must be a list of texts, or text; "
+        "leave empty texts out"
+    )
 
 
 def test_places_of_nested_fields_and_items():

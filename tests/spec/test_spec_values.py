@@ -8,6 +8,7 @@ import jsonschema
 import numpy
 import pandas
 import pytest
+import torch
 import yaml
 
 from batchinf.base.errors import SpecError
@@ -40,8 +41,34 @@ def test_rows_in_memory_are_refused_with_what_to_do() -> None:
     frame = pandas.DataFrame({"body": ["a", "b"]})
     with pytest.raises(SpecError, match=r"spec: input.path: got a DataFrame; must be plain values. Rows come from a f"):
         read_spec({"model": "a/b", "input": {"path": frame}, "output": {"path": "y"}})
-    spec = {"model": "a/b", "input": {"path": "x"}, "sampling": {"temperature": numpy.float64(0.5)}}
-    assert read_spec({**spec, "output": {"path": "y"}}).spec.sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("sampling.max_tokens", numpy.int64(5), 5),
+        ("sampling.max_tokens", numpy.uint8(5), 5),
+        ("sampling.max_tokens", numpy.array(5), 5),
+        ("sampling.max_tokens", torch.tensor(5), 5),
+        ("sampling.temperature", numpy.float64(0.5), 0.5),
+        ("sampling.temperature", numpy.float32(0.5), 0.5),
+        ("sampling.ignore_eos", numpy.bool_(True), True),
+        ("sampling.stop_token_ids", [numpy.int32(5), numpy.int64(6)], (5, 6)),
+        ("sampling.stop", numpy.str_("x"), ("x",)),
+    ],
+)
+def test_a_number_of_a_library_of_arrays_is_a_plain_number(field: str, value: Any, expected: Any) -> None:
+    section, name = field.split(".")
+    spec = {"model": "a/b", "input": {"path": "x"}, "output": {"path": "y"}}
+    for file in (read_spec({**spec, section: {name: value}}), read_spec(spec, {field: value})):
+        found = getattr(getattr(file.spec, section), name)
+        assert (found, type(found)) == (expected, type(expected))
+        assert read_spec(file.spec, {"model": "c/d"}).spec.sampling == file.spec.sampling
+    assert read_spec({**spec, "engine": {"max_num_seqs": numpy.int64(5)}}).spec.engine == {"max_num_seqs": 5}
+    with pytest.raises(SpecError, match=r"spec: sampling\.max_tokens: got \"<NA>\"; must be a whole number"):
+        read_spec({**spec, "sampling": {"max_tokens": pandas.NA}})
+    with pytest.raises(SpecError, match=r"spec: sampling\.max_tokens: got 0; must be a whole number"):
+        read_spec({**spec, "sampling": {"max_tokens": numpy.int64(0)}})
 
 
 def put(name: str, content: str | bytes) -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from batchinf.base.text import duration, short_count, size_text
+from batchinf.base.text import duration, short_count, size_text, time_taken
 from batchinf.commands.plan import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.commands.text.validate import bar_lines
-from batchinf.fleet.speed_text import time_of_work
 from batchinf.model.memory import GIB, gib
 from batchinf.planning.choose import Option, shape_text
 
@@ -111,5 +110,5 @@ def option_line(option: Option) -> str:
     degrees, prediction = option.degrees, option.prediction
     parts = [shape_text(degrees, option.data), f"{degrees.cache_tokens:,} tokens of cache"]
     if prediction is not None:
-        parts += [f"{option.tokens_per_s:,.0f} tokens/s", time_of_work(prediction.seconds)]
+        parts += [f"{option.tokens_per_s:,.0f} tokens/s", time_taken(prediction.seconds)]
     return ": ".join([parts[0], ", ".join(parts[1:])])

@@ -101,7 +101,7 @@ class ReplicaActor:
     def __init__(self) -> None:
         self._backend = LocalBackend()
         self._lock = threading.Lock()
-        self._news: list[Event] = []
+        self._events: list[Event] = []
         self._first = self._num_taken = 0
         self._replica: LocalReplica | None = None
         self._record: InFlightRecord | None = None
@@ -149,7 +149,7 @@ class ReplicaActor:
             log = pathlib.Path(order.log)
             self._replica = self._backend.start(launch, slot, log, has_own_cache=has_own_cache)
             self._record = InFlightRecord(self._replica.memory.memory)
-            self._news.append(StartPhase(f"starting on {node}"))
+            self._events.append(StartPhase(f"starting on {node}"))
         self._watch = self._backend.watch_devices(gpus)
         return node
 
@@ -170,9 +170,9 @@ class ReplicaActor:
         while True:
             with self._lock:
                 has_ended = self._look()
-                del self._news[: max(0, num_received - self._first)]
+                del self._events[: max(0, num_received - self._first)]
                 self._first = max(self._first, num_received)
-                events, in_flight = tuple(self._news), self._new_in_flight()
+                events, in_flight = tuple(self._events), self._new_in_flight()
             if events or has_ended or in_flight is not None or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_S)
@@ -185,7 +185,7 @@ class ReplicaActor:
             return self._ending is not None
         has_ended = self._replica.has_ended()
         events = [event for _, event in self._backend.poll(0)]
-        self._news += events
+        self._events += events
         if self._cache_key is not None and any(isinstance(event, Ready) for event in events):
             self._backend.note_cache_warm(self._cache_key)
         return has_ended
@@ -213,7 +213,7 @@ class ReplicaActor:
                 self._ending = self._replica.end()
             if self._watch is not None:
                 self._watch.close()
-            events = (*self._news[max(0, num_received - self._first) :], *self._ending.events)
+            events = (*self._events[max(0, num_received - self._first) :], *self._ending.events)
             return replace(self._ending, events=events)
 
     def _may_fill_cache(self, key: str | None) -> bool:

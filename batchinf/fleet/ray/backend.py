@@ -154,7 +154,7 @@ class RayBackend:
             self._hear(by_call, wait_s)
         else:
             time.sleep(wait_s)
-        return [(replica, event) for replica in self._live() for event in replica.news()]
+        return [(replica, event) for replica in self._live() for event in replica.take_events()]
 
     def _hear(self, by_call: "dict[object, RayReplica]", wait_s: float) -> None:
         ray, calls = self._cluster.ray, list(by_call)

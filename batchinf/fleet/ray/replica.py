@@ -50,7 +50,7 @@ class RayReplica:
         self._cluster, self._name, self._order, self._plan, self._log = cluster, name, order, plan, log
         self._log_start = log.stat().st_size if log.exists() else 0
         self._commands: list[Command] = []
-        self._news: list[Event] = []
+        self._events: list[Event] = []
         self._num_taken = self._num_received = 0
         self._node = ""
         self._in_flight: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class RayReplica:
             )
             .remote()
         )
-        self._news.append(StartPhase("waiting for room in the cluster"))
+        self._events.append(StartPhase("waiting for room in the cluster"))
         starting = actor.start.remote(replace(self._order, launch=launch, num_devices=num_devices))
         return _Actor(group, actor, starting, time.monotonic())
 
@@ -172,7 +172,7 @@ class RayReplica:
         self._actor.listening = self._actor.handle.listen.remote(self._num_received, _LISTEN_S)
 
     def _note_report(self, report: Report) -> None:
-        self._news += report.events[max(0, self._num_received - report.first) :]
+        self._events += report.events[max(0, self._num_received - report.first) :]
         self._num_received = max(self._num_received, report.first + len(report.events))
         self._in_flight = self._in_flight if report.in_flight is None else report.in_flight
         self.looks = report.looks
@@ -189,7 +189,7 @@ class RayReplica:
         if not isinstance(error.cause, BatchinfError):
             with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
                 log.write(f"{error}\n")  # with the traceback on the node
-        self._news.append(failed)
+        self._events.append(failed)
         self._has_ended = True
 
     def _note_gone(self, error: Exception) -> None:
@@ -229,10 +229,10 @@ class RayReplica:
 
         return bool(placement_group_table(self._actor.group).get("state") == "CREATED")
 
-    def news(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         """Events that were not returned yet."""
-        news, self._news = self._news, []
-        return news
+        events, self._events = self._events, []
+        return events
 
     def has_ended(self) -> bool:
         return self._has_ended or self._lost is not None
@@ -258,7 +258,7 @@ class RayReplica:
         elif not self._actor.nodes <= self._cluster.live_ids():
             # A rank on another host is gone, and the engine with it.
             ending = replace(ending, ended_by="host", description=self._node_words())
-        return replace(ending, events=(*self.news(), *ending.events), lifetime_s=lifetime_s)
+        return replace(ending, events=(*self.take_events(), *ending.events), lifetime_s=lifetime_s)
 
     def _end(self) -> Ending | None:
         """Let the actor end the replica; None if it is lost."""

@@ -18,7 +18,7 @@ from batchinf.source import files
 from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, ReadRange
-from batchinf.source.types import Lost, MixedTypes, cast_column, cast_each
+from batchinf.source.types import Lost, MixedTypes, cast_column, cast_each, is_text
 
 SAMPLED_ROWS = 16  # of a run of `FileFormat.sample`
 MAX_ROWS = 2**40  # of one file; a footer that claims more is damaged
@@ -94,8 +94,7 @@ def _text(value: Any, type: pa.DataType) -> Any:
         return {field.name: _text(value[field.name], field.type) for field in type}
     if isinstance(type, pa.ListType | pa.LargeListType):
         return [_text(item, type.value_type) for item in value]
-    is_text = pa.types.is_string(type) or pa.types.is_large_string(type)
-    return value.decode(errors="replace") if is_text else value
+    return value.decode(errors="replace") if is_text(type) else value
 
 
 Record = tuple[dict[str, Any], str | None]  # values, or why the record cannot be read

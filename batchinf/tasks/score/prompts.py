@@ -1,11 +1,12 @@
 """The section `score` of a spec, and its prompts: contexts with continuations or choices, or windows of a text."""
 
+import decimal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import RowError
-from batchinf.base.text import name_type
+from batchinf.base.text import clip, list_names, name_type
 from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error, whole_number
 from batchinf.prompts.encoder import Encoder, begins_with_two, show
 from batchinf.records import Prompt, Scoring, Span
@@ -18,7 +19,6 @@ from batchinf.spec.sampling import SamplingSpec
 # A spec has one of the first four fields. The others go with them.
 SCORED_FORMS = ("text_column", "continuation_column", "choices_column", "choices")
 SCORE_COLUMNS = (*SCORED_FORMS, "context_column", "answer_column")
-_ANSWERS = "expected the text of a choice, or its place from 0"
 
 
 class ScoreSpec(Section):
@@ -232,11 +232,11 @@ class ScorePrompts(PromptBuilder):
         # Whole numbers as labels, such as stars: a number in the column of answers is a label then, not a place.
         self._counts_labels = all(text.isascii() and text.isdecimal() for text in spec.input.choices or [""])
         self._boundary = Boundary.of(tokenizer, is_chat=spec.input.is_chat, add_bos_token=self._score.add_bos_token)
-        self._plain, self._dressed = Encoder(tokenizer, False), Encoder(tokenizer, True)
+        self._without_special, self._with_special = Encoder(tokenizer, False), Encoder(tokenizer, True)
         # If the tokenizer adds BOS, every text is scored after two of them. That is not counted here: `prompt_warnings`
         # warns of it before the job, or the spec asks for it.
         adds = spec.input.text_column is not None and self._boundary.adds
-        self._counts_bos = not (adds and self._dressed.begins_with(self._bos))
+        self._counts_bos = not (adds and self._with_special.begins_with(self._bos))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ class ScorePrompts(PromptBuilder):
         asks = [ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks]
         encoded = {
             adds: encoder.encode([text for text, wanted in asks if wanted == adds])
-            for adds, encoder in ((False, self._plain), (True, self._dressed))
+            for adds, encoder in ((False, self._without_special), (True, self._with_special))
         }
         prompts = []
         for row, draft in zip(rows, drafts, strict=True):
@@ -343,8 +343,7 @@ class ScorePrompts(PromptBuilder):
         if self._counts_labels and isinstance(value, int | str) and not isinstance(value, bool):
             if (text := str(value).strip()) in choices:
                 return choices.index(text)
-            return RowError("invalid_answer", f"got {text[:40]} in column '{column}'; expected one of input.choices: "
-                            f"{', '.join(choices)}")  # fmt: skip
+            return self._wrong_answer("invalid_answer", value)
         place = value
         if isinstance(value, str):
             is_digits = value.strip().isdecimal() and value.isascii() and len(value) < 10
@@ -355,13 +354,23 @@ class ScorePrompts(PromptBuilder):
                                     "the place of another one; give places as numbers, not as text")  # fmt: skip
                 return choices.index(value)
             if place is None:
-                return RowError("invalid_answer", f"got '{value[:40]}' in column '{column}'; {_ANSWERS}")
+                return self._wrong_answer("invalid_answer", value)
         if isinstance(place, bool) or not isinstance(place, int):
-            return RowError("wrong_type", f"got {name_type(value)} in column '{column}'; {_ANSWERS}")
+            return self._wrong_answer("wrong_type", value)
         if not 0 <= place < len(choices):
             return RowError("invalid_answer", f"got {place} in column '{column}'; the row's choices are 0 to "
                             f"{len(choices) - 1}")  # fmt: skip
         return place
+
+    def _wrong_answer(self, error_type: str, value: Any) -> RowError:
+        if isinstance(value, str):
+            got = f"'{clip(value, 40)}'"
+        else:
+            is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
+            got = str(value) if is_number else name_type(value)
+        labels = f"one of input.choices ({list_names(self._where.choices or ())})"
+        allowed = labels if self._counts_labels else "the text of a choice, its place from 0"
+        return RowError(error_type, f"got {got} in column '{self._where.answer_column}'; expected {allowed}, or null")
 
     # -- tokens of a row -----------------------------------------------------------------------------------------------
 
