@@ -1,7 +1,7 @@
 """The attention of decoding by itself: vLLM's FlashAttention and Triton kernels, and batchinf's. Needs a GPU.
 
     python benchmarks/attention.py                     # microseconds of one layer, by shape, batch and context
-    python benchmarks/attention.py --shapes            # the tiles of batchinf's kernel instead
+    python benchmarks/attention.py --tiles             # tiles of batchinf's kernel instead
 
 Contexts are drawn between 0.75 and 1.25 of the stated length. `bytes` is the time in which the device's memory could
 give the keys and values once, at `--bandwidth`. Each result is compared with that of FlashAttention.
@@ -121,20 +121,20 @@ def by_tile(model: str, num: int, context: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--requests", default="256,1024,2048")
-    parser.add_argument("--contexts", default="128,256,512,1024,4096")
-    parser.add_argument("--shapes", action="store_true", help="the tiles of batchinf's kernel")
+    parser.add_argument("--requests", default="512,1024,2048")
+    parser.add_argument("--contexts", default="128,512,1024,2048,4096")
+    parser.add_argument("--tiles", action="store_true", help="tiles of batchinf's kernel")
     parser.add_argument("--bandwidth", type=float, default=4.8, help="of the device's memory, TB/s")
     args = parser.parse_args()
     numbers, contexts = ([int(each) for each in text.split(",")] for text in (args.requests, args.contexts))
-    if not args.shapes:
+    if not args.tiles:
         print("| model | requests | context | bytes, µs | FlashAttention 3, µs | Triton, µs | batchinf's, µs |")
         print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for model in args.models.split(","):
         for num, context in itertools.product(numbers, contexts):
             if num * context > 2048 * 4096 // 2:
                 continue
-            if args.shapes:
+            if args.tiles:
                 print(*by_tile(model, num, context), sep="\n", flush=True)
             else:
                 print(by_kernel(model, num, context, args.bandwidth), flush=True)
