@@ -2,9 +2,12 @@
 
     python benchmarks/attention.py                     # microseconds of one layer, by shape, batch and context
     python benchmarks/attention.py --tiles             # tiles of batchinf's kernel instead
+    python benchmarks/attention.py --prompts 8         # a step that reads 8 prompts of 128 tokens besides
 
-Contexts are drawn between 0.75 and 1.25 of the stated length. `bytes` is the time in which the device's memory could
-give the keys and values once, at `--bandwidth`. Each result is compared with that of FlashAttention.
+With `--prompts`, FlashAttention does all of the step, or the prompts alone beside our kernel. batchinf leaves all
+of such a step to FlashAttention now. Contexts are drawn between 0.75 and 1.25 of the stated length. `bytes` is the time
+in which the device's memory could give the keys and values once, at `--bandwidth`. Each result is compared with that of
+FlashAttention.
 """
 
 import argparse
@@ -29,6 +32,7 @@ MODELS = {
     "0.6B": (16, 8, 128, False),
 }
 _SPLITS = 32  # vLLM's limit for graphs
+_PROMPT_TOKENS = 128
 _TILES = (
     *((16, 1, 3), (16, 2, 3), (32, 1, 3), (32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4)),
     *((64, 8, 3), (128, 4, 2), (128, 8, 3)),
@@ -36,27 +40,41 @@ _TILES = (
 
 
 class Batch:
-    """A batch of requests that decode, with their cache."""
+    """Requests that decode, and then requests that read a prompt, with their cache."""
 
-    def __init__(self, model: str, num: int, context: int) -> None:
+    def __init__(self, model: str, num: int, context: int, num_prompts: int) -> None:
         chance = random.Random(1)
+        self.num = num
         lengths = [chance.randint(max(1, context * 3 // 4), context * 5 // 4) for _ in range(num)]
+        lengths += [_PROMPT_TOKENS] * num_prompts
         torch.manual_seed(1)
         self.given = example(lengths, *MODELS[model], torch.bfloat16, "cuda")
+        if num_prompts:
+            query, shape = self.given["q"], (num + num_prompts * _PROMPT_TOKENS, *self.given["q"].shape[1:])
+            counts = torch.tensor([0] + [1] * num + [_PROMPT_TOKENS] * num_prompts, device="cuda")
+            self.given["q"] = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(query.dtype)
+            self.given["out"] = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+            self.given |= {"cu_seqlens_q": counts.cumsum(0).to(torch.int32), "max_seqlen_q": _PROMPT_TOKENS}
         keys = self.given["k"]
         self.num_bytes = sum(lengths) * keys.shape[2] * 2 * keys.shape[3] * keys.element_size()
 
     def flash(self, out: torch.Tensor) -> Callable[[], Any]:
-        """As in a CUDA graph of vLLM's."""
-        given = self.given
-        num_requests, num_heads, head_size = given["q"].shape
-        plan = get_scheduler_metadata(
-            batch_size=num_requests, max_seqlen_q=1, max_seqlen_k=given["max_seqlen_k"], num_heads_q=num_heads,
-            num_heads_kv=given["k"].shape[2], headdim=head_size, cache_seqlens=given["seqused_k"],
-            qkv_dtype=given["q"].dtype, cu_seqlens_q=given["cu_seqlens_q"], page_size=given["k"].shape[1], causal=True,
-            num_splits=_SPLITS,
-        )  # fmt: skip
-        return lambda: flash_attn_varlen_func(**{**given, "out": out}, scheduler_metadata=plan, num_splits=_SPLITS)
+        """As vLLM does."""
+        return planned({**self.given, "out": out})
+
+    def split(self, out: torch.Tensor) -> Callable[[], Any]:
+        given, num = {**self.given, "out": out}, self.num
+        by_request = ("seqused_k", "block_table", "q_descale", "k_descale", "v_descale")
+        by_token = ("q", "out")
+        first = {name: given[name][:num] for name in (*by_request, *by_token)}
+        rest = {name: given[name][num:] for name in (*by_request, *by_token)}
+        run_rest = planned({**given, **rest, "cu_seqlens_q": given["cu_seqlens_q"][num:] - num})
+
+        def run() -> None:
+            run_ours({**given, **first})
+            run_rest()
+
+        return run
 
     def triton(self, out: torch.Tensor) -> Callable[[], Any]:
         given, is_fp8 = self.given, self.given["k"].element_size() == 1
@@ -70,6 +88,18 @@ class Batch:
     def own(self, out: torch.Tensor, **shape: Any) -> Callable[[], Any]:
         given = {**self.given, "out": out}
         return lambda: run_ours(given, **shape)
+
+
+def planned(given: dict[str, Any]) -> Callable[[], Any]:
+    """FlashAttention, with the plan that vLLM makes once for all layers. Splits are limited in CUDA graphs only."""
+    num_splits = _SPLITS if given["max_seqlen_q"] == 1 else 0
+    plan = get_scheduler_metadata(
+        batch_size=len(given["seqused_k"]), max_seqlen_q=given["max_seqlen_q"], max_seqlen_k=given["max_seqlen_k"],
+        num_heads_q=given["q"].shape[1], num_heads_kv=given["k"].shape[2], headdim=given["q"].shape[2],
+        cache_seqlens=given["seqused_k"], qkv_dtype=given["q"].dtype, cu_seqlens_q=given["cu_seqlens_q"],
+        page_size=given["k"].shape[1], causal=True, num_splits=num_splits,
+    )  # fmt: skip
+    return lambda: flash_attn_varlen_func(**given, scheduler_metadata=plan, num_splits=num_splits)
 
 
 def timed(run: Callable[[], Any], num: int = 20) -> float:
@@ -86,11 +116,11 @@ def timed(run: Callable[[], Any], num: int = 20) -> float:
     return 1e3 * statistics.median(float(begin.elapsed_time(end)) for begin, end in events)
 
 
-def by_kernel(model: str, num: int, context: int, bandwidth: float) -> str:
-    batch = Batch(model, num, context)
+def by_kernel(model: str, num: int, context: int, num_prompts: int, bandwidth: float) -> str:
+    batch = Batch(model, num, context, num_prompts)
     cells = [f"| {model} | {num:,} | {context:,} | {batch.num_bytes / bandwidth / 1e6:.0f}"]
     expected = torch.empty_like(batch.given["out"])
-    for kind in ("flash", "triton", "own"):
+    for kind in ("flash", "split") if num_prompts else ("flash", "triton", "own"):
         out = torch.empty_like(batch.given["out"])
         try:
             run = getattr(batch, kind)(out)
@@ -105,7 +135,7 @@ def by_kernel(model: str, num: int, context: int, bandwidth: float) -> str:
 
 
 def by_tile(model: str, num: int, context: int) -> Iterator[str]:
-    batch = Batch(model, num, context)
+    batch = Batch(model, num, context, 0)
     out, expected = batch.given["out"], torch.empty_like(batch.given["out"])
     flash = timed(batch.flash(expected))
     found = []
@@ -124,12 +154,14 @@ def main() -> None:
     parser.add_argument("--requests", default="512,1024,2048")
     parser.add_argument("--contexts", default="128,512,1024,2048,4096")
     parser.add_argument("--tiles", action="store_true", help="tiles of batchinf's kernel")
+    parser.add_argument("--prompts", type=int, default=0, help="prompts of 128 tokens that the step reads besides")
     parser.add_argument("--bandwidth", type=float, default=4.8, help="of the device's memory, TB/s")
     args = parser.parse_args()
     numbers, contexts = ([int(each) for each in text.split(",")] for text in (args.requests, args.contexts))
     if not args.tiles:
-        print("| model | requests | context | bytes, µs | FlashAttention 3, µs | Triton, µs | batchinf's, µs |")
-        print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+        kinds = ["FlashAttention 3, µs", *(["split, µs"] if args.prompts else ["Triton, µs", "batchinf's, µs"])]
+        print(" | ".join(["| model | requests | context | bytes, µs", *kinds]) + " |")
+        print("| --- |" + " ---: |" * (3 + len(kinds)))
     for model in args.models.split(","):
         for num, context in itertools.product(numbers, contexts):
             if num * context > 2048 * 4096 // 2:
@@ -137,7 +169,7 @@ def main() -> None:
             if args.tiles:
                 print(*by_tile(model, num, context), sep="\n", flush=True)
             else:
-                print(by_kernel(model, num, context, args.bandwidth), flush=True)
+                print(by_kernel(model, num, context, args.prompts, args.bandwidth), flush=True)
             torch.cuda.empty_cache()
 
 
