@@ -29,13 +29,18 @@ MODEL_LEN = 96
 
 
 class Grammar(StructuredOutputGrammar):
-    """Accepts all tokens that are not REFUSED, and remembers what it was given."""
+    """Accepts all tokens that are not REFUSED, and remembers what it was given.
+
+    After it has refused a token it accepts all, as that of guidance does.
+    """
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
+        self.has_refused = False
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        if any(token in REFUSED for token in tokens):
+        if not self.has_refused and any(token in REFUSED for token in tokens):
+            self.has_refused = True
             return False
         self.accepted += tokens
         return True
