@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 import triton_on_cpu
+from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from batchinf.engines.vllm.arguments import engine_arguments
@@ -141,6 +142,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     lambda given: {"return_softmax_lse": True},
     lambda given: {"some_new_argument": 1},
     lambda given: {"fa_version": 2},
+    lambda given: {"softmax_scale": None},
     lambda given: {"block_table": None},
     lambda given: {"out": None},
     lambda given: {"seqused_k": None},
@@ -180,8 +182,8 @@ def test_scales_by_head_are_left_to_vllm() -> None:
 
 
 class Impl:
-    def __init__(self, head_size: int = 64, version: int = 3, cache: str = "auto") -> None:
-        self.num_heads, self.num_kv_heads, self.head_size = 4, 2, head_size
+    def __init__(self, head_size: int = 64, version: int = 3, cache: str = "auto", num_heads: int = 4) -> None:
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, 2, head_size
         self.vllm_flash_attn_version, self.kv_cache_dtype = version, cache
 
 
@@ -211,8 +213,9 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
     backend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = backend.flash_attn_varlen_func
-    for others in (layers(), layers(Impl(head_size=96)), layers(Impl(version=2)), layers(object())):
-        assert not attention.install(others, torch.bfloat16)
+    for other in (Impl(head_size=96), Impl(version=2), Impl(num_heads=34), Impl(num_heads=5), object()):
+        assert not attention.install(layers(other), torch.bfloat16)
+    assert not attention.install(layers(), torch.bfloat16)
     assert backend.flash_attn_varlen_func is theirs
     assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
@@ -239,10 +242,17 @@ def test_where_it_cannot_run_vllm_s_stays(missing: str, backend: Any, monkeypatc
     assert backend.flash_attn_varlen_func is theirs
 
 
-def test_it_is_installed_before_the_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "is_installed"), [
+    (CUDAGraphMode.FULL_AND_PIECEWISE, True), (CUDAGraphMode.FULL_DECODE_ONLY, True), (CUDAGraphMode.PIECEWISE, True),
+    (CUDAGraphMode.NONE, True), (CUDAGraphMode.FULL, False),
+])  # fmt: skip
+def test_it_is_installed_before_the_graphs_are_captured(
+    mode: CUDAGraphMode, is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with one kind of graph for all batches, which may be captured as if it were for decoding alone."""
     done: list[Any] = []
     config = types.SimpleNamespace(
-        compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}),
+        compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}, cudagraph_mode=mode),
         model_config=types.SimpleNamespace(dtype=torch.bfloat16),
     )
     monkeypatch.setattr(attention, "install", lambda *given: done.append(given))
@@ -250,7 +260,7 @@ def test_it_is_installed_before_the_graphs_are_captured(monkeypatch: pytest.Monk
     worker = attention.DecodingWorker.__new__(attention.DecodingWorker)
     worker.vllm_config = config  # type: ignore[assignment]
     assert worker.compile_or_warm_up_model() == 3
-    assert done == [({"layer": 1}, torch.bfloat16), "graphs"]
+    assert done == [*([({"layer": 1}, torch.bfloat16)] if is_installed else []), "graphs"]
 
 
 @pytest.mark.parametrize(("task", "engine", "wanted"), [
