@@ -68,11 +68,11 @@ def test_attention_is_that_of_pytorch(heads: tuple[int, int], shape: tuple[int, 
 def test_float8_numbers_have_their_scales() -> None:
     given = arguments((5, 70), is_fp8=True)
     before = expected(given)
-    for name in ("q_descale", "k_descale", "v_descale"):
-        given[name] = torch.full((), 0.5).expand(2, 2)
+    for name, scale in (("q_descale", 0.5), ("k_descale", 0.75), ("v_descale", 2.0)):
+        given[name] = torch.full((), scale).expand(2, 2)
     attention.run_ours(given)
-    given["softmax_scale"] *= 0.25
-    torch.testing.assert_close(given["out"], expected(given) * 0.5, rtol=1e-3, atol=1e-3)
+    given["softmax_scale"] *= 0.5 * 0.75
+    torch.testing.assert_close(given["out"], expected(given) * 2.0, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(given["out"], before, atol=0.01)
 
 
@@ -93,6 +93,23 @@ def test_a_query_within_a_larger_tensor() -> None:
     assert not given["q"].is_contiguous()
     attention.run_ours(given)
     torch.testing.assert_close(given["out"], expected(given), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_of_more_than_two_billion_numbers() -> None:
+    given = arguments((20, 40), is_fp8=True)
+    before = expected(given)
+    # The memory is not touched but for the blocks that are used.
+    block_size, num_heads, width = given["k"].shape[1], given["k"].shape[2], 2 * given["k"].shape[3]
+    last = 1 + 2**31 // (block_size * num_heads * width)
+    cache = torch.empty((last + 1, num_heads, block_size, width), dtype=torch.float8_e4m3fn)
+    num_used = len(given["k"])
+    used = cache[last + 1 - num_used :].transpose(1, 2).split(width // 2, dim=-1)
+    for one, other in zip(used, (given["k"], given["v"]), strict=True):
+        one.copy_(other)
+    given["k"], given["v"] = cache.transpose(1, 2).split(width // 2, dim=-1)
+    given["block_table"] += last + 1 - num_used
+    attention.run_ours(given)
+    torch.testing.assert_close(given["out"], before, rtol=1e-3, atol=1e-3)
 
 
 @pytest.fixture
@@ -116,6 +133,7 @@ def test_batches_that_decode_are_taken() -> None:
     assert attention.takes(as_vllm_calls(half()))
     assert attention.takes(as_vllm_calls(half(is_fp8=True)))
     assert attention.takes(half(heads=(16, 1), head_size=128))
+    assert attention.takes({**half(), "return_softmax_lse": False})
 
 
 def test_small_batches_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +164,10 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     lambda given: {"block_table": None},
     lambda given: {"out": None},
     lambda given: {"seqused_k": None},
+    lambda given: {"seqused_k": given["seqused_k"].long()},
+    lambda given: {"seqused_k": given["seqused_k"].repeat(2)},
+    lambda given: {"seqused_k": given["seqused_k"][:1]},
+    lambda given: {"v": given["v"].half()},
     lambda given: {"k": given["k"][0], "v": given["v"][0]},
     lambda given: {"q": given["q"].float()},
     lambda given: {name: given[name].float() for name in "qkv"},
@@ -178,6 +200,7 @@ def test_scales_by_head_are_left_to_vllm() -> None:
     given = half(is_fp8=True)
     assert not attention.takes({**given, "k_descale": torch.ones(2, 2)})
     assert not attention.takes({**given, "q_descale": None})
+    assert not attention.takes({**given, "v_descale": given["v_descale"].bfloat16()})
     assert attention.takes({**half(), "q_descale": None})
 
 
@@ -217,7 +240,12 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
         assert not attention.install(layers(other), torch.bfloat16)
     assert not attention.install(layers(), torch.bfloat16)
     assert backend.flash_attn_varlen_func is theirs
-    assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
+    compared: list[Any] = []
+    with monkeypatch.context() as patch:
+        check = attention.is_right
+        patch.setattr(attention, "is_right", lambda *given: compared.append(given[1:]) or check(*given))
+        assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
+    assert sorted(compared) == [(4, 2, 64, is_fp8, torch.bfloat16) for is_fp8 in (False, True)]
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
     assert not capsys.readouterr().out
     backend.flash_attn_varlen_func = theirs
