@@ -36,6 +36,12 @@ def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor | None = Non
         pointer.memory[pointer.offset[mask]] = value[mask]
 
 
+def dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # Triton refuses two types.
+    assert one.dtype == other.dtype
+    return one.float() @ other.float()
+
+
 _program = [0, 0]
 
 language = types.SimpleNamespace(
@@ -46,7 +52,7 @@ language = types.SimpleNamespace(
     zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     sum=lambda values, axis: values.sum(axis), max=lambda values, axis: values.amax(axis),
     min=lambda values, axis: values.amin(axis), reshape=torch.reshape, maximum=torch.maximum,
-    dot=lambda one, other: one.float() @ other.float(), trans=lambda matrix: matrix.T,
+    dot=dot, trans=lambda matrix: matrix.T,
     range=lambda start, end, step, num_stages: range(start, int(end), step),
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 import triton_on_cpu
+from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from batchinf.engines.vllm.arguments import engine_arguments
@@ -67,11 +68,11 @@ def test_attention_is_that_of_pytorch(heads: tuple[int, int], shape: tuple[int, 
 def test_float8_numbers_have_their_scales() -> None:
     given = arguments((5, 70), is_fp8=True)
     before = expected(given)
-    for name in ("q_descale", "k_descale", "v_descale"):
-        given[name] = torch.full((), 0.5).expand(2, 2)
+    for name, scale in (("q_descale", 0.5), ("k_descale", 0.75), ("v_descale", 2.0)):
+        given[name] = torch.full((), scale).expand(2, 2)
     attention.run_ours(given)
-    given["softmax_scale"] *= 0.25
-    torch.testing.assert_close(given["out"], expected(given) * 0.5, rtol=1e-3, atol=1e-3)
+    given["softmax_scale"] *= 0.5 * 0.75
+    torch.testing.assert_close(given["out"], expected(given) * 2.0, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(given["out"], before, atol=0.01)
 
 
@@ -92,6 +93,23 @@ def test_a_query_within_a_larger_tensor() -> None:
     assert not given["q"].is_contiguous()
     attention.run_ours(given)
     torch.testing.assert_close(given["out"], expected(given), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_of_more_than_two_billion_numbers() -> None:
+    given = arguments((20, 40), is_fp8=True)
+    before = expected(given)
+    # The memory is not touched but for the blocks that are used.
+    block_size, num_heads, width = given["k"].shape[1], given["k"].shape[2], 2 * given["k"].shape[3]
+    last = 1 + 2**31 // (block_size * num_heads * width)
+    cache = torch.empty((last + 1, num_heads, block_size, width), dtype=torch.float8_e4m3fn)
+    num_used = len(given["k"])
+    used = cache[last + 1 - num_used :].transpose(1, 2).split(width // 2, dim=-1)
+    for one, other in zip(used, (given["k"], given["v"]), strict=True):
+        one.copy_(other)
+    given["k"], given["v"] = cache.transpose(1, 2).split(width // 2, dim=-1)
+    given["block_table"] += last + 1 - num_used
+    attention.run_ours(given)
+    torch.testing.assert_close(given["out"], before, rtol=1e-3, atol=1e-3)
 
 
 @pytest.fixture
@@ -115,6 +133,7 @@ def test_batches_that_decode_are_taken() -> None:
     assert attention.takes(as_vllm_calls(half()))
     assert attention.takes(as_vllm_calls(half(is_fp8=True)))
     assert attention.takes(half(heads=(16, 1), head_size=128))
+    assert attention.takes({**half(), "return_softmax_lse": False})
 
 
 def test_small_batches_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +160,14 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     lambda given: {"return_softmax_lse": True},
     lambda given: {"some_new_argument": 1},
     lambda given: {"fa_version": 2},
+    lambda given: {"softmax_scale": None},
     lambda given: {"block_table": None},
     lambda given: {"out": None},
     lambda given: {"seqused_k": None},
+    lambda given: {"seqused_k": given["seqused_k"].long()},
+    lambda given: {"seqused_k": given["seqused_k"].repeat(2)},
+    lambda given: {"seqused_k": given["seqused_k"][:1]},
+    lambda given: {"v": given["v"].view(torch.float16)},
     lambda given: {"k": given["k"][0], "v": given["v"][0]},
     lambda given: {"q": given["q"].float()},
     lambda given: {name: given[name].float() for name in "qkv"},
@@ -176,12 +200,13 @@ def test_scales_by_head_are_left_to_vllm() -> None:
     given = half(is_fp8=True)
     assert not attention.takes({**given, "k_descale": torch.ones(2, 2)})
     assert not attention.takes({**given, "q_descale": None})
+    assert not attention.takes({**given, "v_descale": torch.ones((), dtype=torch.bfloat16).expand(2, 2)})
     assert attention.takes({**half(), "q_descale": None})
 
 
 class Impl:
-    def __init__(self, head_size: int = 64, version: int = 3, cache: str = "auto") -> None:
-        self.num_heads, self.num_kv_heads, self.head_size = 4, 2, head_size
+    def __init__(self, head_size: int = 64, version: int = 3, cache: str = "auto", num_heads: int = 4) -> None:
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, 2, head_size
         self.vllm_flash_attn_version, self.kv_cache_dtype = version, cache
 
 
@@ -211,10 +236,16 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
     backend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = backend.flash_attn_varlen_func
-    for others in (layers(), layers(Impl(head_size=96)), layers(Impl(version=2)), layers(object())):
-        assert not attention.install(others, torch.bfloat16)
+    for other in (Impl(head_size=96), Impl(version=2), Impl(num_heads=34), Impl(num_heads=5), object()):
+        assert not attention.install(layers(other), torch.bfloat16)
+    assert not attention.install(layers(), torch.bfloat16)
     assert backend.flash_attn_varlen_func is theirs
-    assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
+    compared: list[Any] = []
+    with monkeypatch.context() as patch:
+        check = attention.is_right
+        patch.setattr(attention, "is_right", lambda *given: compared.append(given[1:]) or check(*given))
+        assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
+    assert sorted(compared) == [(4, 2, 64, is_fp8, torch.bfloat16) for is_fp8 in (False, True)]
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
     assert not capsys.readouterr().out
     backend.flash_attn_varlen_func = theirs
@@ -239,10 +270,17 @@ def test_where_it_cannot_run_vllm_s_stays(missing: str, backend: Any, monkeypatc
     assert backend.flash_attn_varlen_func is theirs
 
 
-def test_it_is_installed_before_the_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "is_installed"), [
+    (CUDAGraphMode.FULL_AND_PIECEWISE, True), (CUDAGraphMode.FULL_DECODE_ONLY, True), (CUDAGraphMode.PIECEWISE, True),
+    (CUDAGraphMode.NONE, True), (CUDAGraphMode.FULL, False),
+])  # fmt: skip
+def test_it_is_installed_before_the_graphs_are_captured(
+    mode: CUDAGraphMode, is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with one kind of graph for all batches, which may be captured as if it were for decoding alone."""
     done: list[Any] = []
     config = types.SimpleNamespace(
-        compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}),
+        compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}, cudagraph_mode=mode),
         model_config=types.SimpleNamespace(dtype=torch.bfloat16),
     )
     monkeypatch.setattr(attention, "install", lambda *given: done.append(given))
@@ -250,7 +288,7 @@ def test_it_is_installed_before_the_graphs_are_captured(monkeypatch: pytest.Monk
     worker = attention.DecodingWorker.__new__(attention.DecodingWorker)
     worker.vllm_config = config  # type: ignore[assignment]
     assert worker.compile_or_warm_up_model() == 3
-    assert done == [({"layer": 1}, torch.bfloat16), "graphs"]
+    assert done == [*([({"layer": 1}, torch.bfloat16)] if is_installed else []), "graphs"]
 
 
 @pytest.mark.parametrize(("task", "engine", "wanted"), [

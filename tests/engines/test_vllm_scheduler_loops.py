@@ -29,13 +29,18 @@ MODEL_LEN = 96
 
 
 class Grammar(StructuredOutputGrammar):
-    """Accepts all tokens that are not REFUSED, and remembers what it was given."""
+    """Accepts all tokens that are not REFUSED, and remembers what it was given.
+
+    After it has refused a token it accepts all, as that of guidance does.
+    """
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
+        self.has_refused = False
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        if any(token in REFUSED for token in tokens):
+        if not self.has_refused and any(token in REFUSED for token in tokens):
+            self.has_refused = True
             return False
         self.accepted += tokens
         return True
@@ -72,9 +77,11 @@ class Reasoner:
         return token_ids[token_ids.index(THOUGHT) + 1 :]
 
 
-def make_structured(new: Any) -> None:
+def make_structured(new: Any) -> Grammar:
     """Give a request a structured output."""
-    new.structured_output_request = StructuredOutputRequest(StructuredOutputsParams(regex="x"), Grammar())
+    grammar = Grammar()
+    new.structured_output_request = StructuredOutputRequest(StructuredOutputsParams(regex="x"), grammar)
+    return grammar
 
 
 class Driver:
@@ -219,6 +226,7 @@ def test_the_loops_do_what_vllm_does(
         driver.made.use_v2_model_runner = is_v2
     prefix = [7] * 40
     names: list[str] = []
+    grammars: list[list[Grammar]] = [[], []]
     aborted: set[str] = set()
     for step in range(2000):
         while step < 200 and len(one.made.requests) < 10:
@@ -229,11 +237,11 @@ def test_the_loops_do_what_vllm_does(
             if chance.random() < 0.3:
                 params["logprobs"] = None
             has_eos, has_grammar = chance.random() < 0.3, chance.random() < 0.3
-            for driver in drivers:
+            for driver, own in zip(drivers, grammars, strict=True):
                 new = request(name, prompt, is_caching, **params)
                 new.sampling_params._eos_token_id = EOS if has_eos else None
                 if has_grammar:
-                    make_structured(new)
+                    own.append(make_structured(new))
                 driver.made.add_request(new)
         if chance.random() < 0.05 and one.made.requests:
             name = chance.choice(sorted(one.made.requests))
@@ -264,6 +272,7 @@ def test_the_loops_do_what_vllm_does(
         if name not in aborted:
             assert one.output(name) == other.output(name), name
             assert one.output(name)[2][0][0] is not None
+    assert [each.accepted for each in grammars[0]] == [each.accepted for each in grammars[1]]
     assert not one.made._held
     assert not one.made._others
     assert counts["head"] > 100

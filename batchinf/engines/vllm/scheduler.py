@@ -469,7 +469,10 @@ class HoldingMixin:
 def _accepts(request: Any, token_ids: list[int]) -> bool:
     """Advance the request's grammar, if it has one. False: vLLM asks again, is refused too, and ends the request."""
     structured = request.structured_output_request
-    return structured is None or structured.grammar.accept_tokens(request.request_id, token_ids)
+    if structured is None or structured.grammar.accept_tokens(request.request_id, token_ids):
+        return True
+    structured.grammar.accept_tokens = lambda *_: False  # that of guidance accepts all after it has refused one
+    return False
 
 
 def _piece(output: Any, held: _Held) -> None:

@@ -10,11 +10,11 @@ Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the so
 
 import functools
 import importlib
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
@@ -161,17 +161,20 @@ def takes(given: Mapping[str, Any]) -> bool:
         and given.get("fa_version") == _VERSION
         and (window is None or list(window) == [-1, -1])
         and not given.get("softcap")
+        and given.get("softmax_scale") is not None
         and num_requests * num_key_heads >= _LEAST_PROGRAMS
         and len(lengths) == num_requests == len(given["cu_seqlens_q"]) - 1  # one token each
-        and head_size in _HEAD_SIZES
-        and num_heads % num_key_heads == 0
-        and num_heads // num_key_heads <= _ROWS
+        and _has_known_shape(num_heads, num_key_heads, head_size)
         and _has_known_numbers(query, keys, values, given)
         and query.stride()[1:] == out.stride()[1:] == (head_size, 1)
         and keys.stride() == values.stride()
         and keys.stride(3) == table.stride(1) == 1
         and table.dtype == lengths.dtype == torch.int32
     )
+
+
+def _has_known_shape(num_heads: int, num_key_heads: int, head_size: int) -> bool:
+    return head_size in _HEAD_SIZES and num_heads % num_key_heads == 0 and num_heads // num_key_heads <= _ROWS
 
 
 def _has_known_numbers(query: Any, keys: Any, values: Any, given: Mapping[str, Any]) -> bool:
@@ -203,7 +206,7 @@ def run_ours(given: Mapping[str, Any], shape: tuple[int, int, int] = _SHAPE) -> 
     """`decode_attention` with the arguments of FlashAttention that it takes."""
     decode_attention(
         given["out"], given["q"], given["k"], given["v"], given["block_table"], given["seqused_k"],
-        given["softmax_scale"], (given["q_descale"], given["k_descale"], given["v_descale"]), shape,
+        given["softmax_scale"], (given.get("q_descale"), given.get("k_descale"), given.get("v_descale")), shape,
     )  # fmt: skip
 
 
@@ -212,8 +215,11 @@ class DecodingWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM. Installs the kernel here, because vLLM captures its CUDA graphs in this step."""
-        config = self.vllm_config
-        install(config.compilation_config.static_forward_context, config.model_config.dtype)
+        config, compilation = self.vllm_config, self.vllm_config.compilation_config
+        # With one kind of graph for all batches, the V2 runner of 0.26 captures it with one token for each request. The
+        # graph would have the kernel, and would also run prompts, which the kernel cannot.
+        if compilation.cudagraph_mode.mixed_mode().name != "FULL":
+            install(compilation.static_forward_context, config.model_config.dtype)
         return super().compile_or_warm_up_model()
 
 
@@ -225,12 +231,14 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
     theirs = optional(_BACKEND, "flash_attn_varlen_func", _COST)
     kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
     # With that variable, vLLM's results do not depend on the batch; the kernel is not for all batches.
-    if theirs is None or kind is None or os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+    if theirs is None or kind is None or envs.VLLM_BATCH_INVARIANT:
         return False
     shapes = {
         (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8"))
         for impl in (getattr(layer, "impl", None) for layer in layers.values())
-        if isinstance(impl, kind) and impl.vllm_flash_attn_version == _VERSION and impl.head_size in _HEAD_SIZES
+        if isinstance(impl, kind)
+        and impl.vllm_flash_attn_version == _VERSION
+        and _has_known_shape(impl.num_heads, impl.num_kv_heads, impl.head_size)
     }
     if not shapes or not all(is_right(theirs, *shape, dtype) for shape in shapes):
         return False
