@@ -173,8 +173,9 @@ def main() -> None:
     parser.add_argument("--logprobs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--score", action="store_true", help="prompts are only read")
-    parser.add_argument("--structured", action="store_true", help="outputs follow a JSON schema")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--score", action="store_true", help="prompts are only read")
+    kind.add_argument("--structured", action="store_true", help="outputs follow a JSON schema")
     args = parser.parse_args()
     num, is_caching = args.requests, not args.no_prefix_caching
     made_of = arguments(num * 20, num, True, is_caching)
@@ -197,7 +198,8 @@ def main() -> None:
             for _ in range(args.steps):
                 load.step()
             spent = [load.spent[column] / args.steps * 1e3 for column in columns[:-1]]
-            name = f"{title}, " + ("scoring" if args.score else "no logprobs" if k is None else f"top {k}")
+            what = "scoring" if args.score else "no logprobs" if k is None else f"top {k}"
+            name = f"{title}, {what}" + (", structured" if grammar else "")
             lines.append(" | ".join([f"| {name}", *(f"{each:.2f}" for each in (*spent, sum(spent)))]) + " |")
     print("\n".join(lines))
 

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     "telemetry.py --replicas 2",
     "wire.py",
     "scheduler_steps.py --requests 64 --steps 5",
+    "scheduler_steps.py --structured --requests 64 --steps 5",
     "selection.py --rows 20000",
     "memory.py --rows 300 --out {out}",
     "resume.py --rows 20000 --parts 20 --repeat 1 --out {out}",

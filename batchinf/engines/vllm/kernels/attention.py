@@ -231,7 +231,7 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
     theirs = optional(_BACKEND, "flash_attn_varlen_func", _COST)
     kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
     # With that variable, vLLM's results do not depend on the batch; the kernel is not for all batches.
-    if theirs is None or kind is None or envs.VLLM_BATCH_INVARIANT:
+    if theirs is None or kind is None or getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return False
     shapes = {
         (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8"))
