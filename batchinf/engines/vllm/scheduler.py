@@ -276,7 +276,7 @@ class HoldingMixin:
         output.num_scheduled_tokens = dict.fromkeys(steps.req_ids, 1) | output.num_scheduled_tokens
         output.total_num_scheduled_tokens += len(steps.req_ids)
         output.has_structured_output_requests |= bool(masked)
-        # The mask of a request needs its token of the step in flight.
+        # A request's mask depends on the token that a step in flight makes.
         output.pending_structured_output_tokens |= any(masked)
         if output.num_common_prefix_blocks and head:  # 0.26 asks for the prefix that all share with the first
             shared = self.kv_cache_manager.get_num_common_prefix_blocks(head[0].request_id)
@@ -288,8 +288,8 @@ class HoldingMixin:
     def _schedule_head(self, block_size: int) -> tuple[int, Any, set[bool]]:
         """Schedule requests from the head of the batch up to one that does not only decode or finds no free block.
 
-        Returns their number; the CachedRequestData of those that take part in the step; and, of those of them with a
-        structured output, whether one has a token in a step in flight, and whether one has none.
+        Returns their number; the CachedRequestData of those that take part in the step; and a set that says, of those
+        with a structured output among the latter, whether a step in flight makes a token of the request.
         """
         manager, most_tokens = self.kv_cache_manager, self.max_model_len
         takes_all, before = not self.use_v2_model_runner, self.prev_step_scheduled_req_ids

@@ -33,14 +33,14 @@ _LOG2_E = 1.4426950408889634
 # Tokens in one step of the kernel, the warps that share them, and the steps that are loaded ahead.
 _SHAPE = (64, 2, 3)
 _HEAD_SIZES, _VERSION = (64, 128), 3
-# 512 requests with 8 heads of keys. With fewer programs FlashAttention is faster at long contexts, which it splits.
+# 512 requests with 8 heads of keys. For fewer ones FlashAttention splits long contexts, and is faster there.
 _LEAST_PROGRAMS = 4096
-# What vLLM gives FlashAttention for decoding over a paged cache. Others change the result.
+# What vLLM gives FlashAttention for decoding over a paged cache. Other arguments change the result.
 _GIVEN = frozenset(
     """q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap
     scheduler_metadata fa_version q_descale k_descale v_descale num_splits""".split()
 )
-# Requests and tokens of the comparison at the start.
+# Tokens of each request in the comparison at the start.
 _CHECKED_LENGTHS = (1, 7, 64, 65, 300)
 
 
