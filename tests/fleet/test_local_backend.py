@@ -132,3 +132,14 @@ def test_threads_of_a_replica_on_gpus_are_those_of_vllm(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS" not in engine_environment(("0",), 6)
     assert "OMP_NUM_THREADS" not in engine_environment((), 6)
+
+
+def test_all_engines_of_a_host_share_one_cache_of_triton_kernels(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    assert engine_environment(("0",), 6)["TRITON_CACHE_DIR"] == str(tmp_path / "batchinf" / "triton")
+    assert "TRITON_CACHE_DIR" not in engine_environment((), 6)  # engines on processors compile none
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
+    assert "TRITON_CACHE_DIR" not in engine_environment(("0",), 6)

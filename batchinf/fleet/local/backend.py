@@ -172,6 +172,9 @@ def engine_environment(slot_devices: tuple[str, ...], num_cpus: int) -> dict[str
         # set: structured outputs are then 2 to 6 times as fast (vllm#49013).
         if (version := vllm_version()) is not None and version < (0, 32):
             wanted["OMP_NUM_THREADS"] = "1"
+        # Without it, PyTorch puts vLLM's Triton kernels into the folder of the model that it compiles, and vLLM looks
+        # for them elsewhere when it loads the compiled model. So a second start would compile them again, for 15 s.
+        wanted["TRITON_CACHE_DIR"] = os.fspath(cache_root() / "triton")
     else:
         wanted |= {
             "OMP_NUM_THREADS": str(max(1, num_cpus)),
