@@ -1,8 +1,11 @@
-"""The kernel for the attention of decoding, held against PyTorch's attention, and when it takes FlashAttention's place.
+"""The kernel for the attention of decoding, held against PyTorch's attention, and when it takes FlashAttention's place:
+for whole steps, and for the requests that decode in steps that also read prompts.
 
 Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language.
 """
 
+import dataclasses
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +18,11 @@ pytest.importorskip("vllm")
 import triton_on_cpu
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
 
 from batchinf.engines.vllm.arguments import engine_arguments
-from batchinf.engines.vllm.kernels import attention
+from batchinf.engines.vllm.kernels import attention, mixed_steps
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 from jobs import MODEL
@@ -37,13 +42,14 @@ def arguments(lengths: Any, heads: tuple[int, int] = (4, 2), head_size: int = 64
 
 
 def expected(given: dict[str, Any]) -> torch.Tensor:
-    """PyTorch's attention over the tokens of each request, gathered from the cache."""
+    """PyTorch's attention over the tokens of each request, gathered from the cache. New tokens are a request's last."""
     group = given["q"].shape[1] // given["k"].shape[2]
     block_size = given["k"].shape[1]
-    rows = []
+    starts, rows = given["cu_seqlens_q"].tolist(), []
     for request, length in enumerate(given["seqused_k"].tolist()):
+        new = slice(starts[request], starts[request + 1])
         if not length:
-            rows.append(torch.zeros_like(given["out"][request]))
+            rows.append(torch.zeros_like(given["out"][new]))
             continue
         at = torch.arange(length)
         blocks = given["block_table"][request][at // block_size].long()
@@ -51,10 +57,13 @@ def expected(given: dict[str, Any]) -> torch.Tensor:
             given[name][blocks, at % block_size].float().repeat_interleave(group, dim=1).transpose(0, 1)
             for name in "kv"
         )
-        query = given["q"][request].float()[:, None]
-        mixed = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=given["softmax_scale"])
-        rows.append(mixed[:, 0].to(given["out"].dtype))
-    return torch.stack(rows)
+        query = given["q"][new].float().transpose(0, 1)
+        sees = at[None] <= torch.arange(length - query.shape[1], length)[:, None]
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=sees, scale=given["softmax_scale"]
+        )
+        rows.append(mixed.transpose(0, 1).to(given["out"].dtype))
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (16, 1), (8, 2)])
@@ -217,7 +226,11 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     def flash_attn_varlen_func(**named: Any) -> None:
         named["out"].copy_(expected(named))
 
-    module = types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func, FlashAttentionImpl=Impl)
+    module = types.SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        FlashAttentionImpl=Impl,
+        FlashAttentionMetadataBuilder=type("TheirBuilder", (Builder,), {"build": Builder.build}),
+    )
     monkeypatch.setattr(attention, "optional", lambda _, name, cost: getattr(module, name, None))
     monkeypatch.setattr(attention.importlib, "import_module", lambda name: module)
     monkeypatch.setattr(attention, "HAS_TRITON", True)
@@ -247,6 +260,7 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
         assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
     assert sorted(compared) == [(4, 2, 64, is_fp8, torch.bfloat16) for is_fp8 in (False, True)]
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
+    assert backend.FlashAttentionMetadataBuilder.build.__wrapped__ is Builder.build
     assert not capsys.readouterr().out
     backend.flash_attn_varlen_func = theirs
 
@@ -269,6 +283,13 @@ def test_where_it_cannot_run_vllm_s_stays(missing: str, backend: Any, monkeypatc
         monkeypatch.setattr(attention, "optional", lambda _, name, cost: None if name == missing else theirs)
     assert not attention.install(layers(Impl()), torch.bfloat16)
     assert backend.flash_attn_varlen_func is theirs
+
+
+def test_without_vllm_s_builder_the_kernel_runs_whole_steps(backend: Any) -> None:
+    del backend.FlashAttentionMetadataBuilder
+    theirs = backend.flash_attn_varlen_func
+    assert attention.install(layers(Impl()), torch.bfloat16)
+    assert backend.flash_attn_varlen_func.__wrapped__ is theirs
 
 
 @pytest.mark.parametrize(("mode", "is_installed"), [
@@ -307,3 +328,202 @@ def test_jobs_that_decode_on_nvidia_gpus_have_it(
     assert "worker_cls" not in engine_arguments(task_of(spec), str(MODEL), str(MODEL), None)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     assert engine_arguments(task_of(spec), str(MODEL), str(MODEL), None).get("worker_cls") == wanted
+
+
+# -- steps in which some requests decode and others read prompts -------------------------------------------------------
+
+
+class Builder:
+    """In place of vLLM's. A plan names the requests that it is for."""
+
+    def __init__(self, *, speculates: bool = False, num_ranks: int = 1) -> None:
+        self.num_heads_kv, self.dcp_world_size, self.use_full_cuda_graph = 2, num_ranks, True
+        self.vllm_config = types.SimpleNamespace(speculative_config=object() if speculates else None)
+        self.calls: list[int] = []
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common = common_attn_metadata
+        self.calls.append(common.num_reqs)
+        assert common.num_actual_tokens == common.query_start_loc[-1] == len(common.slot_mapping)
+        assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist()
+        assert common.max_query_len == common.query_start_loc_cpu.diff().max()
+        assert common.max_seq_len == common.seq_lens.max() == common.seq_lens_cpu_upper_bound.max()
+        return types.SimpleNamespace(
+            query_start_loc=common.query_start_loc,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            scheduler_metadata=common.seq_lens.tolist(),
+            max_num_splits=32 if self.use_full_cuda_graph else 0,
+        )
+
+
+def step_of(lengths: tuple[int, ...], new: tuple[int, ...], **changed: Any) -> tuple[dict[str, Any], Any]:
+    """Arguments of FlashAttention, and vLLM's description, of a step. new: its tokens of each request."""
+    given = arguments(lengths, dtype=torch.bfloat16, **changed)
+    starts = torch.tensor((0, *new)).cumsum(0).to(torch.int32)
+    shape = (sum(new), *given["q"].shape[1:])
+    given |= {"q": torch.randn(shape).to(given["q"].dtype), "out": torch.full(shape, 9.0, dtype=torch.bfloat16)}
+    given |= {"cu_seqlens_q": starts, "max_seqlen_q": max(new)}
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts.clone(), seq_lens=given["seqused_k"],
+        seq_lens_cpu_upper_bound=given["seqused_k"].clone(), num_reqs=len(new), num_actual_tokens=sum(new),
+        max_query_len=max(new), max_seq_len=max(lengths), block_table_tensor=given["block_table"],
+        slot_mapping=torch.zeros(sum(new), dtype=torch.int64),
+    )  # fmt: skip
+    return given, common
+
+
+def built(builder: Builder, common: Any, common_prefix_len: int = 0, least: int = 2) -> Any:
+    """The step's metadata, if `least` requests that decode are enough for the kernel."""
+    build = mixed_steps.build_for_mixed_steps(Builder.build, lambda num, heads: heads == 2 and num >= least)
+    return build(builder, common_prefix_len, common)
+
+
+def attend(given: dict[str, Any], metadata: Any) -> list[int]:
+    """What vLLM's layers do with a step. Returns the number of requests in each call of FlashAttention."""
+    calls = []
+
+    def flash_attn_varlen_func(**named: Any) -> torch.Tensor:
+        calls.append(len(named["seqused_k"]))
+        assert named["scheduler_metadata"] == named["seqused_k"].tolist()  # the plan of these requests
+        assert named["num_splits"] == (32 if len(named["seqused_k"]) == len(LENGTHS) else 0)
+        assert named["max_seqlen_k"] == max(named["seqused_k"])
+        assert named["max_seqlen_q"] == max(named["cu_seqlens_q"].diff())
+        assert all(named[name].shape == (len(named["seqused_k"]), 2) for name in ("q_descale", "k_descale"))
+        out: torch.Tensor = named["out"].copy_(expected(named))
+        return out
+
+    given = as_vllm_calls(given) | {
+        "cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len,
+        "max_seqlen_k": metadata.max_seq_len, "scheduler_metadata": metadata.scheduler_metadata,
+        "num_splits": metadata.max_num_splits,
+    }  # fmt: skip
+    assert attention.attention_of_decoding(flash_attn_varlen_func)(**given) is given["out"]
+    return calls
+
+
+LENGTHS, NEW = (5, 40, 17, 30, 12), (1, 1, 1, 9, 12)
+
+
+@pytest.mark.usefixtures("any_batch")
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_requests_that_decode_beside_prompts_leave_flash_attention(is_fp8: bool) -> None:
+    given, common = step_of(LENGTHS, NEW, is_fp8=is_fp8)
+    builder = Builder()
+    metadata = built(builder, common)
+    assert builder.calls == [2, 5]
+    assert builder.use_full_cuda_graph
+    assert metadata.max_num_splits == 32  # of the whole step
+    assert attend(given, metadata) == [2]
+    torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.usefixtures("any_batch")
+def test_prompts_get_no_memory_for_splits() -> None:
+    """vLLM limits splits in graphs alone, and this memory is not in its plan."""
+    _, common = step_of(LENGTHS, NEW)
+    step = mixed_steps.mixed_step_of({"cu_seqlens_q": built(Builder(), common).query_start_loc, "seqused_k": 1,
+                                      "block_table": 1})  # fmt: skip
+    assert step is not None
+    assert (step.num_decodes, step.others.max_num_splits) == (3, 0)
+
+
+@pytest.mark.usefixtures("any_batch")
+def test_a_step_s_metadata_may_get_another_block_table() -> None:
+    given, common = step_of(LENGTHS, NEW)
+    metadata = built(Builder(), common)
+    given["block_table"] = given["block_table"].flip(0).contiguous()
+    attend(given, metadata)
+    torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.usefixtures("any_batch")
+def test_a_layer_that_the_kernel_cannot_do_has_the_whole_step() -> None:
+    given, common = step_of(LENGTHS, NEW)
+    metadata = built(Builder(), common)
+    given["k"], given["v"] = strided(given["k"]), strided(given["v"])
+    assert attend(given, metadata) == [5]
+    torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.usefixtures("any_batch")
+@pytest.mark.parametrize("has", ["seqused_k", "block_table"])
+def test_attention_without_a_cache_is_left_to_vllm(has: str) -> None:
+    """Layers of an encoder have the same metadata."""
+    given, common = step_of(LENGTHS, NEW)
+    starts = built(Builder(), common).query_start_loc
+    calls: list[Any] = []
+    attend = attention.attention_of_decoding(lambda **named: calls.append(named))
+    attend(q=given["q"], out=given["out"], cu_seqlens_q=starts, **{has: given[has]})
+    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("any_batch")
+@pytest.mark.parametrize(("new", "builder", "change"), [
+    ((1, 1, 1, 1, 1), {}, {}),  # no prompts
+    ((9, 1, 1, 1, 1), {}, {}),  # those that decode are not the first
+    ((1, 9, 9, 9, 9), {}, {}),  # too few
+    (NEW, {"speculates": True}, {}),
+    (NEW, {"num_ranks": 2}, {}),
+    (NEW, {}, {"causal": False}),
+    (NEW, {}, {"causal": torch.ones(5)}),
+    (NEW, {}, {"mm_req_doc_ranges": {0: [(0, 2)]}}),
+])  # fmt: skip
+def test_other_steps_are_left_to_vllm(new: tuple[int, ...], builder: dict[str, Any], change: dict[str, Any]) -> None:
+    _, common = step_of((20, 40, 17, 30, 12), new)
+    own = Builder(**builder)
+    metadata = built(own, dataclasses.replace(common, **change))
+    assert own.calls == [5]
+    assert metadata.query_start_loc is common.query_start_loc
+
+
+def test_a_step_with_a_common_prefix_is_left_to_vllm() -> None:
+    _, common = step_of(LENGTHS, NEW)
+    builder = Builder()
+    assert built(builder, common, 16).query_start_loc is common.query_start_loc
+    assert builder.calls == [5]
+
+
+def test_a_step_whose_lengths_the_host_does_not_know_is_left_to_vllm() -> None:
+    _, common = step_of(LENGTHS, NEW)
+    builder = Builder()
+    # The stand-in's own check would fail, so it is not called.
+    own = types.SimpleNamespace(**vars(builder), build=None)
+    build = mixed_steps.build_for_mixed_steps(lambda *given: given, lambda num, heads: True)
+    unknown = dataclasses.replace(common, seq_lens_cpu_upper_bound=None)
+    assert build(own, 0, unknown) == (own, 0, unknown)
+
+
+def test_builders_share_the_memory_of_a_step_but_not_its_plan() -> None:
+    _, common = step_of(LENGTHS, NEW)
+    one, other = built(Builder(), common), built(Builder(), common, least=9)
+    assert one.query_start_loc.data_ptr() == other.query_start_loc.data_ptr()
+    given = {"seqused_k": 1, "block_table": 1}
+    assert mixed_steps.mixed_step_of({**given, "cu_seqlens_q": one.query_start_loc}) is not None
+    assert mixed_steps.mixed_step_of({**given, "cu_seqlens_q": other.query_start_loc}) is None
+
+
+def test_the_installed_vllm_has_what_mixed_steps_need() -> None:
+    theirs = flash_attn.FlashAttentionMetadataBuilder
+    assert list(inspect.signature(theirs.build).parameters)[1:3] == ["common_prefix_len", "common_attn_metadata"]
+    source = inspect.getsource(theirs)
+    for name in ("num_heads_kv", "dcp_world_size", "use_full_cuda_graph"):
+        assert f"self.{name} = " in source or f"self.{name}, " in source
+    assert "if self.use_full_cuda_graph and scheduler_metadata is not None:" in source
+    assert "self.vllm_config = vllm_config" in inspect.getsource(AttentionMetadataBuilder)
+    known = {field.name for field in dataclasses.fields(flash_attn.FlashAttentionMetadata)}
+    assert {"query_start_loc", "max_query_len", "max_seq_len", "scheduler_metadata", "max_num_splits"} <= known
+
+
+def test_a_builder_that_fails_has_its_graphs_back() -> None:
+    _, common = step_of(LENGTHS, NEW)
+
+    def fails(*_: Any) -> None:
+        raise ValueError("no")
+
+    builder = Builder()
+    with pytest.raises(ValueError, match="no"):
+        mixed_steps.build_for_mixed_steps(fails, lambda num, heads: True)(builder, 0, common)
+    assert builder.use_full_cuda_graph

@@ -18,6 +18,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
+from batchinf.engines.vllm.kernels.mixed_steps import build_for_mixed_steps, mixed_step_of
 from batchinf.engines.vllm.names import optional
 
 if current_platform.is_cpu():
@@ -144,6 +145,11 @@ def decode_attention(
     )  # fmt: skip
 
 
+def pays(num_requests: int, num_key_heads: int) -> bool:
+    """Whether the kernel is faster than FlashAttention for so many requests that decode."""
+    return num_requests * num_key_heads >= _LEAST_PROGRAMS
+
+
 def takes(given: Mapping[str, Any]) -> bool:
     """Whether `decode_attention` does what FlashAttention does with these arguments, by name, and is faster."""
     others = (value for name, value in given.items() if name not in _GIVEN)
@@ -162,7 +168,7 @@ def takes(given: Mapping[str, Any]) -> bool:
         and (window is None or list(window) == [-1, -1])
         and not given.get("softcap")
         and given.get("softmax_scale") is not None
-        and num_requests * num_key_heads >= _LEAST_PROGRAMS
+        and pays(num_requests, num_key_heads)
         and len(lengths) == num_requests == len(given["cu_seqlens_q"]) - 1  # one token each
         and _has_known_shape(num_heads, num_key_heads, head_size)
         and _has_known_numbers(query, keys, values, given)
@@ -190,14 +196,18 @@ def _has_known_numbers(query: Any, keys: Any, values: Any, given: Mapping[str, A
 
 
 def attention_of_decoding(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces `flash_attn_varlen_func`. Calls `theirs` for all but large batches that decode."""
+    """Replaces `flash_attn_varlen_func`. Calls `theirs` for all but large numbers of requests that decode."""
 
     @functools.wraps(theirs)
     def flash_attn_varlen_func(*arguments: Any, **named: Any) -> Any:
-        if arguments or not takes(named):
-            return theirs(*arguments, **named)
-        run_ours(named)
-        return named["out"]
+        if not arguments and takes(named):
+            run_ours(named)
+            return named["out"]
+        if not arguments and (step := mixed_step_of(named)) is not None and takes(decodes := step.decodes(named)):
+            run_ours(decodes)
+            theirs(**step.prompts(named))
+            return named["out"]
+        return theirs(*arguments, **named)
 
     return flash_attn_varlen_func
 
@@ -243,6 +253,9 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
     if not shapes or not all(is_right(theirs, *shape, dtype) for shape in shapes):
         return False
     importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs)  # type: ignore[attr-defined]
+    builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
+    if builder is not None:
+        builder.build = build_for_mixed_steps(builder.build, pays)
     return True
 
 

@@ -1,0 +1,133 @@
+"""Steps in which many requests decode while others read their prompts.
+
+vLLM gives all of such a step to one call of FlashAttention in each layer, which then decodes two to four times as
+slowly as the kernel. Here the kernel decodes, and FlashAttention reads the prompts. The requests that decode come
+first, because vLLM's V2 runner sorts them. FlashAttention needs a plan for the others, which vLLM's own builder makes
+once a step for all layers. A tensor of the step's metadata carries it to the layers.
+
+Written for the sources of vLLM 0.26.0 and 0.32.0.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_ATTRIBUTE = "batchinf_mixed_step"
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStep:
+    """A step whose first `num_decodes` requests have one new token each. others: vLLM's metadata of the other ones."""
+
+    num_decodes: int
+    others: Any
+
+    def decodes(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of FlashAttention for the requests that decode. given: those for the whole step."""
+        num = self.num_decodes
+        return {
+            **given,
+            "q": given["q"][:num],
+            "out": given["out"][:num],
+            "seqused_k": given["seqused_k"][:num],
+            "cu_seqlens_q": given["cu_seqlens_q"][: num + 1],
+            "max_seqlen_q": 1,
+        }
+
+    def prompts(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of FlashAttention for the other requests."""
+        num, others = self.num_decodes, self.others
+        scales = {name: given[name][num:] for name in ("q_descale", "k_descale", "v_descale")
+                  if given.get(name) is not None}  # fmt: skip
+        return {
+            **given,
+            **scales,
+            "q": given["q"][num:],
+            "out": given["out"][num:],
+            # Not those of `others`: vLLM may copy a step's metadata with another table.
+            "seqused_k": given["seqused_k"][num:],
+            "block_table": given["block_table"][num:],
+            "cu_seqlens_q": others.query_start_loc,
+            "max_seqlen_q": others.max_query_len,
+            "max_seqlen_k": others.max_seq_len,
+            "scheduler_metadata": others.scheduler_metadata,
+            "num_splits": others.max_num_splits,
+        }
+
+
+def mixed_step_of(given: Mapping[str, Any]) -> MixedStep | None:
+    """The step that these arguments of FlashAttention are from; None if it is not mixed, or they read no cache."""
+    if given.get("seqused_k") is None or given.get("block_table") is None:
+        return None
+    return getattr(given.get("cu_seqlens_q"), _ATTRIBUTE, None)
+
+
+def build_for_mixed_steps(theirs: Callable[..., Any], pays: Callable[[int, int], bool]) -> Callable[..., Any]:
+    """Replaces `FlashAttentionMetadataBuilder.build`.
+
+    pays: whether the kernel is faster for so many requests that decode, with so many heads of keys.
+    """
+
+    @functools.wraps(theirs)
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *more: Any, **named: Any) -> Any:
+        common = common_attn_metadata
+        num = num_decodes_of(common)
+        if not (pays(num, self.num_heads_kv) and _is_plain(self, common_prefix_len, common)):
+            return theirs(self, common_prefix_len, common, *more, **named)
+        has_graphs = self.use_full_cuda_graph
+        # For graphs, the builder keeps one plan in a buffer, and lets FlashAttention take memory for splits.
+        self.use_full_cuda_graph = False
+        try:
+            others = theirs(self, 0, without_first(common, num), *more, **named)
+        finally:
+            self.use_full_cuda_graph = has_graphs
+        metadata = theirs(self, common_prefix_len, common, *more, **named)
+        # Another object for the same memory: other builders of the step may share vLLM's.
+        metadata.query_start_loc = metadata.query_start_loc[:]
+        setattr(metadata.query_start_loc, _ATTRIBUTE, MixedStep(num, others))
+        return metadata
+
+    return build
+
+
+def num_decodes_of(common: Any) -> int:
+    """How many of the first requests have one new token. 0 for a step in which all have, which needs no plan."""
+    if common.max_query_len == 1:
+        return 0
+    counts = np.diff(common.query_start_loc_cpu[: common.num_reqs + 1].numpy())
+    return int(np.argmax(counts != 1))
+
+
+def _is_plain(builder: Any, common_prefix_len: int, common: Any) -> bool:
+    """Whether each token sees all tokens before it, and nothing else."""
+    return (
+        common_prefix_len == 0
+        and common.causal is True
+        and common.mm_req_doc_ranges is None
+        and common.seq_lens_cpu_upper_bound is not None
+        and builder.dcp_world_size == 1
+        and builder.vllm_config.speculative_config is None  # vLLM changes the metadata between drafts
+    )
+
+
+def without_first(common: Any, num: int) -> Any:
+    """vLLM's description of a step without its first `num` requests, which have one new token each."""
+    starts = common.query_start_loc_cpu[num:] - num
+    lengths = common.seq_lens_cpu_upper_bound[num:]
+    return dataclasses.replace(
+        common,
+        query_start_loc=common.query_start_loc[num:] - num,
+        query_start_loc_cpu=starts,
+        seq_lens=common.seq_lens[num:],
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=common.num_reqs - num,
+        num_actual_tokens=common.num_actual_tokens - num,
+        max_query_len=int(np.diff(starts.numpy()).max()),
+        max_seq_len=int(lengths[: common.num_reqs - num].max()),
+        block_table_tensor=common.block_table_tensor[num:],
+        slot_mapping=common.slot_mapping[num:],
+    )
