@@ -94,12 +94,26 @@ def run(
     more of them failed than `max_error_rate`.
     """
     _check_options(retry, fresh, extend, slice)
+    wanted = None if slice is None else Slice.parse(slice)
+    shown = display or _Display(progress, quiet)
+    return _run(spec, overrides, shown, stop, wanted, retry, extends=extend, fresh=fresh)
+
+
+def _run(
+    spec: SpecSource,
+    overrides: Overrides,
+    display: ProgressDisplay,
+    stop: threading.Event | None,
+    slice: Slice | None = None,
+    retry: str | None = None,
+    **options: bool,
+) -> Summary:
+    """options: those of `run_job`."""
     with interruptible(stop):
-        wanted = None if slice is None else Slice.parse(slice)
-        file, display = read_checked(spec, overrides, wanted), display or _Display(progress, quiet)
+        file = read_checked(spec, overrides, slice)
         backend = choose_backend(file.spec)
         try:
-            return run_job(file, backend, display, retry, extends=extend, fresh=fresh)
+            return run_job(file, backend, display, retry, **options)
         finally:
             backend.close()
 
@@ -187,7 +201,7 @@ def tune(
 
     def run_sample(settings: Mapping[str, Any]) -> Summary:
         more = {**given, **settings} if given is not None else [*listed, *map(_as_text, settings.items())]
-        return run(spec, overrides=more, fresh=True, quiet=True, stop=stop)
+        return _run(spec, more, _Display(None, True), stop, extends=False, fresh=True, begins_together=True)
 
     file = read_checked(spec, overrides)
     wanted = TuneWanted(budget_s, num_rows, tuple(list_of(tries)), out, write)

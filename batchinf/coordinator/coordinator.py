@@ -65,12 +65,14 @@ class Coordinator:
         platforms: Platforms,
         trials: Trials,
         telemetry: Telemetry,
+        *,
+        begins_together: bool = False,
     ) -> None:
         self._job = job
         self._manifest = manifest
         self._lock = lock
         self._fleet = fleet
-        self._assignment = Assignment(fleet, pending, trials)
+        self._assignment = Assignment(fleet, pending, trials, begins_together=begins_together)
         self._display = display
         self._num_rows = num_rows
         self._num_shards = num_shards

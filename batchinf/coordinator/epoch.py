@@ -37,12 +37,20 @@ FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 
 
 def run_job(
-    file: SpecFile, backend: Backend, display: ProgressDisplay, retry: str | None, *, extends: bool, fresh: bool
+    file: SpecFile,
+    backend: Backend,
+    display: ProgressDisplay,
+    retry: str | None,
+    *,
+    extends: bool,
+    fresh: bool,
+    begins_together: bool = False,
 ) -> Summary:
     """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
     backend: where the replicas run, as `choose_backend` says. retry: a predicate for the rows of the finished job that
     run again. extends: first take in new rows of the input. fresh: move the folder's job aside and start a new one.
+    begins_together: no replica begins its rows before the engines of all are up; for trials, which measure the speed.
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
@@ -67,7 +75,7 @@ def run_job(
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
     try:
         with ahead_of_time_limit(file.spec.stop_before_s, display.say):
-            _hold_and_run(checked, backend, display, began)
+            _hold_and_run(checked, backend, display, began, begins_together=begins_together)
     finally:
         display.close()
     done = read_state(folder)
@@ -90,7 +98,9 @@ def _is_whole(folder: Folder, state: State) -> bool:
     return RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)
 
 
-def _hold_and_run(checked: CheckedJob, backend: Backend, display: ProgressDisplay, began: float) -> None:
+def _hold_and_run(
+    checked: CheckedJob, backend: Backend, display: ProgressDisplay, began: float, *, begins_together: bool
+) -> None:
     """began: start of the run, in seconds of the monotonic clock."""
     file, folder, lock = checked.prepared.file, checked.prepared.folder, JobLock(checked.prepared.folder)
     with lock.held(lambda: last_epoch(folder), display.say) as epoch:
@@ -103,7 +113,8 @@ def _hold_and_run(checked: CheckedJob, backend: Backend, display: ProgressDispla
             checked = check_first(file, state, checked.retry, extends=checked.extends)
         with start(checked, backend, lock, epoch, display) as begun:
             if not begun.state.committed.all():
-                _run_shards(begun, lock, display, begun.job, begun.state, begun.fleet)
+                fleet = begun.fleet
+                _run_shards(begun, lock, display, begun.job, begun.state, fleet, begins_together=begins_together)
             _run_retries(begun, lock, display)
             _note_speed(begun, time.monotonic() - began)
             begun.manifest.done()
@@ -119,6 +130,8 @@ def _run_shards(
     state: State,
     fleet: Fleet,
     phase: RetryPhase | None = None,
+    *,
+    begins_together: bool = False,
 ) -> None:
     """Run all shards that are not committed, or the rest of a retry. fleet: knows its work."""
     launcher, counts = begun.launcher, state.counts
@@ -150,6 +163,7 @@ def _run_shards(
         platforms,
         trials,
         telemetry,
+        begins_together=begins_together,
     )
     try:
         coordinator.run()

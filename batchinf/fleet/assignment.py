@@ -3,8 +3,12 @@
 `schedule/shards.py` decides; this module carries out the decisions. A replica whose engine is not up has begun no
 shard. The coordinator takes its shards back without waiting for an answer, because a starting replica may answer late
 or never. If a replica ends before its engine is up, or with its host, its shards do not count as tried.
+
+In a trial of `tune`, no replica begins before the engines of all are up: otherwise a short trial would measure the
+first engine alone, since the next one on its GPU starts half a minute later.
 """
 
+import time
 from collections.abc import Container, Iterable, Sequence
 
 from batchinf.base import faults
@@ -18,14 +22,26 @@ from batchinf.schedule.shards import PendingShards, ReplicaLoad, next_shards, re
 class Assignment:
     """Hands out the shards of a job, and takes them back."""
 
-    def __init__(self, fleet: Fleet, pending: PendingShards, trials: Trials) -> None:
+    def __init__(self, fleet: Fleet, pending: PendingShards, trials: Trials, *, begins_together: bool = False) -> None:
+        """begins_together: replicas begin when the engines of all are up; one whose first start fails is left out."""
         self._fleet = fleet
         self._pending = pending
         self._trials = trials
         self._attempts: dict[int, int] = {}
+        self._is_waiting = begins_together
+        self._takers: set[tuple[int, int]] = set()  # while replicas wait: those that take shards, with their windows
+        self._last_ready_at = 0.0
 
     def assign(self) -> None:
         """Hand out pending shards, and take back shards that another replica can run sooner."""
+        if self._is_waiting:
+            self._share_anew()
+            if self._is_any_awaited:
+                return
+            self._is_waiting = False
+            for replica in self._fleet.replicas:
+                if replica.is_running:
+                    self.begin(replica)
         self._trials.give(self._next_attempt)
         self._hand_out(self._fleet.replicas)
         if self._pending:
@@ -42,6 +58,27 @@ class Assignment:
         if is_any_free:
             self._hand_out(self._fleet.replicas)
 
+    def _share_anew(self) -> None:
+        """Hand out shards while no replica has begun. Each replica that takes shards gets an equal share.
+
+        In a short trial, the first one to take shards gets all of them, and its engine may be up long before the next.
+        """
+        takers = {(one.number, one.window_rows) for one in self._fleet.replicas if one.takes_shards}
+        self._hand_out(self._fleet.replicas)
+        if takers - self._takers and len(takers) > 1 and not self._pending:
+            for replica in self._fleet.replicas:
+                if replica.shards:
+                    self._withdraw(replica, tuple(replica.shards))
+            self._hand_out(self._fleet.replicas)
+        self._takers = takers
+
+    @property
+    def _is_any_awaited(self) -> bool:
+        """Whether a replica is starting for the first time, and those that are up have not waited for too long."""
+        is_up = any(replica.is_running for replica in self._fleet.replicas)
+        waited_s = time.monotonic() - self._last_ready_at if is_up else 0.0
+        return self._is_first_start and waited_s <= self._fleet.stall_timeout_s
+
     def assign_to(self, replicas: Iterable[FleetReplica]) -> None:
         """Hand out pending shards to these replicas alone: after `assign`, only they may have room.
 
@@ -50,7 +87,13 @@ class Assignment:
         self._hand_out(one for one in replicas if not self._trials.has_case(one))
 
     def begin(self, replica: FleetReplica) -> None:
-        """A replica's engine is up: let it run the shards that it prepared, or only its quarantine case, if any."""
+        """A replica's engine is up: let it run the shards that it prepared, or only its quarantine case, if any.
+
+        While replicas wait for each other, it does nothing; `assign` lets all of them begin.
+        """
+        if self._is_waiting:
+            self._last_ready_at = time.monotonic()
+            return
         if self._trials.has_case(replica):
             self._withdraw(replica, tuple(replica.shards))
         if replica.handle is not None:
@@ -66,7 +109,7 @@ class Assignment:
     def note_ended(self, end: Ended, held: Container[int]) -> None:
         """An incarnation has ended: its shards become pending again, except those that are `held`."""
         shards = [shard.index for shard in end.shards]
-        if end.replica.info is None or end.was_host_lost:
+        if end.replica.info is None or end.was_host_lost or self._is_waiting:
             self._forget_attempt(shards)
         self._pending.give_back(index for index in shards if index not in held)
 
@@ -91,12 +134,14 @@ class Assignment:
 
         A replica that is up then gets only enough rows to fill its engine.
         """
-        replicas = self._fleet.replicas
-        is_first = any(m.handle is not None and m.info is None and not m.restarts for m in replicas)
-        return is_first and not self._pending.is_in_order
+        return self._is_first_start and not self._pending.is_in_order
+
+    @property
+    def _is_first_start(self) -> bool:
+        return any(m.handle is not None and m.info is None and not m.restarts for m in self._fleet.replicas)
 
     def _load(self, replica: FleetReplica) -> ReplicaLoad:
-        is_up, is_free = replica.is_running, not self._trials.is_on_trial(replica)
+        is_up, is_free = replica.is_running and not self._is_waiting, not self._trials.is_on_trial(replica)
         if not is_up:
             # The shards of a quarantine case run before all others.
             is_free = not self._trials.has_case(replica)

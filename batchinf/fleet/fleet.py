@@ -303,7 +303,7 @@ class Fleet:
         self._retry = retry
         self._logs = logs
         self._max_restarts = max_restarts
-        self._stall_timeout_s = stall_timeout_s
+        self.stall_timeout_s = stall_timeout_s
         self.is_cache_warm = is_cache_warm
         self._settings = settings
         self.backend = backend
@@ -384,7 +384,7 @@ class Fleet:
             if are_done or replica.handle.has_ended() or is_overdue(replica):
                 causes[replica.number] = ""
             elif self._is_stalled(replica):
-                causes[replica.number] = f"no step for {self._stall_timeout_s:g} s (stall_timeout_s)"
+                causes[replica.number] = f"no step for {self.stall_timeout_s:g} s (stall_timeout_s)"
         ending = [replica for replica in live if replica.number in causes]
         _begin_ends(ending)
         return [self._end(replica, causes[replica.number]) for replica in ending]
@@ -392,7 +392,7 @@ class Fleet:
     def _is_stalled(self, replica: FleetReplica) -> bool:
         if not replica.is_running:
             replica.steps_changed_at = time.monotonic()
-        return time.monotonic() - replica.steps_changed_at > self._stall_timeout_s
+        return time.monotonic() - replica.steps_changed_at > self.stall_timeout_s
 
     def _end(self, replica: FleetReplica, cause: str = "", *, is_own_doing: bool = False) -> Ended:
         """End an incarnation. cause: why the coordinator ends it, if it did not end by itself."""

@@ -88,8 +88,8 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
         data = spec.parallel.data_parallel_size
         if data != "auto" and data <= num_devices:
             return 1
-        is_long = not task.draws_tokens and _input_bytes(spec) >= _LEAST_PROMPT_BYTES
-        return _REPLICAS_OF_SMALL if degree == 1 and is_long and _can_share(spec, fit, num_devices) else 1
+        may_gain = degree == 1 and gains_from_sharing(spec, fit, task, num_devices)
+        return _REPLICAS_OF_SMALL if may_gain and _input_bytes(spec) >= _LEAST_PROMPT_BYTES else 1
     share = spec.engine.get("gpu_memory_utilization")
     if wanted > 1 and degree > 1:
         raise SpecError(
@@ -106,8 +106,9 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
     return wanted
 
 
-def _can_share(spec: JobSpec, fit: Fit, num_devices: int) -> bool:
-    if fit.weight_bytes is None or _SIZES_OF_CACHE & spec.engine.keys():
+def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> bool:
+    """Whether several engines on a device are faster than one, if the input is long enough. num_devices: at least 1."""
+    if task.draws_tokens or fit.weight_bytes is None or _SIZES_OF_CACHE & spec.engine.keys():
         return False
     is_small = fit.weight_bytes <= _SMALL_WEIGHT_BYTES and _is_large(fit)
     num_cores = len(os.sched_getaffinity(0)) // num_devices

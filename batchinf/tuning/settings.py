@@ -10,7 +10,7 @@ import yaml
 
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.settings import chosen_arguments, shown
+from batchinf.fleet.settings import chosen_arguments, gains_from_sharing, shown
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
@@ -24,7 +24,7 @@ Settings = Mapping[str, Any]  # dotted field of the spec → value
 
 _MAX_NUM_SEQS = (512, 1024, 2048, 256)
 _MAX_NUM_BATCHED_TOKENS = (8192, 16384, 32768, 4096)
-_REPLICAS_PER_DEVICE = (2, 1, 3)
+_REPLICAS_PER_DEVICE = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +100,22 @@ def requests_at_once(file: SpecFile, backend: Backend, tried: Sequence[Candidate
 def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
     """What can be tried where the spec says nothing, the settings with the largest effect first.
 
-    Values that the spec or the device already have are left out.
+    Several replicas on a device come last where one engine keeps the device busy: each of their trials starts several
+    engines, one after the other. Values that the spec or the device already have are left out.
     """
     spec, task = file.spec, task_of(file.spec)
     num_devices, fit, now = _now(spec, backend)
+    replicas = _replicas(spec, fit)
+    is_gain_likely = bool(replicas) and gains_from_sharing(spec, fit, task, num_devices)
     dimensions: list[list[Settings]] = [
         _degrees(spec, fit, num_devices),
-        _replicas(spec, fit),
+        replicas if is_gain_likely else [],
         _engine(spec, "max_num_seqs", _MAX_NUM_SEQS, now),
         [{"engine.compilation_config": None}] if "compilation_config" in now else [],
         _engine(spec, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS, now),
         _caching(spec, task, fit),
         [] if "order" in spec.input.model_fields_set else [{"input.order": "prefix"}],
+        [] if is_gain_likely else replicas,
     ]
     return [dimension for dimension in dimensions if dimension]
 
@@ -150,7 +154,7 @@ def _replicas(spec: JobSpec, fit: Fit) -> list[Settings]:
     if not is_open or fit.device_bytes is None or fit.weight_bytes is None:
         return []
     most = fit.device_bytes // (2 * fit.weight_bytes)
-    return [{"parallel.replicas_per_device": number} for number in _REPLICAS_PER_DEVICE if 1 < number <= most]
+    return [{"parallel.replicas_per_device": number} for number in _REPLICAS_PER_DEVICE if number <= most]
 
 
 def _degrees(spec: JobSpec, fit: Fit, num_devices: int) -> list[Settings]:

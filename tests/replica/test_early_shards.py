@@ -230,7 +230,7 @@ class Told:
 class Bench:
     """Replicas that prepare shards until they are told to begin, and what they are told."""
 
-    def __init__(self, folder: pathlib.Path, cases: set[int]) -> None:
+    def __init__(self, folder: pathlib.Path, cases: set[int], *, begins_together: bool = False) -> None:
         self.fleet = Fleet(
             LocalBackend(),
             [Slot(number, (), ()) for number in range(2)],
@@ -254,10 +254,10 @@ class Bench:
             is_on_trial=lambda _: False,
             condemned_in=lambda _: (),
         )
-        self.assignment = Assignment(self.fleet, self.pending, trials)
+        self.assignment = Assignment(self.fleet, self.pending, trials, begins_together=begins_together)
 
-    def come_up(self, number: int) -> None:
-        self.fleet.replicas[number].info = EngineInfo(16, 200, 16, "none", versions={})
+    def come_up(self, number: int, max_num_seqs: int = 200) -> None:
+        self.fleet.replicas[number].info = EngineInfo(16, max_num_seqs, 16, "none", versions={})
         self.assignment.begin(self.fleet.replicas[number])
 
 
@@ -324,6 +324,110 @@ def test_who_is_up_takes_what_a_deaf_one_prepares_and_it_was_not_tried(tmp_path:
     assert not slow.shards
     assert sorted(given(bench.told[1])) == [(index, 1) for index in range(12)]
     assert given(bench.told[0]) == [(0, 1), (2, 1)]
+
+
+def begun(bench: Bench) -> list[int]:
+    """The replicas that were told to begin, once for each time."""
+    return [number for number, told in enumerate(bench.told) for message in told.messages if message == Begin()]
+
+
+def test_together_all_begin_with_an_equal_share_once_the_last_is_up(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, set(), begins_together=True)
+    one, other = bench.fleet.replicas
+    one.early_window, other.early_window = 100, None
+    bench.assignment.assign()
+    assert len(one.shards) == 12  # all rows fit its window
+    other.early_window = 100
+    bench.assignment.assign()
+    shares = [dict(one.shards), dict(other.shards)]
+    assert [sum(shard.num_rows for shard in share.values()) for share in shares] == [40, 40]
+    bench.come_up(1)
+    for _ in range(2):
+        bench.assignment.assign()
+        bench.assignment.assign_to([other])
+    assert begun(bench) == []
+    bench.come_up(0)
+    bench.assignment.assign()
+    bench.assignment.assign()
+    assert begun(bench) == [0, 1]
+    assert [one.shards, other.shards] == shares
+    for replica, told in zip((one, other), bench.told, strict=True):
+        # No message takes back what is begun, and the other's rows count as not tried.
+        assert isinstance(told.messages[-2], Assign)
+        assert {attempt for index, attempt in given(told) if index in replica.shards} == {1}
+
+
+def test_together_rows_beyond_the_windows_wait_until_all_begin(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, set(), begins_together=True)
+    bench.assignment.assign()
+    bench.come_up(0, 16)
+    for _ in range(3):
+        bench.assignment.assign()
+    assert [given(told) for told in bench.told] == [[(0, 1), (2, 1)], [(1, 1), (3, 1)]]
+    bench.come_up(1, 16)
+    bench.assignment.assign()
+    assert begun(bench) == [0, 1]
+    assert [replica.outstanding_rows for replica in bench.fleet.replicas] == [40, 38]
+
+
+def test_together_an_engine_with_a_larger_window_than_expected_gets_no_larger_share(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, set(), begins_together=True)
+    bench.assignment.assign()
+    for number in range(2):
+        bench.come_up(number)
+        bench.assignment.assign()
+    assert begun(bench) == [0, 1]
+    assert [replica.outstanding_rows for replica in bench.fleet.replicas] == [40, 40]
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_together_nobody_waits_for_one_that_fails_at_its_start(is_given_up: bool, tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, set(), begins_together=True)
+    bench.assignment.assign()
+    bench.come_up(0)
+    bench.assignment.assign()
+    assert begun(bench) == []
+    failed = bench.fleet.replicas[1]
+    end: Any = types.SimpleNamespace(replica=failed, shards=tuple(failed.shards.values()), was_host_lost=False)
+    failed.handle, failed.is_given_up, failed.restarts = None, is_given_up, 0 if is_given_up else 1
+    failed.shards.clear()
+    bench.assignment.note_ended(end, ())
+    if not is_given_up:
+        failed.handle = bench.told[1]  # type: ignore[assignment]
+    bench.assignment.assign()
+    assert begun(bench) == [0]
+    if not is_given_up:
+        bench.come_up(1)
+        assert begun(bench) == [0, 1]
+
+
+def test_together_one_that_ends_while_it_waits_has_tried_nothing(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, set(), begins_together=True)
+    bench.assignment.assign()
+    bench.come_up(0, 16)
+    bench.assignment.assign()
+    ended, other = bench.fleet.replicas
+    end: Any = types.SimpleNamespace(replica=ended, shards=tuple(ended.shards.values()), was_host_lost=False)
+    ended.handle, ended.restarts = None, 1
+    ended.shards.clear()
+    bench.assignment.note_ended(end, ())
+    bench.come_up(1, 16)
+    bench.assignment.assign()
+    assert begun(bench) == [1]
+    while other.shards:
+        del other.shards[next(iter(other.shards))]
+        bench.assignment.assign()
+    assert sorted(given(bench.told[1])) == [(index, 1) for index in range(12)]
+
+
+def test_together_nobody_waits_for_longer_than_an_engine_may_stall(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, set(), begins_together=True)
+    bench.fleet.stall_timeout_s = 0.0
+    bench.assignment.assign()
+    assert begun(bench) == []
+    bench.come_up(1)
+    bench.assignment.assign()
+    assert begun(bench) == [1]
 
 
 # -- whole jobs --------------------------------------------------------------------------------------------------------

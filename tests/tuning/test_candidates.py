@@ -1,6 +1,7 @@
 """What is tried where the spec says nothing, and what the user may try."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -52,15 +53,40 @@ def opened(file: SpecFile, num_devices: int) -> list[list[Any]]:
         backend.close()
 
 
+REPLICAS = [{"parallel.replicas_per_device": 2}, {"parallel.replicas_per_device": 3}]
+
+
 def test_a_small_model_on_one_device(tmp_path: pathlib.Path) -> None:
     assert opened(spec_of(tmp_path, "llama-3.2-1b"), 1) == [
-        [{"parallel.replicas_per_device": 2}, {"parallel.replicas_per_device": 3}],
         [{"engine.max_num_seqs": 512}, {"engine.max_num_seqs": 1024}, {"engine.max_num_seqs": 256}],  # 2,048 is chosen
         [{"engine.compilation_config": None}],
         [{"engine.max_num_batched_tokens": 8192}, {"engine.max_num_batched_tokens": 32768},
          {"engine.max_num_batched_tokens": 4096}],
         [{"input.order": "prefix"}],
+        REPLICAS,  # one engine that generates keeps the device busy
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_cores", "num_devices", "is_first"),
+    [
+        ("qwen3-0.6b", 8, 1, True),
+        ("qwen3-0.6b", 7, 1, False),  # two engines need eight cores
+        ("qwen3-0.6b", 8, 2, False),
+        ("qwen3-8b", 8, 1, False),
+    ],
+)
+def test_several_replicas_on_a_device_are_tried_first_only_where_a_gain_is_likely(
+    shape: str,
+    num_cores: int,
+    num_devices: int,
+    is_first: bool,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    found = opened(spec_of(tmp_path, shape, task="embed", sampling=None, engine={"max_model_len": 512}), num_devices)
+    assert [place for place, one in enumerate(found) if one == REPLICAS] == [len(found) - 1 if not is_first else 0]
 
 
 def test_requests_at_once_are_those_of_all_engines_and_the_largest_batch(tmp_path: pathlib.Path) -> None:

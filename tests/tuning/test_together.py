@@ -1,0 +1,181 @@
+"""In a trial, all replicas begin together: judged by the order of its events and by who wrote which rows."""
+
+import contextlib
+import json
+import pathlib
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import psutil
+import pytest
+
+import jobs
+from batchinf import api
+from batchinf.base.errors import Interrupted, UserError
+from batchinf.tuning import tune
+from batchinf.tuning.trial import TuneTrial, run_trial
+
+NUM_ROWS = 60
+
+
+class Tuned:
+    """A tuned job whose engines are held at their start as faults say, and the facts of its first trial.
+
+    events: their names, in order, with the replica where there is one. rows: by the replica that wrote them. attempts:
+    of all rows.
+    """
+
+    def __init__(self, folder: pathlib.Path, faults: str, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> None:
+        self.path, self.trial = spec_of(folder, **sections), folder / "out-tune" / "trial"
+        (folder / "once").mkdir()
+        self.environment = {"BATCHINF_FAULTS": faults, "BATCHINF_FAULTS_ONCE": str(folder / "once")}
+        self._monkeypatch = monkeypatch
+        self.events: list[tuple[str, int | None]] = []
+        self.rows: Counter[int] = Counter()
+        self.attempts: set[int] = set()
+
+    def run(self) -> TuneTrial:
+        """Tune it. Returns the first trial."""
+        for name, value in self.environment.items():
+            self._monkeypatch.setenv(name, value)
+        self._monkeypatch.setattr(tune, "run_trial", self._run_trial)
+        report = api.tune(self.path, num_rows=NUM_ROWS, tries=["input.order=prefix"], say=lambda _: None)
+        return report.found.trials[0]
+
+    def _run_trial(self, candidate: Any, num_rows: int, share: Any, folder: pathlib.Path, run: Any) -> TuneTrial:
+        def run_and_look(settings: Mapping[str, Any]) -> Any:
+            summary = run(settings)
+            if not self.events:
+                self._look()
+            return summary
+
+        return run_trial(candidate, num_rows, share, folder, run_and_look)
+
+    def _look(self) -> None:
+        state = jobs.state_of(self.trial)
+        self.events = [(event.name, event.fields.get("replica")) for event in state.events]
+        for part in state.parts.values():
+            self.rows[part.replica] += part.num_rows
+        self.attempts = {row["attempts"] for row in jobs.table_of(self.trial).select(["attempts"]).to_pylist()}
+
+    def place(self, name: str, replica: int | None = None) -> int:
+        """Of the first such event."""
+        return next(
+            place for place, event in enumerate(self.events) if event[0] == name and replica in (None, event[1])
+        )
+
+    def is_one_waiting(self) -> bool:
+        """Whether the first trial has a replica that is up, and another that is held at its start."""
+        replicas = jobs.snapshot_of(self.trial).get("replicas", ())
+        return [replica["state"] for replica in replicas].count("running") == 1
+
+
+def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
+    # Each engine could take all rows at once, and the first one up would.
+    return jobs.spec_of(folder, output={"rows_per_shard": 10}, scripted={"max_num_seqs": 64}, **sections)
+
+
+@contextlib.contextmanager
+def beside(action: Callable[[], object]) -> Iterator[None]:
+    """Run an action on another thread. An error in it fails the test."""
+    errors: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(150)
+    assert not errors, errors
+
+
+def test_replicas_of_a_trial_begin_together_and_share_its_rows(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = tmp_path / "held"
+    tuned = Tuned(tmp_path, f"engine.start=hold {held}", monkeypatch)
+
+    def release() -> None:
+        jobs.wait_until(lambda: held.exists() and tuned.is_one_waiting(), 60)
+        held.unlink()
+
+    with beside(release):
+        trial = tuned.run()
+    assert not trial.error
+    ready = [tuned.place("ready", replica) for replica in (0, 1)]
+    assert max(ready) < tuned.place("first_request") < tuned.place("all_committed")
+    # Each has about half, so that the rate is that of two.
+    assert tuned.rows.total() == NUM_ROWS
+    assert min(tuned.rows.values()) > NUM_ROWS / 3 and len(tuned.rows) == 2
+    assert tuned.attempts == {1}
+
+
+def test_a_normal_job_begins_with_the_first_engine(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "once").mkdir()
+    spec = spec_of(tmp_path, input={"limit": NUM_ROWS})
+    # The other one is held until the job has ended.
+    jobs.finish(spec, faults=f"engine.start=hold {tmp_path / 'held'}", BATCHINF_FAULTS_ONCE=str(tmp_path / "once"))
+    assert len(jobs.events_of(tmp_path / "out", "ready")) == 1
+    assert len({part.replica for part in jobs.state_of(tmp_path / "out").parts.values()}) == 1
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_replica_that_fails_at_its_start_does_not_hang_the_trial(
+    max_restarts: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = Tuned(tmp_path, "engine.start=raise 5", monkeypatch, max_restarts=max_restarts)
+    trial = tuned.run()
+    assert not trial.error
+    assert tuned.rows.total() == NUM_ROWS
+    assert tuned.attempts == {1}
+
+
+def test_a_trial_in_which_no_replica_comes_up_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = Tuned(tmp_path, "engine.start:*=raise 5", monkeypatch, max_restarts=1)
+    with pytest.raises(UserError, match="the spec as it is cannot run: no replica is left"):
+        tuned.run()
+
+
+def test_a_replica_that_dies_while_it_waits_comes_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = tmp_path / "held"
+    tuned = Tuned(tmp_path, f"engine.start=hold {held}", monkeypatch)
+
+    def kill_and_release() -> None:
+        jobs.wait_until(lambda: held.exists() and held.read_text() and tuned.is_one_waiting(), 60)
+        starting = int(held.read_text())
+        [waiting] = [one for one in jobs.replicas_of(psutil.Process().pid) if one.pid != starting]
+        jobs.kill([waiting])
+        jobs.wait_until(lambda: any(r["restarts"] for r in jobs.snapshot_of(tuned.trial).get("replicas", ())))
+        held.unlink()
+
+    with beside(kill_and_release):
+        trial = tuned.run()
+    assert not trial.error
+    assert tuned.rows.total() == NUM_ROWS
+    assert tuned.attempts == {1}
+    ended = tuned.place("replica_ended")
+    assert ended < tuned.place("first_request")
+    assert not [event for event in tuned.events if event[0] == "death"]
+
+
+def test_a_stop_while_replicas_wait(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = Tuned(tmp_path, f"engine.start=hold {tmp_path / 'held'}", monkeypatch)
+    faults = tuned.environment.pop("BATCHINF_FAULTS")
+    tries = ("--rows", str(NUM_ROWS), "--try", "input.order=prefix")
+    process = jobs.start("tune", tuned.path, *tries, faults=faults, **tuned.environment)
+    jobs.wait_until(tuned.is_one_waiting)
+    process.send_signal(signal.SIGINT)
+    code, _, errors = jobs.end(process)
+    assert code == Interrupted.exit_code, errors
+    assert json.loads((tmp_path / "out-tune" / "trials.jsonl").read_text()).keys() == {"fingerprint"}
