@@ -75,7 +75,7 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
     """
     events = list(state.events)
     events = events[max((place for place, event in enumerate(events) if event.name == "epoch"), default=0) :]
-    began, ended = _times(events, "first_request"), _times(events, "all_committed")
+    began, ended = times_of(events, "first_request"), times_of(events, "all_committed")
     status = read_status(folder)
     if not began or not ended or status is None:
         return None
@@ -98,7 +98,8 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
     )
 
 
-def _times(events: Iterable[EventLine], name: str) -> list[float]:
+def times_of(events: Iterable[EventLine], name: str) -> list[float]:
+    """When the events with this name happened, in seconds since 1970."""
     return [datetime.datetime.fromisoformat(event.at).timestamp() for event in events if event.name == name]
 
 

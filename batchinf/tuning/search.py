@@ -21,9 +21,11 @@ _KEPT = 3  # one candidate in three goes on to the next round
 class SearchResult:
     """All trials, and the best settings. best, base: on the same rows; equal if no settings gain 2 %.
 
-    num_left_out: candidates for which the budget has no time. is_cut: the budget ended before the last comparison.
+    num_rows: of the input. num_left_out: candidates for which the budget has no time. is_cut: the budget ended before
+    the last comparison.
     """
 
+    num_rows: int
     trials: tuple[TuneTrial, ...]
     best: TuneTrial
     base: TuneTrial
@@ -32,8 +34,20 @@ class SearchResult:
 
     @property
     def gain(self) -> float:
-        """The winner's rows a second over those of the spec as it is."""
-        return self.best.rows_per_s / self.base.rows_per_s
+        """How many times as fast the whole input is done as by the spec as it is."""
+        return gain_of(self.best, self.base, self.num_rows)
+
+
+def gain_of(trial: TuneTrial, base: TuneTrial, num_rows: int) -> float:
+    """How many times as fast an input of `num_rows` rows is done as with the settings of `base`.
+
+    Engines of one device start one after the other. Until the last one is up, the job has the speed of `base`.
+    """
+    base_s = num_rows * base.work_s / base.num_rows
+    late_s = min(base_s, max(0.0, trial.late_s - base.late_s))
+    if not trial.rows_per_s:
+        return 0.0
+    return base_s / (late_s + (base_s - late_s) * base.rows_per_s / trial.rows_per_s)
 
 
 def search(
@@ -61,7 +75,8 @@ def search(
             rounds[-1].append(measure(candidate, rounds[-1][0].num_rows, label))
             trials.append(rounds[-1][-1])
         more_rows = min(2 * rounds[-1][0].num_rows, most_rows)
-        ranked = sorted((it for it in rounds[-1][1:] if not it.error), key=lambda trial: -trial.rows_per_s)
+        first = rounds[-1][0]
+        ranked = sorted((it for it in rounds[-1][1:] if not it.error), key=lambda it: -gain_of(it, first, most_rows))
         is_last = len(remaining) <= 2 or more_rows == rounds[-1][0].num_rows
         remaining = [trial.candidate for trial in ranked[: math.ceil(len(remaining) / _KEPT)]]
         if is_cut or is_last or not remaining:
@@ -73,10 +88,10 @@ def search(
         trials.append(rounds[-1][0])
     # A round that was cut after its first trial compares nothing.
     last = next((round for round in reversed(rounds) if len(round) > 1), rounds[0])
-    best = max(last, key=lambda trial: trial.rows_per_s)
-    if best.rows_per_s < LEAST_GAIN * last[0].rows_per_s:
+    best = max(last, key=lambda trial: gain_of(trial, last[0], most_rows))
+    if gain_of(best, last[0], most_rows) < LEAST_GAIN:
         best = last[0]
-    return SearchResult(tuple(trials), best, last[0], num_left_out, is_cut)
+    return SearchResult(most_rows, tuple(trials), best, last[0], num_left_out, is_cut)
 
 
 def _expected_s(base: TuneTrial, num_rows: int) -> float:

@@ -10,7 +10,7 @@ import yaml
 
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.settings import chosen_arguments, gains_from_sharing, shown
+from batchinf.fleet.settings import chosen_arguments, gains_from_sharing, replicas_per_device, shown
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
@@ -24,7 +24,7 @@ Settings = Mapping[str, Any]  # dotted field of the spec → value
 
 _MAX_NUM_SEQS = (512, 1024, 2048, 256)
 _MAX_NUM_BATCHED_TOKENS = (8192, 16384, 32768, 4096)
-_REPLICAS_PER_DEVICE = (2, 3)
+_REPLICAS_PER_DEVICE = (2, 1, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
     """
     spec, task = file.spec, task_of(file.spec)
     num_devices, fit, now = _now(spec, backend)
-    replicas = _replicas(spec, fit)
+    replicas = _replicas(spec, fit, _replicas_now(spec, fit, num_devices))
     is_gain_likely = bool(replicas) and gains_from_sharing(spec, fit, task, num_devices)
     dimensions: list[list[Settings]] = [
         _degrees(spec, fit, num_devices),
@@ -118,6 +118,19 @@ def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
         [] if is_gain_likely else replicas,
     ]
     return [dimension for dimension in dimensions if dimension]
+
+
+def kept_settings(file: SpecFile, backend: Backend, candidate: Candidate) -> Settings:
+    """What the job chooses by the size of its input, which a sample does not have: the replicas on a device."""
+    spec = read_spec(file.spec, candidate.settings).spec
+    num_devices, fit, _ = _now(spec, backend)
+    if spec.parallel.replicas_per_device != "auto" or (number := _replicas_now(spec, fit, num_devices)) == 1:
+        return {}
+    return {"parallel.replicas_per_device": number}
+
+
+def _replicas_now(spec: JobSpec, fit: Fit, num_devices: int) -> int:
+    return replicas_per_device(spec, fit, task_of(spec), num_devices) if num_devices else 1
 
 
 def _now(spec: JobSpec, backend: Backend) -> tuple[int, Fit, Mapping[str, Any]]:
@@ -148,13 +161,16 @@ def _caching(spec: JobSpec, task: Task, fit: Fit) -> list[Settings]:
     return [{"engine.enable_prefix_caching": False}]
 
 
-def _replicas(spec: JobSpec, fit: Fit) -> list[Settings]:
-    """Numbers of replicas on a device whose weights fit beside each other with room for their caches."""
+def _replicas(spec: JobSpec, fit: Fit, now: int) -> list[Settings]:
+    """Numbers of replicas on a device whose weights fit beside each other with room for their caches.
+
+    now: their number in the spec as it is.
+    """
     is_open = "replicas_per_device" not in spec.parallel.model_fields_set and spec.parallel.sizes == (1, 1)
     if not is_open or fit.device_bytes is None or fit.weight_bytes is None:
         return []
     most = fit.device_bytes // (2 * fit.weight_bytes)
-    return [{"parallel.replicas_per_device": number} for number in _REPLICAS_PER_DEVICE if number <= most]
+    return [{"parallel.replicas_per_device": number} for number in _REPLICAS_PER_DEVICE if now != number <= most]
 
 
 def _degrees(spec: JobSpec, fit: Fit, num_devices: int) -> list[Settings]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from batchinf.base.chart import svg_of
 from batchinf.base.text import clip, counted, short_count, time_taken
-from batchinf.tuning.search import SearchResult
+from batchinf.tuning.search import SearchResult, gain_of
 from batchinf.tuning.trial import TuneTrial
 
 
@@ -55,7 +55,7 @@ def tune_lines(report: TuneReport) -> Iterator[str]:
             yield f"{trial.num_rows:>8,} {'-':>9} {'-':>9} {'-':>5}  {trial.candidate.name}: {clip(trial.error, 120)}"
             continue
         each = short_count(trial.tokens_per_s / trial.num_devices) if trial.num_devices else "-"
-        gain = trial.rows_per_s / bases[trial.num_rows].rows_per_s
+        gain = gain_of(trial, bases[trial.num_rows], found.num_rows)
         yield (
             f"{trial.num_rows:>8,} {short_count(trial.tokens_per_s):>9} {each:>9} {gain:>5.2f}  {trial.candidate.name}"
         )

@@ -13,8 +13,10 @@ from batchinf.base.errors import BatchinfError, Interrupted, OutputError
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.coordinator.ending import Summary
+from batchinf.fleet.speed import times_of
 from batchinf.fleet.status import read_status
-from batchinf.tuning.settings import Candidate
+from batchinf.manifest.state import read_state
+from batchinf.tuning.settings import Candidate, Settings
 
 # Runs a job with these overrides of the spec, as `batchinf.run` does.
 RunJob = Callable[[Mapping[str, Any]], Summary]
@@ -25,7 +27,7 @@ class TuneTrial:
     """What a candidate did on a sample of `num_rows` rows. error: why it could not run; its rates are 0 then.
 
     Rates are those while the engines worked. rows_per_s: output rows. start_s: the rest of the time: engine starts,
-    checks and the end. num_devices: GPUs; 0 on processors.
+    checks and the end. num_devices: GPUs; 0 on processors. late_s: from the first engine that was up to the last one.
     """
 
     candidate: Candidate
@@ -37,6 +39,7 @@ class TuneTrial:
     work_s: float
     num_devices: int
     error: str = ""
+    late_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,11 +93,13 @@ class TrialRecord:
             os.fsync(file.fileno())
 
 
-def run_trial(candidate: Candidate, num_rows: int, share: float | None, folder: pathlib.Path, run: RunJob) -> TuneTrial:
+def run_trial(
+    candidate: Candidate, kept: Settings, num_rows: int, share: float | None, folder: pathlib.Path, run: RunJob
+) -> TuneTrial:
     """Run a sample as a job of its own below `folder`; its output is deleted.
 
-    share: of the rows that the sample is drawn from; None: the first rows. A candidate that cannot run is a trial with
-    an error. Raises Interrupted.
+    kept: settings that do not come from the candidate. share: of the rows that the sample is drawn from; None: the
+    first rows. A candidate that cannot run is a trial with an error. Raises Interrupted.
     """
     place = folder / "trial"
     shutil.rmtree(place, ignore_errors=True)
@@ -102,8 +107,8 @@ def run_trial(candidate: Candidate, num_rows: int, share: float | None, folder: 
     output = {"output.path": os.fspath(place).replace("$", "$$"), "max_error_rate": 1.0}
     began = time.monotonic()
     try:
-        summary = run({**candidate.settings, **sample, **output})
-        last = read_status(Folder(place))
+        summary = run({**kept, **candidate.settings, **sample, **output})
+        last, state = read_status(Folder(place)), read_state(Folder(place))
     except Interrupted:
         raise
     except BatchinfError as error:
@@ -111,7 +116,8 @@ def run_trial(candidate: Candidate, num_rows: int, share: float | None, folder: 
     finally:
         shutil.rmtree(place, ignore_errors=True)
     speed = summary.speed
-    assert speed is not None and last is not None
+    assert speed is not None and last is not None and state is not None
+    up = times_of(state.events, "ready")
     return TuneTrial(
         candidate,
         num_rows,
@@ -121,4 +127,5 @@ def run_trial(candidate: Candidate, num_rows: int, share: float | None, folder: 
         speed.run_s - speed.work_s,
         speed.work_s,
         len({device for replica in last.replicas for device in replica.devices}),
+        late_s=max(up) - min(up),
     )

@@ -12,7 +12,14 @@ from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tuning.search import search
-from batchinf.tuning.settings import Candidate, candidates, left_open, named_by_user, requests_at_once
+from batchinf.tuning.settings import (
+    Candidate,
+    candidates,
+    kept_settings,
+    left_open,
+    named_by_user,
+    requests_at_once,
+)
 from batchinf.tuning.spec_text import write_settings
 from batchinf.tuning.text import TuneReport, chart, few_rows_warning, trial_line
 from batchinf.tuning.trial import RunJob, TrialRecord, TuneTrial, run_trial
@@ -74,7 +81,8 @@ def tune_job(
         if (trial := record.find(candidate, num_rows)) is None:
             say(f"{place}: {candidate.name}, {num_rows:,} rows")
             share = min(1.0, _SEVERAL * num_rows / most_rows)
-            trial = run_trial(candidate, num_rows, share if share < 1 else None, folder, run)
+            kept = kept_settings(file, backend, candidate)
+            trial = run_trial(candidate, kept, num_rows, share if share < 1 else None, folder, run)
             if trial.error and not candidate.settings:
                 raise UserError(f"the spec as it is cannot run: {trial.error}")
             record.add(trial)

@@ -15,7 +15,14 @@ from batchinf.fleet.local.devices import place
 from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tuning.settings import Candidate, candidates, left_open, named_by_user, requests_at_once
+from batchinf.tuning.settings import (
+    Candidate,
+    candidates,
+    kept_settings,
+    left_open,
+    named_by_user,
+    requests_at_once,
+)
 from batchinf.tuning.spec_text import write_settings
 from benchmarks.shapes import SHAPES
 
@@ -87,6 +94,28 @@ def test_several_replicas_on_a_device_are_tried_first_only_where_a_gain_is_likel
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     found = opened(spec_of(tmp_path, shape, task="embed", sampling=None, engine={"max_model_len": 512}), num_devices)
     assert [place for place, one in enumerate(found) if one == REPLICAS] == [len(found) - 1 if not is_first else 0]
+
+
+@pytest.mark.parametrize(("given", "num_bytes", "expected"), [
+    ({}, 800 << 20, 2), ({}, (800 << 20) - 1, None), ({"parallel.replicas_per_device": 1}, 800 << 20, None),
+    ({"engine.gpu_memory_utilization": 0.6}, 800 << 20, None),  # it has no room for two
+])  # fmt: skip
+def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
+    given: dict[str, Any], num_bytes: int, expected: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    long = tmp_path / "long.jsonl"
+    with long.open("wb") as file_of_zeros:
+        file_of_zeros.truncate(num_bytes)
+    file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, engine={"max_model_len": 512},
+                   input={"path": str(long), "prompt_column": "text"})  # fmt: skip
+    backend = Devices(1)
+    kept = kept_settings(file, backend, Candidate(given))
+    backend.close()
+    assert kept == ({} if expected is None else {"parallel.replicas_per_device": expected})
+    if not given:
+        others = [{"parallel.replicas_per_device": number} for number in ((1, 3) if expected else (2, 3))]
+        assert opened(file, 1)[0] == others
 
 
 def test_requests_at_once_are_those_of_all_engines_and_the_largest_batch(tmp_path: pathlib.Path) -> None:

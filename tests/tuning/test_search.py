@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from batchinf.tuning.search import search
+from batchinf.tuning.search import gain_of, search
 from batchinf.tuning.settings import Candidate, candidates
 from batchinf.tuning.trial import TuneTrial
 
@@ -46,6 +46,33 @@ def test_a_gain_below_two_percent_is_none() -> None:
     found = Clock().search([101.0, 99.0])
     assert found.best is found.base
     assert found.gain == 1
+
+
+def trial_of(speed: float, late_s: float = 0.0, num_rows: int = 1000) -> TuneTrial:
+    return TuneTrial(Candidate(), num_rows, speed, speed, speed, START_S, num_rows / speed, 1, late_s=late_s)
+
+
+@pytest.mark.parametrize(("num_rows", "late_s", "gain"), [
+    (6000, 0.0, 1.5),
+    (6000, 30.0, 60 / (30 + 30 / 1.5)),
+    (6000, 60.0, 1.0),
+    (2000, 60.0, 1.0),  # done before the late engine is up
+    (10**9, 30.0, 1.5),
+])  # fmt: skip
+def test_engines_that_start_late_gain_on_the_rest_of_the_input(num_rows: int, late_s: float, gain: float) -> None:
+    assert gain_of(trial_of(150.0, late_s), trial_of(100.0), num_rows) == pytest.approx(gain, rel=1e-4)
+    assert gain_of(trial_of(150.0, late_s + 9.0), trial_of(100.0, 9.0), num_rows) == pytest.approx(gain, rel=1e-4)
+
+
+def test_a_gain_over_a_short_input_may_be_another_than_over_a_long_one() -> None:
+    def measure(candidate: Candidate, num_rows: int, place: str) -> TuneTrial:
+        return trial_of(*candidate.settings.get("given", (100.0, 0.0)), num_rows)
+
+    field = [Candidate(), Candidate({"given": (150.0, 30.0)}), Candidate({"given": (110.0, 0.0)})]
+    for most_rows, best in ((4000, 110.0), (40_000, 150.0)):
+        found = search(field, 1000, most_rows, lambda: 1e9, measure)
+        assert found.best.rows_per_s == best
+        assert found.gain == gain_of(found.best, found.base, most_rows) > 1.05
 
 
 def test_what_does_not_start_is_out() -> None:

@@ -45,14 +45,16 @@ class Tuned:
         report = api.tune(self.path, num_rows=NUM_ROWS, tries=["input.order=prefix"], say=lambda _: None)
         return report.found.trials[0]
 
-    def _run_trial(self, candidate: Any, num_rows: int, share: Any, folder: pathlib.Path, run: Any) -> TuneTrial:
+    def _run_trial(
+        self, candidate: Any, kept: Any, num_rows: int, share: Any, folder: pathlib.Path, run: Any
+    ) -> TuneTrial:
         def run_and_look(settings: Mapping[str, Any]) -> Any:
             summary = run(settings)
             if not self.events:
                 self._look()
             return summary
 
-        return run_trial(candidate, num_rows, share, folder, run_and_look)
+        return run_trial(candidate, kept, num_rows, share, folder, run_and_look)
 
     def _look(self) -> None:
         state = jobs.state_of(self.trial)
@@ -113,6 +115,7 @@ def test_replicas_of_a_trial_begin_together_and_share_its_rows(
     assert not trial.error
     ready = [tuned.place("ready", replica) for replica in (0, 1)]
     assert max(ready) < tuned.place("first_request") < tuned.place("all_committed")
+    assert trial.late_s > 0
     # Each has about half, so that the rate is that of two.
     assert tuned.rows.total() == NUM_ROWS
     assert min(tuned.rows.values()) > NUM_ROWS / 3 and len(tuned.rows) == 2
