@@ -4,10 +4,11 @@
     python benchmarks/attention.py --tiles             # tiles of batchinf's kernel instead
     python benchmarks/attention.py --prompts 8         # a step that reads 8 prompts of 128 tokens besides
 
-With `--prompts`, FlashAttention does all of the step, or the prompts alone beside our kernel. batchinf leaves all
-of such a step to FlashAttention now. Contexts are drawn between 0.75 and 1.25 of the stated length. `bytes` is the time
-in which the device's memory could give the keys and values once, at `--bandwidth`. In brackets: the largest difference
-from FlashAttention's result. Batches of more than four million tokens are left out.
+With `--prompts`, FlashAttention does all of the step, or the prompts alone beside our kernel. `--longest` gives one of
+the requests that decode so many tokens, which a single program of our kernel reads for each head. Other contexts are
+drawn between 0.75 and 1.25 of the stated length. `bytes` is the time in which the device's memory could give the keys
+and values once, at `--bandwidth`. In brackets: the largest difference from FlashAttention's result. Batches of more
+than four million tokens are left out.
 """
 
 import argparse
@@ -43,13 +44,16 @@ _TILES = (
 class Batch:
     """Requests that decode, and then requests that read a prompt, with their cache."""
 
-    def __init__(self, model: str, num: int, context: int, num_prompts: int) -> None:
+    def __init__(self, model: str, num: int, context: int, num_prompts: int, longest: int = 0) -> None:
         chance = random.Random(1)
         self.num = num
         lengths = [chance.randint(max(1, context * 3 // 4), context * 5 // 4) for _ in range(num)]
         lengths += [_PROMPT_TOKENS] * num_prompts
         torch.manual_seed(1)
         self.given = example(lengths, *MODELS[model], torch.bfloat16, "cuda")
+        if longest:
+            self._lengthen(longest)
+            lengths[0] = longest
         if num_prompts:
             query, shape = self.given["q"], (num + num_prompts * _PROMPT_TOKENS, *self.given["q"].shape[1:])
             counts = torch.tensor([0] + [1] * num + [_PROMPT_TOKENS] * num_prompts, device="cuda")
@@ -58,6 +62,15 @@ class Batch:
             self.given |= {"cu_seqlens_q": counts.cumsum(0).to(torch.int32), "max_seqlen_q": _PROMPT_TOKENS}
         keys = self.given["k"]
         self.num_bytes = sum(lengths) * keys.shape[2] * 2 * keys.shape[3] * keys.element_size()
+
+    def _lengthen(self, longest: int) -> None:
+        """Give the first request so many tokens, from blocks that other requests have too."""
+        given, keys = self.given, self.given["k"]
+        table = torch.zeros((len(given["block_table"]), -(-longest // keys.shape[1])), dtype=torch.int32, device="cuda")
+        table[:, : given["block_table"].shape[1]] = given["block_table"]
+        table[0] = torch.randint(len(keys), table[0].shape, device="cuda")
+        given["seqused_k"][0] = longest
+        given |= {"block_table": table, "max_seqlen_k": longest}
 
     def flash(self, out: torch.Tensor) -> Callable[[], Any]:
         """As vLLM does."""
@@ -117,8 +130,8 @@ def timed(run: Callable[[], Any], num: int = 20) -> float:
     return 1e3 * statistics.median(float(begin.elapsed_time(end)) for begin, end in events)
 
 
-def by_kernel(model: str, num: int, context: int, num_prompts: int, bandwidth: float) -> str:
-    batch = Batch(model, num, context, num_prompts)
+def by_kernel(model: str, num: int, context: int, num_prompts: int, longest: int, bandwidth: float) -> str:
+    batch = Batch(model, num, context, num_prompts, longest)
     cells = [f"| {model} | {num:,} | {context:,} | {batch.num_bytes / bandwidth / 1e6:.0f}"]
     expected = None
     for kind in ("flash", "split") if num_prompts else ("flash", "triton", "own"):
@@ -156,6 +169,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="128,512,1024,2048,4096")
     parser.add_argument("--tiles", action="store_true", help="tiles of batchinf's kernel")
     parser.add_argument("--prompts", type=int, default=0, help="prompts of 128 tokens that the step reads besides")
+    parser.add_argument("--longest", type=int, default=0, help="tokens of one of the requests that decode")
     parser.add_argument("--bandwidth", type=float, default=4.8, help="of the device's memory, TB/s")
     args = parser.parse_args()
     numbers, contexts = ([int(each) for each in text.split(",")] for text in (args.requests, args.contexts))
@@ -170,7 +184,7 @@ def main() -> None:
             if args.tiles:
                 print(by_tile(model, num, context), flush=True)
             else:
-                print(by_kernel(model, num, context, args.prompts, args.bandwidth), flush=True)
+                print(by_kernel(model, num, context, args.prompts, args.longest, args.bandwidth), flush=True)
             torch.cuda.empty_cache()
 
 

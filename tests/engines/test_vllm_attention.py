@@ -214,9 +214,14 @@ def test_scales_by_head_are_left_to_vllm() -> None:
 
 
 class Impl:
-    def __init__(self, head_size: int = 64, version: int = 3, cache: str = "auto", num_heads: int = 4) -> None:
+    def __init__(
+        self, head_size: int = 64, version: int = 3, cache: str = "auto", num_heads: int = 4,
+        others: tuple[Any, Any, Any] = (0, None, None), window: Any = (-1, -1),
+    ) -> None:  # fmt: skip
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, 2, head_size
         self.vllm_flash_attn_version, self.kv_cache_dtype = version, cache
+        self.sliding_window = window
+        self.logits_soft_cap, self.alibi_slopes, self.sinks = others
 
 
 @pytest.fixture
@@ -249,7 +254,9 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
     backend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = backend.flash_attn_varlen_func
-    for other in (Impl(head_size=96), Impl(version=2), Impl(num_heads=34), Impl(num_heads=5), object()):
+    others = ((30.0, None, None), (0, torch.ones(4), None), (0, None, torch.ones(4)))
+    for other in (Impl(head_size=96), Impl(version=2), Impl(num_heads=34), Impl(num_heads=5), object(),
+                  Impl(window=(127, 0)), *(Impl(others=these) for these in others)):  # fmt: skip
         assert not attention.install(layers(other), torch.bfloat16)
     assert not attention.install(layers(), torch.bfloat16)
     assert backend.flash_attn_varlen_func is theirs
@@ -260,7 +267,12 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
         assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
     assert sorted(compared) == [(4, 2, 64, is_fp8, torch.bfloat16) for is_fp8 in (False, True)]
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
-    assert backend.FlashAttentionMetadataBuilder.build.__wrapped__ is Builder.build
+    build = backend.FlashAttentionMetadataBuilder.build
+    assert build.__wrapped__ is Builder.build
+    # A second engine in the process.
+    assert attention.install(layers(Impl(window=None)), torch.bfloat16)
+    assert backend.flash_attn_varlen_func.__wrapped__ is theirs
+    assert backend.FlashAttentionMetadataBuilder.build is build
     assert not capsys.readouterr().out
     backend.flash_attn_varlen_func = theirs
 
@@ -377,8 +389,15 @@ def step_of(lengths: tuple[int, ...], new: tuple[int, ...], **changed: Any) -> t
 
 def built(builder: Builder, common: Any, common_prefix_len: int = 0, least: int = 2) -> Any:
     """The step's metadata, if `least` requests that decode are enough for the kernel."""
-    build = mixed_steps.build_for_mixed_steps(Builder.build, lambda num, heads: heads == 2 and num >= least)
-    return build(builder, common_prefix_len, common)
+    builder.__class__ = vllms_own(lambda num, heads: heads == 2 and num >= least)
+    return builder.build(common_prefix_len, common)
+
+
+def vllms_own(pays: Callable[[int, int], bool], **changed: Any) -> type:
+    """vLLM's class, after the kernel is installed."""
+    made = type("FlashAttentionMetadataBuilder", (Builder,), {"build": Builder.build, **changed})
+    mixed_steps.install(made, pays)
+    return made
 
 
 def attend(given: dict[str, Any], metadata: Any) -> list[int]:
@@ -421,8 +440,8 @@ def test_requests_that_decode_beside_prompts_leave_flash_attention(is_fp8: bool)
 
 
 @pytest.mark.usefixtures("any_batch")
-def test_prompts_get_no_memory_for_splits() -> None:
-    """vLLM limits splits in graphs alone, and this memory is not in its plan."""
+def test_prompts_have_the_plan_of_a_step_without_a_graph() -> None:
+    """In a graph, vLLM lets FlashAttention take memory for 32 splits."""
     _, common = step_of(LENGTHS, NEW)
     step = mixed_steps.mixed_step_of({"cu_seqlens_q": built(Builder(), common).query_start_loc, "seqused_k": 1,
                                       "block_table": 1})  # fmt: skip
@@ -486,14 +505,21 @@ def test_a_step_with_a_common_prefix_is_left_to_vllm() -> None:
     assert builder.calls == [5]
 
 
-def test_a_step_whose_lengths_the_host_does_not_know_is_left_to_vllm() -> None:
+@pytest.mark.parametrize("known", [None, [20, 40, 17, 30]])
+def test_a_step_whose_lengths_the_host_does_not_know_is_left_to_vllm(known: list[int] | None) -> None:
+    """In 0.26, attention in chunks has more batches than requests whose lengths are given."""
     _, common = step_of(LENGTHS, NEW)
-    builder = Builder()
-    # The stand-in's own check would fail, so it is not called.
-    own = types.SimpleNamespace(**vars(builder), build=None)
-    build = mixed_steps.build_for_mixed_steps(lambda *given: given, lambda num, heads: True)
-    unknown = dataclasses.replace(common, seq_lens_cpu_upper_bound=None)
-    assert build(own, 0, unknown) == (own, 0, unknown)
+    made = vllms_own(lambda num, heads: True, build=lambda *given: given)
+    own = made()
+    changed = dataclasses.replace(common, seq_lens_cpu_upper_bound=None if known is None else torch.tensor(known))
+    assert own.build(0, changed) == (own, 0, changed)
+
+
+def test_builders_for_other_kinds_of_attention_are_left_to_vllm() -> None:
+    _, common = step_of(LENGTHS, NEW)
+    own = type("ChunkedLocalAttentionBuilder", (vllms_own(lambda num, heads: True),), {})()
+    assert own.build(0, common).query_start_loc is common.query_start_loc
+    assert own.calls == [5]
 
 
 def test_builders_share_the_memory_of_a_step_but_not_its_plan() -> None:
@@ -523,7 +549,7 @@ def test_a_builder_that_fails_has_its_graphs_back() -> None:
     def fails(*_: Any) -> None:
         raise ValueError("no")
 
-    builder = Builder()
+    builder = vllms_own(lambda num, heads: True, build=fails)()
     with pytest.raises(ValueError, match="no"):
-        mixed_steps.build_for_mixed_steps(fails, lambda num, heads: True)(builder, 0, common)
+        builder.build(0, common)
     assert builder.use_full_cuda_graph

@@ -18,7 +18,8 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
-from batchinf.engines.vllm.kernels.mixed_steps import build_for_mixed_steps, mixed_step_of
+from batchinf.engines.vllm.kernels import mixed_steps
+from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
 from batchinf.engines.vllm.names import optional
 
 if current_platform.is_cpu():
@@ -28,6 +29,7 @@ else:
 
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
 _COST = "FlashAttention decodes, which is slower for short contexts"
+_ATTRIBUTE = "is_of_batchinf"
 # Rows of a program's tile of queries: the least that the tensor cores take.
 _ROWS = 16
 _LOG2_E = 1.4426950408889634
@@ -209,6 +211,7 @@ def attention_of_decoding(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return named["out"]
         return theirs(*arguments, **named)
 
+    setattr(flash_attn_varlen_func, _ATTRIBUTE, True)
     return flash_attn_varlen_func
 
 
@@ -243,20 +246,32 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
     # With that variable, vLLM's results do not depend on the batch; the kernel is not for all batches.
     if theirs is None or kind is None or getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return False
+    if hasattr(theirs, _ATTRIBUTE):  # it is ours, for an earlier engine of this process
+        theirs = theirs.__wrapped__
     shapes = {
         (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8"))
         for impl in (getattr(layer, "impl", None) for layer in layers.values())
-        if isinstance(impl, kind)
-        and impl.vllm_flash_attn_version == _VERSION
-        and _has_known_shape(impl.num_heads, impl.num_kv_heads, impl.head_size)
+        if isinstance(impl, kind) and _is_known(impl)
     }
     if not shapes or not all(is_right(theirs, *shape, dtype) for shape in shapes):
         return False
     importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs)  # type: ignore[attr-defined]
     builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
     if builder is not None:
-        builder.build = build_for_mixed_steps(builder.build, pays)
+        mixed_steps.install(builder, pays)
     return True
+
+
+def _is_known(impl: Any) -> bool:
+    """Whether the kernel can do the attention of a layer: each token sees all before it, with nothing added."""
+    return (
+        impl.vllm_flash_attn_version == _VERSION
+        and _has_known_shape(impl.num_heads, impl.num_kv_heads, impl.head_size)
+        and impl.sliding_window in (None, (-1, -1))
+        and not impl.logits_soft_cap
+        and impl.alibi_slopes is None
+        and impl.sinks is None
+    )
 
 
 def is_right(

@@ -1,9 +1,10 @@
 """Steps in which many requests decode while others read their prompts.
 
 vLLM gives all of such a step to one call of FlashAttention in each layer, which then decodes two to four times as
-slowly as the kernel. Here the kernel decodes, and FlashAttention reads the prompts. The requests that decode come
-first, because vLLM's V2 runner sorts them. FlashAttention needs a plan for the others, which vLLM's own builder makes
-once a step for all layers. A tensor of the step's metadata carries it to the layers.
+slowly as the kernel. Here the kernel handles the requests that decode and are the first of the batch, and
+FlashAttention the others. With vLLM's V2 runner, which sorts them, these are all that decode. With its V1 runner, which
+0.26 has for models with experts, they are those before the first prompt. FlashAttention needs a plan for the others.
+vLLM's own builder makes it once a step for all layers, and a tensor of the step's metadata carries it to them.
 
 Written for the sources of vLLM 0.26.0 and 0.32.0.
 """
@@ -66,20 +67,25 @@ def mixed_step_of(given: Mapping[str, Any]) -> MixedStep | None:
     return getattr(given.get("cu_seqlens_q"), _ATTRIBUTE, None)
 
 
-def build_for_mixed_steps(theirs: Callable[..., Any], pays: Callable[[int, int], bool]) -> Callable[..., Any]:
-    """Replaces `FlashAttentionMetadataBuilder.build`.
+def install(builder_class: Any, pays: Callable[[int, int], bool]) -> None:
+    """Let vLLM's `FlashAttentionMetadataBuilder` make plans for mixed steps. Does so once in a process.
 
     pays: whether the kernel is faster for so many requests that decode, with so many heads of keys.
     """
+    theirs = builder_class.build
+    if hasattr(theirs, _ATTRIBUTE):
+        return
 
     @functools.wraps(theirs)
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *more: Any, **named: Any) -> Any:
         common = common_attn_metadata
         num = num_decodes_of(common)
-        if not (pays(num, self.num_heads_kv) and _is_plain(self, common_prefix_len, common)):
+        # vLLM's subclasses give it changed batches, for layers that see less than all tokens before one.
+        is_theirs = type(self) is builder_class
+        if not (is_theirs and pays(num, self.num_heads_kv) and _is_plain(self, common_prefix_len, common)):
             return theirs(self, common_prefix_len, common, *more, **named)
         has_graphs = self.use_full_cuda_graph
-        # For graphs, the builder keeps one plan in a buffer, and lets FlashAttention take memory for splits.
+        # For graphs, the builder keeps one plan in a buffer, and lets FlashAttention take memory for up to 32 splits.
         self.use_full_cuda_graph = False
         try:
             others = theirs(self, 0, without_first(common, num), *more, **named)
@@ -91,7 +97,8 @@ def build_for_mixed_steps(theirs: Callable[..., Any], pays: Callable[[int, int],
         setattr(metadata.query_start_loc, _ATTRIBUTE, MixedStep(num, others))
         return metadata
 
-    return build
+    setattr(build, _ATTRIBUTE, True)
+    builder_class.build = build
 
 
 def num_decodes_of(common: Any) -> int:
@@ -109,6 +116,7 @@ def _is_plain(builder: Any, common_prefix_len: int, common: Any) -> bool:
         and common.causal is True
         and common.mm_req_doc_ranges is None
         and common.seq_lens_cpu_upper_bound is not None
+        and len(common.seq_lens_cpu_upper_bound) == common.num_reqs
         and builder.dcp_world_size == 1
         and builder.vllm_config.speculative_config is None  # vLLM changes the metadata between drafts
     )
@@ -127,7 +135,7 @@ def without_first(common: Any, num: int) -> Any:
         num_reqs=common.num_reqs - num,
         num_actual_tokens=common.num_actual_tokens - num,
         max_query_len=int(np.diff(starts.numpy()).max()),
-        max_seq_len=int(lengths[: common.num_reqs - num].max()),
+        max_seq_len=int(lengths.max()),
         block_table_tensor=common.block_table_tensor[num:],
         slot_mapping=common.slot_mapping[num:],
     )
