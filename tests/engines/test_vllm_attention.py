@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(attention.HAS_TRITON, reason="the kernel is comp
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_steps, "_PARTS_OF_LONGEST", 1)  # these batches are small
     monkeypatch.setattr(attention, "tl", triton_on_cpu.language)
     monkeypatch.setattr(attention, "decode_kernel", triton_on_cpu.Launcher(attention.decode_kernel))
 
@@ -513,6 +514,18 @@ def test_a_step_whose_lengths_the_host_does_not_know_is_left_to_vllm(known: list
     own = made()
     changed = dataclasses.replace(common, seq_lens_cpu_upper_bound=None if known is None else torch.tensor(known))
     assert own.build(0, changed) == (own, 0, changed)
+
+
+@pytest.mark.parametrize(("longest", "calls"), [(62, [2, 5]), (63, [5])])
+def test_a_step_with_one_long_request_is_left_to_vllm(
+    longest: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single program would read its tokens, while FlashAttention has several."""
+    monkeypatch.setattr(mixed_steps, "_PARTS_OF_LONGEST", 4)
+    _, common = step_of((longest, 40, 22, 900, 12), NEW)
+    builder = Builder()
+    built(builder, common)
+    assert builder.calls == calls
 
 
 def test_builders_for_other_kinds_of_attention_are_left_to_vllm() -> None:
