@@ -1,29 +1,30 @@
 """The settings that batchinf chooses, compared with the fastest that `batchinf tune` finds for the same workload.
 
-    python benchmarks/tune.py small-embed small-score --budget 5m --out results       # one GPU, five minutes each
+    python benchmarks/tune.py small-embed small-score --budget-s 300 --out results       # one GPU, five minutes each
     python benchmarks/tune.py top20 --shape tiny --rows 300 --first-rows 100 --try engine.max_num_seqs=8,64   # a CPU
 
-Each workload has its own search. Both figures of a ratio come from trials of the search's last round, on the same rows.
-The table says how many trials ran, and `tune-WORKLOAD.json` has all of them. A search that was stopped goes on from
-its last trial.
+Each workload has its own search. Both speeds come from trials of the search's last round, on the same rows. The ratio
+is for the whole input, in which engines that start late count. The table says how many trials ran, and
+`tune-WORKLOAD.json` has all of them. A search that was stopped goes on from its last trial.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
-from typing import Any
 
 from run import prepare, write_spec
 from workloads import WORKLOADS, Workload
+
+from batchinf import api
+from batchinf.tuning.search import SearchResult
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="+", choices=sorted(WORKLOADS), metavar="workload", help="see workloads.py")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
-    parser.add_argument("--budget", default="5m", help="time of a workload's trials")
+    parser.add_argument("--budget-s", type=float, default=300.0, help="time of a workload's trials")
     parser.add_argument("--rows", type=int, help="rows of the input")
     parser.add_argument("--first-rows", type=int, help="rows of a trial of the first round")
     parser.add_argument("--try", action="append", dest="tries", default=[], metavar="a.b=c,d", help="as of `tune`")
@@ -37,28 +38,25 @@ def main() -> None:
     print("\n".join(lines))
 
 
-def found_by_tune(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """What `batchinf tune --json` prints."""
+def found_by_tune(workload: Workload, args: argparse.Namespace) -> SearchResult:
+    """What `batchinf tune` finds."""
     model, prompts = prepare(workload, args.out)
     spec, _ = write_spec(workload, args.out / workload.name, model, prompts, name="tune")
-    command = [sys.executable, "-m", "batchinf", "tune", str(spec), "--budget", args.budget, "--json"]
-    command += ["--rows", str(args.first_rows)] if args.first_rows else []
-    command += [word for text in args.tries for word in ("--try", text)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    (args.out / f"tune-{workload.name}.json").write_text(json.dumps(found, indent=1))
-    return found
+    report = api.tune(spec, budget_s=args.budget_s, num_rows=args.first_rows, tries=args.tries)
+    (args.out / f"tune-{workload.name}.json").write_text(json.dumps(dataclasses.asdict(report), indent=1))
+    return report.found
 
 
-def line_of(workload: Workload, report: dict[str, Any]) -> str:
+def line_of(workload: Workload, found: SearchResult) -> str:
     """A line of the table. `chosen / fastest` is 1 if no settings gain 2 %."""
-    found = report["found"]
-    base, best = found["base"], found["best"]
-    kind = "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s"
-    settings = json.dumps(best["candidate"]["settings"]) if best["candidate"]["settings"] else "those chosen"
+    base, best = (
+        trial.prompt_tokens_per_s if workload.counts_prompts else trial.output_tokens_per_s
+        for trial in (found.base, found.best)
+    )
+    settings = dict(found.best.candidate.settings)
     return (
-        f"| {workload.name} | {base[kind]:,.0f} | {best[kind]:,.0f} | {base['rows_per_s'] / best['rows_per_s']:.3f} "
-        f"| {settings} | {len(found['trials'])} |"
+        f"| {workload.name} | {base:,.0f} | {best:,.0f} | {1 / found.gain:.3f} "
+        f"| {json.dumps(settings) if settings else 'those chosen'} | {len(found.trials)} |"
     )
 
 

@@ -97,8 +97,8 @@ def test_several_replicas_on_a_device_are_tried_first_only_where_a_gain_is_likel
 
 
 @pytest.mark.parametrize(("given", "num_bytes", "expected"), [
-    ({}, 800 << 20, 2), ({}, (800 << 20) - 1, None), ({"parallel.replicas_per_device": 1}, 800 << 20, None),
-    ({"engine.gpu_memory_utilization": 0.6}, 800 << 20, None),  # it has no room for two
+    ({}, 200 << 20, 2), ({}, (200 << 20) - 1, None), ({"parallel.replicas_per_device": 1}, 200 << 20, None),
+    ({"engine.gpu_memory_utilization": 0.6}, 200 << 20, None),  # it has no room for two
 ])  # fmt: skip
 def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
     given: dict[str, Any], num_bytes: int, expected: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
