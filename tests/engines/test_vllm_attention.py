@@ -125,6 +125,7 @@ def test_a_cache_of_more_than_two_billion_numbers() -> None:
 @pytest.fixture
 def any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 1)
+    monkeypatch.setattr(attention, "_LEAST_IN_MIXED_STEP", 1)
 
 
 def half(lengths: Any = (5, 6), **changed: Any) -> dict[str, Any]:
@@ -438,6 +439,15 @@ def test_requests_that_decode_beside_prompts_leave_flash_attention(is_fp8: bool)
     assert metadata.max_num_splits == 32  # of the whole step
     assert attend(given, metadata) == [2]
     torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
+
+
+def test_fewer_requests_are_enough_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_LEAST_IN_MIXED_STEP", 6)
+    given, common = step_of(LENGTHS, NEW)
+    assert attend(given, built(Builder(), common)) == [2]  # 3 requests with 2 heads of keys
+    monkeypatch.setattr(attention, "_LEAST_IN_MIXED_STEP", 7)
+    assert attend(given, built(Builder(), common)) == [5]
+    assert [attention.pays_in_mixed_step(num, 2) for num in (3, 4)] == [False, True]
 
 
 @pytest.mark.usefixtures("any_batch")

@@ -3,7 +3,11 @@
 FlashAttention 3 runs one thread block on each multiprocessor, which handles one request and head after the other, in
 tiles of 64 queries. Decoding with grouped queries fills 2 to 8 of these. For contexts of a few hundred tokens a tile
 waits for memory longer than it works. This kernel has small programs, many at once on a multiprocessor, so that some
-work while others wait. `benchmarks/attention.py` compares both.
+work while others wait. `benchmarks/attention.py` compares both. `mixed_steps.py` is about steps that also read prompts.
+
+A program reads all tokens of a request. So among many short requests, one with tens of thousands of tokens makes a step
+that only decodes slower than with FlashAttention, which splits it: a step's graph is captured before its lengths are
+known.
 
 Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the source of 0.32.0.
 """
@@ -38,6 +42,8 @@ _SHAPE = (64, 2, 3)
 _HEAD_SIZES, _VERSION = (64, 128), 3
 # 512 requests with 8 heads of keys. For fewer ones FlashAttention splits long contexts, and is faster there.
 _LEAST_PROGRAMS = 4096
+# In steps that also read prompts FlashAttention splits nothing, and the kernel pays from 256 requests on.
+_LEAST_IN_MIXED_STEP = 2048
 # What vLLM gives FlashAttention for decoding over a paged cache. Other arguments change the result.
 _GIVEN = frozenset(
     """q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap
@@ -147,13 +153,16 @@ def decode_attention(
     )  # fmt: skip
 
 
-def pays(num_requests: int, num_key_heads: int) -> bool:
-    """Whether the kernel is faster than FlashAttention for so many requests that decode."""
-    return num_requests * num_key_heads >= _LEAST_PROGRAMS
+def pays_in_mixed_step(num_requests: int, num_key_heads: int) -> bool:
+    """Whether the kernel is faster for so many requests that decode, beside others that read prompts."""
+    return num_requests * num_key_heads >= _LEAST_IN_MIXED_STEP
 
 
-def takes(given: Mapping[str, Any]) -> bool:
-    """Whether `decode_attention` does what FlashAttention does with these arguments, by name, and is faster."""
+def takes(given: Mapping[str, Any], least_programs: int | None = None) -> bool:
+    """Whether `decode_attention` does what FlashAttention does with these arguments, by name, and is faster.
+
+    least_programs: requests times heads of keys from which it is faster; None: in steps that only decode.
+    """
     others = (value for name, value in given.items() if name not in _GIVEN)
     if given.get("max_seqlen_q") != 1 or any(value is not None and value is not False for value in others):
         return False
@@ -170,7 +179,7 @@ def takes(given: Mapping[str, Any]) -> bool:
         and (window is None or list(window) == [-1, -1])
         and not given.get("softcap")
         and given.get("softmax_scale") is not None
-        and pays(num_requests, num_key_heads)
+        and num_requests * num_key_heads >= (least_programs or _LEAST_PROGRAMS)
         and len(lengths) == num_requests == len(given["cu_seqlens_q"]) - 1  # one token each
         and _has_known_shape(num_heads, num_key_heads, head_size)
         and _has_known_numbers(query, keys, values, given)
@@ -205,7 +214,8 @@ def attention_of_decoding(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if not arguments and takes(named):
             run_ours(named)
             return named["out"]
-        if not arguments and (step := mixed_step_of(named)) is not None and takes(decodes := step.decodes(named)):
+        step = mixed_step_of(named)
+        if not arguments and step is not None and takes(decodes := step.decodes(named), _LEAST_IN_MIXED_STEP):
             run_ours(decodes)
             theirs(**step.prompts(named))
             return named["out"]
@@ -258,7 +268,7 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
     importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs)  # type: ignore[attr-defined]
     builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
     if builder is not None:
-        mixed_steps.install(builder, pays)
+        mixed_steps.install(builder, pays_in_mixed_step)
     return True
 
 
