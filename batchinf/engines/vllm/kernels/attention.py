@@ -42,7 +42,7 @@ _SHAPE = (64, 2, 3)
 _HEAD_SIZES, _VERSION = (64, 128), 3
 # 512 requests with 8 heads of keys. For fewer ones FlashAttention splits long contexts, and is faster there.
 _LEAST_PROGRAMS = 4096
-# In steps that also read prompts FlashAttention splits nothing, and the kernel pays from 256 requests on.
+# In steps that also read prompts FlashAttention decodes more slowly, and the kernel pays from 256 requests on.
 _LEAST_IN_MIXED_STEP = 2048
 # What vLLM gives FlashAttention for decoding over a paged cache. Other arguments change the result.
 _GIVEN = frozenset(
