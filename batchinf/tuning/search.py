@@ -6,6 +6,7 @@ A. Talwalkar, Non-stochastic best arm identification and hyperparameter optimiza
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,19 +60,27 @@ def search(
 ) -> SearchResult:
     """The fastest of the candidates, of which the first is the spec as it is.
 
+    The first round goes on as long as the budget has time for the later ones, by the starts of the trials so far.
+
     num_rows: rows in the first round. most_rows: rows of the input. left_s: gives the seconds left of the budget.
     measure: runs a candidate on a number of rows; its last argument tells the user which trial this is.
     """
     base = measure(candidates[0], num_rows, "round 1")
-    remaining = [*candidates[1 : 1 + _affordable(base, len(candidates) - 1, most_rows, left_s())]]
+    remaining = [*candidates[1:]]
     trials, rounds = [base], [[base]]
-    num_left_out, is_cut = len(candidates) - 1 - len(remaining), False
+    num_planned, num_left_out, is_cut = 0, 0, False
     while remaining:
         for place, candidate in enumerate(remaining):
-            if _expected_s(base, rounds[-1][0].num_rows) > left_s():
-                is_cut = True
+            if len(rounds) > 1:
+                num_now = len(remaining) if _expected_s(trials, rounds[-1][0].num_rows) <= left_s() else place
+            else:
+                num_now = place + _affordable(trials, place, len(remaining) - place, most_rows, left_s())
+            if num_now == place:
+                num_left_out = len(candidates) - 1 - place if len(rounds) == 1 else num_left_out
+                is_cut, remaining = place < num_planned, remaining[:place]
                 break
-            label = f"round {len(rounds)}, {place + 1} of {len(remaining)}"
+            num_planned = num_now
+            label = f"round {len(rounds)}, {place + 1} of {num_planned}"
             rounds[-1].append(measure(candidate, rounds[-1][0].num_rows, label))
             trials.append(rounds[-1][-1])
         more_rows = min(2 * rounds[-1][0].num_rows, most_rows)
@@ -81,7 +90,7 @@ def search(
         remaining = [trial.candidate for trial in ranked[: math.ceil(len(remaining) / _KEPT)]]
         if is_cut or is_last or not remaining:
             break
-        if _expected_s(base, more_rows) * 2 > left_s():
+        if _expected_s(trials, more_rows) * 2 > left_s():
             is_cut = True
             break
         rounds.append([measure(candidates[0], more_rows, f"round {len(rounds) + 1}")])
@@ -94,21 +103,23 @@ def search(
     return SearchResult(most_rows, tuple(trials), best, last[0], num_left_out, is_cut)
 
 
-def _expected_s(base: TuneTrial, num_rows: int) -> float:
-    return base.start_s + base.work_s * num_rows / base.num_rows
+def _expected_s(trials: Sequence[TuneTrial], num_rows: int) -> float:
+    """The time of a trial. The first trial's start counts only without others: it compiles what later ones load."""
+    base, starts = trials[0], [trial.start_s for trial in trials[1:] if not trial.error]
+    return (statistics.median(starts) if starts else base.start_s) + base.work_s * num_rows / base.num_rows
 
 
-def _affordable(base: TuneTrial, most: int, most_rows: int, left_s: float) -> int:
-    """The largest number of candidates whose rounds fit into `left_s`, at the speed of the spec as it is."""
+def _affordable(trials: Sequence[TuneTrial], num_tried: int, most: int, most_rows: int, left_s: float) -> int:
+    """How many more candidates of the first round fit into `left_s` with all later rounds, at most `most`.
+
+    num_tried: candidates of the first round that have run. All count as fast as the spec as it is.
+    """
     for number in range(most, 0, -1):
-        total, num_remaining, num_rows = 0.0, number, base.num_rows
-        is_first = True
-        while True:
-            total += (num_remaining + (0 if is_first else 1)) * _expected_s(base, num_rows)
-            more_rows = min(2 * num_rows, most_rows)
-            if num_remaining <= 2 or more_rows == num_rows:
-                break
-            num_remaining, num_rows, is_first = math.ceil(num_remaining / _KEPT), more_rows, False
+        num_rows, num_remaining = trials[0].num_rows, num_tried + number
+        total = number * _expected_s(trials, num_rows)
+        while num_remaining > 2 and (more_rows := min(2 * num_rows, most_rows)) != num_rows:
+            num_remaining, num_rows = math.ceil(num_remaining / _KEPT), more_rows
+            total += (num_remaining + 1) * _expected_s(trials, num_rows)
         if total <= left_s:
             return number
     return 0

@@ -74,10 +74,13 @@ def tune_job(
     spec = file.spec.model_dump(mode="json", exclude={"output"})
     record = TrialRecord(folder, fingerprint({"spec": spec, "rows": most_rows}))
 
+    used_s = 0.0  # by trials that this search has asked for, in an earlier call or now
+
     def left_s() -> float:
-        return wanted.budget_s - record.spent_s
+        return wanted.budget_s - used_s
 
     def measure(candidate: Candidate, num_rows: int, place: str) -> TuneTrial:
+        nonlocal used_s
         if (trial := record.find(candidate, num_rows)) is None:
             say(f"{place}: {candidate.name}, {num_rows:,} rows")
             share = min(1.0, _SEVERAL * num_rows / most_rows)
@@ -86,6 +89,7 @@ def tune_job(
             if trial.error and not candidate.settings:
                 raise UserError(f"the spec as it is cannot run: {trial.error}")
             record.add(trial)
+        used_s += trial.start_s + trial.work_s
         say(f"  {trial_line(trial)}")
         return trial
 

@@ -1,5 +1,6 @@
 """The search of the fastest settings: what runs, on how many rows, and what wins."""
 
+import dataclasses
 import math
 
 import pytest
@@ -96,7 +97,30 @@ def test_the_budget_decides_how_many_are_tried(budget_s: float) -> None:
     assert clock.left_s >= -0.1 * budget_s
     num_tried = sum(num_rows == 1000 for _, num_rows in clock.ran) - 1
     assert found.num_left_out == 20 - num_tried
+    # Of those tried, a third goes on.
+    assert sum(num_rows == 2000 for _, num_rows in clock.ran) == (1 + math.ceil(num_tried / 3) if num_tried > 2 else 0)
     assert num_tried == {25.0: 0, 45.0: 1, 100.0: 2, 200.0: 4, 400.0: 8}[budget_s]
+
+
+def test_a_slow_first_start_does_not_count_for_later_trials() -> None:
+    """It compiles what later ones load."""
+    clock, starts = Clock(), [60.0]
+
+    def measure(candidate: Candidate, num_rows: int, place: str) -> TuneTrial:
+        trial = clock.measure(candidate, num_rows, place)
+        return dataclasses.replace(trial, start_s=starts.pop() if starts else START_S)
+
+    field = [Candidate(), *(Candidate({"speed": 90.0 + place}) for place in range(20))]
+    spent_s = [0.0]
+
+    def timed(candidate: Candidate, num_rows: int, place: str) -> TuneTrial:
+        trial = measure(candidate, num_rows, place)
+        spent_s[0] += trial.start_s + trial.work_s
+        return trial
+
+    found = search(field, 1000, 1000, lambda: 300.0 - spent_s[0], timed)
+    assert len(found.trials) == 1 + 11  # 70 s, and 20 s each
+    assert (found.num_left_out, found.is_cut) == (9, False)
 
 
 def test_a_slow_candidate_does_not_break_the_budget_by_much() -> None:

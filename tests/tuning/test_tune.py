@@ -10,7 +10,9 @@ import pytest
 import jobs
 from batchinf import api
 from batchinf.base.errors import Interrupted, OutputError, UserError
+from batchinf.tuning import tune
 from batchinf.tuning.text import tune_lines
+from batchinf.tuning.trial import TuneTrial
 
 
 def spec_of(folder: pathlib.Path, **scripted: Any) -> pathlib.Path:
@@ -108,3 +110,25 @@ def test_wrong_calls(tmp_path: pathlib.Path) -> None:
     done = jobs.run("tune", path, "--budget", "soon")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--budget soon: must be a time, such as 90s, 15m or 2h" in done.stderr
+
+
+def test_a_search_that_has_used_its_budget_is_the_same_the_next_time(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def run_trial(candidate: Any, kept: Any, num_rows: int, *_: Any) -> TuneTrial:
+        ran.append((candidate.name, num_rows))
+        speed = 10.0 + len(candidate.name)
+        return TuneTrial(candidate, num_rows, speed, speed, speed, 10.0, 10.0, 0)
+
+    monkeypatch.setattr(tune, "run_trial", run_trial)
+    options: dict[str, Any] = {"num_rows": 600, "tries": ["scripted.max_num_seqs=1,64,32,16"], "say": lambda _: None}
+    path = spec_of(tmp_path)
+    first = api.tune(path, budget_s=65.0, **options)
+    assert (len(ran), first.found.num_left_out) == (3, 2)
+    assert api.tune(path, budget_s=65.0, **options) == first
+    assert len(ran) == 3
+    # With more time it goes on.
+    assert api.tune(path, budget_s=130.0, **options).found.num_left_out == 1
+    assert len(ran) == len(set(ran)) == 3 + 1 + 2
