@@ -352,7 +352,7 @@ def test_together_all_begin_with_an_equal_share_once_the_last_is_up(tmp_path: pa
     assert begun(bench) == [0, 1]
     assert [one.shards, other.shards] == shares
     for replica, told in zip((one, other), bench.told, strict=True):
-        # No message takes back what is begun, and the other's rows count as not tried.
+        # Each keeps the rows that it begins. Rows that moved from one to the other count as tried once.
         assert isinstance(told.messages[-2], Assign)
         assert {attempt for index, attempt in given(told) if index in replica.shards} == {1}
 

@@ -5,9 +5,9 @@ tiles of 64 queries. Decoding with grouped queries fills 2 to 8 of these. For co
 waits for memory longer than it works. This kernel has small programs, many at once on a multiprocessor, so that some
 work while others wait. `benchmarks/attention.py` compares both. `mixed_steps.py` is about steps that also read prompts.
 
-A program reads all tokens of a request. So among many short requests, one with tens of thousands of tokens makes a step
-that only decodes slower than with FlashAttention, which splits it: a step's graph is captured before its lengths are
-known.
+A program reads all tokens of a request. If one request of many has tens of thousands of tokens, FlashAttention is
+faster, because it splits the request. Steps that only decode use the kernel all the same: they run as CUDA graphs,
+which are captured before the lengths are known.
 
 Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the source of 0.32.0.
 """

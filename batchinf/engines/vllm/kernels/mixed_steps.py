@@ -1,6 +1,6 @@
 """Steps in which many requests decode while others read their prompts.
 
-vLLM gives all of such a step to one call of FlashAttention in each layer, which then decodes two to four times as
+vLLM gives all of such a step to one call of FlashAttention in each layer, which then decodes two to three times as
 slowly as the kernel. Here the kernel handles the requests that decode and are the first of the batch, and
 FlashAttention the others. With vLLM's V2 runner, which sorts them, these are all that decode. With its V1 runner, which
 0.26 has for models with experts, they are those before the first prompt. FlashAttention needs a plan for the others.
